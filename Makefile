@@ -1,0 +1,37 @@
+# The two promises of the README are `make run` and `make test`; both need nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install run test bench lint clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP)  ## make the virtual environment
+
+# uv installs the CUDA build of torch from its cache in seconds; pip alone needs minutes.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	touch $(STAMP)
+
+run: $(STAMP)  ## train a transformer on the standard library's source: 2 nodes x 2 workers on this machine
+	$(BIN)/holdfast run examples/stdlib-bytes.yaml
+
+lint: $(STAMP)  ## style, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP)  ## everything that is checked before a change lands
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
+	$(BIN)/python -m bench.recovery
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""Holdfast keeps large PyTorch training alive: the control plane. Never imports torch."""

@@ -1,0 +1,49 @@
+"""What every backend can do: give nodes, take them back, say which there are.
+
+Owns: the interface and its contract; tests/contract runs against each implementation. Must not:
+know the job's state. A backend starts *agents*; an agent dials in to the controller by itself, so
+launching and stopping workers goes over the agent link, the same on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from ..protocol.errors import HoldfastError
+
+
+class NoRoom(HoldfastError):
+    """The backend cannot give that many nodes now."""
+
+
+class NodeGone(msgspec.Struct, frozen=True):
+    """The backend saw a node end."""
+
+    node: str
+    detail: str
+
+
+class Backend(Protocol):
+    """All calls are idempotent and return when the request is accepted, not when it is fulfilled.
+
+    They may block for milliseconds, never for a node to come up.
+    """
+
+    async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
+        """Attach to what already runs for this job, or make ready. `on_node_gone` is called, from
+        the event loop, whenever a node is seen to end."""
+
+    async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
+        """Start `count` more nodes and return their names. Raises NoRoom, starting none."""
+
+    async def release_node(self, node: str) -> None:
+        """End a node with all its processes and memory. An unknown node is already released."""
+
+    async def list_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that exist, sorted, whether they have dialled in or not."""
+
+    async def close(self, *, release: bool) -> None:
+        """Detach; with `release`, end everything of this job first."""

@@ -1,0 +1,1 @@
+"""The pure state machine of a job: events in, actions out. No clock, no IO, no randomness."""

@@ -1,0 +1,107 @@
+"""What the core wants done. A small closed union.
+
+Owns: the actions. Every action has an id, unique within the job, and the generation it belongs to,
+and ends in exactly one result event (ActionSucceeded, ActionFailed, ActionUnknown or GroupStopped).
+Launch and stop are idempotent. Must not: say how; the executor and the backends know.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..protocol.facts import Membership, ShardFile, WorkerSeat
+from ..protocol.mesh import Mesh
+
+ReasonCode = Literal[
+    "submitted", "user-error", "infrastructure", "preemption", "hang", "resize", "suspend",
+    "resume", "cancel", "finish", "deadline", "budget", "capacity", "checkpoint", "retention",
+    "bad-node", "controller-restart",
+]  # fmt: skip
+"""Labels metrics; keep it small."""
+
+Outcome = Literal["succeeded", "failed", "cancelled"]
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why: a code for machines and one sentence with the numbers for people."""
+
+    code: ReasonCode
+    text: str
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all actions."""
+
+    action_id: int
+    generation: int
+    reason: Reason
+
+
+class RequestNodes(Action, kw_only=True, tag="request-nodes"):
+    """Have this many more nodes. Succeeds when they are on their way; each joins by itself. Fails
+    when the backend has no room."""
+
+    count: int
+    avoid: tuple[str, ...] = ()
+
+
+class ReleaseNode(Action, kw_only=True, tag="release-node"):
+    """Give a node back: end its agent and what it holds. For a lost node: make sure it is gone."""
+
+    node: str
+
+
+class LaunchGroup(Action, kw_only=True, tag="launch-group"):
+    """Start one node's workers of a generation."""
+
+    node: str
+    node_rank: int
+    membership: Membership
+    seats: tuple[WorkerSeat, ...]
+    buddy: str = ""
+    persist_every_steps: int = 0
+
+
+class StopGroup(Action, kw_only=True, tag="stop-group"):
+    """End one node's workers of a generation; its result is GroupStopped."""
+
+    node: str
+    grace_s: float = 0.0
+    stacks: bool = False
+
+
+class PersistStep(Action, kw_only=True, tag="persist-step"):
+    """Have a node write the newest step >= `step` it stages to storage."""
+
+    node: str
+    step: int
+
+
+class CommitManifest(Action, kw_only=True, tag="commit-manifest"):
+    """Write the manifest of a complete set of shard files, last and atomically."""
+
+    step: int
+    mesh: Mesh
+    files: tuple[ShardFile, ...]
+
+
+class DeleteCheckpoint(Action, kw_only=True, tag="delete-checkpoint"):
+    """Delete a committed or abandoned checkpoint: manifest first, then its files."""
+
+    step: int
+    written_by: int
+    """Generation in the directory's name."""
+
+
+class FinishJob(Action, kw_only=True, tag="finish-job"):
+    """The job is over: release everything. The last action of a job."""
+
+    outcome: Outcome
+
+
+AnyAction = (
+    RequestNodes | ReleaseNode | LaunchGroup | StopGroup | PersistStep | CommitManifest
+    | DeleteCheckpoint | FinishJob
+)  # fmt: skip

@@ -1,0 +1,207 @@
+"""What the core is told. A small closed union; every event is a fact, none is a wish of the core.
+
+Owns: the events and their wire form (they are what the journal stores). Must not: hold logic.
+
+`DURABLE` events change the controller's state and are journaled before their actions run. The
+others feed `health.Monitor`, whose verdicts are durable events again, so a replay never needs them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, WorkerBeat
+
+LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
+    """Base of all events."""
+
+
+# -- what people ask for ----------------------------------------------------------------------
+class JobSubmitted(Event, kw_only=True, tag="job-submitted"):
+    """First event of every journal."""
+
+    job_id: str
+    spec: dict[str, Any]
+    spec_directory: str
+
+
+class ResizeRequested(Event, kw_only=True, tag="resize-requested"):
+    nodes: int
+    by: str = ""
+
+
+class SuspendRequested(Event, kw_only=True, tag="suspend-requested"):
+    by: str = ""
+
+
+class ResumeRequested(Event, kw_only=True, tag="resume-requested"):
+    by: str = ""
+
+
+class CancelRequested(Event, kw_only=True, tag="cancel-requested"):
+    by: str = ""
+
+
+class ChaosInjected(Event, kw_only=True, tag="chaos-injected"):
+    """A rehearsed failure, noted so that the report can say so. Decides nothing."""
+
+    kind: str
+    node: str
+    rank: int = -1
+    by: str = ""
+
+
+# -- nodes ------------------------------------------------------------------------------------
+class NodeJoined(Event, kw_only=True, tag="node-joined"):
+    """An agent said Hello: for the first time, after a reconnect, or to a new controller."""
+
+    node: str
+    facts: NodeFacts
+    generation: int = 0
+    ranks: tuple[int, ...] = ()
+    staged: tuple[StagedShard, ...] = ()
+    offered_port: int = 0
+
+
+class NodeLost(Event, kw_only=True, tag="node-lost"):
+    node: str
+    cause: LossCause
+    detail: str = ""
+
+
+class PreemptionNoticed(Event, kw_only=True, tag="preemption-noticed"):
+    """The node will be taken away; its workers still run."""
+
+    node: str
+    detail: str = ""
+
+
+# -- workers ----------------------------------------------------------------------------------
+class WorkerExited(Event, kw_only=True, tag="worker-exited"):
+    node: str
+    generation: int
+    exit: Exit
+
+
+class StepsAdvanced(Event, kw_only=True, tag="steps-advanced"):
+    """Every rank has finished `step`. The first of a generation ends its start-up; later ones are
+    sampled (limits.PROGRESS_JOURNAL_INTERVAL_S) for the report and decide nothing."""
+
+    generation: int
+    step: int
+    loss: float | None = None
+    tokens: int = 0
+    step_s: float = 0.0
+    """Median over recent steps."""
+    stall_s: float = 0.0
+    device_memory_peak_bytes: int = 0
+    flops_per_step: float = 0.0
+
+
+class HangDetected(Event, kw_only=True, tag="hang-detected"):
+    """Verdict of the monitor: no progress within the limit while processes live."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    """Suspects, the likeliest first."""
+    evidence: str
+
+
+class StragglerDetected(Event, kw_only=True, tag="straggler-detected"):
+    """Verdict of the monitor; noted, not acted on."""
+
+    generation: int
+    node: str
+    evidence: str
+
+
+# -- results of actions -----------------------------------------------------------------------
+class ActionSucceeded(Event, kw_only=True, tag="action-succeeded"):
+    action_id: int
+    generation: int = 0
+    detail: str = ""
+
+
+class ActionFailed(Event, kw_only=True, tag="action-failed"):
+    action_id: int
+    generation: int = 0
+    detail: str = ""
+
+
+class ActionUnknown(Event, kw_only=True, tag="action-unknown"):
+    """The controller died, or the connection, before the result came."""
+
+    action_id: int
+    generation: int = 0
+    detail: str = ""
+
+
+class GroupStopped(Event, kw_only=True, tag="group-stopped"):
+    """Result of StopGroup on one node."""
+
+    action_id: int
+    node: str
+    generation: int
+    exits: tuple[Exit, ...] = ()
+    staged: tuple[StagedShard, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    offered_port: int = 0
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+class ShardPersisted(Event, kw_only=True, tag="shard-persisted"):
+    node: str
+    generation: int
+    shard: ShardFile
+    seconds: float = 0.0
+
+
+class PersistFailed(Event, kw_only=True, tag="persist-failed"):
+    node: str
+    generation: int
+    step: int
+    shard: int
+    detail: str
+
+
+class CheckpointRefused(Event, kw_only=True, tag="checkpoint-refused"):
+    """A committed checkpoint turned out to be damaged; fall back to the one before."""
+
+    step: int
+    generation: int
+    detail: str
+
+
+# -- the controller itself --------------------------------------------------------------------
+class ControllerStarted(Event, kw_only=True, tag="controller-started"):
+    """Written by every incarnation after the replay: what ran before must be observed anew."""
+
+    incarnation: int
+    committed: tuple[ShardFile, ...] = ()
+    """Files of the checkpoints whose manifests were found in storage."""
+
+
+class Tick(Event, tag="tick"):
+    """A deadline of the controller (next_deadline_ns) has come."""
+
+
+# -- volatile: only the monitor sees it -------------------------------------------------------
+class Heartbeat(Event, kw_only=True, tag="heartbeat"):
+    node: str
+    generation: int
+    workers: tuple[WorkerBeat, ...] = ()
+    staged_step: int = -1
+
+
+AnyEvent = (
+    JobSubmitted | ResizeRequested | SuspendRequested | ResumeRequested | CancelRequested
+    | ChaosInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepsAdvanced
+    | HangDetected | StragglerDetected | ActionSucceeded | ActionFailed | ActionUnknown
+    | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted
+    | Tick | Heartbeat
+)  # fmt: skip

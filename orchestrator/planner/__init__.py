@@ -1,0 +1,1 @@
+"""Pure arithmetic before anything is launched: mesh, memory, bytes, and why."""

@@ -1,0 +1,1 @@
+"""What workers and control plane share: spec, mesh, messages, environment, manifest, limits."""

@@ -1,0 +1,177 @@
+"""Facts that workers and agents report and the core decides on. Plain frozen values.
+
+Owns: their shape, shared by messages (the wire), events (the core) and the journal. Must not: hold
+decisions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .mesh import Mesh
+
+Phase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
+"""What a worker says it is doing. Only `train` is held to the learned hang limit."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    name: str
+    memory_bytes: int
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows of its node."""
+
+    hostname: str
+    address: str
+    """Where other nodes reach this one: MASTER_ADDR and the data port."""
+    data_port: int
+    """Where this agent serves its memory tier to other agents."""
+    slots: int
+    """Workers that fit here."""
+    cpus: int = 0
+    memory_bytes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    hcas: tuple[str, ...] = ()
+    failure_domain: str = ""
+    """Nodes with the same value may be lost together; the node itself where nothing is known."""
+    topology: tuple[str, ...] = ()
+    """Outermost first (zone, rack, ...): ranks are laid out in this order."""
+    torch_version: str = ""
+    pid: int = 0
+
+
+class StagedShard(msgspec.Struct, frozen=True):
+    """One rank's complete training state of one step, in the memory of one node."""
+
+    step: int
+    generation: int
+    shard: int
+    """Shard index, see mesh.Mesh.shard_index."""
+    num_shards: int
+    num_bytes: int
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """One rank's training state of one step as a durable file in the storage tier."""
+
+    step: int
+    generation: int
+    shard: int
+    num_shards: int
+    file: str
+    """Name relative to the checkpoint's directory."""
+    num_bytes: int
+    checksum: str
+    """xxh3_128 of the whole file, hex."""
+
+
+class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker is. `step` is the last one it finished; progress means that it moved."""
+
+    rank: int
+    phase: Phase = "start"
+    step: int = -1
+    ticks: int = 0
+    """Grows with every sign of progress, also within a step (micro-batches, phases)."""
+    quiet_s: float = 0.0
+    """Since the last sign of progress, on the agent's clock."""
+    pulse_age_s: float = 0.0
+    """Since the worker's pulse thread last spoke; grows when the process is stopped or the
+    interpreter is blocked."""
+    stopped: bool = False
+    """The kernel says that the process is stopped (state T)."""
+    loss: float | None = None
+    tokens: int = 0
+    """Tokens of the global batch of that step."""
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    """Time the last staging blocked the training loop."""
+    device_memory_peak_bytes: int = 0
+    flops_per_step: float = 0.0
+    """Model FLOPs of one step of the whole job; 0 where the loop does not say."""
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How one worker ended."""
+
+    rank: int
+    local_rank: int = 0
+    code: int | None = None
+    """Exit code, None when a signal ended it."""
+    signal: int | None = None
+    by_us: bool = False
+    """The agent sent the signal, on the controller's order."""
+    step: int = -1
+    """The last step it had finished."""
+    error_type: str = ""
+    error_message: str = ""
+    traceback: str = ""
+    secondary: bool = False
+    """The error says that a peer or the network went away: a consequence, not a cause."""
+    out_of_memory: bool = False
+    at_ns: int = 0
+    """Wall clock of the node."""
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """What a worker was doing, taken before it was killed."""
+
+    rank: int
+    text: str
+    in_collective: bool
+    """Its main thread waits for its peers: it is a victim rather than the culprit."""
+    state: str = ""
+    """State letter of /proc/PID/stat: T is stopped, D uninterruptible, R running, S sleeping."""
+
+
+class WorkerSeat(msgspec.Struct, frozen=True):
+    """One worker of a launch."""
+
+    rank: int
+    local_rank: int
+    shard: int
+    persists: bool
+    """This rank's agent writes the shard to storage (one of each replicate group does)."""
+
+
+class ShardSource(msgspec.Struct, frozen=True):
+    """Where a shard can be had from memory."""
+
+    shard: int
+    node: str
+    address: str
+    data_port: int
+
+
+class Restore(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a generation begins: after `step`, from memory (sources) or storage (directory)."""
+
+    step: int
+    generation: int
+    """The generation that wrote the state."""
+    num_shards: int
+    sources: tuple[ShardSource, ...] = ()
+    directory: str = ""
+    """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation as all its nodes see it."""
+
+    generation: int
+    mesh: Mesh
+    num_nodes: int
+    workers_per_node: int
+    master_address: str
+    master_port: int
+    restart_count: int
+    """Generations before this one; the same number on every node (TORCHELASTIC_RESTART_COUNT)."""
+    restore: Restore | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size

@@ -1,0 +1,89 @@
+"""The checkpoint manifest: without it there is no checkpoint.
+
+Owns: the directory layout of the storage tier and the manifest's format. Must not: do IO.
+
+    <checkpoint path>/
+      step-00000120.gen-3/              one directory per attempt: (step, generation)
+        shard-00000-of-00002.safetensors
+        shard-00001-of-00002.safetensors
+        manifest.json                   written last, atomically, by the controller
+
+Every shard file is a safetensors file whose header says, for each tensor, the part of the global
+tensor that it holds (see workers.checkpoint.layout), so a manifest only has to name files, their
+lengths and their checksums. Readers trust nothing that no manifest names.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from .facts import ShardFile
+from .mesh import Mesh
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "holdfast.dev/checkpoint/v1"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint."""
+
+    format: str = FORMAT
+    job: str
+    step: int
+    """The last finished step whose effect is in this state."""
+    generation: int
+    mesh: Mesh
+    """The mesh that wrote it; any other can read it."""
+    files: tuple[ShardFile, ...]
+    committed_at: str
+    """RFC 3339, UTC."""
+    versions: dict[str, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def directory(self) -> str:
+        return directory_name(self.step, self.generation)
+
+
+def directory_name(step: int, generation: int) -> str:
+    """One directory per (step, generation): attempts never mix.
+
+    A generation writes a step at most once, so the pair names the attempt.
+    """
+    return f"step-{step:08d}.gen-{generation}"
+
+
+def parse_directory_name(name: str) -> tuple[int, int] | None:
+    """(step, generation) of a checkpoint directory, None for any other name."""
+    match = re.fullmatch(r"step-(\d{8,})\.gen-(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def shard_file_name(shard: int, num_shards: int) -> str:
+    return f"shard-{shard:05d}-of-{num_shards:05d}.safetensors"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Readable JSON."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Raises ValueError, naming what is wrong, for anything that is not a manifest."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a manifest: {error}") from None
+    if manifest.format != FORMAT:
+        raise ValueError(f"format: got {manifest.format!r}; expected {FORMAT!r}")
+    shards = sorted(file.shard for file in manifest.files)
+    if shards != list(range(manifest.mesh.num_shards)):
+        raise ValueError(
+            f"files: got shards {shards}; expected 0 to {manifest.mesh.num_shards - 1}, each once"
+        )
+    return manifest

@@ -1,0 +1,110 @@
+"""Axes, rank <-> coordinates, group membership.
+
+Owns: the order of the axes. Must not: know nodes or devices.
+
+Axes from outermost to innermost, as TorchTitan orders them (ParallelDims): pipeline, replicate,
+shard, context, tensor. Ranks are numbered row-major, so neighbours in the innermost axis are
+neighbouring ranks. A *shard index* numbers the ranks of one replica group: two ranks with the same
+shard index hold the same training state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """Sizes of the axes; their product is the world size."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of AXES."""
+        return (self.pipeline, self.replicate, self.shard, self.context, self.tensor)
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.num_shards
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks of one replica group, which together hold one full copy of the training state."""
+        return self.pipeline * self.shard * self.context * self.tensor
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a rank on each axis. Raises ValueError outside 0..world_size-1."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: got {rank}; expected 0 to {self.world_size - 1}")
+        position: dict[str, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, position[axis] = divmod(rank, size)
+        return {axis: position[axis] for axis in AXES}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at a position; axes left out are 0."""
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            index = coordinates.get(axis, 0)
+            if not 0 <= index < size:
+                raise ValueError(f"{axis}: got {index}; expected 0 to {size - 1}")
+            rank = rank * size + index
+        return rank
+
+    def shard_index(self, rank: int) -> int:
+        """Which part of the training state a rank holds: 0..num_shards-1."""
+        at = self.coordinates(rank)
+        index = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            if axis != "replicate":
+                index = index * size + at[axis]
+        return index
+
+    def data_parallel_index(self, rank: int) -> int:
+        """Which slice of the global batch a rank reads: 0..data_parallel_size-1."""
+        at = self.coordinates(rank)
+        return at["replicate"] * self.shard + at["shard"]
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """All ranks that share every coordinate with `rank` but that of `axis`."""
+        at = self.coordinates(rank)
+        size = dict(zip(AXES, self.sizes, strict=True))[axis]
+        return tuple(self.rank(**{**at, axis: index}) for index in range(size))
+
+    def twins(self, rank: int) -> tuple[int, ...]:
+        """The other ranks that hold the same shard: the replicate group without `rank`."""
+        return tuple(other for other in self.group("replicate", rank) if other != rank)
+
+    def replica_groups(self) -> Iterator[tuple[int, ...]]:
+        """The ranks of each replica group."""
+        for replica in range(self.replicate):
+            yield tuple(
+                rank
+                for rank in range(self.world_size)
+                if self.coordinates(rank)["replicate"] == replica
+            )
+
+    def describe(self) -> str:
+        """`replicate 2 x shard 2`; axes of size 1 are left out."""
+        parts = [f"{a} {n}" for a, n in zip(AXES, self.sizes, strict=True) if n > 1]
+        return " x ".join(parts) or "one rank"
+
+    @property
+    def strategy(self) -> str:
+        """What the field calls it."""
+        if self.shard > 1:
+            return "HSDP" if self.replicate > 1 else "FSDP"
+        return "DDP" if self.replicate > 1 else "single"

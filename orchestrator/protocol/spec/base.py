@@ -1,0 +1,33 @@
+"""How every part of the spec behaves: frozen, closed, camelCase outside, units spelled out.
+
+Owns: the base model and the naming rule. Must not: know any field.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+# In Python the unit is a suffix (`timeout_s`), in YAML it is a word, as Kubernetes writes it.
+_UNITS = {"_s": "_seconds"}
+
+
+def yaml_name(python_name: str) -> str:
+    """`heartbeat_timeout_s` -> `heartbeatTimeoutSeconds`: one rule for every field."""
+    for suffix, word in _UNITS.items():
+        if python_name.endswith(suffix):
+            python_name = python_name.removesuffix(suffix) + word
+    return to_camel(python_name)
+
+
+class Part(BaseModel):
+    """A part of the spec. Unknown keys are errors: a misspelt key must never be ignored."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=yaml_name,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )

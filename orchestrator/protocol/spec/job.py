@@ -1,0 +1,135 @@
+"""TrainingJob: what a user writes. ONE definition gives validation, JSON schema and the reference.
+
+Owns: the root of the tree and the checks across fields. Must not: read files (load.py does) or
+decide anything (the planner and the core do).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .base import Part
+from .resilience import Checkpoint, Recovery, Seconds
+from .workload import Entrypoint, Fabric, Nodes, Parallelism, Resources
+
+API_VERSION = "holdfast.dev/v1alpha1"
+KIND = "TrainingJob"
+
+# RFC 1123 label, as Kubernetes demands of names that end up in host names.
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=52)]
+
+
+class Metadata(Part):
+    """Identity of the job, as Kubernetes has it. Fields that only a cluster sets are accepted."""
+
+    model_config = {**Part.model_config, "extra": "ignore"}
+
+    name: Name
+    """Unique among the jobs of one place; at most 52 lower-case letters, digits and dashes."""
+    namespace: str = "default"
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class Metrics(Part):
+    """What is exported to Prometheus."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of /metrics on the controller; 0: any free one, shown by `holdfast status`."""
+    per_rank: bool = False
+    """Series per rank. Off by default: they grow with the world size."""
+
+
+class JobSpec(Part):
+    """What is wanted."""
+
+    entrypoint: Entrypoint
+    nodes: Nodes = Nodes()
+    workers_per_node: int = Field(default=1, ge=1, le=64)
+    """Worker processes on each node; with GPUs, one per GPU."""
+    resources: Resources = Resources()
+    image: str | None = None
+    """Container image of a node, on Kubernetes."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of every worker. Overrides what a fabric profile chose; ranks and addresses
+    cannot be overridden."""
+    working_directory: str = "."
+    """Where scripts run; relative to the spec file."""
+    parallelism: Parallelism = Parallelism()
+    fabric: Fabric = Fabric()
+    checkpoint: Checkpoint = Checkpoint()
+    recovery: Recovery = Recovery()
+    metrics: Metrics = Metrics()
+    priority: int = 0
+    """Higher runs first where jobs compete."""
+    queue: str | None = None
+    """Queue to be admitted by, where the cluster has queues."""
+    suspend: bool = False
+    """true: hold the job, keeping its newest checkpoint."""
+    active_deadline_s: Seconds | None = None
+    """The job fails when it has run for this long."""
+    ttl_s_after_finished: int | None = Field(default=None, ge=0, alias="ttlSecondsAfterFinished")
+    """How long a finished job's record is kept."""
+
+    @model_validator(mode="after")
+    def _mesh_is_possible(self) -> JobSpec:
+        nodes, mesh = self.nodes, self.parallelism
+        if nodes.max < nodes.min:
+            raise ValueError(
+                f"nodes.max: got {nodes.max}; expected at least nodes.min ({nodes.min})"
+            )
+        world = nodes.max * self.workers_per_node
+        inner = mesh.tensor * mesh.context * mesh.pipeline
+        if world % inner:
+            raise ValueError(
+                f"parallelism: tensor x context x pipeline: got {inner}; expected a divisor of "
+                f"{world} workers (nodes.max {nodes.max} x workersPerNode {self.workers_per_node})"
+            )
+        room = world // inner
+        if mesh.shard != "auto" and room % mesh.shard:
+            raise ValueError(
+                f"parallelism.shard: got {mesh.shard}; expected a divisor of {room} workers; "
+                f"use {_choices(room)}"
+            )
+        if mesh.shard != "auto" and mesh.replicate not in ("auto", room // mesh.shard):
+            raise ValueError(
+                f"parallelism.replicate: got {mesh.replicate}; expected {room // mesh.shard} "
+                f"({room} workers / shard {mesh.shard}); use auto or {room // mesh.shard}"
+            )
+        if mesh.shard == "auto" and mesh.replicate != "auto" and room % mesh.replicate:
+            raise ValueError(
+                f"parallelism.replicate: got {mesh.replicate}; expected a divisor of {room} "
+                f"workers; use {_choices(room)}"
+            )
+        shard = mesh.shard
+        if shard == "auto" and mesh.replicate != "auto":
+            shard = room // mesh.replicate
+        group = inner * (shard if shard != "auto" else 1)
+        if nodes.min * self.workers_per_node < group:
+            need = -(-group // self.workers_per_node)
+            raise ValueError(
+                f"nodes.min: got {nodes.min}; expected at least {need}: one replica group is "
+                f"{group} workers, {self.workers_per_node} on each node; raise nodes.min or lower "
+                f"parallelism.shard"
+            )
+        return self
+
+
+class TrainingJob(Part):
+    """A training job, in the shape that `kubectl apply` takes."""
+
+    api_version: Literal["holdfast.dev/v1alpha1"]
+    kind: Literal["TrainingJob"]
+    metadata: Metadata
+    spec: JobSpec
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+
+def _choices(total: int) -> str:
+    divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]

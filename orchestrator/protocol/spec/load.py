@@ -1,0 +1,128 @@
+"""YAML text -> TrainingJob, with every mistake named by its path in the file.
+
+Owns: reading, and the wording of validation errors. Must not: hold rules; the models do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ..errors import Problem, SpecError, UserError
+from .job import TrainingJob
+
+
+def load_job(path: str | Path) -> TrainingJob:
+    """The job in a YAML file.
+
+    Raises UserError when the file cannot be read and SpecError when it is not a valid job.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path}: cannot be read ({why}); expected a YAML file") from None
+    return parse_job(text, source=str(path))
+
+
+def parse_job(text: str, source: str = "") -> TrainingJob:
+    """The job in a YAML text. Raises SpecError listing every wrong field."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
+        what = getattr(error, "problem", None) or "not YAML"
+        raise SpecError([Problem(where, what, "valid YAML")], source) from None
+    return job_from_mapping(document, source)
+
+
+def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
+    """The job in a parsed document. Raises SpecError listing every wrong field."""
+    if not isinstance(document, Mapping):
+        got = "nothing" if document is None else type(document).__name__
+        problem = Problem("the document", got, "a mapping with apiVersion, kind, metadata and spec")
+        raise SpecError([problem], source)
+    try:
+        return TrainingJob.model_validate(document)
+    except ValidationError as error:
+        problems = [_problem(details) for details in error.errors(include_url=False)]
+        raise SpecError(_distinct(problems), source) from None
+
+
+def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
+    """The document again, with YAML names, without what was left at its default."""
+    mapping = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {"apiVersion": job.api_version, "kind": job.kind, **mapping}
+
+
+def _problem(details: ErrorDetails) -> Problem:
+    location = [part for part in details["loc"] if not _is_union_branch(part)]
+    field = ".".join(str(part) for part in location) or "the document"
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "value_error":
+        return _from_rule(field, details["input"], str(context["error"]))
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        fix = f"did you mean {close[0]}?" if close else "remove it"
+        return Problem(field, "an unknown key", "one of " + ", ".join(known), fix)
+    if kind == "missing":
+        return Problem(field, "nothing", "a value: this key is required", "add it")
+    expected = re.sub(r"^(Input|Value) should be ", "", details["msg"])
+    return Problem(field, _show(details["input"]), expected.replace("'", ""))
+
+
+def _from_rule(field: str, value: Any, text: str) -> Problem:
+    """Rules across fields speak as `sub.path: got X; expected Y; fix`; others say what is expected."""
+    match = re.match(r"^(?:([\w. ]+): )?got (.*?); expected (.*?)(?:; (.*))?$", text, re.DOTALL)
+    if match:
+        path = f"{field}.{match[1]}" if match[1] else field
+        return Problem(path, match[2], match[3], match[4] or "")
+    return Problem(field, _show(value), text.removeprefix("expected "))
+
+
+def _is_union_branch(part: int | str) -> bool:
+    """pydantic adds the tried branch of a union to the path; the user did not write it."""
+    return isinstance(part, str) and bool(
+        re.search(r"[\[\(]|^(int|float|bool|str)$|^(literal|constrained-)", part)
+    )
+
+
+def _known_keys(location: list[int | str]) -> list[str]:
+    model: Any = TrainingJob
+    for part in location:
+        fields = {f.alias or n: f for n, f in model.model_fields.items()}
+        annotation = fields[str(part)].annotation if str(part) in fields else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        model = models[0]
+    return sorted(f.alias or n for n, f in model.model_fields.items())
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _distinct(problems: list[Problem]) -> list[Problem]:
+    """Unions report one problem per branch; keep one per field, with the expectations joined."""
+    merged: dict[str, Problem] = {}
+    for problem in problems:
+        seen = merged.get(problem.field)
+        if seen is None:
+            merged[problem.field] = problem
+        elif problem.expected not in seen.expected:
+            both = f"{seen.expected} or {problem.expected}"
+            merged[problem.field] = Problem(seen.field, seen.got, both, seen.fix or problem.fix)
+    return list(merged.values())

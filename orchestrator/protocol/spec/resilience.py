@@ -1,0 +1,112 @@
+"""What is kept and what is done when things break: checkpoints, detection, budgets.
+
+Owns: these fields and their defaults (the numbers themselves are in limits.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .. import limits
+from .base import Part
+from .workload import Auto
+
+Seconds = Annotated[float, Field(gt=0)]
+Steps = Annotated[int, Field(ge=1)]
+
+
+class MemoryTier(Part):
+    """Copies in the memory of the nodes: cheap, frequent, gone with two failure domains."""
+
+    every_steps: int = Field(default=limits.MEMORY_EVERY_STEPS, ge=0)
+    """Stage after every Nth step; 0 switches the tier off."""
+    buddy: Literal["auto", "always", "never"] = "auto"
+    """Copy to another node's memory. auto: only where no replica group holds the same shard."""
+
+
+class StorageTier(Part):
+    """Copies on persistent storage, written by the agent, outside the training process."""
+
+    every_steps: Steps | None = None
+    """Write after every Nth step. Without any cadence: every 100 steps."""
+    every_s: Seconds | None = None
+    """Write when this long has passed since the last one."""
+
+    @model_validator(mode="after")
+    def _one_cadence(self) -> StorageTier:
+        if self.every_steps is not None and self.every_s is not None:
+            raise ValueError("got everySteps and everySeconds; expected at most one of them")
+        return self
+
+
+class Retention(Part):
+    """Which committed checkpoints stay. The newest good one is never deleted."""
+
+    keep_last: int = Field(default=limits.KEEP_LAST, ge=1)
+    """The newest N."""
+    keep_every_steps: Steps | None = None
+    """Besides them, every step that is a multiple of this, for ever."""
+
+
+class Checkpoint(Part):
+    """Where training state is kept and how often."""
+
+    path: str | None = None
+    """Directory or URL (file://, s3://, gs://, memory:// ...) of the storage tier. Without it: a
+    directory beside the job's journal."""
+    memory: MemoryTier = MemoryTier()
+    storage: StorageTier = StorageTier()
+    retention: Retention = Retention()
+
+
+class Budget(Part):
+    """How many restarts of one failure class within a sliding window before the job fails."""
+
+    restarts: int = Field(ge=0)
+    window_s: Seconds = limits.BUDGET_WINDOW_S
+
+
+class Budgets(Part):
+    """One budget per failure class. A resize is never charged."""
+
+    user: Budget = Budget(restarts=limits.BUDGET_USER)
+    """Exceptions and exit codes of your code. The same one at the same step twice fails at once."""
+    infrastructure: Budget = Budget(restarts=limits.BUDGET_INFRASTRUCTURE)
+    """Lost nodes, kills from outside, memory, network and device errors."""
+    preemption: Budget = Budget(restarts=limits.BUDGET_PREEMPTION)
+    """Nodes taken away with notice."""
+    hang: Budget = Budget(restarts=limits.BUDGET_HANG)
+    """Progress stopped while processes lived."""
+
+
+class Recovery(Part):
+    """How failures are noticed and what is done about them."""
+
+    heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
+    """How often an agent reports."""
+    heartbeat_timeout_s: Seconds = limits.HEARTBEAT_TIMEOUT_S
+    """Silence after which a node counts as lost. A closed connection is noticed at once."""
+    hang_timeout_s: Seconds | Auto = "auto"
+    """No step for this long is a hang. auto: 3 s plus three of the job's own step times."""
+    startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
+    """From launch to the first step of a generation."""
+    replacement_wait_s: Annotated[float, Field(ge=0)] = limits.REPLACEMENT_WAIT_S
+    """How long to wait for a replacement before shrinking."""
+    grow_delay_s: Annotated[float, Field(ge=0)] = limits.GROW_DELAY_S
+    """How long arriving nodes are gathered before the job grows."""
+    termination_grace_s: Annotated[float, Field(ge=0)] = limits.TERMINATION_GRACE_S
+    """SIGTERM to SIGKILL when a script is stopped on purpose."""
+    budgets: Budgets = Budgets()
+    bad_node_strikes: int = Field(default=limits.BAD_NODE_STRIKES, ge=1)
+    """A node blamed this often within the infrastructure window is not used again."""
+
+    @model_validator(mode="after")
+    def _beats_fit(self) -> Recovery:
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"heartbeatTimeoutSeconds: got {self.heartbeat_timeout_s:g}; expected at least "
+                f"twice heartbeatIntervalSeconds ({2 * self.heartbeat_interval_s:g})"
+            )
+        return self

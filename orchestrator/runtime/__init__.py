@@ -1,0 +1,1 @@
+"""The only room with a clock: driver, executor, journal, agent endpoint, metrics."""

@@ -1,0 +1,1 @@
+"""Staging, writing, verifying and resharding of training state."""

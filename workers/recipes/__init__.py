@@ -1,0 +1,1 @@
+"""Ready-made training loops, chosen in the spec by name."""
