@@ -29,17 +29,17 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_def
 
 
 # -- worker -> agent --------------------------------------------------------------------------
-class PhaseIs(Wire, kw_only=True, tag="phase"):
+class PhaseIs(Wire, frozen=True, kw_only=True, tag="phase"):
     """The worker entered a phase; also a sign of progress."""
 
     phase: Phase
 
 
-class Tick(Wire, kw_only=True, tag="tick"):
+class Tick(Wire, frozen=True, kw_only=True, tag="tick"):
     """Progress within a step or phase, such as a micro-batch."""
 
 
-class Progress(Wire, kw_only=True, tag="progress"):
+class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
     """A step is finished on this rank."""
 
     step: int
@@ -51,15 +51,15 @@ class Progress(Wire, kw_only=True, tag="progress"):
     flops_per_step: float = 0.0
 
 
-class Pulse(Wire, kw_only=True, tag="pulse"):
+class Pulse(Wire, frozen=True, kw_only=True, tag="pulse"):
     """The interpreter runs."""
 
 
-class BufferRequest(Wire, kw_only=True, tag="buffer-request"):
+class BufferRequest(Wire, frozen=True, kw_only=True, tag="buffer-request"):
     num_bytes: int
 
 
-class Staged(Wire, kw_only=True, tag="staged"):
+class Staged(Wire, frozen=True, kw_only=True, tag="staged"):
     """Buffer `buffer` now holds the complete state of `step`: a whole safetensors file of
     `num_bytes` (the memfd may be longer)."""
 
@@ -68,27 +68,27 @@ class Staged(Wire, kw_only=True, tag="staged"):
     num_bytes: int
 
 
-class FetchShard(Wire, kw_only=True, tag="fetch-shard"):
+class FetchShard(Wire, frozen=True, kw_only=True, tag="fetch-shard"):
     """Ask for a shard of the membership's Restore."""
 
     shard: int
 
 
-class Failed(Wire, kw_only=True, tag="failed"):
+class Failed(Wire, frozen=True, kw_only=True, tag="failed"):
     error_type: str
     message: str
     traceback: str
     secondary: bool = False
 
 
-class Finished(Wire, kw_only=True, tag="finished"):
+class Finished(Wire, frozen=True, kw_only=True, tag="finished"):
     """The loop is through; the agent persists the last staged step."""
 
     step: int
 
 
 # -- agent -> worker --------------------------------------------------------------------------
-class Assign(Wire, kw_only=True, tag="assign"):
+class Assign(Wire, frozen=True, kw_only=True, tag="assign"):
     """Who this worker is. `environment` is complete: the torchrun contract and the fabric's."""
 
     membership: Membership
@@ -98,27 +98,27 @@ class Assign(Wire, kw_only=True, tag="assign"):
     checkpoint_path: str = ""
 
 
-class Buffer(Wire, kw_only=True, tag="buffer"):
+class Buffer(Wire, frozen=True, kw_only=True, tag="buffer"):
     """Comes with one file descriptor."""
 
     buffer: int
     num_bytes: int
 
 
-class BufferFree(Wire, kw_only=True, tag="buffer-free"):
+class BufferFree(Wire, frozen=True, kw_only=True, tag="buffer-free"):
     """This buffer may be written (again)."""
 
     buffer: int
 
 
-class Shard(Wire, kw_only=True, tag="shard"):
+class Shard(Wire, frozen=True, kw_only=True, tag="shard"):
     """Comes with one file descriptor."""
 
     shard: int
     num_bytes: int
 
 
-class NoShard(Wire, kw_only=True, tag="no-shard"):
+class NoShard(Wire, frozen=True, kw_only=True, tag="no-shard"):
     shard: int
     detail: str
 

@@ -1,1 +1,1 @@
-"""Where nodes come from: one machine today; Ray and Kubernetes later. Backends obey, never decide."""
+"""Where nodes come from. Backends obey, they never decide."""

@@ -39,7 +39,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     reason: Reason
 
 
-class RequestNodes(Action, kw_only=True, tag="request-nodes"):
+class RequestNodes(Action, frozen=True, kw_only=True, tag="request-nodes"):
     """Have this many more nodes. Succeeds when they are on their way; each joins by itself. Fails
     when the backend has no room."""
 
@@ -47,13 +47,13 @@ class RequestNodes(Action, kw_only=True, tag="request-nodes"):
     avoid: tuple[str, ...] = ()
 
 
-class ReleaseNode(Action, kw_only=True, tag="release-node"):
+class ReleaseNode(Action, frozen=True, kw_only=True, tag="release-node"):
     """Give a node back: end its agent and what it holds. For a lost node: make sure it is gone."""
 
     node: str
 
 
-class LaunchGroup(Action, kw_only=True, tag="launch-group"):
+class LaunchGroup(Action, frozen=True, kw_only=True, tag="launch-group"):
     """Start one node's workers of a generation."""
 
     node: str
@@ -64,7 +64,7 @@ class LaunchGroup(Action, kw_only=True, tag="launch-group"):
     persist_every_steps: int = 0
 
 
-class StopGroup(Action, kw_only=True, tag="stop-group"):
+class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     """End one node's workers of a generation; its result is GroupStopped."""
 
     node: str
@@ -72,14 +72,14 @@ class StopGroup(Action, kw_only=True, tag="stop-group"):
     stacks: bool = False
 
 
-class PersistStep(Action, kw_only=True, tag="persist-step"):
+class PersistStep(Action, frozen=True, kw_only=True, tag="persist-step"):
     """Have a node write the newest step >= `step` it stages to storage."""
 
     node: str
     step: int
 
 
-class CommitManifest(Action, kw_only=True, tag="commit-manifest"):
+class CommitManifest(Action, frozen=True, kw_only=True, tag="commit-manifest"):
     """Write the manifest of a complete set of shard files, last and atomically."""
 
     step: int
@@ -87,7 +87,7 @@ class CommitManifest(Action, kw_only=True, tag="commit-manifest"):
     files: tuple[ShardFile, ...]
 
 
-class DeleteCheckpoint(Action, kw_only=True, tag="delete-checkpoint"):
+class DeleteCheckpoint(Action, frozen=True, kw_only=True, tag="delete-checkpoint"):
     """Delete a committed or abandoned checkpoint: manifest first, then its files."""
 
     step: int
@@ -95,7 +95,7 @@ class DeleteCheckpoint(Action, kw_only=True, tag="delete-checkpoint"):
     """Generation in the directory's name."""
 
 
-class FinishJob(Action, kw_only=True, tag="finish-job"):
+class FinishJob(Action, frozen=True, kw_only=True, tag="finish-job"):
     """The job is over: release everything. The last action of a job."""
 
     outcome: Outcome

@@ -22,7 +22,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
 
 
 # -- what people ask for ----------------------------------------------------------------------
-class JobSubmitted(Event, kw_only=True, tag="job-submitted"):
+class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     """First event of every journal."""
 
     job_id: str
@@ -30,24 +30,24 @@ class JobSubmitted(Event, kw_only=True, tag="job-submitted"):
     spec_directory: str
 
 
-class ResizeRequested(Event, kw_only=True, tag="resize-requested"):
+class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
     nodes: int
     by: str = ""
 
 
-class SuspendRequested(Event, kw_only=True, tag="suspend-requested"):
+class SuspendRequested(Event, frozen=True, kw_only=True, tag="suspend-requested"):
     by: str = ""
 
 
-class ResumeRequested(Event, kw_only=True, tag="resume-requested"):
+class ResumeRequested(Event, frozen=True, kw_only=True, tag="resume-requested"):
     by: str = ""
 
 
-class CancelRequested(Event, kw_only=True, tag="cancel-requested"):
+class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
     by: str = ""
 
 
-class ChaosInjected(Event, kw_only=True, tag="chaos-injected"):
+class ChaosInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
     """A rehearsed failure, noted so that the report can say so. Decides nothing."""
 
     kind: str
@@ -57,7 +57,7 @@ class ChaosInjected(Event, kw_only=True, tag="chaos-injected"):
 
 
 # -- nodes ------------------------------------------------------------------------------------
-class NodeJoined(Event, kw_only=True, tag="node-joined"):
+class NodeJoined(Event, frozen=True, kw_only=True, tag="node-joined"):
     """An agent said Hello: for the first time, after a reconnect, or to a new controller."""
 
     node: str
@@ -68,13 +68,13 @@ class NodeJoined(Event, kw_only=True, tag="node-joined"):
     offered_port: int = 0
 
 
-class NodeLost(Event, kw_only=True, tag="node-lost"):
+class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
     node: str
     cause: LossCause
     detail: str = ""
 
 
-class PreemptionNoticed(Event, kw_only=True, tag="preemption-noticed"):
+class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-noticed"):
     """The node will be taken away; its workers still run."""
 
     node: str
@@ -82,13 +82,13 @@ class PreemptionNoticed(Event, kw_only=True, tag="preemption-noticed"):
 
 
 # -- workers ----------------------------------------------------------------------------------
-class WorkerExited(Event, kw_only=True, tag="worker-exited"):
+class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     node: str
     generation: int
     exit: Exit
 
 
-class StepsAdvanced(Event, kw_only=True, tag="steps-advanced"):
+class StepsAdvanced(Event, frozen=True, kw_only=True, tag="steps-advanced"):
     """Every rank has finished `step`. The first of a generation ends its start-up; later ones are
     sampled (limits.PROGRESS_JOURNAL_INTERVAL_S) for the report and decide nothing."""
 
@@ -103,7 +103,7 @@ class StepsAdvanced(Event, kw_only=True, tag="steps-advanced"):
     flops_per_step: float = 0.0
 
 
-class HangDetected(Event, kw_only=True, tag="hang-detected"):
+class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
     """Verdict of the monitor: no progress within the limit while processes live."""
 
     generation: int
@@ -112,7 +112,7 @@ class HangDetected(Event, kw_only=True, tag="hang-detected"):
     evidence: str
 
 
-class StragglerDetected(Event, kw_only=True, tag="straggler-detected"):
+class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
     """Verdict of the monitor; noted, not acted on."""
 
     generation: int
@@ -121,19 +121,19 @@ class StragglerDetected(Event, kw_only=True, tag="straggler-detected"):
 
 
 # -- results of actions -----------------------------------------------------------------------
-class ActionSucceeded(Event, kw_only=True, tag="action-succeeded"):
+class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     action_id: int
     generation: int = 0
     detail: str = ""
 
 
-class ActionFailed(Event, kw_only=True, tag="action-failed"):
+class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):
     action_id: int
     generation: int = 0
     detail: str = ""
 
 
-class ActionUnknown(Event, kw_only=True, tag="action-unknown"):
+class ActionUnknown(Event, frozen=True, kw_only=True, tag="action-unknown"):
     """The controller died, or the connection, before the result came."""
 
     action_id: int
@@ -141,7 +141,7 @@ class ActionUnknown(Event, kw_only=True, tag="action-unknown"):
     detail: str = ""
 
 
-class GroupStopped(Event, kw_only=True, tag="group-stopped"):
+class GroupStopped(Event, frozen=True, kw_only=True, tag="group-stopped"):
     """Result of StopGroup on one node."""
 
     action_id: int
@@ -154,14 +154,14 @@ class GroupStopped(Event, kw_only=True, tag="group-stopped"):
 
 
 # -- checkpoints ------------------------------------------------------------------------------
-class ShardPersisted(Event, kw_only=True, tag="shard-persisted"):
+class ShardPersisted(Event, frozen=True, kw_only=True, tag="shard-persisted"):
     node: str
     generation: int
     shard: ShardFile
     seconds: float = 0.0
 
 
-class PersistFailed(Event, kw_only=True, tag="persist-failed"):
+class PersistFailed(Event, frozen=True, kw_only=True, tag="persist-failed"):
     node: str
     generation: int
     step: int
@@ -169,7 +169,7 @@ class PersistFailed(Event, kw_only=True, tag="persist-failed"):
     detail: str
 
 
-class CheckpointRefused(Event, kw_only=True, tag="checkpoint-refused"):
+class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refused"):
     """A committed checkpoint turned out to be damaged; fall back to the one before."""
 
     step: int
@@ -178,7 +178,7 @@ class CheckpointRefused(Event, kw_only=True, tag="checkpoint-refused"):
 
 
 # -- the controller itself --------------------------------------------------------------------
-class ControllerStarted(Event, kw_only=True, tag="controller-started"):
+class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-started"):
     """Written by every incarnation after the replay: what ran before must be observed anew."""
 
     incarnation: int
@@ -186,12 +186,12 @@ class ControllerStarted(Event, kw_only=True, tag="controller-started"):
     """Files of the checkpoints whose manifests were found in storage."""
 
 
-class Tick(Event, tag="tick"):
+class Tick(Event, frozen=True, tag="tick"):
     """A deadline of the controller (next_deadline_ns) has come."""
 
 
 # -- volatile: only the monitor sees it -------------------------------------------------------
-class Heartbeat(Event, kw_only=True, tag="heartbeat"):
+class Heartbeat(Event, frozen=True, kw_only=True, tag="heartbeat"):
     node: str
     generation: int
     workers: tuple[WorkerBeat, ...] = ()

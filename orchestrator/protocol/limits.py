@@ -8,17 +8,17 @@ PROTOCOL_VERSION = 1
 """Spoken by agents and controllers; another number is refused at the first message."""
 
 MAX_FRAME_BYTES = 16 * 2**20
-"""One message. An inventory of 1,000 shards is below 200 kB; a frame above this is a broken peer."""
+"""One message. An inventory of 1,000 shards is below 200 kB; more is a broken peer."""
 
 TOKEN_BYTES = 32
 """Entropy of a job's token: 256 bits, beyond guessing."""
 
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
-"""Agent back-off to a controller that is gone: quick while it restarts, then easy on the network."""
+"""Agent back-off to a controller that is gone: quick while it restarts, then sparing."""
 
 CONTROLLER_ABSENCE_S = 900.0
-"""An agent whose controller stays away this long ends its workers: nobody will ever collect them."""
+"""An agent whose controller stays away this long ends its workers: none will collect them."""
 
 # -- detection --------------------------------------------------------------------------------
 HEARTBEAT_INTERVAL_S = 0.5

@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 
 
 # -- agent -> controller ----------------------------------------------------------------------
-class Hello(Message, kw_only=True, tag="hello"):
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """First message of an agent; the same again after every reconnect."""
 
     version: int = limits.PROTOCOL_VERSION
@@ -47,14 +47,14 @@ class Hello(Message, kw_only=True, tag="hello"):
     """A port that is free here, for MASTER_PORT of the next generation."""
 
 
-class Heartbeat(Message, kw_only=True, tag="heartbeat"):
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     generation: int
     workers: tuple[WorkerBeat, ...] = ()
     staged_step: int = -1
     """Newest step that all workers of this node have staged."""
 
 
-class Launched(Message, kw_only=True, tag="launched"):
+class Launched(Message, frozen=True, kw_only=True, tag="launched"):
     """Result of Launch."""
 
     action_id: int
@@ -63,12 +63,12 @@ class Launched(Message, kw_only=True, tag="launched"):
     detail: str = ""
 
 
-class WorkerExited(Message, kw_only=True, tag="worker-exited"):
+class WorkerExited(Message, frozen=True, kw_only=True, tag="worker-exited"):
     generation: int
     exit: Exit
 
 
-class Stopped(Message, kw_only=True, tag="stopped"):
+class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     """Result of Stop: nothing of that generation runs here any more; this is what is left."""
 
     action_id: int
@@ -79,7 +79,7 @@ class Stopped(Message, kw_only=True, tag="stopped"):
     offered_port: int = 0
 
 
-class Persisted(Message, kw_only=True, tag="persisted"):
+class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
     """A shard is durable in storage; it counts once the controller commits the manifest."""
 
     generation: int
@@ -87,21 +87,21 @@ class Persisted(Message, kw_only=True, tag="persisted"):
     seconds: float
 
 
-class PersistFailed(Message, kw_only=True, tag="persist-failed"):
+class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     generation: int
     step: int
     shard: int
     detail: str
 
 
-class AgentEvent(Message, kw_only=True, tag="agent-event"):
+class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
     """Something worth telling that decides nothing (a forkserver was restarted ...)."""
 
     text: str
 
 
 # -- controller -> agent ----------------------------------------------------------------------
-class Welcome(Message, kw_only=True, tag="welcome"):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The job as the agent needs it. `spec` is the TrainingJob document."""
 
     spec: dict[str, Any]
@@ -112,14 +112,14 @@ class Welcome(Message, kw_only=True, tag="welcome"):
     heartbeat_interval_s: float
 
 
-class Refused(Message, kw_only=True, tag="refused"):
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """The connection ends after this. `final`: do not come back."""
 
     detail: str
     final: bool
 
 
-class Launch(Message, kw_only=True, tag="launch"):
+class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     """Fork these workers. Idempotent: a generation that already runs here answers Launched."""
 
     action_id: int
@@ -134,7 +134,7 @@ class Launch(Message, kw_only=True, tag="launch"):
     """Write every Nth step to storage unasked; 0: only on Persist."""
 
 
-class Stop(Message, kw_only=True, tag="stop"):
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """End all workers of a generation: SIGTERM, then SIGKILL after grace_s (0: at once)."""
 
     action_id: int
@@ -144,7 +144,7 @@ class Stop(Message, kw_only=True, tag="stop"):
     """Take the stacks of every worker first."""
 
 
-class Persist(Message, kw_only=True, tag="persist"):
+class Persist(Message, frozen=True, kw_only=True, tag="persist"):
     """Write the newest step >= `step` that this node stages (or has staged) to storage."""
 
     action_id: int
@@ -152,20 +152,20 @@ class Persist(Message, kw_only=True, tag="persist"):
     step: int
 
 
-class Committed(Message, kw_only=True, tag="committed"):
+class Committed(Message, frozen=True, kw_only=True, tag="committed"):
     """A manifest is durable: memory that was kept for it may go."""
 
     generation: int
     step: int
 
 
-class Prune(Message, kw_only=True, tag="prune"):
+class Prune(Message, frozen=True, kw_only=True, tag="prune"):
     """What is staged below this step may go: a newer one is complete over all nodes."""
 
     below_step: int
 
 
-class Chaos(Message, kw_only=True, tag="chaos"):
+class Chaos(Message, frozen=True, kw_only=True, tag="chaos"):
     """Rehearsal of a failure, asked for by a person."""
 
     kind: str
@@ -173,14 +173,14 @@ class Chaos(Message, kw_only=True, tag="chaos"):
     rank: int = -1
 
 
-class Shutdown(Message, kw_only=True, tag="shutdown"):
+class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """End the workers and this agent; leave nothing behind."""
 
     detail: str
 
 
 # -- command line <-> controller --------------------------------------------------------------
-class Request(Message, kw_only=True, tag="request"):
+class Request(Message, frozen=True, kw_only=True, tag="request"):
     """First message of a connection of the command line."""
 
     version: int = limits.PROTOCOL_VERSION
@@ -190,7 +190,7 @@ class Request(Message, kw_only=True, tag="request"):
     arguments: dict[str, Any] = {}
 
 
-class Reply(Message, kw_only=True, tag="reply"):
+class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     ok: bool
     detail: str = ""
     body: dict[str, Any] = {}
@@ -202,9 +202,8 @@ FromAgent = (
 ToAgent = Welcome | Refused | Launch | Stop | Persist | Committed | Prune | Chaos | Shutdown
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(FromAgent | ToAgent | Request | Reply)
-
 AnyMessage = FromAgent | ToAgent | Request | Reply
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 class BadFrame(Exception):

@@ -5,8 +5,12 @@ Owns: the base model and the naming rule. Must not: know any field.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
+
+Auto = Literal["auto"]
 
 # In Python the unit is a suffix (`timeout_s`), in YAML it is a word, as Kubernetes writes it.
 _UNITS = {"_s": "_seconds"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from .base import Part
 from .resilience import Checkpoint, Recovery, Seconds
@@ -24,7 +24,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_leng
 class Metadata(Part):
     """Identity of the job, as Kubernetes has it. Fields that only a cluster sets are accepted."""
 
-    model_config = {**Part.model_config, "extra": "ignore"}
+    model_config = ConfigDict(extra="ignore")
 
     name: Name
     """Unique among the jobs of one place; at most 52 lower-case letters, digits and dashes."""

@@ -82,7 +82,7 @@ def _problem(details: ErrorDetails) -> Problem:
 
 
 def _from_rule(field: str, value: Any, text: str) -> Problem:
-    """Rules across fields speak as `sub.path: got X; expected Y; fix`; others say what is expected."""
+    """Our rules speak as `sub.path: got X; expected Y; fix`; others say what is expected."""
     match = re.match(r"^(?:([\w. ]+): )?got (.*?); expected (.*?)(?:; (.*))?$", text, re.DOTALL)
     if match:
         path = f"{field}.{match[1]}" if match[1] else field

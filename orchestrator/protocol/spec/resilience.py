@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .. import limits
-from .base import Part
-from .workload import Auto
+from .base import Auto, Part
 
 Seconds = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1)]

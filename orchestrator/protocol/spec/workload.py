@@ -6,14 +6,14 @@ live in job.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Part
+from .base import Auto, Part
 from .quantity import Quantity
+from .recipe import Recipe
 
-Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -37,15 +37,6 @@ class Resources(Part):
     """Main memory, such as 4Gi."""
     gpu: int = Field(default=0, ge=0, le=1)
     """GPUs of a worker: 0 trains on the CPU with gloo, 1 on a GPU with NCCL."""
-
-
-class Recipe(Part):
-    """A training loop that ships with Holdfast."""
-
-    name: Literal["pretrain"]
-    """Which recipe."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """The recipe's own settings; see the recipe's page in the docs."""
 
 
 class Entrypoint(Part):

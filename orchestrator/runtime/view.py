@@ -1,0 +1,119 @@
+"""What there is to see of a job: one value that display, report, status and metrics all read.
+
+Owns: its shape. story.py folds it from the journal's events (and, live, from heartbeats), so no two
+outputs can disagree. Must not: compute.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+JobState = Literal[
+    "pending", "starting", "running", "recovering", "finishing",
+    "suspending", "suspended", "succeeded", "failed", "cancelled",
+]  # fmt: skip
+NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
+LedgerCause = Literal[
+    "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended", "finishing"
+]
+"""Where the time went; the seconds of all causes add up to the time since start. `redone`: steps
+that were computed again after a loss; `stalled`: staging of checkpoints; `waiting`: for nodes."""
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    rank: int
+    local_rank: int = 0
+    state: Literal["starting", "running", "suspect", "hung", "exited"] = "starting"
+    phase: str = ""
+    step: int = -1
+
+
+class NodeView(msgspec.Struct, kw_only=True):
+    name: str
+    state: NodeState
+    address: str = ""
+    heartbeat_age_s: float | None = None
+    strikes: int = 0
+    workers: list[WorkerView] = []
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """One interruption, from the fact that opened it to the next step of all ranks."""
+
+    number: int
+    at_ns: int
+    """Wall clock, Unix epoch."""
+    failure_class: str
+    """user, infrastructure, preemption, hang; resize, suspend for planned ones."""
+    title: str
+    """One line: `worker 2 on node-1 was killed by SIGKILL`."""
+    culprit_node: str = ""
+    culprit_rank: int | None = None
+    evidence: str = ""
+    decision: str = ""
+    """What was done and why, with the numbers."""
+    rehearsal: bool = False
+    """Somebody asked for it with `holdfast chaos`."""
+    generation_before: int = 0
+    generation_after: int | None = None
+    world_size_before: int = 0
+    world_size_after: int | None = None
+    resumed_after_step: int | None = None
+    restored_from: Literal["memory", "storage", "nothing", ""] = ""
+    steps_lost: int | None = None
+    """Finished steps that have to be computed again."""
+    seconds: dict[str, float] = {}
+    """By phase: stop, place, launch, first-step; and total."""
+    traceback: str = ""
+    stacks: dict[str, str] = {}
+
+
+class CheckpointView(msgspec.Struct, kw_only=True):
+    step: int
+    generation: int
+    num_bytes: int = 0
+    committed_ns: int = 0
+
+
+class JobView(msgspec.Struct, kw_only=True):
+    name: str
+    job_id: str = ""
+    state: JobState = "pending"
+    reason: str = ""
+    """Why it is in this state, with the numbers."""
+    submitted_ns: int = 0
+    finished_ns: int | None = None
+    now_ns: int = 0
+    generation: int = 0
+    world_size: int = 0
+    mesh: str = ""
+    strategy: str = ""
+    restarts: dict[str, int] = {}
+    """By failure class."""
+    step: int = -1
+    """Last step finished by all ranks; -1: none."""
+    total_steps: int | None = None
+    loss: float | None = None
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    """Where the peak FLOP/s of the device is known."""
+    stall_s: float = 0.0
+    device_memory_peak_bytes: int = 0
+    memory_step: int = -1
+    """Newest step complete in the memory tier."""
+    checkpoints: list[CheckpointView] = []
+    """Committed to storage, oldest first."""
+    checkpoint_path: str = ""
+    nodes: list[NodeView] = []
+    incidents: list[Incident] = []
+    ledger: dict[str, float] = {}
+    goodput: float = 0.0
+    """productive / time since the first launch, 0 to 1."""
+    traceback: str = ""
+    """Of the error that ended the job."""
+    metrics_port: int = 0
+    controller_alive: bool = True
+    controller_restarts: int = 0
