@@ -1,0 +1,178 @@
+"""The faults of the recovery table, each as: run, break something at a known step, time the rest.
+
+Owns: how each case is provoked and timed. A result is the time from the fault to the first step
+that all ranks of the next incarnation have finished, and how many finished steps were redone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import timeline
+from .contestants.base import Contestant, Workload
+from .contestants.holdfast import Holdfast
+from .contestants.torchrun import Bare, Torchrun
+
+FAULT_STEP = 24
+"""Mid-interval of a checkpoint every 10 steps, so that what a checkpoint loses is seen."""
+
+
+@dataclass
+class Result:
+    """One run. `seconds` is None when nothing happened within the bound."""
+
+    case: str
+    contestant: str
+    seconds: float | None
+    steps_lost: int | None = None
+    launch_s: float | None = None
+    step_s: float | None = None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    contestant: str
+    build: Callable[[Workload], Contestant]
+    provoke: Callable[[Contestant, timeline.Incarnation], None]
+    bound_s: float = 150.0
+    repeat: bool = True
+    """False: once is enough, such as for `never`."""
+
+
+def run(case: Case) -> Result:
+    """Carry out one repetition; leaves no process and no file behind."""
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    contestant = case.build(Workload(directory))
+    try:
+        started = time.time()
+        contestant.start()
+        before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
+        first = before.finished_by_all(before.first_step)
+        launch = first - started if first else None
+        steps = timeline.step_seconds(before, 8, FAULT_STEP - 1)
+        base = Result(case.name, case.contestant, None, None, launch, median(steps))
+        time.sleep(median(steps) / 2)  # in the middle of a step
+        fault = time.time()
+        case.provoke(contestant, before)
+        try:
+            after = timeline.wait_for_next(contestant.workload.timeline, before.name, case.bound_s)
+        except TimeoutError:
+            base.note = f"nothing within {case.bound_s:g} s"
+            return base
+        old = next(o for o in timeline.read(contestant.workload.timeline) if o.name == before.name)
+        done = after.finished_by_all(after.first_step)
+        assert done is not None
+        base.seconds = done - fault
+        base.steps_lost = max(0, old.last_step + 1 - after.first_step)
+        return base
+    finally:
+        contestant.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def kill_worker(contestant: Contestant, job: timeline.Incarnation) -> None:
+    os.kill(job.pids[1], signal.SIGKILL)
+
+
+def hang_worker(contestant: Contestant, job: timeline.Incarnation) -> None:
+    os.kill(job.pids[1], signal.SIGSTOP)
+
+
+def lose_node(contestant: Contestant, job: timeline.Incarnation) -> None:
+    """The node that does not host torchrun's store; a replacement is at hand at once."""
+    contestant.kill_node(job.pids[job.world_size - 1])
+    contestant.replace_node()
+
+
+def lose_store_node(contestant: Contestant, job: timeline.Incarnation) -> None:
+    contestant.kill_node(job.pids[0])
+    contestant.replace_node()
+
+
+def lose_node_for_good(contestant: Contestant, job: timeline.Incarnation) -> None:
+    rank = job.world_size - 1
+    if isinstance(contestant, Holdfast):
+        contestant.hold_replacements(job.pids[rank], rank)
+    else:
+        contestant.kill_node(job.pids[rank])
+
+
+def cases() -> list[Case]:
+    """All rows of the table, contestants of a row beside each other."""
+    plain = lambda w: Torchrun(w)  # noqa: E731
+    tuned = lambda w: Torchrun(w, tuned=True)  # noqa: E731
+    elastic = lambda w: Torchrun(w, elastic=True)  # noqa: E731
+    elastic_tuned = lambda w: Torchrun(w, elastic=True, tuned=True)  # noqa: E731
+    ours = lambda w: Holdfast(w)  # noqa: E731
+    spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
+    return [
+        Case("worker killed", "torchrun", plain, kill_worker),
+        Case("worker killed", "Holdfast", ours, kill_worker),
+        Case("node lost, replaced", "torchrun", plain, lose_node),
+        Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
+        Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
+        Case("node lost, replaced", "Holdfast, no spare", ours, lose_node),
+        Case("node lost, shrink", "torchrun", elastic, lose_node_for_good),
+        Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
+        Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
+        Case("store's node lost", "torchrun", plain, lose_store_node, 60, repeat=False),
+        Case("store's node lost", "Holdfast, spare", spare, lose_store_node),
+        Case("worker hangs", "torchrun", plain, hang_worker, 60, repeat=False),
+        Case("worker hangs", "Holdfast", ours, hang_worker),
+    ]
+
+
+def run_without_fault(build: Callable[[Workload], Contestant], steps: int) -> Result:
+    """Launch to first step, and the median step, of an undisturbed run."""
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    contestant = build(Workload(directory, steps=steps + 40))
+    try:
+        started = time.time()
+        contestant.start()
+        job = timeline.wait_for_step(contestant.workload.timeline, steps, 240)
+        first = job.finished_by_all(job.first_step)
+        assert first is not None
+        step = median(timeline.step_seconds(job, 5, steps))
+        return Result("undisturbed", contestant.name, None, None, first - started, step)
+    finally:
+        contestant.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+UNDISTURBED: list[Callable[[Workload], Contestant]] = [Bare, Torchrun, Holdfast]
+
+
+def controller_killed() -> Result:
+    """SIGKILL of the controller, attached again 5 s later: the longest step gap of all ranks."""
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    contestant = Holdfast(Workload(directory))
+    try:
+        contestant.start()
+        before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
+        typical = median(timeline.step_seconds(before, 8, FAULT_STEP - 1))
+        at = before.last_step
+        os.kill(contestant.controller.pid, signal.SIGKILL)
+        timeline.wait_for_step(contestant.workload.timeline, at + 15, 60)
+        contestant.attach()
+        timeline.wait_for_step(contestant.workload.timeline, at + 30, 60)
+        incarnations = timeline.read(contestant.workload.timeline)
+        gaps = timeline.step_seconds(incarnations[0], at, at + 30)
+        note = "" if len(incarnations) == 1 else "training was restarted"
+        return Result("controller killed", "Holdfast", max(gaps), 0, None, typical, note)
+    finally:
+        contestant.stop()
+        shutil.rmtree(directory, ignore_errors=True)

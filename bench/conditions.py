@@ -1,0 +1,45 @@
+"""The conditions of a measurement: machine, versions, and what else was running."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+
+def describe() -> dict[str, str]:
+    """What a reader needs to judge the figures."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "cpu": f"{os.cpu_count()} x {model}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "commit": commit,
+    }
+
+
+def wait_until_quiet(cores: float = 0.2, bound_s: float = 60) -> float:
+    """Busy cores over the last second; waits until they are few, at most `bound_s` seconds."""
+    deadline = time.monotonic() + bound_s
+    while True:
+        busy = psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1)
+        if busy < cores or time.monotonic() > deadline:
+            return busy

@@ -1,0 +1,106 @@
+"""What a contestant can do, and the processes it is made of.
+
+Owns: the interface and the process bookkeeping. Must not: time anything; recovery.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "bench" / "train.py"
+
+
+@dataclass
+class Workload:
+    """The same for every contestant: 4 ranks over 2 nodes, FSDP2, one thread a rank."""
+
+    directory: Path
+    steps: int = 400
+    save_every: int = 10
+    shard: int = 2
+
+    @property
+    def timeline(self) -> Path:
+        return self.directory / "timeline"
+
+    def arguments(self) -> list[str]:
+        return [
+            "--timeline", str(self.timeline), "--checkpoints", str(self.directory / "dcp"),
+            "--steps", str(self.steps), "--save-every", str(self.save_every),
+            "--shard", str(self.shard),
+        ]  # fmt: skip
+
+
+class Contestant:
+    """One way to run the workload. Subclasses start processes and know which belong to a node."""
+
+    name = ""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.processes: list[subprocess.Popen[bytes]] = []
+        workload.timeline.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def kill_node(self, worker_pid: int) -> None:
+        """SIGKILL everything of the node that the worker belongs to, at once."""
+        raise NotImplementedError
+
+    def replace_node(self) -> None:
+        """Bring a replacement, if this contestant needs to be told."""
+
+    def spawn(self, command: list[str], log: str, **env: str) -> subprocess.Popen[bytes]:
+        with (self.workload.directory / log).open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        """End every process of this run, and wait until they are gone."""
+        kill_trees([process.pid for process in self.processes])
+        for process in self.processes:
+            process.wait()
+
+
+def python() -> str:
+    return sys.executable
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def kill_trees(pids: list[int]) -> None:
+    """SIGKILL these processes and all their descendants, in one go."""
+    doomed: list[psutil.Process] = []
+    for pid in pids:
+        try:
+            parent = psutil.Process(pid)
+            doomed += [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    for process in doomed:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(doomed, timeout=10)
