@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import array
 import socket
+from dataclasses import dataclass
 
 import msgspec
 
 from orchestrator.protocol.facts import Membership, Phase, WorkerSeat
+from orchestrator.protocol.spec import TrainingJob
 
 AGENT_FD = "HOLDFAST_AGENT_FD"
 MAX_PACKET_BYTES = 128 * 1024
@@ -96,6 +98,10 @@ class Assign(Wire, frozen=True, kw_only=True, tag="assign"):
     node_rank: int
     environment: dict[str, str]
     checkpoint_path: str = ""
+    node: str = ""
+    spec_directory: str = ""
+    log_file: str = ""
+    """Where stdout and stderr go; the bootstrap opens it before the entrypoint runs."""
 
 
 class Buffer(Wire, frozen=True, kw_only=True, tag="buffer"):
@@ -127,6 +133,21 @@ FromWorker = (
     PhaseIs | Tick | Progress | Pulse | BufferRequest | Staged | FetchShard | Failed | Finished
 )
 ToWorker = Assign | Buffer | BufferFree | Shard | NoShard
+
+
+@dataclass(frozen=True)
+class Attached:
+    """This process as a worker. The bootstrap has received Assign and set the environment; from
+    here on the link belongs to the session alone. A script that uses no session never reads it."""
+
+    link: socket.socket
+    assign: Assign
+    job: TrainingJob
+
+
+attached: Attached | None = None
+"""Set by workers.agent.bootstrap before the entrypoint runs; None outside Holdfast (and there a
+session works without an agent)."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(FromWorker | ToWorker)
