@@ -35,7 +35,12 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     interfaces: tuple[str, ...] = ()
+    """Names of the network interfaces that are up."""
+    address_interface: str = ""
+    """The one that carries `address`; empty where the agent cannot tell."""
     hcas: tuple[str, ...] = ()
+    """RDMA devices as `name` or `name:link layer`, such as `mlx5_0:InfiniBand`: the names under
+    /sys/class/infiniband and the content of their ports/1/link_layer."""
     failure_domain: str = ""
     """Nodes with the same value may be lost together; the node itself where nothing is known."""
     topology: tuple[str, ...] = ()

@@ -8,6 +8,6 @@ from .workload import Entrypoint, Fabric, Nodes, Parallelism, Precision, Resourc
 
 __all__ = [
     "API_VERSION", "KIND", "Budget", "Budgets", "Checkpoint", "Entrypoint", "Fabric", "JobSpec",
-    "Nodes", "Parallelism", "Precision", "Pretrain", "Recipe", "Recovery", "Resources", "TrainingJob",
-    "job_from_mapping", "job_to_mapping", "load_job", "parse_job",
+    "Nodes", "Parallelism", "Precision", "Pretrain", "Recipe", "Recovery", "Resources",
+    "TrainingJob", "job_from_mapping", "job_to_mapping", "load_job", "parse_job",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from .base import Part
+from .env import problem_of_name
 from .resilience import Checkpoint, Recovery, Seconds
 from .workload import Entrypoint, Fabric, Nodes, Parallelism, Resources
 
@@ -72,6 +73,13 @@ class JobSpec(Part):
     """The job fails when it has run for this long."""
     ttl_s_after_finished: int | None = Field(default=None, ge=0, alias="ttlSecondsAfterFinished")
     """How long a finished job's record is kept."""
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> JobSpec:
+        for name in self.env:
+            if problem := problem_of_name(name):
+                raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _mesh_is_possible(self) -> JobSpec:

@@ -1,0 +1,165 @@
+"""The environment of a worker: the torchrun contract, the fabric and what recovery needs.
+
+Owns: every variable that Holdfast sets in a worker, and the reason for each. Must not: read the
+environment or the machine; values follow from the job, the membership and the node's facts.
+
+Sources: torch/distributed/elastic/agent/server/local_elastic_agent.py for the contract;
+docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html for TORCH_NCCL_*; the list in
+torch/csrc/distributed/c10d/FlightRecorder.hpp for TORCH_FR_*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from . import limits
+from .fabric import (
+    Setting,
+    Source,
+    choose_profile,
+    is_loopback,
+    nccl_settings,
+    socket_settings,
+)
+from .facts import Membership, NodeFacts, WorkerSeat
+from .spec import TrainingJob
+
+__all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
+
+ALIASES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Names since torch 2.8 and the old ones. Setting an old one prints a warning in every worker, so
+we never do; where the user does, it counts as an override of the new one."""
+
+
+def worker_environment(
+    job: TrainingJob,
+    membership: Membership,
+    seat: WorkerSeat,
+    node_rank: int,
+    facts: NodeFacts,
+    *,
+    log_directory: str = "",
+) -> dict[str, str]:
+    """All variables of one worker. `log_directory` is where flight recorder dumps go, if known."""
+    settings = explain_environment(
+        job, membership, seat, node_rank, facts, log_directory=log_directory
+    )
+    return {setting.name: setting.value for setting in settings}
+
+
+def explain_environment(
+    job: TrainingJob,
+    membership: Membership,
+    seat: WorkerSeat,
+    node_rank: int,
+    facts: NodeFacts,
+    *,
+    log_directory: str = "",
+) -> list[Setting]:
+    """As worker_environment, in order, with the reason for each value. What the user set stands
+    where ours would have stood, and says what it replaced."""
+    user = job.spec.env
+    ours = [
+        *_contract(job, membership, seat, node_rank),
+        *_threads(job, membership, facts),
+        *_fabric(job, membership, facts),
+        *_recovery(job, log_directory),
+    ]
+    settings: list[Setting] = []
+    for setting in ours:
+        alias = ALIASES.get(setting.name, "")
+        if setting.source == "contract" or not (setting.name in user or alias in user):
+            settings.append(setting)
+            continue
+        name = setting.name if setting.name in user else alias
+        why = f"spec.env; Holdfast would have set {setting.name}={setting.value}"
+        settings.append(Setting(name, user[name], why, "user"))
+    known = {setting.name for setting in settings}
+    settings += [Setting(n, v, "spec.env", "user") for n, v in user.items() if n not in known]
+    return settings
+
+
+def _contract(
+    job: TrainingJob, membership: Membership, seat: WorkerSeat, node_rank: int
+) -> Iterator[Setting]:
+    """What torchrun gives to a worker (one role, called default)."""
+    m = membership
+    rows = [
+        ("RANK", seat.rank, "this worker, 0 to WORLD_SIZE - 1"),
+        ("LOCAL_RANK", seat.local_rank, "its number on this node; chooses the device"),
+        ("WORLD_SIZE", m.world_size, f"workers of generation {m.generation}"),
+        ("LOCAL_WORLD_SIZE", m.workers_per_node, "workers on this node"),
+        ("GROUP_RANK", node_rank, "this node, 0 to GROUP_WORLD_SIZE - 1"),
+        ("GROUP_WORLD_SIZE", m.num_nodes, f"nodes of generation {m.generation}"),
+        ("ROLE_NAME", "default", "all workers have one role"),
+        ("ROLE_RANK", seat.rank, "as RANK"),
+        ("ROLE_WORLD_SIZE", m.world_size, "as WORLD_SIZE"),
+        ("MASTER_ADDR", m.master_address, "the node of rank 0"),
+        ("MASTER_PORT", m.master_port, "a free port there, new in every generation"),
+        ("TORCHELASTIC_RESTART_COUNT", m.restart_count, "generations before; equal on all nodes"),
+        (
+            "TORCHELASTIC_MAX_RESTARTS",
+            job.spec.recovery.budgets.infrastructure.restarts,
+            "the infrastructure budget, for scripts that print it",
+        ),
+        ("TORCHELASTIC_RUN_ID", job.name, "the job's name"),
+        ("TORCHELASTIC_USE_AGENT_STORE", False, "rank 0 hosts the store, so no agent is needed"),
+    ]
+    for name, value, why in rows:
+        yield Setting(name, str(value), why, "contract")
+
+
+def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:
+    cpu = job.spec.resources.cpu
+    if cpu is not None:
+        threads, why = max(1, int(cpu)), f"spec.resources.cpu is {cpu:g}"
+    else:
+        workers, where = membership.workers_per_node, "of this node"
+        if is_loopback(facts.address):
+            # Counted at full size, so that a resize does not change any sum's order.
+            workers, where = workers * job.spec.nodes.max, "of this machine at full size"
+        threads = max(1, facts.cpus // workers)
+        why = f"{facts.cpus} cores shared by {workers} workers {where}"
+    yield Setting("OMP_NUM_THREADS", str(threads), why, "resources")
+
+
+def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:
+    fabric, nccl = job.spec.fabric, job.spec.resources.gpu > 0
+    yield from socket_settings(fabric, facts, nccl=nccl)
+    if nccl:
+        profile, why = choose_profile(fabric, facts, membership.num_nodes)
+        yield from nccl_settings(profile, why, fabric, facts, membership.num_nodes)
+
+
+def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
+    """The torch watchdog and flight recorder as recovery needs them; nothing of it on gloo."""
+    if not job.spec.resources.gpu:
+        return
+    recovery = job.spec.recovery
+    patience_s = max(recovery.startup_timeout_s, limits.SAVE_TIMEOUT_S)
+    if recovery.hang_timeout_s != "auto":
+        patience_s = max(patience_s, recovery.hang_timeout_s)
+    rows = [
+        (
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "3",
+            "end the process at once on a communicator error; aborting first can hang",
+        ),
+        (
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+            str(math.ceil(patience_s) + 60),
+            "torch's own monitor stays behind Holdfast's limits, so stacks are taken first",
+        ),
+        ("TORCH_FR_BUFFER_SIZE", "2000", "collectives the flight recorder remembers per rank"),
+        ("TORCH_FR_DUMP_ON_TIMEOUT", "1", "write them down when a collective times out"),
+    ]
+    if log_directory:
+        path = f"{log_directory.rstrip('/')}/flight-recorder-rank-"
+        rows.append(("TORCH_FR_DUMP_TEMP_FILE", path, "beside the workers' logs"))
+    for name, value, why in rows:
+        yield Setting(name, value, why, "recovery")

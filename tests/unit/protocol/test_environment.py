@@ -1,0 +1,180 @@
+"""What a worker's environment says, and that it says so on every node alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.protocol.environment import explain_environment, worker_environment
+from orchestrator.protocol.facts import Gpu, Membership, NodeFacts, WorkerSeat
+from orchestrator.protocol.mesh import Mesh
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+
+
+def make_job(**spec: Any) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "demo"},
+            "spec": {
+                "entrypoint": {"script": "train.py"},
+                "nodes": {"min": 1, "max": 2},
+                "workersPerNode": 2,
+                **spec,
+            },
+        }
+    )
+
+
+def make_facts(**facts: Any) -> NodeFacts:
+    given = {"hostname": "a", "address": "10.0.0.1", "data_port": 1, "slots": 2, "cpus": 8}
+    return NodeFacts(**{**given, **facts})
+
+
+MEMBERSHIP = Membership(
+    generation=3,
+    mesh=Mesh(replicate=2, shard=2),
+    num_nodes=2,
+    workers_per_node=2,
+    master_address="10.0.0.1",
+    master_port=29500,
+    restart_count=2,
+)
+SEAT = WorkerSeat(rank=3, local_rank=1, shard=1, persists=False)
+
+
+def environment(job: TrainingJob, facts: NodeFacts | None = None) -> dict[str, str]:
+    return worker_environment(job, MEMBERSHIP, SEAT, 1, facts or make_facts())
+
+
+def test_a_worker_gets_the_whole_torchrun_contract() -> None:
+    got = environment(make_job())
+    expected = {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_RUN_ID": "demo",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    assert {name: got[name] for name in expected} == expected
+    assert int(got["TORCHELASTIC_MAX_RESTARTS"]) > 0
+
+
+def test_a_cpu_job_is_told_nothing_about_nccl() -> None:
+    assert not [name for name in environment(make_job()) if "NCCL" in name]
+
+
+def test_sockets_use_the_interface_that_carries_the_address() -> None:
+    facts = make_facts(address_interface="ens5", interfaces=("lo", "docker0", "ens5"))
+    got = environment(make_job(resources={"gpu": 1}), facts)
+    assert got["GLOO_SOCKET_IFNAME"] == "ens5"
+    assert got["NCCL_SOCKET_IFNAME"] == "=ens5"
+
+
+def test_nodes_of_one_machine_talk_over_loopback() -> None:
+    got = environment(make_job(), make_facts(address="127.0.0.1"))
+    assert got["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_no_interface_is_guessed_where_nothing_is_known() -> None:
+    got = environment(make_job(resources={"gpu": 1}))
+    assert "GLOO_SOCKET_IFNAME" not in got
+    assert "NCCL_SOCKET_IFNAME" not in got
+
+
+@pytest.mark.parametrize(
+    ("hcas", "expected"),
+    [
+        pytest.param(("mlx5_0:InfiniBand", "mlx5_1:InfiniBand"), {"NCCL_IB_DISABLE": "0"}, id="ib"),
+        pytest.param(
+            ("mlx5_0:InfiniBand", "mlx5_1:Ethernet"), {"NCCL_IB_HCA": "=mlx5_0"}, id="mixed"
+        ),
+        pytest.param(("mlx5_0:Ethernet",), {"NCCL_IB_DISABLE": "0"}, id="roce"),
+        pytest.param(("rdmap0s6:Unspecified",), {"FI_PROVIDER": "efa"}, id="efa"),
+        pytest.param((), {"NCCL_IB_DISABLE": "1"}, id="tcp"),
+    ],
+)
+def test_auto_chooses_the_fabric_by_the_devices_of_the_node(
+    hcas: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    got = environment(make_job(resources={"gpu": 1}), make_facts(hcas=hcas))
+    assert expected.items() <= got.items()
+    assert "NCCL_NET" not in got, "auto must let NCCL fall back"
+
+
+@pytest.mark.parametrize(
+    ("profile", "network"), [("ib", "IB"), ("roce", "IB"), ("efa", "AWS Libfabric")]
+)
+def test_a_named_profile_fails_rather_than_falls_back(profile: str, network: str) -> None:
+    got = environment(make_job(resources={"gpu": 1}, fabric={"profile": profile}))
+    assert got["NCCL_NET"] == network
+
+
+def test_a_single_node_with_several_gpus_stays_on_nvlink() -> None:
+    facts = make_facts(gpus=(Gpu("H200", 1), Gpu("H200", 1)))
+    one = Membership(
+        generation=1,
+        mesh=Mesh(shard=2),
+        num_nodes=1,
+        workers_per_node=2,
+        master_address="10.0.0.1",
+        master_port=1,
+        restart_count=0,
+    )
+    settings = explain_environment(make_job(resources={"gpu": 1}), one, SEAT, 0, facts)
+    chosen = {s.name: s for s in settings}["NCCL_IB_DISABLE"]
+    assert chosen.value == "1"
+    assert "one node, several GPUs" in chosen.why
+
+
+def test_what_the_user_set_wins_and_says_what_it_replaced() -> None:
+    job = make_job(resources={"gpu": 1}, env={"NCCL_IB_DISABLE": "0", "MY_FLAG": "x"})
+    settings = {s.name: s for s in explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts())}
+    assert settings["NCCL_IB_DISABLE"].value == "0"
+    assert settings["NCCL_IB_DISABLE"].source == "user"
+    assert "NCCL_IB_DISABLE=1" in settings["NCCL_IB_DISABLE"].why
+    assert settings["MY_FLAG"].value == "x"
+
+
+def test_an_old_name_set_by_the_user_overrides_the_new_one() -> None:
+    job = make_job(resources={"gpu": 1}, env={"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    got = environment(job)
+    assert got["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
+    assert "TORCH_FR_BUFFER_SIZE" not in got
+
+
+def test_the_torch_monitor_is_slower_than_our_own_limits() -> None:
+    job = make_job(resources={"gpu": 1}, recovery={"startupTimeoutSeconds": 1800})
+    assert int(environment(job)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
+
+
+def test_flight_recorder_dumps_go_beside_the_logs() -> None:
+    got = worker_environment(
+        make_job(resources={"gpu": 1}), MEMBERSHIP, SEAT, 1, make_facts(), log_directory="/logs/"
+    )
+    assert got["TORCH_FR_DUMP_TEMP_FILE"] == "/logs/flight-recorder-rank-"
+
+
+def test_threads_follow_the_cpu_request_or_share_the_cores() -> None:
+    assert environment(make_job(resources={"cpu": "3500m"}))["OMP_NUM_THREADS"] == "3"
+    assert environment(make_job())["OMP_NUM_THREADS"] == "4"
+    one_machine = make_facts(address="127.0.0.1")
+    assert environment(make_job(), one_machine)["OMP_NUM_THREADS"] == "2"
+
+
+def test_every_setting_says_why() -> None:
+    job = make_job(resources={"gpu": 1}, env={"X": "1"})
+    settings = explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts(address="127.0.0.1"))
+    assert all(setting.why for setting in settings)
+    assert len({setting.name for setting in settings}) == len(settings)
