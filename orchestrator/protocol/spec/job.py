@@ -6,6 +6,7 @@ decide anything (the planner and the core do).
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -115,13 +116,33 @@ class JobSpec(Part):
         if shard == "auto" and mesh.replicate != "auto":
             shard = room // mesh.replicate
         group = inner * (shard if shard != "auto" else 1)
-        if nodes.min * self.workers_per_node < group:
-            need = -(-group // self.workers_per_node)
+        # Whole replica groups on whole nodes, see planner/choose.py.
+        need = math.lcm(group, self.workers_per_node) // self.workers_per_node
+        if nodes.min < need:
             raise ValueError(
-                f"nodes.min: got {nodes.min}; expected at least {need}: one replica group is "
-                f"{group} workers, {self.workers_per_node} on each node; raise nodes.min or lower "
-                f"parallelism.shard"
+                f"nodes.min: got {nodes.min}; expected at least {need}: replica groups of {group} "
+                f"workers, {self.workers_per_node} on each node, fill whole nodes only then; raise "
+                f"nodes.min or lower parallelism.shard"
             )
+        keep = mesh.reshard_after_forward
+        if not isinstance(keep, bool) and (keep < 1 or (shard != "auto" and shard % keep)):
+            raise ValueError(
+                f"parallelism.reshardAfterForward: got {keep}; expected true, false or a divisor "
+                f"of shard ({shard})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recipe_can_do_it(self) -> JobSpec:
+        recipe, mesh = self.entrypoint.recipe, self.parallelism
+        if recipe is None:
+            return self
+        for axis in ("tensor", "context", "pipeline"):
+            if getattr(mesh, axis) > 1:
+                raise ValueError(
+                    f"parallelism.{axis}: got {getattr(mesh, axis)}; expected 1 with the recipe "
+                    f"{recipe.name}, which splits data and states only; use your own script"
+                )
         return self
 
 

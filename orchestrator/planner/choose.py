@@ -1,0 +1,121 @@
+"""Which mesh a job gets on a number of nodes. Asked at submission and on every resize.
+
+Owns: that choice, and the sentence that explains it. Must not: know nodes by name, or change what
+the user fixed. Only whole replica groups on whole nodes: a shrink never splits a shard group.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..protocol.mesh import Mesh
+from ..protocol.spec import TrainingJob
+from .memory import USABLE, device_bytes, model_state_bytes, table
+from .model import count_parameters
+
+
+def choose_mesh(
+    job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None
+) -> tuple[Mesh, str] | None:
+    """The mesh on at most `num_nodes` nodes, and why; None when no replica group fits on them.
+
+    The mesh may use fewer nodes (see num_nodes_used). `device_memory_bytes` is what one worker has;
+    left out: spec.resources.memory for a job on CPUs, otherwise unknown.
+    """
+    spec = job.spec
+    num_nodes = min(num_nodes, spec.nodes.max)
+    if num_nodes < spec.nodes.min:
+        return None
+    if device_memory_bytes is None and not spec.resources.gpu and spec.resources.memory:
+        device_memory_bytes = int(spec.resources.memory)
+    shard, why = _shard_size(job, device_memory_bytes)
+    mesh = _replicas(job, shard, num_nodes)
+    if mesh is None and _is_auto(job):
+        # The group of the full size does not fit any more: share the state among what is left.
+        world = num_nodes * spec.workers_per_node
+        if world % _inner(job) == 0:
+            mesh = _replicas(job, world // _inner(job), num_nodes)
+            why = f"shard auto: all {world} workers that are left share one copy"
+            if mesh is not None and not _states_fit(job, mesh, device_memory_bytes):
+                return None
+    if mesh is None:
+        return None
+    used = num_nodes_used(job, mesh)
+    if used < num_nodes:
+        why += f"; {used} of {num_nodes} nodes used, to keep replica groups of {mesh.num_shards}"
+    elif used < spec.nodes.max:
+        why += f"; {mesh.replicate} whole replica group{'s' * (mesh.replicate > 1)} on {used} nodes"
+    return mesh, why
+
+
+def num_nodes_used(job: TrainingJob, mesh: Mesh) -> int:
+    """Nodes that a mesh fills; always whole ones."""
+    return mesh.world_size // job.spec.workers_per_node
+
+
+def _is_auto(job: TrainingJob) -> bool:
+    parallelism = job.spec.parallelism
+    return parallelism.shard == "auto" and parallelism.replicate == "auto"
+
+
+def _inner(job: TrainingJob) -> int:
+    parallelism = job.spec.parallelism
+    return parallelism.tensor * parallelism.context * parallelism.pipeline
+
+
+def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
+    """As many replica groups as fill whole nodes, the elastic axis; None when not even one does."""
+    workers, group = job.spec.workers_per_node, shard * _inner(job)
+    step = math.lcm(group, workers)  # the smallest world of whole groups on whole nodes
+    world = num_nodes * workers // step * step
+    if world == 0 or world // workers < job.spec.nodes.min:
+        return None
+    parallelism = job.spec.parallelism
+    return Mesh(
+        replicate=world // group,
+        shard=shard,
+        tensor=parallelism.tensor,
+        context=parallelism.context,
+        pipeline=parallelism.pipeline,
+    )
+
+
+def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
+    """The shard size at nodes.max. Smaller sizes keep it, so they restore from memory."""
+    spec, parallelism = job.spec, job.spec.parallelism
+    if parallelism.shard != "auto":
+        return parallelism.shard, f"shard {parallelism.shard} as asked for"
+    room = spec.nodes.max * spec.workers_per_node // _inner(job)
+    if parallelism.replicate != "auto":
+        shard = room // parallelism.replicate
+        return shard, f"shard {shard} follows from replicate {parallelism.replicate}"
+    workers = spec.workers_per_node
+    node = math.gcd(workers // math.gcd(workers, _inner(job)), room)
+    if memory is None or spec.entrypoint.recipe is None:
+        unknown = "device memory" if spec.entrypoint.recipe else "the model"
+        return node, f"shard auto: {_within(node)}; {unknown} is not known, so it was not checked"
+    for shard in (n for n in range(node, room + 1) if room % n == 0 and n % node == 0):
+        need = device_bytes(table(job, Mesh(room // shard, shard)))
+        if need <= USABLE * memory:
+            where = _within(shard) if shard == node else f"{shard} workers share one copy"
+            numbers = f"{need / 2**30:.1f} of {memory / 2**30:.1f} GiB"
+            return shard, f"shard auto: {where}; needs {numbers} per worker"
+    need = device_bytes(table(job, Mesh(1, room)))
+    return room, (
+        f"shard auto: the whole world, and still {need / 2**30:.1f} GiB per worker by estimate, "
+        f"above {USABLE:.0%} of {memory / 2**30:.1f} GiB"
+    )
+
+
+def _within(shard: int) -> str:
+    if shard == 1:
+        return "one worker holds a full copy"
+    return f"the {shard} workers of a node share one copy, and nodes replicate it"
+
+
+def _states_fit(job: TrainingJob, mesh: Mesh, memory: int | None) -> bool:
+    """False only when it is certain: the states alone, an exact figure, exceed the memory."""
+    recipe = job.spec.entrypoint.recipe
+    if memory is None or recipe is None:
+        return True
+    return model_state_bytes(count_parameters(recipe.config.model), mesh.num_shards) <= memory

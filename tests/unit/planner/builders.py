@@ -1,0 +1,33 @@
+"""Jobs for the planner's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.protocol.facts import NodeFacts
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+
+
+def make_job(
+    *, nodes: tuple[int, int] = (1, 2), workers: int = 2, recipe: Any = None, **spec: Any
+) -> TrainingJob:
+    """A job on `nodes` = (min, max); a script, or the pre-training recipe with these settings."""
+    entrypoint: Any = {"script": "train.py"}
+    if recipe is not None:
+        entrypoint = {"recipe": {"name": "pretrain", "config": recipe}}
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "demo"},
+            "spec": {
+                "entrypoint": entrypoint,
+                "nodes": {"min": nodes[0], "max": nodes[1]},
+                "workersPerNode": workers,
+                **spec,
+            },
+        }
+    )
+
+
+FACTS = NodeFacts(hostname="a", address="127.0.0.1", data_port=1, slots=8, cpus=8)

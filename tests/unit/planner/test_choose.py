@@ -1,0 +1,131 @@
+"""The choice of the mesh, on every size a job may have."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.planner import choose_mesh, num_nodes_used
+from orchestrator.protocol.errors import SpecError
+from orchestrator.protocol.mesh import Mesh
+
+from .builders import make_job
+
+GIB = 2**30
+BIG = {"model": {"dim": 1024, "numLayers": 24, "numHeads": 16, "vocabSize": 32000}}
+
+
+def mesh_of(chosen: tuple[Mesh, str] | None) -> Mesh:
+    assert chosen is not None
+    return chosen[0]
+
+
+def test_auto_shards_within_a_node_and_replicates_over_nodes() -> None:
+    mesh, why = choose_mesh(make_job(), 2) or (None, "")
+    assert mesh == Mesh(replicate=2, shard=2)
+    assert "not known" in why
+
+
+def test_a_lost_node_takes_its_whole_replica_group_along() -> None:
+    job = make_job(nodes=(2, 4), parallelism={"shard": 4})
+    assert mesh_of(choose_mesh(job, 4)) == Mesh(replicate=2, shard=4)
+    mesh, why = choose_mesh(job, 3) or (None, "")
+    assert mesh == Mesh(replicate=1, shard=4)
+    assert "2 of 3 nodes used" in why
+
+
+def test_no_mesh_where_not_even_one_replica_group_fits() -> None:
+    job = make_job(nodes=(2, 4), parallelism={"shard": 4})
+    assert choose_mesh(job, 1) is None
+
+
+def test_fewer_nodes_than_the_minimum_are_no_size() -> None:
+    assert choose_mesh(make_job(nodes=(2, 4)), 1) is None
+
+
+def test_more_nodes_than_the_maximum_change_nothing() -> None:
+    job = make_job()
+    assert choose_mesh(job, 9) == choose_mesh(job, 2)
+
+
+def test_a_fixed_replicate_sets_the_shard_size_for_all_sizes() -> None:
+    job = make_job(nodes=(1, 4), parallelism={"replicate": 4})
+    assert mesh_of(choose_mesh(job, 4)) == Mesh(replicate=4, shard=2)
+    assert mesh_of(choose_mesh(job, 3)) == Mesh(replicate=3, shard=2)
+
+
+def test_a_known_memory_makes_shard_groups_as_large_as_needed() -> None:
+    job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
+    small = mesh_of(choose_mesh(job, 4, device_memory_bytes=64 * GIB))
+    large = mesh_of(choose_mesh(job, 4, device_memory_bytes=4 * GIB))
+    assert small.shard == 2
+    assert large.shard > 2
+
+
+def test_auto_falls_back_to_one_group_of_what_is_left() -> None:
+    job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
+    memory = 4 * GIB
+    group = mesh_of(choose_mesh(job, 4, memory)).num_shards
+    nodes = group // 2 - 1
+    chosen = choose_mesh(job, nodes, memory)
+    assert chosen is None or (chosen[0].replicate == 1 and "left" in chosen[1])
+
+
+def test_a_size_that_cannot_hold_the_states_is_refused() -> None:
+    job = make_job(nodes=(1, 8), workers=1, recipe=BIG)
+    assert choose_mesh(job, 8, device_memory_bytes=5 * GIB) is not None
+    assert choose_mesh(job, 1, device_memory_bytes=5 * GIB) is None
+
+
+def test_the_memory_of_a_cpu_worker_is_what_the_spec_gives_it() -> None:
+    job = make_job(nodes=(1, 2), recipe={}, resources={"memory": "4Gi"})
+    _, why = choose_mesh(job, 2) or (None, "")
+    assert "of 4.0 GiB" in why
+
+
+def test_other_axes_keep_their_sizes_on_a_shrink() -> None:
+    job = make_job(nodes=(1, 4), workers=4, parallelism={"tensor": 2})
+    assert mesh_of(choose_mesh(job, 4)) == Mesh(replicate=4, shard=2, tensor=2)
+    assert mesh_of(choose_mesh(job, 2)) == Mesh(replicate=2, shard=2, tensor=2)
+
+
+sizes = st.integers(1, 6)
+
+
+@given(
+    nodes=st.integers(1, 12),
+    workers=sizes,
+    shard=st.one_of(st.just("auto"), sizes),
+    tensor=st.integers(1, 3),
+    available=st.integers(1, 14),
+)
+def test_every_mesh_is_whole_groups_on_whole_nodes(
+    nodes: int, workers: int, shard: int | str, tensor: int, available: int
+) -> None:
+    try:
+        parallelism = {"shard": shard, "tensor": tensor}
+        job = make_job(nodes=(1, nodes), workers=workers, parallelism=parallelism)
+    except SpecError:
+        return
+    chosen = choose_mesh(job, available)
+    if chosen is None:
+        return
+    mesh, why = chosen
+    assert mesh.world_size % workers == 0
+    assert 1 <= num_nodes_used(job, mesh) <= min(available, nodes)
+    assert mesh.tensor == tensor
+    assert shard in ("auto", mesh.shard)
+    assert why
+
+
+@given(nodes=st.integers(1, 12), workers=sizes, shard=st.one_of(st.just("auto"), sizes))
+def test_the_full_size_always_has_a_mesh_that_uses_every_node(
+    nodes: int, workers: int, shard: int | str
+) -> None:
+    try:
+        job = make_job(nodes=(1, nodes), workers=workers, parallelism={"shard": shard})
+    except SpecError:
+        return
+    chosen = choose_mesh(job, nodes)
+    assert chosen is not None
+    assert chosen[0].world_size == nodes * workers
