@@ -145,7 +145,8 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
 
 
 class Persist(Message, frozen=True, kw_only=True, tag="persist"):
-    """Write the newest step >= `step` that this node stages (or has staged) to storage."""
+    """Write the first step >= `step` that this node has staged or will stage to storage: the first,
+    so that all nodes write the same one."""
 
     action_id: int
     generation: int

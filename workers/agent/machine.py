@@ -1,0 +1,402 @@
+"""The agent's machine: what a node does about each fact. Pure.
+
+    AgentMachine(...).step(now_ns, input) -> outputs;  next_deadline_ns()
+
+Owns: fencing (only the current generation is obeyed), the life of a generation on this node
+(launch, exits, stop), heartbeats, and when the node must end itself; tiers.py has the tiers and
+ending.py how a generation is ended. Must not: do IO or read a clock; node.py does, and tests/sim
+drives this very code in virtual time.
+
+What is lost with a connection is told again: exits of the current generation and shards that are
+durable but not committed, after every Welcome. The controller takes repetitions for what they are.
+"""
+
+from __future__ import annotations
+
+from orchestrator.protocol import limits
+from orchestrator.protocol import messages as m
+from orchestrator.protocol.facts import WorkerBeat
+from workers import wire
+
+from . import ending, reports
+from . import facts as f
+from .group import NS, SIGKILL, SIGSTOP, Group, Worker
+from .tiers import Tiers
+
+REFILL_DELAY_S = 1.0
+"""Standbys are forked this long after the first step, when start-up no longer needs the cores."""
+
+
+class AgentMachine:
+    """One node. `slots` is the number of workers that fit here."""
+
+    def __init__(self, *, job: str, node: str, token: str, slots: int) -> None:
+        self.job = job
+        self.node = node
+        self.slots = slots
+        self.tiers = Tiers()
+        self.group: Group | None = None
+        self.welcome: m.Welcome | None = None
+        self._token = token
+        self._fence = 0
+        """The highest generation that may never be launched (again)."""
+        self._waiting: m.Launch | None = None
+        """A launch that waits for the workers of an older generation to be gone."""
+        self._link_up = False
+        self._talking = False
+        """Between Welcome and LinkDown."""
+        self._absent_since_ns: int | None = None
+        self._beat_ns: int | None = None
+        self._outbox: list[m.FromAgent] = []
+        self._port = 0
+        self._stopped_ranks: frozenset[int] = frozenset()
+        self._ending: str = ""
+        self._ending_ns: int | None = None
+        self._ended = False
+
+    # -- the two entry points -----------------------------------------------------------------
+    def step(self, now_ns: int, given: f.Input) -> tuple[f.Output, ...]:
+        """Take in one fact; returns what is to be done, in order."""
+        if self._absent_since_ns is None and not self._link_up:
+            self._absent_since_ns = now_ns
+        return tuple(self._deliver(self._react(now_ns, given)))
+
+    def next_deadline_ns(self) -> int | None:
+        """When to give Tick at the latest."""
+        group, due = self.group, [self._ending_ns]
+        if self._talking:
+            due.append(self._beat_ns)
+        elif self._absent_since_ns is not None:
+            due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * NS))
+        if group is not None:
+            due += [group.refill_ns, group.stop.deadline_ns if group.stop else None]
+        known = [at for at in due if at is not None]
+        return None if self._ended else min(known, default=None)
+
+    # -- dispatch -----------------------------------------------------------------------------
+    def _react(self, now_ns: int, given: f.Input) -> list[f.Output]:
+        group = self.group
+        match given:
+            case f.Received():
+                return self._obey(now_ns, given.message)
+            case f.FromRank():
+                return self._from_rank(now_ns, given)
+            case f.Tick():
+                return self._tick(now_ns)
+            case f.LinkUp():
+                return self._link(given)
+            case f.LinkDown():
+                self._link_up = self._talking = False
+                self._absent_since_ns = now_ns
+                return []
+            case f.WorkerForked():
+                return self._forked(given)
+            case f.ForkFailed():
+                return self._fork_failed(now_ns, given)
+            case f.WorkerEnded():
+                return self._worker_ended(now_ns, given)
+            case f.ForkserverDied():
+                return [f.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
+            case f.StoppedRanks():
+                self._stopped_ranks = frozenset(given.ranks)
+                return []
+            case f.StacksTaken():
+                return self._stacks_taken(now_ns, given)
+            case f.PortOffered():
+                self._port = given.port
+                return []
+            case f.WriteDone():
+                return self.tiers.write_done(group, given)
+            case f.PushDone():
+                return self.tiers.push_done(group, given)
+            case f.CopyOffered():
+                return self.tiers.copy_offered(group.generation if group else 0, given)
+            case f.CopyDone():
+                return self.tiers.copy_done(given)
+            case f.PeerAsked():
+                return self.tiers.peer_asked(given)
+            case f.ServeDone():
+                return self.tiers.serve_done(group, given)
+
+    def _obey(self, now_ns: int, message: m.ToAgent) -> list[f.Output]:
+        running = self._running(getattr(message, "generation", 0))
+        match message:
+            case m.Welcome():
+                return self._welcomed(now_ns, message)
+            case m.Refused():
+                if message.final:
+                    return self._end(now_ns, f"refused by the controller: {message.detail}")
+                return [f.CloseLink(message.detail)]
+            case m.Launch():
+                return self._launch(now_ns, message)
+            case m.Stop():
+                return self._stop(now_ns, message)
+            case m.Persist():
+                if running is None:
+                    detail = f"generation {message.generation} is not the one of this node"
+                    return [f.Send(reports.cannot_persist(message, detail))]
+                return self.tiers.persist(running, message)
+            case m.Committed():
+                self.tiers.committed(message)
+                return []
+            case m.Prune():
+                return self.tiers.prune(self.group, message.below_step)
+            case m.Chaos():
+                return self._chaos(message)
+            case m.Shutdown():
+                return self._end(now_ns, message.detail)
+
+    def _deliver(self, outputs: list[f.Output]) -> list[f.Output]:
+        """Messages wait while nobody listens; heartbeats and what is told again anyway do not."""
+        out: list[f.Output] = []
+        for output in outputs:
+            message = output.message if isinstance(output, f.Send) else None
+            if message is None or self._talking or isinstance(message, m.Hello):
+                out.append(output)
+            elif not isinstance(message, m.Heartbeat | m.WorkerExited | m.Persisted):
+                self._outbox.append(message)
+        return out
+
+    # -- the link -----------------------------------------------------------------------------
+    def _link(self, up: f.LinkUp) -> list[f.Output]:
+        self._link_up, self._absent_since_ns = True, None
+        self._port = up.offered_port
+        group = self.group
+        runs = group is not None and not group.stopped
+        hello = m.Hello(
+            token=self._token,
+            job=self.job,
+            node=self.node,
+            facts=up.facts,
+            generation=group.generation if group and runs else 0,
+            ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
+            staged=self.tiers.inventory(),
+            offered_port=self._port,
+        )
+        return [f.Send(hello)]
+
+    def _welcomed(self, now_ns: int, message: m.Welcome) -> list[f.Output]:
+        first, self.welcome = self.welcome is None, message
+        self._talking = True
+        out: list[f.Output] = [f.Configure(), f.RefillStandbys(self.slots)] if first else []
+        out += map(f.Send, self._outbox)
+        self._outbox = []
+        group = self.group
+        if group is not None and not group.stopped:
+            out += [
+                f.Send(reports.exited(group, worker))
+                for worker in group.workers.values()
+                if worker.exit
+            ]
+        out += map(f.Send, self.tiers.unacknowledged.values())
+        return [*out, *self._beat(now_ns)]
+
+    def _beat(self, now_ns: int) -> list[f.Output]:
+        assert self.welcome is not None
+        self._beat_ns = now_ns + int(self.welcome.heartbeat_interval_s * NS)
+        group = self.group
+        alive = group.alive if group and not group.stopped else []
+        beats = (worker.beat(now_ns, worker.seat.rank in self._stopped_ranks) for worker in alive)
+        return [f.Send(self._heartbeat(tuple(beats)))]
+
+    def _tick(self, now_ns: int) -> list[f.Output]:
+        out: list[f.Output] = []
+        group = self.group
+        if self._talking and self._beat_ns is not None and now_ns >= self._beat_ns:
+            out += self._beat(now_ns)
+        if group is not None:
+            if group.refill_ns is not None and now_ns >= group.refill_ns:
+                group.refill_ns = None
+                out.append(f.RefillStandbys(len(group.workers)))
+            stop = group.stop
+            if stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
+                out += ending.carry_on(now_ns, group, stop)
+                out += self._settle_stop(now_ns, group)
+        absent = self._absent_since_ns
+        if absent is not None and now_ns >= absent + int(limits.CONTROLLER_ABSENCE_S * NS):
+            detail = f"no controller for {limits.CONTROLLER_ABSENCE_S:g} s"
+            out += self._end(now_ns, detail) if not self._ending else []
+        if self._ending_ns is not None and now_ns >= self._ending_ns and not self._ended:
+            out += self._leave()
+        return out
+
+    # -- launch -------------------------------------------------------------------------------
+    def _launch(self, now_ns: int, message: m.Launch) -> list[f.Output]:
+        generation, group = message.membership.generation, self.group
+        if self._ending or generation <= self._fence:
+            detail = self._ending or f"generation {generation} is over; the fence is {self._fence}"
+            return [reports.launched(message.action_id, generation, ok=False, detail=detail)]
+        if group is not None and not group.stopped:
+            if group.generation == generation:
+                group.launch_ids.append(message.action_id)
+                return self._answer_launch(group, ok=True) if group.launched else []
+            # The controller moved on while we were cut off: the old generation is a zombie.
+            self._waiting, self._fence = message, generation - 1
+            return ending.kill_all(group)
+        return self._begin(now_ns, message)
+
+    def _begin(self, now_ns: int, message: m.Launch) -> list[f.Output]:
+        membership = message.membership
+        self._fence, self._waiting = membership.generation - 1, None
+        workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
+        group = self.group = Group(message, workers, [message.action_id])
+        self._stopped_ranks = frozenset()
+        out = self.tiers.launch(group)
+        out += [f.Fork(membership, message.node_rank, seat) for seat in message.seats]
+        return [*out, f.OfferPort()]
+
+    def _forked(self, given: f.WorkerForked) -> list[f.Output]:
+        group = self._running(given.generation)
+        if group is None or given.rank not in group.workers:
+            return []
+        group.workers[given.rank].pid = given.pid
+        if group.launched or not all(w.pid for w in group.workers.values()):
+            return []
+        group.launched = True
+        return self._answer_launch(group, ok=True)
+
+    def _fork_failed(self, now_ns: int, given: f.ForkFailed) -> list[f.Output]:
+        group = self._running(given.generation)
+        if group is None:
+            return []
+        group.workers[given.rank].ended = True
+        out = self._answer_launch(group, ok=False, detail=given.detail)
+        if group.stop is None:
+            self._fence = max(self._fence, group.generation)
+            out += ending.kill_all(group)
+        return [*out, *self._settle_stop(now_ns, group)]
+
+    def _answer_launch(self, group: Group, *, ok: bool, detail: str = "") -> list[f.Output]:
+        ids, group.launch_ids = group.launch_ids, []
+        return [reports.launched(action, group.generation, ok=ok, detail=detail) for action in ids]
+
+    # -- workers ------------------------------------------------------------------------------
+    def _from_rank(self, now_ns: int, given: f.FromRank) -> list[f.Output]:
+        group = self._running(given.generation)
+        worker = group.workers.get(given.rank) if group else None
+        if group is None or worker is None:
+            return []
+        message = given.message
+        worker.heard(now_ns, message)
+        match message:
+            case wire.Progress():
+                return self._advanced(now_ns, group)
+            case wire.BufferRequest():
+                return self.tiers.request(group, worker.seat, message.num_bytes)
+            case wire.Staged():
+                return self.tiers.staged(group, worker.seat, message)
+            case wire.FetchShard():
+                return self.tiers.fetch(group, given.rank, message.shard)
+            case wire.Finished():
+                return self.tiers.finished(group, worker.seat)
+            case _:
+                return []
+
+    def _advanced(self, now_ns: int, group: Group) -> list[f.Output]:
+        """The first step of a generation ends its recovery, so it is told at once; later steps
+        ride on the heartbeats."""
+        if group.advanced or group.min_step() <= group.after_step:
+            return []
+        group.advanced = True
+        group.refill_ns = now_ns + int(REFILL_DELAY_S * NS)
+        return self._beat(now_ns) if self._talking else []
+
+    def _worker_ended(self, now_ns: int, given: f.WorkerEnded) -> list[f.Output]:
+        group = self._running(given.generation)
+        worker = group.workers.get(given.rank) if group else None
+        if group is None or worker is None or worker.ended:
+            return []
+        worker.ended_with(
+            given.code,
+            given.signal,
+            oom=given.out_of_memory,
+            wall_ns=given.wall_ns,
+            after_step=group.after_step,
+        )
+        if group.stop is not None:
+            return self._settle_stop(now_ns, group)
+        # The last steps of a finished worker must not wait for a beat that no longer shows it.
+        out: list[f.Output] = self._last_words(now_ns, worker) if self._talking else []
+        return [*out, f.Send(reports.exited(group, worker))]
+
+    def _last_words(self, now_ns: int, worker: Worker) -> list[f.Output]:
+        return [f.Send(self._heartbeat((worker.beat(now_ns, stopped=False),)))]
+
+    def _heartbeat(self, beats: tuple[WorkerBeat, ...]) -> m.Heartbeat:
+        generation = self.group.generation if self.group and not self.group.stopped else 0
+        staged = self.tiers.staged_step()
+        return m.Heartbeat(generation=generation, workers=beats, staged_step=staged)
+
+    # -- stop ---------------------------------------------------------------------------------
+    def _stop(self, now_ns: int, message: m.Stop) -> list[f.Output]:
+        generation, group = message.generation, self.group
+        self._fence = max(self._fence, generation)
+        if self._waiting and self._waiting.membership.generation <= generation:
+            self._waiting = None
+        if group is None or group.generation != generation:
+            return [self._stopped(message.action_id, generation, None)]
+        if group.stopped:
+            return [self._stopped(message.action_id, generation, group)]
+        if group.stop is None:
+            out = ending.begin(now_ns, group, message)
+            return [*out, *self._settle_stop(now_ns, group)]
+        ending.again(now_ns, group.stop, message)
+        return []
+
+    def _stacks_taken(self, now_ns: int, given: f.StacksTaken) -> list[f.Output]:
+        group = self._running(given.generation)
+        if group is None or group.stop is None or group.stop.stage != "stacks":
+            return []
+        group.stop.stacks = given.stacks
+        out = ending.carry_on(now_ns, group, group.stop)
+        return [*out, *self._settle_stop(now_ns, group)]
+
+    def _settle_stop(self, now_ns: int, group: Group) -> list[f.Output]:
+        if group.alive or group.stopped or group.stop is None:
+            return []
+        group.stopped = True
+        self.tiers.stop()
+        out = self._answer_launch(group, ok=False, detail="stopped while it was launched")
+        out += [self._stopped(at, group.generation, group) for at in group.stop.action_ids]
+        if self._ending:
+            return [*out, *self._leave()]
+        if self._waiting is not None:
+            return [*out, *self._begin(now_ns, self._waiting)]
+        return out
+
+    def _stopped(self, action_id: int, generation: int, group: Group | None) -> f.Output:
+        staged = self.tiers.inventory()
+        return reports.stopped(action_id, generation, group, staged, self._port)
+
+    # -- rehearsals and the end ---------------------------------------------------------------
+    def _chaos(self, message: m.Chaos) -> list[f.Output]:
+        if message.kind == "kill-node":
+            return [f.KillNode()]
+        signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
+        group = self.group
+        worker = group.workers.get(message.rank) if group else None
+        if signal is None or group is None or worker is None or worker.ended:
+            text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
+            return [f.Send(m.AgentEvent(text=text))]
+        # Not in worker.signals: the exit must look as if somebody else had done it.
+        return [f.Kill(group.generation, message.rank, signal)]
+
+    def _end(self, now_ns: int, detail: str) -> list[f.Output]:
+        if self._ending:
+            return []
+        self._ending = detail or "shut down"
+        self._waiting = None
+        group = self.group
+        if group is None or group.stopped or not group.alive:
+            return self._leave()
+        self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * NS)
+        return ending.kill_all(group)
+
+    def _leave(self) -> list[f.Output]:
+        self._ended = True
+        return [f.EndNode(self._ending)]
+
+    def _running(self, generation: int) -> Group | None:
+        """The group if it is of this generation, whether it runs or has been stopped."""
+        group = self.group
+        return group if group is not None and group.generation == generation else None
