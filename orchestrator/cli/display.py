@@ -1,0 +1,140 @@
+"""What `holdfast run` shows while a job runs: a live picture on a terminal, plain lines elsewhere.
+
+Owns: when something is worth a line. Must not: block; it is called from the controller's loop.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from ..runtime.view import JobView
+from .output import clock, count, plural
+from .render import is_open, live, outcome
+
+PROGRESS_INTERVAL_S = 5.0
+REFRESH_PER_SECOND = 4
+HISTORY = 2000
+
+
+class Display(Protocol):
+    def show(self, view: JobView) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def make_display(console: Console) -> Display:
+    return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+class LiveDisplay:
+    """Redraws a few times a second."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND)
+        self._losses: list[float] = []
+        self._step = -1
+
+    def show(self, view: JobView) -> None:
+        if view.loss is not None and view.step != self._step:
+            self._losses = [*self._losses[-HISTORY:], view.loss]
+            self._step = view.step
+        self._live.update(live(view, self._losses))
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+
+class LineDisplay:
+    """One line per change, and one of progress every few seconds. Incidents always."""
+
+    def __init__(self, console: Console, interval_s: float = PROGRESS_INTERVAL_S) -> None:
+        self._console = console
+        self._interval_ns = int(interval_s * 1e9)
+        self._last = JobView(name="")
+        self._progress_ns = 0
+        self._open: dict[int, bool] = {}
+
+    def show(self, view: JobView) -> None:
+        for line in self._changes(view):
+            self._print(view, line)
+        due = view.now_ns - self._progress_ns >= self._interval_ns
+        if view.step >= 0 and view.step != self._last.step and (due or self._last.step < 0):
+            self._print(view, progress_line(view))
+            self._progress_ns = view.now_ns
+        # The view may be changed in place by whoever folds it.
+        self._last = JobView(
+            name=view.name,
+            state=view.state,
+            step=view.step,
+            generation=view.generation,
+            nodes=[type(n)(name=n.name, state=n.state) for n in view.nodes],
+            checkpoints=list(view.checkpoints),
+        )
+
+    def _print(self, view: JobView, line: str) -> None:
+        self._console.print(f"{clock(view.now_ns)}  {line}", soft_wrap=True, markup=False)
+
+    def _changes(self, view: JobView) -> list[str]:
+        last, lines = self._last, []
+        before = {node.name: node.state for node in last.nodes}
+        for node in view.nodes:
+            if before.get(node.name) != node.state:
+                lines.append(f"{node.name} {node.state}")
+        for incident in view.incidents:
+            was_open = self._open.get(incident.number)
+            if was_open is None:
+                rehearsal = " (rehearsal)" if incident.rehearsal else ""
+                lines.append(f"incident {incident.number}: {incident.title}{rehearsal}")
+            if was_open is not False and not is_open(incident):
+                lines.append(f"incident {incident.number} over: {outcome(incident)}")
+            self._open[incident.number] = is_open(incident)
+        if view.generation != last.generation and view.world_size:
+            world = plural(view.world_size, "worker")
+            mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
+            lines.append(f"generation {view.generation}: {world}{mesh}")
+        if view.state != last.state:
+            lines.append(view.state + (f": {view.reason}" if view.reason else ""))
+        if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
+            lines.append(f"checkpoint of step {view.checkpoints[-1].step + 1} committed")
+        return lines
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+
+def progress_line(view: JobView) -> str:
+    total = f" of {view.total_steps}" if view.total_steps else ""
+    parts = [f"step {view.step + 1}{total}"]
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.tokens_per_s:
+        parts.append(f"{count(view.tokens_per_s)} tokens/s")
+    if view.memory_step >= 0:
+        parts.append(f"memory tier at step {view.memory_step + 1}")
+    return ", ".join(parts)

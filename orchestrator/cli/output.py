@@ -1,0 +1,132 @@
+"""How the command line writes: consoles, JSON, numbers with units.
+
+Owns: those. Must not: know jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDE = 10_000
+"""Columns of an output that is no terminal: whoever reads it (grep, a file) wraps by itself."""
+
+STATE_STYLES = {
+    "running": "green", "succeeded": "green", "member": "green", "train": "green",
+    "pending": "cyan", "starting": "cyan", "finishing": "cyan", "joining": "cyan", "spare": "cyan",
+    "recovering": "yellow", "suspending": "yellow", "suspended": "yellow", "suspect": "yellow",
+    "failed": "bold red", "lost": "red", "hung": "bold red", "exited": "red", "cordoned": "red",
+    "cancelled": "yellow", "unattended": "yellow",
+}  # fmt: skip
+
+
+def stdout() -> Console:
+    """For results. Colours only on a terminal; NO_COLOR is respected."""
+    width = None if sys.stdout.isatty() else WIDE
+    return Console(highlight=False, width=width)
+
+
+def stderr() -> Console:
+    """For errors and remarks that are not the result."""
+    width = None if sys.stderr.isatty() else WIDE
+    return Console(stderr=True, highlight=False, width=width)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document of plain values or msgspec structs."""
+    import msgspec
+
+    plain = msgspec.to_builtins(value, str_keys=True)
+    sys.stdout.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_json_line(value: Any) -> None:
+    """The same on one line, for streams."""
+    import msgspec
+
+    plain = msgspec.to_builtins(value, str_keys=True)
+    sys.stdout.write(json.dumps(plain, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def columns(*names: str) -> Table:
+    """A table as kubectl writes it: upper-case heads, no lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name.upper(), no_wrap=True)
+    return table
+
+
+def state_text(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, ""))
+
+
+def duration(seconds: float) -> str:
+    """`0.83 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 4 h`."""
+    if seconds < 0:
+        return "-" + duration(-seconds)
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def size(num_bytes: float) -> str:
+    """`512 B`, `1.2 MiB`, `3.4 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def count(number: float) -> str:
+    """`950`, `12.3k`, `4.5M`, `8.0B`."""
+    for limit, suffix in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "B"), (1e15, "T")):
+        if abs(number) < limit:
+            scaled = number / (limit / 1e3)
+            return f"{scaled:.0f}" if suffix == "" else f"{scaled:.1f}{suffix}"
+    return f"{number:.1e}"
+
+
+def clock(wall_ns: int) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_ns / 1e9))
+
+
+def date(wall_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / 1e9))
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last values as a row of bars; empty for fewer than two."""
+    finite = [v for v in values if v == v and abs(v) != float("inf")]
+    if len(finite) < 2:
+        return ""
+    if len(finite) > width:
+        # Every bar is the mean of its bucket, so the whole history fits.
+        edges = [round(i * len(finite) / width) for i in range(width + 1)]
+        finite = [
+            sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a
+        ]
+    low, high = min(finite), max(finite)
+    bars = "▁▂▃▄▅▆▇█"
+    span = high - low or 1.0
+    return "".join(bars[min(7, int((v - low) / span * 8))] for v in finite)
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,112 @@
+"""Checks of a job against this machine, before anything is started.
+
+Owns: what can be known here: files, directories, the checkpoint's place, GPUs. Must not: repeat
+what the spec's models check, or change anything but a probe file that it removes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..protocol.errors import Problem, SpecError
+from ..protocol.spec import TrainingJob, load_job
+
+
+def load_checked(path: Path) -> TrainingJob:
+    """The job in a file, checked against the models and against this machine.
+
+    Raises UserError or SpecError.
+    """
+    job = load_job(path)
+    check(job, path.absolute().parent, source=str(path))
+    return job
+
+
+def check(job: TrainingJob, spec_directory: Path, source: str = "") -> None:
+    """Raises SpecError with everything that cannot work on this machine."""
+    problems = list(_problems(job, spec_directory))
+    if problems:
+        raise SpecError(problems, source)
+
+
+def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
+    work = spec_directory / Path(job.spec.working_directory).expanduser()
+    if not work.is_dir():
+        yield Problem(
+            "spec.workingDirectory",
+            f"{job.spec.working_directory} ({work} is not a directory)",
+            "a directory, relative to the spec file",
+        )
+        return
+    entry = job.spec.entrypoint
+    if entry.script is not None:
+        yield from _script(work / Path(entry.script).expanduser(), entry.script)
+    if entry.module is not None:
+        yield from _module(work, entry.module)
+    if entry.recipe is not None and entry.recipe.config.data.source != "stdlib":
+        source = entry.recipe.config.data.source
+        yield from _data(work / Path(source).expanduser(), source)
+    if job.spec.checkpoint.path is not None:
+        yield from _storage(job.spec.checkpoint.path, spec_directory)
+
+
+def _script(path: Path, written: str) -> Iterator[Problem]:
+    field = "spec.entrypoint.script"
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        fix = "it is looked up in spec.workingDirectory, relative to the spec file"
+        yield Problem(field, f"{written} ({path} {what})", "a Python file", fix)
+    elif not os.access(path, os.R_OK):
+        yield Problem(field, f"{written} (no permission)", "a file that you may read")
+
+
+def _module(work: Path, name: str) -> Iterator[Problem]:
+    top = name.split(".")[0]
+    here = (work / top).is_dir() or (work / f"{top}.py").is_file()
+    if not here and importlib.util.find_spec(top) is None:
+        fix = "install it, or set spec.workingDirectory to the directory that holds it"
+        yield Problem("spec.entrypoint.module", f"{name} (no module {top})", "a module", fix)
+
+
+def _data(path: Path, written: str) -> Iterator[Problem]:
+    field = "spec.entrypoint.recipe.config.data.source"
+    if not path.exists():
+        expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
+        yield Problem(field, f"{written} ({path} does not exist)", expected)
+    elif not os.access(path, os.R_OK):
+        yield Problem(field, f"{written} (no permission)", "something that you may read")
+    elif path.is_dir() and not any(child.is_file() for child in path.rglob("*")):
+        yield Problem(field, f"{written} ({path} holds no file)", "a directory with files")
+    elif path.is_file() and path.stat().st_size == 0:
+        yield Problem(field, f"{written} ({path} is empty)", "a file with text")
+
+
+def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
+    """Write and delete a small object, as the agents will: permissions say less than a try."""
+    import fsspec
+
+    field, fix = "spec.checkpoint.path", "choose another path, or make this one writable"
+    url = path if "://" in path else str(spec_directory / Path(path).expanduser())
+    probe = f".holdfast-probe-{uuid.uuid4().hex}"
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+        existed = files.exists(root)
+        files.makedirs(root, exist_ok=True)
+        name = f"{root.rstrip('/')}/{probe}"
+        files.pipe_file(name, b"probe")
+        files.rm_file(name)
+        if not existed and "://" not in path:
+            files.rmdir(root)
+    except ImportError as error:
+        scheme = path.partition("://")[0]
+        fix = f"install its fsspec driver, such as pip install 'holdfast[{scheme}]'"
+        yield Problem(field, f"{path} ({error})", "a URL whose driver is installed", fix)
+    except ValueError as error:
+        yield Problem(field, f"{path} ({error})", "a directory or a URL that fsspec knows")
+    except Exception as error:  # every driver has exceptions of its own
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        yield Problem(field, f"{path} ({why})", "a place that can be written", fix)

@@ -1,0 +1,176 @@
+"""JobView -> what a person sees. The same pieces serve the live display, `status` and `report`.
+
+Owns: wording and order. Must not: compute facts; the view holds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..runtime.view import Incident, JobView, NodeView
+from .output import clock, columns, count, duration, plural, size, sparkline, state_text
+
+LEDGER = {
+    "productive": ("green", "steps that moved the model forward"),
+    "starting": ("cyan", "first launch to first step"),
+    "recovering": ("red", "from a failure to the next step"),
+    "redone": ("yellow", "steps computed again after a loss"),
+    "stalled": ("magenta", "training blocked by staging checkpoints"),
+    "waiting": ("blue", "for nodes"),
+    "suspended": ("bright_black", "held on purpose"),
+    "finishing": ("cyan", "last checkpoint and shut-down"),
+}
+FINISHED = ("succeeded", "failed", "cancelled")
+BAR_WIDTH = 40
+
+
+def live(view: JobView, losses: list[float]) -> Group:
+    """Everything at a glance, for a terminal that is redrawn."""
+    parts: list[RenderableType] = [header(view), *_progress(view), facts(view, losses)]
+    if view.nodes:
+        parts += ["", nodes(view)]
+    if view.incidents:
+        parts += ["", incidents(view.incidents[-6:])]
+    return Group(*parts)
+
+
+def status(view: JobView) -> Group:
+    """The same, printed once."""
+    return live(view, [])
+
+
+def header(view: JobView) -> Text:
+    text = Text()
+    text.append(view.name, style="bold")
+    text.append("  ")
+    text.append_text(state_text(view.state))
+    if view.reason:
+        text.append(f"  {view.reason}", style="dim")
+    return text
+
+
+def _progress(view: JobView) -> Iterator[RenderableType]:
+    if not view.total_steps:
+        return
+    done = view.step + 1
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=view.total_steps, completed=done, width=BAR_WIDTH)
+    grid.add_row(bar, f"step {done} of {view.total_steps}")
+    yield grid
+
+
+def facts(view: JobView, losses: list[float]) -> Table:
+    """Two columns: name and value."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in fact_lines(view, losses):
+        grid.add_row(name, value)
+    return grid
+
+
+def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str]]:
+    if view.step >= 0 and not view.total_steps:
+        yield "step", str(view.step + 1)
+    if view.loss is not None:
+        line = sparkline(losses)
+        yield "loss", f"{view.loss:.4f}" + (f"  {line}" if line else "")
+    if view.step_s:
+        speed = f"{view.step_s:.3f} s per step"
+        if view.tokens_per_s:
+            speed = f"{count(view.tokens_per_s)} tokens/s, {speed}"
+        if view.mfu is not None:
+            speed += f", MFU {view.mfu:.1%}"
+        yield "speed", speed
+    if view.world_size:
+        mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
+        yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
+    yield "checkpoint", checkpoints(view)
+    if view.restarts and any(view.restarts.values()):
+        restarts = ", ".join(f"{n} {name}" for name, n in view.restarts.items() if n)
+        yield "restarts", restarts
+    if view.goodput:
+        yield "goodput", f"{view.goodput:.1%}"
+    if view.device_memory_peak_bytes:
+        yield "memory", f"{size(view.device_memory_peak_bytes)} at most on a device"
+    if view.metrics_port and view.controller_alive and view.state not in FINISHED:
+        yield "metrics", f"http://127.0.0.1:{view.metrics_port}/metrics"
+
+
+def checkpoints(view: JobView) -> str:
+    """The newest one in each tier."""
+    memory = f"step {view.memory_step + 1} in memory" if view.memory_step >= 0 else "none in memory"
+    if not view.checkpoints:
+        return f"{memory}, none in storage"
+    last = view.checkpoints[-1]
+    return f"{memory}, step {last.step + 1} in storage ({size(last.num_bytes)})"
+
+
+def nodes(view: JobView) -> Table:
+    table = columns("node", "state", "address", "beat", "workers")
+    for node in view.nodes:
+        beat = "" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s"
+        table.add_row(node.name, state_text(node.state), node.address, beat, _workers(node))
+    return table
+
+
+def _workers(node: NodeView) -> Text:
+    text = Text()
+    for worker in node.workers:
+        if text:
+            text.append("  ")
+        doing = worker.phase if worker.state == "running" and worker.phase else worker.state
+        text.append(f"{worker.rank} ")
+        text.append_text(state_text(doing))
+    return text
+
+
+def incidents(found: list[Incident]) -> Table:
+    table = columns("time", "incident", "outcome")
+    table.columns[1].no_wrap = False
+    table.columns[2].no_wrap = False
+    for incident in found:
+        style = "yellow" if incident.generation_after is None else ""
+        title = incident.title + (" (rehearsal)" if incident.rehearsal else "")
+        table.add_row(clock(incident.at_ns), Text(title, style=style), outcome(incident))
+    return table
+
+
+def is_open(incident: Incident) -> bool:
+    """Whether the next step of all ranks is still to come."""
+    return "total" not in incident.seconds
+
+
+def outcome(incident: Incident) -> str:
+    """What became of it, in one line."""
+    if is_open(incident):
+        return incident.decision or "being handled"
+    parts = [f"next step after {duration(incident.seconds['total'])}"]
+    if incident.steps_lost is not None:
+        parts.append(f"{plural(incident.steps_lost, 'step')} lost")
+    if incident.restored_from and incident.restored_from != "nothing":
+        parts.append(f"restored from {incident.restored_from}")
+    before, after = incident.world_size_before, incident.world_size_after
+    if after is not None and after != before:
+        parts.append(f"{before} -> {after} workers")
+    return ", ".join(parts)
+
+
+def ledger(view: JobView) -> Table:
+    """Where the time went: one bar per cause, so it reads without colours too."""
+    total = sum(view.ledger.values()) or 1.0
+    grid = Table.grid(padding=(0, 2))
+    for name, (colour, meaning) in LEDGER.items():
+        seconds = view.ledger.get(name, 0.0)
+        if seconds <= 0:
+            continue
+        share = seconds / total
+        bar = Text("█" * max(1, round(share * BAR_WIDTH)), style=colour)
+        cells = (name, bar, duration(seconds), f"{share:.1%}")
+        grid.add_row(*cells, Text(meaning, style="dim"))
+    return grid

@@ -1,0 +1,106 @@
+"""Journal events -> one line each, for `holdfast events`.
+
+Owns: the wording. Must not: interpret; incidents and decisions are the report's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..core import events as e
+from ..protocol.facts import Exit
+from .output import duration, plural, size
+
+
+def sentence(event: e.AnyEvent) -> str:
+    """What the event says."""
+    say: Callable[[Any], str] | None = _SENTENCES.get(type(event))
+    return say(event) if say else type(event).__name__
+
+
+def source(event: e.AnyEvent) -> str:
+    """Where the fact comes from: a node, or the controller."""
+    return getattr(event, "node", "") or "controller"
+
+
+def exit_text(exit: Exit) -> str:
+    """How a worker ended, in words."""
+    if exit.signal is not None:
+        import signal
+
+        try:
+            name = signal.Signals(exit.signal).name
+        except ValueError:
+            name = f"signal {exit.signal}"
+        text = f"was killed by {name}"
+        if exit.out_of_memory:
+            text += ", out of memory"
+    else:
+        text = f"exited with code {exit.code}"
+    if exit.by_us:
+        text += " on order"
+    if exit.error_type:
+        text += f": {exit.error_type}: {exit.error_message}".rstrip(": ")
+    return text
+
+
+def _joined(event: e.NodeJoined) -> str:
+    if event.ranks:
+        ranks = ", ".join(map(str, event.ranks))
+        return f"joined, running ranks {ranks} of generation {event.generation}"
+    return f"joined with room for {plural(event.facts.slots, 'worker')}"
+
+
+def _stopped(event: e.GroupStopped) -> str:
+    held = f", holding step {max(s.step for s in event.staged) + 1}" if event.staged else ""
+    return f"generation {event.generation} stopped{held}"
+
+
+def _advanced(event: e.StepsAdvanced) -> str:
+    loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
+    return f"all ranks finished step {event.step + 1}{loss}"
+
+
+def _result(word: str) -> Callable[[Any], str]:
+    def say(event: Any) -> str:
+        return f"action {event.action_id} {word}" + (f": {event.detail}" if event.detail else "")
+
+    return say
+
+
+def _by(event: Any) -> str:
+    return f" by {event.by}" if event.by else ""
+
+
+_SENTENCES: dict[type, Callable[[Any], str]] = {
+    e.JobSubmitted: lambda v: f"job {v.job_id} submitted",
+    e.ResizeRequested: lambda v: f"resize to {plural(v.nodes, 'node')} requested{_by(v)}",
+    e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
+    e.ResumeRequested: lambda v: f"resume requested{_by(v)}",
+    e.CancelRequested: lambda v: f"cancel requested{_by(v)}",
+    e.ChaosInjected: lambda v: (
+        f"rehearsal: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
+    ),
+    e.NodeJoined: _joined,
+    e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
+    e.PreemptionNoticed: lambda v: f"will be taken away: {v.detail}",
+    e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
+    e.StepsAdvanced: _advanced,
+    e.HangDetected: lambda v: f"hang: {v.evidence}",
+    e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
+    e.ActionSucceeded: _result("succeeded"),
+    e.ActionFailed: _result("failed"),
+    e.ActionUnknown: _result("ended unknown"),
+    e.GroupStopped: _stopped,
+    e.ShardPersisted: lambda v: (
+        f"shard {v.shard.shard} of step {v.shard.step + 1} is in storage "
+        f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
+    ),
+    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step + 1} not stored: {v.detail}",
+    e.CheckpointRefused: lambda v: f"checkpoint of step {v.step + 1} refused: {v.detail}",
+    e.ControllerStarted: lambda v: (
+        "started" if v.incarnation <= 1 else f"started again, incarnation {v.incarnation}"
+    ),
+    e.Tick: lambda v: "a deadline came",
+}
