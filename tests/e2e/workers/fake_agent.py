@@ -1,0 +1,269 @@
+"""A small agent for tests: real worker processes, real process groups, the wire, memfds.
+
+Owns: forking workers from a preloaded server, serving their buffers and shards, and keeping what
+they staged. It obeys the same rule as the real one: the two newest steps are kept. Must not: decide
+about recovery; a test says what each generation restores from.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from orchestrator.protocol import limits
+from orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSeat
+from orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
+from orchestrator.protocol.mesh import Mesh
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from workers import wire
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["workers.recipes.pretrain", "numpy"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_job(steps: int = 6, **changes: Any) -> TrainingJob:
+    """A tiny pre-training job; `changes` go into the recipe's config or, by name, into the spec."""
+    model = {"dim": 32, "numLayers": 2, "numHeads": 2}
+    config = {
+        "steps": steps, "globalBatch": 4, "model": model, "data": {"sequenceLength": 16},
+    } | changes.pop("config", {})  # fmt: skip
+    spec = {
+        "entrypoint": {"recipe": {"name": "pretrain", "config": config}},
+        "nodes": {"max": 4},
+    } | changes
+    document = {
+        "apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
+        "metadata": {"name": "tiny"}, "spec": spec,
+    }  # fmt: skip
+    return job_from_mapping(document)
+
+
+def run_recipe(job: TrainingJob) -> None:
+    from workers.recipes import pretrain
+
+    pretrain.main(job)
+
+
+def _worker(
+    link: socket.socket, assign: wire.Assign, job: TrainingJob, entry: Callable[..., None]
+) -> None:
+    """What the bootstrap does, in small."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(assign.environment)
+    wire.attached = wire.Attached(link, assign, job)
+    try:
+        entry(job)
+    except BaseException as error:
+        failed = wire.Failed(error_type=type(error).__name__, message=str(error), traceback="")
+        wire.send(link, failed)
+        raise
+
+
+@dataclass
+class _Seat:
+    rank: int
+    shard: int
+    link: socket.socket
+    process: Any
+    buffers: dict[int, int] = field(default_factory=dict)
+    """Number -> memfd."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Step -> buffer."""
+
+
+class Generation:
+    """One launched membership on one fake node."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        mesh: Mesh,
+        *,
+        number: int = 1,
+        restore: Restore | None = None,
+        memory: dict[int, bytes] | None = None,
+        checkpoint_path: str = "",
+        entry: Callable[..., None] = run_recipe,
+    ) -> None:
+        """`memory` is what FetchShard is served from, by shard index."""
+        self.mesh, self.number = mesh, number
+        self.memory = memory or {}
+        self.messages: list[tuple[int, Any]] = []
+        self.staged: dict[int, dict[int, bytes]] = {}
+        """Step -> rank -> the staged file."""
+        self._news = threading.Condition()
+        self._selector = selectors.DefaultSelector()
+        port = free_port()
+        membership = Membership(
+            generation=number, mesh=mesh, num_nodes=1, workers_per_node=mesh.world_size,
+            master_address="127.0.0.1", master_port=port, restart_count=number - 1,
+            restore=restore,
+        )  # fmt: skip
+        self.seats = [
+            self._launch(rank, membership, job, checkpoint_path, entry)
+            for rank in range(mesh.world_size)
+        ]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _launch(
+        self,
+        rank: int,
+        membership: Membership,
+        job: TrainingJob,
+        checkpoint_path: str,
+        entry: Callable[..., None],
+    ) -> _Seat:
+        ours, theirs = wire.pair()
+        shard = self.mesh.shard_index(rank)
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.mesh.world_size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(membership.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(membership.restart_count),
+        }  # fmt: skip
+        assign = wire.Assign(
+            membership=membership,
+            seat=WorkerSeat(rank=rank, local_rank=rank, shard=shard, persists=True),
+            node_rank=0, environment=environment, checkpoint_path=checkpoint_path,
+        )  # fmt: skip
+        process = CONTEXT.Process(target=_worker, args=(theirs, assign, job, entry))
+        process.start()
+        theirs.close()
+        seat = _Seat(rank, shard, ours, process)
+        self._selector.register(ours, selectors.EVENT_READ, seat)
+        return seat
+
+    # -- what a test asks ---------------------------------------------------------------------
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+        with self._news:
+            done = self._news.wait_for(condition, timeout_s)
+        assert done, f"not seen within {timeout_s} s; last messages: {self.messages[-8:]}"
+
+    def progress(self, rank: int) -> list[wire.Progress]:
+        return [m for r, m in self.messages if r == rank and isinstance(m, wire.Progress)]
+
+    def losses(self) -> dict[int, float]:
+        return {m.step: m.loss or 0.0 for m in self.progress(0)}
+
+    def failures(self) -> list[wire.Failed]:
+        return [m for _, m in self.messages if isinstance(m, wire.Failed)]
+
+    def shards(self, step: int) -> dict[int, bytes]:
+        """The state after a step by shard index, as the first replica group staged it."""
+        by_rank = self.staged[step]
+        return {
+            self.mesh.shard_index(rank): by_rank[rank] for rank in sorted(by_rank, reverse=True)
+        }
+
+    def join(self, timeout_s: float = 60) -> list[int]:
+        """Waits for all workers to end; their exit codes."""
+        for seat in self.seats:
+            seat.process.join(timeout_s)
+        self._thread.join(timeout_s)
+        return [seat.process.exitcode for seat in self.seats]
+
+    def kill(self) -> None:
+        for seat in self.seats:
+            seat.process.kill()
+        self.join()
+
+    # -- the wire -----------------------------------------------------------------------------
+    def _serve(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                seat: _Seat = key.data
+                try:
+                    message, _fd = wire.receive(seat.link)
+                except ConnectionResetError:
+                    message = None
+                if message is None:
+                    self._selector.unregister(seat.link)
+                    self._close(seat)
+                else:
+                    self._take(seat, message)
+                with self._news:
+                    self._news.notify_all()
+
+    def _close(self, seat: _Seat) -> None:
+        seat.link.close()
+        for fd in seat.buffers.values():
+            os.close(fd)
+
+    def _take(self, seat: _Seat, message: Any) -> None:
+        with self._news:
+            self.messages.append((seat.rank, message))
+        match message:
+            case wire.BufferRequest():
+                if len(seat.buffers) < limits.STAGING_BUFFERS:
+                    number = len(seat.buffers)
+                    fd = os.memfd_create(f"buffer-{number}")
+                    os.ftruncate(fd, message.num_bytes)
+                    seat.buffers[number] = fd
+                    reply = wire.Buffer(buffer=number, num_bytes=message.num_bytes)
+                    wire.send(seat.link, reply, fd)
+            case wire.Staged():
+                content = os.pread(seat.buffers[message.buffer], message.num_bytes, 0)
+                with self._news:
+                    self.staged.setdefault(message.step, {})[seat.rank] = content
+                seat.held[message.step] = message.buffer
+                for step in sorted(seat.held)[:-2]:
+                    wire.send(seat.link, wire.BufferFree(buffer=seat.held.pop(step)))
+            case wire.FetchShard():
+                content = self.memory.get(message.shard)
+                if content is None:
+                    detail = "no node has it"
+                    wire.send(seat.link, wire.NoShard(shard=message.shard, detail=detail))
+                    return
+                fd = os.memfd_create("shard")
+                os.write(fd, content)
+                reply = wire.Shard(shard=message.shard, num_bytes=len(content))
+                wire.send(seat.link, reply, fd)
+                os.close(fd)
+            case _:
+                pass
+
+
+def persist(
+    path: Path, generation: Generation, step: int, job: str = "tiny", commit: bool = True
+) -> Manifest:
+    """Writes a staged step to a storage tier as agents and controller do."""
+    shards = generation.shards(step)
+    files = []
+    directory = ""
+    for shard, content in sorted(shards.items()):
+        name = shard_file_name(shard, len(shards))
+        files.append(
+            ShardFile(
+                step=step, generation=generation.number, shard=shard, num_shards=len(shards),
+                file=name, num_bytes=len(content), checksum=xxhash.xxh3_128_hexdigest(content),
+            )
+        )  # fmt: skip
+    manifest = Manifest(
+        job=job, step=step, generation=generation.number, mesh=generation.mesh,
+        files=tuple(files), committed_at="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+    directory = manifest.directory
+    (path / directory).mkdir(parents=True)
+    for file in files:
+        (path / directory / file.file).write_bytes(shards[file.shard])
+    if commit:
+        (path / directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    return manifest

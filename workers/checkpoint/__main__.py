@@ -1,0 +1,107 @@
+"""`python -m workers.checkpoint list|verify|export`: JSON on standard output, no torch.
+
+Owns: this small command, which the `holdfast checkpoint` command runs. Must not: do the work.
+Exit code 0; 1 when a checkpoint is damaged; 2 for a mistake in what was asked for. A problem is
+reported as {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from orchestrator.protocol.errors import HoldfastError
+
+from . import store
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        body, code = _RUN[options.verb](options)
+    except HoldfastError as error:
+        body, code = {"error": str(error)}, error.exit_code
+    except OSError as error:
+        body, code = {"error": f"{error.filename or options.path}: {error.strerror}"}, 1
+    print(json.dumps(body, indent=2))
+    return code
+
+
+def _list(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    found = [
+        {
+            "directory": c.directory,
+            "step": c.step,
+            "generation": c.generation,
+            "committed": c.committed,
+            "num_bytes": c.manifest.num_bytes if c.manifest else 0,
+            "num_shards": c.manifest.mesh.num_shards if c.manifest else 0,
+            "mesh": c.manifest.mesh.describe() if c.manifest else "",
+            "committed_at": c.manifest.committed_at if c.manifest else "",
+            "problem": c.problem,
+        }
+        for c in store.list_checkpoints(options.path)
+    ]
+    return {"path": options.path, "checkpoints": found}, 0
+
+
+def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    verdict = store.verify(options.path, store.find(options.path, options.step))
+    body = {
+        "path": options.path,
+        "directory": verdict.directory,
+        "ok": verdict.ok,
+        "num_files": verdict.num_files,
+        "num_tensors": verdict.num_tensors,
+        "num_bytes": verdict.num_bytes,
+        "problems": verdict.problems,
+    }
+    return body, 0 if verdict.ok else 1
+
+
+def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    manifest = store.find(options.path, options.step)
+    files = store.export(
+        options.path,
+        manifest,
+        Path(options.to),
+        optimizer=options.optimizer,
+        max_file_bytes=options.max_file_bytes,
+    )
+    body = {
+        "path": options.path,
+        "directory": manifest.directory,
+        "step": manifest.step,
+        "files": [str(file) for file in files],
+        "num_bytes": sum(file.stat().st_size for file in files),
+    }
+    return body, 0
+
+
+_RUN = {"list": _list, "verify": _verify, "export": _export}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m workers.checkpoint")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, what in (
+        ("list", "what lies below a checkpoint path"),
+        ("verify", "read and check every byte of one checkpoint"),
+        ("export", "write plain safetensors files"),
+    ):
+        command = verbs.add_parser(verb, help=what)
+        command.add_argument("path", help="checkpoint path or URL of a job")
+        if verb != "list":
+            command.add_argument("--step", type=int, help="of this step; default: the newest")
+        if verb == "export":
+            command.add_argument("--to", required=True, help="directory to write to")
+            command.add_argument("--optimizer", action="store_true", help="optimizer state as well")
+            command.add_argument("--max-file-bytes", type=int, default=5 * 10**9)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

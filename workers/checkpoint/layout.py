@@ -1,0 +1,268 @@
+"""The file format of one rank's training state: safetensors whose metadata says what is held.
+
+Owns: names, the header, its in-place updates, and boxes (the part of a global tensor that an entry
+holds). Must not: import torch, or do IO.
+
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
+padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>` and
+`optim.<name>.<key>`. The header's `__metadata__` has one key, `holdfast`: JSON text with step,
+generation, shard, num_shards, per entry its global_shape, offset and checksum (xxh3_64 of its
+bytes), and `extra`, the state that is no tensor.
+
+A header's length is fixed over a generation: numbers that change from step to step are padded, so
+a staging buffer is updated in place and is a complete file at every moment it is not being written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from orchestrator.protocol.errors import HoldfastError
+
+MODEL, OPTIMIZER = "model.", "optim."
+METADATA_KEY = "holdfast"
+ALIGNMENT = 64
+"""Data starts on a cache line, so copies of aligned tensors stay aligned."""
+MAX_HEADER_BYTES = 100 * 2**20
+"""What the safetensors library accepts."""
+
+DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+_STEP_WIDTH, _CHECKSUM_WIDTH = 20, 16
+_EXTRA_MIN_BYTES = 1024
+_LENGTH_BYTES = 8
+
+
+class DamagedCheckpoint(HoldfastError):
+    """Bytes of a checkpoint are not what was written. Names the file and, where known, the tensor."""
+
+    def __init__(self, file: str, what: str, tensor: str = "") -> None:
+        self.file, self.tensor, self.what = file, tensor, what
+        where = f"{file}: {tensor}" if tensor else file
+        super().__init__(f"{where}: damaged checkpoint: {what}; use an earlier one")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The part of a global tensor that an entry holds."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> tuple[tuple[int, int], ...] | None:
+        """Per dimension the common (begin, end) in global positions, None where there is none."""
+        ranges = []
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            begin, end = max(a, b), min(a + n, b + m)
+            if begin >= end:
+                return None
+            ranges.append((begin, end))
+        return tuple(ranges)
+
+    def slices(self, ranges: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+        """Global ranges as slices of this entry's own array."""
+        return tuple(slice(b - o, e - o) for (b, e), o in zip(ranges, self.offset, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; begin and end are bytes after the header."""
+
+    name: str
+    dtype: str
+    box: Box
+    begin: int = 0
+    end: int = 0
+    checksum: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    step: int
+    generation: int
+    shard: int
+    num_shards: int
+    entries: Mapping[str, Entry]
+    extra: dict[str, Any]
+    data_start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the whole file."""
+        return self.data_start + max((entry.end for entry in self.entries.values()), default=0)
+
+
+@dataclass
+class Layout:
+    """Where everything lies in the files that one rank writes in one generation."""
+
+    entries: tuple[Entry, ...]
+    template: bytearray
+    """The header with its length in front; `render` fills the numbers in."""
+    num_bytes: int
+    _step_at: int
+    _checksums_at: list[int]
+    _extra_at: int
+    _extra_room: int
+
+    @property
+    def data_start(self) -> int:
+        return len(self.template)
+
+    def fits(self, extra: bytes) -> bool:
+        """Whether this encoded `extra` has room; where it has not, a new layout is needed."""
+        return len(extra) <= self._extra_room
+
+    def render(self, step: int, checksums: Sequence[int], extra: bytes) -> bytearray:
+        """The header of one step. `checksums` are in the order of `entries`."""
+        assert self.fits(extra)
+        out = self.template
+        out[self._step_at : self._step_at + _STEP_WIDTH] = b"%20d" % step
+        out[self._extra_at : self._extra_at + self._extra_room] = extra.ljust(self._extra_room)
+        for at, checksum in zip(self._checksums_at, checksums, strict=True):
+            out[at : at + _CHECKSUM_WIDTH] = b"%016x" % checksum
+        return out
+
+
+def make_layout(
+    entries: Sequence[Entry],
+    *,
+    generation: int,
+    shard: int,
+    num_shards: int,
+    extra: bytes,
+) -> Layout:
+    """Places entries (largest elements first, so each is aligned to its own) and builds the header."""
+    ordered = sorted(entries, key=lambda e: -DTYPE_BYTES[e.dtype])
+    placed, at = [], 0
+    for entry in ordered:
+        end = at + entry.box.num_elements * DTYPE_BYTES[entry.dtype]
+        placed.append(Entry(entry.name, entry.dtype, entry.box, at, end))
+        at = end
+
+    out = bytearray(_LENGTH_BYTES)
+    out += b'{"__metadata__":{"%s":"' % METADATA_KEY.encode()
+    out += _escape('{"step":')
+    step_at = len(out)
+    out += b" " * _STEP_WIDTH
+    out += _escape(f',"generation":{generation},"shard":{shard},"num_shards":{num_shards},')
+    out += _escape('"tensors":{')
+    checksums_at = []
+    for index, entry in enumerate(placed):
+        held = {"global_shape": list(entry.box.global_shape), "offset": list(entry.box.offset)}
+        text = f"{',' if index else ''}{json.dumps(entry.name)}:{json.dumps(held)[:-1]}"
+        out += _escape(text + ',"checksum":"')
+        checksums_at.append(len(out))
+        out += b"0" * _CHECKSUM_WIDTH + _escape('"}')
+    out += _escape('},"extra":')
+    extra_at, room = len(out), max(_EXTRA_MIN_BYTES, 2 * len(extra))
+    out += b" " * room + _escape("}") + b'"}'
+    for entry in placed:
+        body = {
+            "dtype": entry.dtype,
+            "shape": list(entry.box.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+        out += f",{json.dumps(entry.name)}:{json.dumps(body)}".encode()
+    out += b"}"
+    out += b" " * (-len(out) % ALIGNMENT)
+    out[:_LENGTH_BYTES] = (len(out) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return Layout(tuple(placed), out, len(out) + at, step_at, checksums_at, extra_at, room)
+
+
+def encode_extra(value: Mapping[str, Any]) -> bytes:
+    """State that is no tensor, as it stands in the header."""
+    return _escape(json.dumps(value, separators=(",", ":")))
+
+
+def header_length(start: bytes, file: str) -> int:
+    """Bytes before the data, from the first 8 bytes. Raises DamagedCheckpoint."""
+    length = int.from_bytes(start[:_LENGTH_BYTES], "little")
+    if len(start) < _LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
+        raise DamagedCheckpoint(file, "it has no safetensors header")
+    return _LENGTH_BYTES + length
+
+
+class _Held(msgspec.Struct):
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    checksum: str
+
+
+class _Metadata(msgspec.Struct):
+    step: int
+    generation: int
+    shard: int
+    num_shards: int
+    tensors: dict[str, _Held]
+    extra: dict[str, Any]
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def parse_header(start: bytes | memoryview, file: str) -> Header:
+    """The header in the first bytes of a file. Raises DamagedCheckpoint for anything else."""
+    data_start = header_length(bytes(start[:_LENGTH_BYTES]), file)
+    if len(start) < data_start:
+        raise DamagedCheckpoint(file, f"it ends after {len(start)} bytes, within its header")
+    try:
+        document = msgspec.json.decode(start[_LENGTH_BYTES:data_start], type=dict[str, msgspec.Raw])
+        outer = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
+        inner = msgspec.json.decode(outer[METADATA_KEY], type=_Metadata)
+        tensors = {n: msgspec.json.decode(raw, type=_Tensor) for n, raw in document.items()}
+    except KeyError:
+        what = "it is not a shard of Holdfast (no `holdfast` metadata)"
+        raise DamagedCheckpoint(file, what) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(file, f"its header cannot be read ({error})") from None
+    entries = {
+        name: _entry(name, tensors.get(name), held, file) for name, held in inner.tensors.items()
+    }
+    if len(entries) != len(tensors):
+        raise DamagedCheckpoint(file, "tensors and metadata in its header disagree")
+    header = (inner.step, inner.generation, inner.shard, inner.num_shards)
+    return Header(*header, entries, inner.extra, data_start)
+
+
+def _entry(name: str, tensor: _Tensor | None, held: _Held, file: str) -> Entry:
+    if tensor is None:
+        raise DamagedCheckpoint(file, "tensors and metadata in its header disagree", name)
+    box = Box(held.global_shape, held.offset, tensor.shape)
+    begin, end = tensor.data_offsets
+    fits = len(box.shape) == len(box.offset) == len(box.global_shape) and all(
+        o >= 0 and n >= 0 and o + n <= g
+        for o, n, g in zip(box.offset, box.shape, box.global_shape, strict=True)
+    )
+    size = DTYPE_BYTES.get(tensor.dtype)
+    if not fits or size is None or begin < 0 or end - begin != box.num_elements * size:
+        raise DamagedCheckpoint(file, "its header contradicts itself", name)
+    return Entry(name, tensor.dtype, box, begin, end, held.checksum)
+
+
+def _escape(text: str) -> bytes:
+    """ASCII text as it stands inside a JSON string."""
+    return json.dumps(text)[1:-1].encode()

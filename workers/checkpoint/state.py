@@ -1,0 +1,252 @@
+"""A model's and optimizer's training state as named tensors with their place in the global tensor.
+
+Owns: names that do not depend on the mesh or on wrappers, what is state and what is not, and giving
+an optimizer its state without a step. Must not: read or write files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from orchestrator.protocol.errors import UserError
+
+from .layout import MODEL, OPTIMIZER, Box
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Parts of names that DDP, torch.compile and activation checkpointing add."""
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch calls anything with state, such as a learning rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+Extra = MutableMapping[str, Any] | Stateful | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor of the state: this rank's own part of it and where that part belongs."""
+
+    name: str
+    local: Tensor
+    box: Box
+
+
+class TrainingState:
+    """All state of one rank. Made while the parameters are sharded, that is before any step.
+
+    Raises UserError when the optimizer holds parameters that the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra) -> None:
+        self.optimizer, self.extra = optimizer, extra
+        # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
+        self._parameters = {plain_name(n): p for n, p in model.named_parameters()}
+        self._buffer_homes = list(_persistent_buffers(model))
+        self._name_of = {id(p): name for name, p in self._parameters.items()}
+        self._boxes: dict[Any, Box] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._name_of:
+                    raise UserError(
+                        f"optimizer: got a parameter of shape {tuple(parameter.shape)} that is not "
+                        "in the model; expected parameters of the model given to restore; shard "
+                        "or move the model first, then make the optimizer from its parameters"
+                    )
+
+    # -- out ----------------------------------------------------------------------------------
+    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield MODEL + name, parameter
+        for name, module, key in self._buffer_homes:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield MODEL + name, buffer
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything, in an order that does not change while the set of names does not."""
+        yield from self.model_tensors()
+        states = self.optimizer.state
+        for name, parameter in self._parameters.items():
+            for key, value in states.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{OPTIMIZER}{name}.{key}", value
+
+    def held(self, name: str, tensor: Tensor) -> Held:
+        return Held(name, local_of(tensor), self.box(tensor))
+
+    def box(self, tensor: Tensor) -> Box:
+        """As box_of, computed once per shape and layout."""
+        if not isinstance(tensor, DTensor):
+            return box_of(tensor)
+        key = (tuple(tensor.shape), tensor.placements, id(tensor.device_mesh))
+        if key not in self._boxes:
+            self._boxes[key] = box_of(tensor)
+        return self._boxes[key]
+
+    def optimizer_bytes_to_come(self) -> int:
+        """Bytes of state that the optimizer will add for parameters it has not stepped yet (they
+        got no gradient so far), judged by what it keeps for the others."""
+        states = self.optimizer.state
+        kept = [
+            sum(1 for v in values.values() if isinstance(v, Tensor) and v.shape == p.shape)
+            for p, values in states.items()
+        ]
+        per_parameter = max(kept, default=0)
+        waiting = [p for p in self._parameters.values() if p.requires_grad and not states.get(p)]
+        return sum(local_of(p).nbytes * per_parameter + 64 for p in waiting)
+
+    def export_extra(self) -> dict[str, Any]:
+        """State that is no tensor, as JSON values. Raises UserError for values JSON cannot hold."""
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._parameters.items():
+            values = self.optimizer.state.get(parameter, {})
+            plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            if plain:
+                scalars[name] = plain
+        groups = [
+            {k: _plain(v) for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "optimizer": {
+                "class": type(self.optimizer).__name__, "groups": groups, "scalars": scalars,
+            },
+            "user": self._user_extra(),
+        }  # fmt: skip
+
+    def _user_extra(self) -> dict[str, Any]:
+        if self.extra is None:
+            return {}
+        source = self.extra.state_dict() if isinstance(self.extra, Stateful) else self.extra
+        values = dict(source)
+        for key, value in values.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise UserError(
+                    f"extra[{key!r}]: got {type(value).__name__}; expected numbers, text, lists "
+                    "and mappings; tensors belong into the model as buffers"
+                ) from None
+        return values
+
+    # -- in -----------------------------------------------------------------------------------
+    def import_extra(self, extra: Mapping[str, Any]) -> None:
+        """Takes back what export_extra gave."""
+        saved = extra.get("optimizer", {})
+        groups = saved.get("groups", [])
+        if len(groups) == len(self.optimizer.param_groups):
+            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    old = group.get(key)
+                    if isinstance(old, Tensor):
+                        old.fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(old, tuple) else value
+        for name, values in saved.get("scalars", {}).items():
+            if name in self._parameters:
+                self.optimizer.state[self._parameters[name]].update(values)
+        user = extra.get("user", {})
+        if isinstance(self.extra, Stateful):
+            if user:
+                self.extra.load_state_dict(user)
+        elif self.extra is not None:
+            self.extra.update(user)
+
+    def optimizer_parameter(self, entry_name: str) -> tuple[str, str] | None:
+        """(parameter, key) of an entry `optim.<name>.<key>`; None when the model has no such."""
+        name, _, key = entry_name.removeprefix(OPTIMIZER).rpartition(".")
+        return (name, key) if name in self._parameters else None
+
+    def make_optimizer_tensor(
+        self, name: str, key: str, shape: tuple[int, ...], dtype: str
+    ) -> Held:
+        """Room for one tensor of optimizer state, registered with the optimizer, values undefined.
+
+        A tensor of the parameter's shape is laid out like the parameter; a scalar is replicated.
+        Raises UserError for any other shape: its layout on another mesh is not known.
+        """
+        parameter = self._parameters[name]
+        entry_name = f"{OPTIMIZER}{name}.{key}"
+        kind = TORCH_DTYPES[dtype]
+        if shape == tuple(parameter.shape) and shape != ():
+            tensor = torch.empty_like(parameter, dtype=kind, requires_grad=False)
+        elif shape == ():
+            tensor = torch.empty((), dtype=kind, device=self._scalar_device(parameter))
+        else:
+            raise UserError(
+                f"{entry_name}: got shape {shape}; expected that of its parameter "
+                f"{tuple(parameter.shape)} or a scalar; {type(self.optimizer).__name__} keeps state "
+                "that cannot be laid out without a step, so it cannot be restored"
+            )
+        self.optimizer.state[parameter][key] = tensor
+        return self.held(entry_name, tensor)
+
+    def _scalar_device(self, parameter: Tensor) -> torch.device:
+        """torch keeps Adam's step counter on the CPU unless the step is fused or captured."""
+        for group in self.optimizer.param_groups:
+            if any(parameter is p for p in group["params"]):
+                if group.get("fused") or group.get("capturable"):
+                    return local_of(parameter).device
+                break
+        return torch.device("cpu")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, without autograd's and DTensor's dispatch (to_local costs 20 us)."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach()
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Where this rank's part of a tensor lies in the whole one."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(shape, (0,) * len(shape), shape)
+    local, offset = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    # An empty part has no place; 0 is as good as any and fits every check.
+    empty = 0 in local
+    return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add, so any wrapping can read it."""
+    for part in _WRAPPERS:
+        if part in name:
+            name = name.removeprefix(part) if part == "module." else name.replace(part, "")
+    return name
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        for key in module._buffers:
+            if key not in module._non_persistent_buffers_set:
+                yield plain_name(f"{prefix}.{key}" if prefix else key), module, key
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters may be tensors (lr of a captured optimizer); JSON wants numbers."""
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,115 @@
+"""Join the job: the environment's ranks, this process's device, the process groups, the mesh.
+
+Owns: these. Must not: know the agent, models or checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from orchestrator.protocol import limits
+from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.mesh import AXES, Mesh
+
+_TIMEOUT = timedelta(seconds=limits.STARTUP_TIMEOUT_S)
+"""A last resort: hangs are found much earlier, by progress, and ended by killing the processes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    restart_count: int = 0
+
+
+def place() -> Place:
+    """From torchrun's environment; a single process where there is none. Raises UserError."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    values = []
+    for name, default in zip(names, ("0", "0", "1", "0"), strict=True):
+        text = os.environ.get(name, default)
+        if not text.isdigit():
+            raise UserError(
+                f"environment variable {name}: got {text!r}; expected a number; start the script "
+                "with holdfast or torchrun, or unset it"
+            )
+        values.append(int(text))
+    return Place(*values)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """cuda:LOCAL_RANK where there is a GPU, else the CPU. Raises UserError for too few GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"spec.workersPerNode: got a worker with local rank {local_rank}; expected at most "
+            f"{count} workers on this node, which has {count} GPU{'s' if count != 1 else ''}; "
+            "lower workersPerNode"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(at: Place, device: torch.device) -> None:
+    """Makes the default process group. A process group that the script has made already stays."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options = {"device_id": device} if device.type == "cuda" else {}
+    if at.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        # As env:// does, without its wait until all have connected: the group's own handshake
+        # waits for them anyway, and every round trip counts in a recovery.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            at.world_size,
+            is_master=at.rank == 0,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    dist.init_process_group(
+        backend, store=store, rank=at.rank, world_size=at.world_size, timeout=_TIMEOUT, **options
+    )
+
+
+class Meshes:
+    """The device meshes of a job. Each is made when first asked for: process groups cost a
+    handshake, and a recovery should pay for none that is not used. Every rank must ask alike."""
+
+    def __init__(self, shape: Mesh, device_type: str) -> None:
+        self._shape, self._device_type = shape, device_type
+
+    @cached_property
+    def all_axes(self) -> DeviceMesh:
+        """`replicate`, `shard`, and those of tensor, context and pipeline that are > 1."""
+        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
+        names = [axis for axis in AXES if sizes[axis] > 1 or axis in ("replicate", "shard")]
+        return self._make(names)
+
+    @cached_property
+    def data_parallel(self) -> DeviceMesh:
+        """What fully_shard wants: `shard`, or `replicate` x `shard` when there are replicas."""
+        model_parallel = self._shape.world_size != self._shape.data_parallel_size
+        names = ("replicate", "shard") if self._shape.replicate > 1 else ("shard",)
+        return self.all_axes[names] if model_parallel else self._make(list(names))
+
+    def _make(self, names: list[str]) -> DeviceMesh:
+        sizes = dict(zip(AXES, self._shape.sizes, strict=True))
+        shape = tuple(sizes[name] for name in names)
+        return init_device_mesh(self._device_type, shape, mesh_dim_names=tuple(names))
