@@ -1,0 +1,289 @@
+"""Who is to blame: facts of one interruption -> class, culprit, evidence, by a first-match table.
+
+Owns: the table. Pure functions over plain values. Must not: decide what is done about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..protocol.facts import Exit
+from .state import FailureClass
+
+SIGNALS = {
+    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+    9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM", 24: "SIGXCPU", 31: "SIGSYS",
+}  # fmt: skip
+# A process raises these on itself when its native code breaks; the others come from outside.
+CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
+# What a worker sees when a peer has gone: consequences, even when its bootstrap did not say so.
+NETWORK_TYPES = (
+    "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError",
+    "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
+)  # fmt: skip
+NETWORK_WORDS = (
+    "connection reset by peer", "connection closed by peer", "connection refused", "broken pipe",
+    "socket timeout", "failed to recv", "timed out waiting for clients", "remote process exited",
+)  # fmt: skip
+DEVICE_WORDS = (
+    "cuda error", "uncorrectable ecc", "nvlink", "unspecified launch failure", "cudnn_status",
+    "device-side", "xid", "unhandled system error", "fell off the bus",
+)  # fmt: skip
+DAMAGED_TYPES = ("DamagedCheckpoint", "CheckpointRefused")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of one interruption."""
+
+    exits: tuple[tuple[str, Exit], ...] = ()
+    """(node, how it ended), in the order of the news."""
+    lost: tuple[tuple[str, str, str], ...] = ()
+    """(node, cause, detail), in the order of the news."""
+    lost_first: bool = False
+    hang: tuple[tuple[int, ...], str] | None = None
+    """(suspects, the likeliest first; evidence)."""
+    launch_failure: tuple[str, str] | None = None
+    """(node, detail)."""
+    refused: str = ""
+    """What a reader found wrong with the checkpoint that this generation started from."""
+    node_of: Callable[[int], str] = lambda rank: ""
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    failure_class: FailureClass
+    rule: str
+    title: str
+    evidence: str
+    culprit_node: str = ""
+    culprit_rank: int | None = None
+    exit: Exit | None = None
+    damaged: bool = False
+    """The state that it started from could not be read."""
+
+
+def is_secondary(exit: Exit) -> bool:
+    """The error is a consequence of a peer or the network having gone away."""
+    if exit.secondary:
+        return True
+    text = exit.error_message.lower()
+    return exit.error_type in NETWORK_TYPES or any(word in text for word in NETWORK_WORDS)
+
+
+def is_failure(exit: Exit) -> bool:
+    """It ended, not by our hand, other than with exit code 0."""
+    return not exit.by_us and (exit.signal is not None or exit.code != 0)
+
+
+def last_frame(traceback: str) -> str:
+    """The innermost `File ..., line ...` of a Python traceback."""
+    frames = [line.strip() for line in traceback.splitlines() if line.startswith("  File ")]
+    return frames[-1] if frames else ""
+
+
+def signature(exit: Exit) -> tuple[str, str, str, int]:
+    """Two failures with the same one are the same mistake at the same place."""
+    return (exit.error_type, exit.error_message, last_frame(exit.traceback), exit.step)
+
+
+Match = Callable[[Facts], Failure | None]
+
+
+def _first(facts: Facts, wanted: Callable[[Exit], bool]) -> tuple[str, Exit] | None:
+    for node, exit in facts.exits:
+        if is_failure(exit) and wanted(exit):
+            return node, exit
+    return None
+
+
+def _where(exit: Exit, node: str) -> str:
+    return f"worker {exit.rank} on {node}"
+
+
+def _when(exit: Exit) -> str:
+    return f"after step {exit.step}" if exit.step >= 0 else "before its first step"
+
+
+def _signal(exit: Exit) -> str:
+    number = exit.signal if exit.signal is not None else 0
+    return SIGNALS.get(number, f"signal {number}")
+
+
+def _others(facts: Facts, exit: Exit) -> str:
+    secondary = sum(1 for _n, e in facts.exits if is_failure(e) and is_secondary(e) and e != exit)
+    return f"; {secondary} peers then lost their connection to it" if secondary else ""
+
+
+def _launch(facts: Facts) -> Failure | None:
+    if facts.launch_failure is None:
+        return None
+    node, detail = facts.launch_failure
+    title = f"{node} could not start its workers"
+    return Failure("infrastructure", "launch-failed", title, detail or "no detail given", node)
+
+
+def _refused(facts: Facts) -> Failure | None:
+    if not facts.refused:
+        return None
+    title = "the checkpoint to start from is damaged"
+    return Failure("infrastructure", "checkpoint-refused", title, facts.refused, damaged=True)
+
+
+def _preempted(facts: Facts) -> Failure | None:
+    for node, cause, detail in facts.lost:
+        if cause == "preempted":
+            return Failure("preemption", "preempted", f"{node} was preempted", detail, node)
+    return None
+
+
+def _left_early(facts: Facts) -> Failure | None:
+    """Some ended in good order while the others went on until they hung or lost them."""
+    early = [(n, e) for n, e in facts.exits if e.code == 0 and not e.by_us]
+    primary = _first(facts, lambda e: not is_secondary(e))
+    if not early or primary or facts.lost or len(early) == facts.world_size:
+        return None
+    node, exit = early[0]
+    title = f"{_where(exit, node)} ended with exit code 0 while others went on"
+    still = facts.world_size - len(early)
+    evidence = f"it left {_when(exit)}; {still} of {facts.world_size} workers had not ended"
+    return Failure("user", "left-early", title, evidence, node, exit.rank, exit)
+
+
+def _hang(facts: Facts) -> Failure | None:
+    if facts.hang is None or _first(facts, lambda e: not is_secondary(e)):
+        return None
+    suspects, evidence = facts.hang
+    rank = suspects[0] if suspects else None
+    node = facts.node_of(rank) if rank is not None else ""
+    title = f"worker {rank} on {node} hung" if rank is not None else "the job made no progress"
+    return Failure("hang", "hang", title, evidence, node, rank)
+
+
+def _lost_first(facts: Facts) -> Failure | None:
+    return _lost(facts) if facts.lost_first else None
+
+
+def _lost(facts: Facts) -> Failure | None:
+    if not facts.lost:
+        return None
+    node, cause, detail = facts.lost[0]
+    more = f" and {len(facts.lost) - 1} more" if len(facts.lost) > 1 else ""
+    title = f"{node}{more} was lost ({cause})"
+    return Failure("infrastructure", "node-lost", title, detail or cause, node)
+
+
+def _oom_kill(facts: Facts) -> Failure | None:
+    found = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
+    if found is None:
+        return None
+    node, exit = found
+    title = f"{_where(exit, node)} was killed: out of memory"
+    evidence = f"{_signal(exit)} {_when(exit)}, sent because memory ran out{_others(facts, exit)}"
+    return Failure("infrastructure", "out-of-memory-kill", title, evidence, node, exit.rank, exit)
+
+
+def _outside_signal(facts: Facts) -> Failure | None:
+    found = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
+    if found is None:
+        return None
+    node, exit = found
+    title = f"{_where(exit, node)} was killed by {_signal(exit)}"
+    evidence = f"{_signal(exit)} {_when(exit)}, not sent by Holdfast{_others(facts, exit)}"
+    return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
+
+
+def _raised(
+    rule: str, failure_class: FailureClass, wanted: Callable[[Exit], bool], damaged: bool = False
+) -> Match:
+    """A rule about exceptions."""
+
+    def match(facts: Facts) -> Failure | None:
+        found = _first(facts, lambda e: bool(e.error_type) and not is_secondary(e) and wanted(e))
+        if found is None:
+            return None
+        node, exit = found
+        title = f"{_where(exit, node)} raised {exit.error_type} {_when(exit)}"
+        frame = last_frame(exit.traceback)
+        evidence = f"{exit.error_type}: {exit.error_message}" + (f" at {frame}" if frame else "")
+        return Failure(
+            failure_class, rule, title, evidence + _others(facts, exit), node, exit.rank, exit,
+            damaged,
+        )  # fmt: skip
+
+    return match
+
+
+def _device_error(exit: Exit) -> bool:
+    text = exit.error_message.lower()
+    return exit.error_type == "AcceleratorError" or any(word in text for word in DEVICE_WORDS)
+
+
+def _crash(facts: Facts) -> Failure | None:
+    found = _first(facts, lambda e: e.signal in CRASH_SIGNALS and not is_secondary(e))
+    if found is None:
+        return None
+    node, exit = found
+    title = f"{_where(exit, node)} crashed with {_signal(exit)}"
+    evidence = f"{_signal(exit)} {_when(exit)} in native code{_others(facts, exit)}"
+    return Failure("infrastructure", "native-crash", title, evidence, node, exit.rank, exit)
+
+
+def _exit_code(facts: Facts) -> Failure | None:
+    found = _first(facts, lambda e: e.code not in (None, 0) and not is_secondary(e))
+    if found is None:
+        return None
+    node, exit = found
+    title = f"{_where(exit, node)} ended with exit code {exit.code}"
+    evidence = f"exit code {exit.code} {_when(exit)} without an exception{_others(facts, exit)}"
+    return Failure("user", "exit-code", title, evidence, node, exit.rank, exit)
+
+
+def _network(facts: Facts) -> Failure | None:
+    found = _first(facts, is_secondary)
+    if found is None:
+        return None
+    node, exit = found
+    title = f"{_where(exit, node)} lost its connection to its peers"
+    what = f"{exit.error_type}: {exit.error_message}" if exit.error_type else _signal(exit)
+    evidence = f"{what}; no worker or node shows another cause"
+    return Failure("infrastructure", "network", title, evidence, "", exit.rank, exit)
+
+
+def _unknown(facts: Facts) -> Failure | None:
+    return Failure("infrastructure", "unknown", "the job was interrupted", "no cause was reported")
+
+
+TABLE: tuple[tuple[str, Match], ...] = (
+    ("launch-failed", _launch),
+    ("checkpoint-refused", _refused),
+    ("preempted", _preempted),
+    ("lost-first", _lost_first),
+    ("left-early", _left_early),
+    ("hang", _hang),
+    ("out-of-memory-kill", _oom_kill),
+    ("outside-signal", _outside_signal),
+    ("checkpoint-damaged", _raised(
+        "checkpoint-damaged", "infrastructure", lambda e: e.error_type in DAMAGED_TYPES, True)),
+    ("out-of-memory", _raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
+    ("device-error", _raised("device-error", "infrastructure", _device_error)),
+    ("user-exception", _raised("user-exception", "user", lambda e: True)),
+    ("exit-code", _exit_code),
+    ("native-crash", _crash),
+    ("node-lost", _lost),
+    ("network", _network),
+    ("unknown", _unknown),
+)  # fmt: skip
+"""First match wins. Causes stand above consequences: a signal from outside or an exception of its
+own explains its peers' network errors, a lost node explains everything that follows it."""
+
+
+def attribute(facts: Facts) -> Failure:
+    """The first match of the table."""
+    for _name, match in TABLE:
+        failure = match(facts)
+        if failure is not None:
+            return failure
+    raise AssertionError("the last rule of the table matches everything")

@@ -1,0 +1,78 @@
+"""What must hold after every step, in tests and in production.
+
+Owns: the checks. Must not: repair. A broken invariant is a bug of ours: the controller stops rather
+than doing harm, and training goes on without it.
+"""
+
+from __future__ import annotations
+
+from .state import JobState
+
+
+class Broken(AssertionError):
+    """The state contradicts itself."""
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise Broken(text)
+
+
+def check(state: JobState) -> None:
+    """Raises Broken, naming what does not hold."""
+    _membership(state)
+    _phases(state)
+    _checkpoints(state)
+
+
+def _membership(state: JobState) -> None:
+    members, wanted = state.members, state.membership
+    _require(len(dict.fromkeys(members)) == len(members), f"a node has two places: {members}")
+    if wanted is not None and state.active:
+        workers = state.job.spec.workers_per_node
+        _require(wanted.generation == state.generation, "the membership is of another generation")
+        _require(len(members) == wanted.num_nodes, f"{members}: {wanted.num_nodes} nodes wanted")
+        _require(wanted.world_size == wanted.num_nodes * workers, f"world {wanted.world_size}")
+        if state.launch:
+            ranks = [seat.rank for name in members for seat in state.launch[name].seats]
+            _require(ranks == list(range(wanted.world_size)), f"ranks are no bijection: {ranks}")
+    for name, node in state.nodes.items():
+        _require(name not in state.gone, f"{name} is here and was given up")
+        _require(node.generation <= state.generation, f"{name} runs a generation of the future")
+    for name, action_id in state.launching.items():
+        action = state.inflight.get(action_id)
+        _require(name in members, f"{name} is launching and is no member")
+        _require(
+            action is None or action.generation == state.generation,
+            f"{name} is being launched for generation {action.generation if action else None}",
+        )
+
+
+def _phases(state: JobState) -> None:
+    _require(not (state.active and state.placing), "something runs while the next is placed")
+    _require(state.stop is None or state.active, "a stop of nothing")
+    if state.phase in ("pending", "suspended"):
+        _require(not state.active, f"workers run in phase {state.phase}")
+    if state.phase in ("starting", "running"):
+        _require(state.active and state.stop is None, f"nothing runs in phase {state.phase}")
+    if state.phase == "pending":
+        _require(state.placing, "nobody looks for nodes")
+    if state.terminal:
+        _require(state.outcome is not None, "over without an outcome")
+        _require(not state.placing and state.stop is None, "over, and still busy")
+    _require(state.expected_nodes >= 0, f"{state.expected_nodes} nodes are expected")
+
+
+def _checkpoints(state: JobState) -> None:
+    ledger = state.ledger
+    keys = [known.key for known in ledger.committed]
+    _require(len(dict.fromkeys(keys)) == len(keys), f"committed twice: {keys}")
+    for pending in ledger.pending.values():
+        _require(pending.generation <= state.generation, "a shard of a generation of the future")
+        _require(
+            all(shard < pending.mesh.num_shards for shard in pending.files),
+            f"shards {list(pending.files)} of {pending.mesh.num_shards}",
+        )
+    good = [known.key for known in ledger.committed if not known.refused]
+    if good:
+        _require(max(good) not in ledger.deleting, "the newest good checkpoint is being deleted")

@@ -1,0 +1,278 @@
+"""Who is in: nodes that join, rejoin, are lost, are wanted or are too many.
+
+Owns: state.nodes, state.gone and the requests for nodes. Must not: begin or end generations, beyond
+saying that one is broken.
+"""
+
+from __future__ import annotations
+
+from ..protocol import limits
+from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes, StopGroup
+from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
+from .ranks import best_size, mesh_for
+from .state import JobState, Node
+from .turn import Turn
+
+REQUEST_RETRY_S = 5.0
+RELEASE_RETRY_S = 5.0
+REJOIN_ALLOWANCE_S = 5.0
+"""On top of the heartbeat timeout: what a new controller gives agents to find it again."""
+
+
+# -- queries ----------------------------------------------------------------------------------
+def usable(state: JobState) -> list[Node]:
+    """Nodes that the next generation may use."""
+    return [
+        node
+        for node in state.nodes.values()
+        if node.confirmed and not node.preempting and node.name not in state.cordoned
+        and (node.generation == 0 or (state.active and node.name in state.members))
+        and node.facts.slots >= state.job.spec.workers_per_node
+    ]  # fmt: skip
+
+
+def full_size(state: JobState) -> int:
+    """Nodes of the largest generation that the job wants."""
+    return best_size(lambda n: mesh_for(state.job, n), state.target_nodes)
+
+
+def possible_size(state: JobState) -> int:
+    """Nodes of the largest generation that could be launched now; 0: none."""
+    limit = min(state.target_nodes, len(usable(state)))
+    size = best_size(lambda n: mesh_for(state.job, n), limit)
+    return size if size >= state.min_nodes else 0
+
+
+def awaiting_rejoin(state: JobState) -> bool:
+    """A new controller has not heard of all nodes yet."""
+    return "rejoin" in state.timers and not all(n.confirmed for n in state.nodes.values())
+
+
+# -- joining ----------------------------------------------------------------------------------
+def joined(turn: Turn, event: NodeJoined) -> str:
+    """Returns what is broken when a member comes back without its workers; empty: nothing is."""
+    state = turn.state
+    if event.node in state.gone and event.node not in state.nodes:
+        why = state.gone[event.node]
+        release(turn, event.node, "infrastructure", f"{event.node} was given up: {why}")
+        return ""
+    node = state.nodes.get(event.node)
+    if node is None:
+        state.sequence += 1
+        node = Node(event.node, event.facts, state.sequence)
+        state.nodes[event.node] = node
+        state.expected_nodes = max(0, state.expected_nodes - 1)
+        state.no_room = False
+    node.facts, node.staged, node.confirmed = event.facts, event.staged, True
+    node.offered_port = event.offered_port or node.offered_port
+    node.generation = event.generation
+    broken = ""
+    if state.active and event.node in state.members:
+        broken = _member_rejoined(turn, node, event)
+    elif event.generation:
+        _stop_stale(turn, node)
+    if all(known.confirmed for known in state.nodes.values()):
+        turn.disarm("rejoin")
+    return broken
+
+
+def _member_rejoined(turn: Turn, node: Node, event: NodeJoined) -> str:
+    """A member of the current generation said Hello again: adopt it, or say what it missed."""
+    state = turn.state
+    if state.stop is not None:
+        if node.name in state.stop.waiting:
+            _stop_again(turn, node.name)
+    elif event.generation == state.generation:
+        state.launching.pop(node.name, None)
+    elif node.name in state.launching:
+        reason = Reason("controller-restart", f"{node.name} may not have heard of its launch")
+        state.launching[node.name] = turn.emit_again(state.launch[node.name], reason)
+        node.generation = state.generation
+    else:
+        return f"{node.name} came back without its workers of generation {state.generation}"
+    return ""
+
+
+def _stop_again(turn: Turn, name: str) -> None:
+    stop = turn.state.stop
+    assert stop is not None
+    reason = Reason("controller-restart", f"{name} may not have heard that it should stop")
+    stop.waiting[name] = turn.emit(
+        StopGroup, reason, node=name, grace_s=stop.grace_s, stacks=stop.stacks_wanted
+    )
+
+
+def _stop_stale(turn: Turn, node: Node) -> None:
+    text = (
+        f"{node.name} still runs generation {node.generation}; the current one is "
+        f"{turn.state.generation}"
+    )
+    turn.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
+
+
+def stale_stopped(turn: Turn, event: GroupStopped) -> None:
+    """A node outside the current generation is free now."""
+    node = turn.state.nodes.get(event.node)
+    if node is not None and node.generation == event.generation:
+        node.generation = 0
+        node.staged = event.staged
+        node.offered_port = event.offered_port or node.offered_port
+
+
+# -- losing -----------------------------------------------------------------------------------
+def lost(turn: Turn, event: NodeLost) -> str:
+    """A node is no more, with its workers and its memory. Its backend makes sure that it is so.
+
+    Returns the cause when it was a member of a generation that may run; empty otherwise.
+    """
+    state = turn.state
+    node = state.nodes.pop(event.node, None)
+    if node is None:
+        if event.node not in state.gone:
+            state.gone[event.node] = f"lost before it joined ({event.cause})"
+            state.expected_nodes = max(0, state.expected_nodes - 1)
+        return ""
+    detail = event.detail or event.cause
+    release(turn, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
+    if all(known.confirmed for known in state.nodes.values()):
+        turn.disarm("rejoin")
+    if event.node in state.members and state.active:
+        return "preempted" if node.preempting else event.cause
+    return ""
+
+
+def rejoin_expired(turn: Turn) -> list[NodeLost]:
+    """Nodes that a new controller has not heard of in time."""
+    turn.disarm("rejoin")
+    detail = f"did not come back within {_rejoin_s(turn.state):g} s of the controller's start"
+    return [
+        NodeLost(node=node.name, cause="silent", detail=detail)
+        for node in turn.state.nodes.values()
+        if not node.confirmed
+    ]
+
+
+def preemption_noticed(turn: Turn, event: PreemptionNoticed) -> None:
+    node = turn.state.nodes.get(event.node)
+    if node is not None and not node.preempting:
+        node.preempting = True
+        turn.note(f"{event.node} will be taken away: {event.detail or 'no detail given'}")
+        if event.node in turn.state.members and turn.state.active:
+            turn.arm_once("preempt", turn.state.job.spec.recovery.replacement_wait_s)
+
+
+# -- asking and giving back -------------------------------------------------------------------
+def release(turn: Turn, name: str, code: ReasonCode, text: str) -> None:
+    """Give a node back, for good; its name is never used again."""
+    turn.state.nodes.pop(name, None)
+    turn.state.gone.setdefault(name, text)
+    for action in turn.state.inflight.values():
+        if isinstance(action, ReleaseNode) and action.node == name:
+            return
+    turn.emit(ReleaseNode, Reason(code, text), node=name)
+
+
+def release_failed(turn: Turn, action: ReleaseNode, detail: str) -> None:
+    """A node that may still be there: try again until it is gone."""
+    turn.note(f"{action.node} was not released ({detail}); trying again")
+    turn.state.unreleased[action.node] = action.reason.text
+    turn.arm_once("release", RELEASE_RETRY_S)
+
+
+def release_again(turn: Turn) -> None:
+    turn.disarm("release")
+    for name in list(turn.state.unreleased):
+        release(turn, name, "infrastructure", turn.state.unreleased.pop(name))
+
+
+def request_missing(turn: Turn) -> None:
+    """Ask for what is missing of the wanted size and its spares."""
+    state = turn.state
+    if state.intent != "run" or state.phase in ("finishing", "suspending", "suspended"):
+        return
+    wanted = state.target_nodes + state.job.spec.nodes.spares
+    held = sum(
+        1 for node in state.nodes.values()
+        if not node.preempting and node.name not in state.cordoned
+    )  # fmt: skip
+    missing = wanted - held - state.expected_nodes
+    if missing <= 0:
+        return
+    if awaiting_rejoin(state) or "request" in state.timers:
+        return
+    text = f"{held} of {wanted} nodes are here, {state.expected_nodes} more on their way"
+    turn.emit(
+        RequestNodes,
+        Reason("capacity" if state.launches else "submitted", text),
+        count=missing,
+        avoid=tuple(state.cordoned),
+    )
+    state.expected_nodes += missing
+    turn.arm("expect", limits.NODE_WAIT_S)
+
+
+def request_failed(turn: Turn, action: RequestNodes, detail: str) -> None:
+    """No room: try again later, and do not wait for anything."""
+    state = turn.state
+    state.expected_nodes = max(0, state.expected_nodes - action.count)
+    state.no_room = True
+    turn.note(f"{action.count} more nodes: {detail or 'no room'}")
+    turn.arm("request", REQUEST_RETRY_S)
+
+
+def expectation_expired(turn: Turn) -> None:
+    """Requested nodes have not come for so long that the request may be forgotten."""
+    turn.disarm("expect")
+    state = turn.state
+    if state.expected_nodes:
+        turn.note(f"{state.expected_nodes} nodes did not come in {limits.NODE_WAIT_S:g} s")
+        state.expected_nodes = 0
+
+
+def release_surplus(turn: Turn) -> None:
+    """Idle nodes beyond the wanted size and its spares, cordoned nodes, and drained ones."""
+    state = turn.state
+    idle = [
+        node for node in state.nodes.values()
+        if not (state.active and node.name in state.members) and node.confirmed
+    ]  # fmt: skip
+    settled = state.active and state.stop is None and state.phase == "running"
+    for node in idle:
+        if node.name in state.cordoned and settled:
+            release(turn, node.name, "bad-node", state.cordoned[node.name])
+        elif node.preempting and settled:
+            release(turn, node.name, "preemption", f"{node.name} is free to be taken away")
+    # Memory of idle nodes may be what the next generation starts from: never before a first step.
+    if not settled or full_size(state) > len(state.members):
+        return
+    wanted = state.target_nodes + state.job.spec.nodes.spares
+    surplus = len(state.nodes) - wanted
+    for node in reversed(idle):
+        if surplus > 0 and node.name in state.nodes:
+            release(turn, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
+            surplus -= 1
+
+
+def controller_started(turn: Turn) -> None:
+    """What ran under the last controller must be observed anew."""
+    state = turn.state
+    # Launches, stops and the like are said again as each node comes back; see joined().
+    for action_id in list(state.inflight):
+        action = state.inflight.pop(action_id)
+        if isinstance(action, ReleaseNode):
+            release(turn, action.node, action.reason.code, action.reason.text)
+        elif isinstance(action, RequestNodes):
+            state.expected_nodes = max(0, state.expected_nodes - action.count)
+            turn.arm("request", _rejoin_s(state))
+    for node in state.nodes.values():
+        node.confirmed = False
+    turn.arm("rejoin", _rejoin_s(state))
+    if state.launching:
+        turn.disarm("launch-again")
+        turn.arm("launch", _rejoin_s(state))
+    if state.stop is not None:
+        turn.arm("stop", _rejoin_s(state) + limits.STOP_TIMEOUT_S + state.stop.grace_s)
+
+
+def _rejoin_s(state: JobState) -> float:
+    return state.job.spec.recovery.heartbeat_timeout_s + REJOIN_ALLOWANCE_S

@@ -1,0 +1,253 @@
+"""From a fact that something is wrong (or wanted otherwise) to the decision what is done about it.
+
+Owns: interruptions, from the stop of a generation to the verdict: budgets, strikes, fail or go on.
+Must not: choose nodes (launching.py) or write checkpoints.
+"""
+
+from __future__ import annotations
+
+from ..protocol import limits
+from ..protocol.facts import Exit
+from ..protocol.spec import Budget
+from .actions import Reason, ReasonCode, StopGroup
+from .checkpoints import DISTRUST_AFTER
+from .events import GroupStopped
+from .failure import Facts, Failure, attribute, is_failure, is_secondary, signature
+from .state import FailureClass, IncidentRecord, JobState, Purpose, Stop
+from .transitions import Phase
+from .turn import MAX_INCIDENTS, Turn, seconds
+
+REHEARSAL_WINDOW_S = 60.0
+"""A failure on a node this soon after somebody injected one there is the rehearsed one."""
+MAX_USER_ERRORS = 100
+# Failures that say nothing about the state that the generation started from.
+NOT_THE_STATE = ("launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang")
+PHASE_OF: dict[Purpose, Phase] = {
+    "failure": "recovering", "resize": "recovering", "preemption": "recovering",
+    "suspend": "suspending", "cancel": "finishing", "deadline": "finishing",
+    "finish": "finishing",
+}  # fmt: skip
+
+
+# -- interrupting -----------------------------------------------------------------------------
+def interrupt(
+    turn: Turn,
+    purpose: Purpose,
+    reason: Reason,
+    *,
+    stacks: bool = False,
+) -> Stop | None:
+    """Stop the current generation on all its nodes; None when none runs.
+
+    While it is being stopped already, more news joins the interruption that is under way.
+    """
+    state = turn.state
+    if not state.active:
+        return None
+    if state.stop is not None:
+        return state.stop
+    spec = state.job.spec
+    planned = purpose not in ("failure", "finish")
+    own_loop = spec.entrypoint.recipe is None
+    grace_s = spec.recovery.termination_grace_s if planned and own_loop else 0.0
+    stop = Stop(purpose, reason, turn.now, stacks, grace_s)
+    state.stop = stop
+    if purpose != "finish":
+        _open_incident(turn, purpose, reason)
+    turn.move(PHASE_OF[purpose], reason.code, reason.text)
+    turn.disarm("grow", "preempt", "launch", "launch-again", "cadence")
+    for name in state.members:
+        if name in state.nodes:
+            stop.waiting[name] = turn.emit(
+                StopGroup, reason, node=name, grace_s=grace_s, stacks=stacks
+            )
+    allowance = limits.STOP_TIMEOUT_S + grace_s + (limits.STACK_TIMEOUT_S if stacks else 0.0)
+    turn.arm("stop", allowance)
+    return stop
+
+
+def _open_incident(turn: Turn, purpose: Purpose, reason: Reason) -> None:
+    state = turn.state
+    state.num_incidents += 1
+    state.incidents.append(
+        IncidentRecord(
+            number=state.num_incidents,
+            at_ns=turn.now,
+            purpose=purpose,
+            generation_before=state.generation,
+            world_size_before=state.membership.world_size if state.membership else 0,
+            title=reason.text,
+            step_before=state.step,
+        )
+    )
+    del state.incidents[:-MAX_INCIDENTS]
+
+
+def worker_exited(turn: Turn, node: str, exit: Exit) -> None:
+    """Note how a worker of the current generation ended; a failure stops the others."""
+    state = turn.state
+    if exit.rank in state.exits or not state.active:
+        return
+    state.exits[exit.rank] = (node, exit)
+    if is_failure(exit) and state.stop is None:
+        how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
+        text = f"worker {exit.rank} on {node} ended with {how}"
+        interrupt(turn, "failure", Reason("infrastructure", text))
+
+
+def lost_member(turn: Turn, node: str, cause: str, detail: str) -> None:
+    """A node of the current generation is no more."""
+    state = turn.state
+    first = state.stop is None
+    text = f"{node} was lost ({cause}): {detail}"
+    stop = interrupt(turn, "failure", Reason("infrastructure", text))
+    assert stop is not None
+    stop.lost[node] = (cause, detail)
+    stop.lost_first = stop.lost_first or first
+    stop.waiting.pop(node, None)
+    state.launching.pop(node, None)
+    turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+
+
+def group_stopped(turn: Turn, event: GroupStopped) -> None:
+    """Nothing of the generation runs on this node any more; this is what is left."""
+    state, stop = turn.state, turn.state.stop
+    assert stop is not None
+    stop.waiting.pop(event.node, None)
+    node = state.nodes[event.node]
+    node.generation = 0
+    node.staged = event.staged
+    node.offered_port = event.offered_port or node.offered_port
+    for exit in event.exits:
+        state.exits.setdefault(exit.rank, (event.node, exit))
+    stop.stacks.extend(event.stacks)
+
+
+# -- concluding -------------------------------------------------------------------------------
+def conclude(turn: Turn) -> str:
+    """All nodes have stopped (or are lost). Returns why the job must fail; empty: go on."""
+    state, stop = turn.state, turn.state.stop
+    assert stop is not None and not stop.waiting
+    state.stop, state.active = None, False
+    state.launching.clear()
+    turn.disarm("stop")
+    incident = state.incident
+    if incident is None or stop.purpose == "finish":
+        return ""
+    incident.stopped_ns = turn.now
+    steps = [exit.step for _node, exit in state.exits.values()]
+    if len(steps) == incident.world_size_before:
+        incident.step_before = max(incident.step_before, min(steps))
+    incident.stacks = {stack.rank: stack.text for stack in stop.stacks}
+    if stop.purpose == "preemption":
+        incident.failure_class = "preemption"
+        return _charge(turn, "preemption")
+    if stop.purpose != "failure":
+        return ""
+    return _judge(turn, stop, incident)
+
+
+def _judge(turn: Turn, stop: Stop, incident: IncidentRecord) -> str:
+    state = turn.state
+    failure = attribute(
+        Facts(
+            exits=tuple(state.exits.values()),
+            lost=tuple((node, *why) for node, why in stop.lost.items()),
+            lost_first=stop.lost_first,
+            hang=stop.hang,
+            launch_failure=stop.launch_failure,
+            refused=stop.refused,
+            node_of=state.node_of,
+            world_size=incident.world_size_before,
+        )
+    )
+    incident.failure_class, incident.rule = failure.failure_class, failure.rule
+    incident.title, incident.evidence = failure.title, failure.evidence
+    incident.culprit_node, incident.culprit_rank = failure.culprit_node, failure.culprit_rank
+    if failure.exit is not None:
+        incident.traceback = failure.exit.traceback
+    turn.move(state.phase, _code(failure), failure.title)
+    _doubt_the_state(turn, failure)
+    injected = state.rehearsals.pop(failure.culprit_node, None)
+    if injected is not None and turn.now - injected <= seconds(REHEARSAL_WINDOW_S):
+        incident.rehearsal = True
+        return ""
+    _strike(turn, failure)
+    return _same_mistake(turn, failure) or _charge(turn, failure.failure_class, failure)
+
+
+def _code(failure: Failure) -> ReasonCode:
+    return "user-error" if failure.failure_class == "user" else failure.failure_class
+
+
+def _doubt_the_state(turn: Turn, failure: Failure) -> None:
+    """A state from which generations fail before their first step may be bad itself."""
+    state = turn.state
+    restore = state.membership.restore if state.membership else None
+    if restore is None or state.stepped or failure.rule in NOT_THE_STATE:
+        return
+    key = (restore.step, restore.generation)
+    if not restore.directory:
+        weight = DISTRUST_AFTER if failure.damaged else 1
+        state.ledger.distrusted[key] = state.ledger.distrusted.get(key, 0) + weight
+    elif failure.damaged:
+        for known in state.ledger.committed:
+            if known.key == key:
+                known.refused = True
+
+
+def _strike(turn: Turn, failure: Failure) -> None:
+    """Machines that are blamed again and again are not used again."""
+    state, node = turn.state, failure.culprit_node
+    if not node or failure.failure_class not in ("infrastructure", "hang"):
+        return
+    window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
+    recent = [at for at in state.strikes.get(node, []) if turn.now - at < window] + [turn.now]
+    state.strikes[node] = recent
+    if len(recent) >= state.job.spec.recovery.bad_node_strikes and node in state.nodes:
+        state.cordoned[node] = f"{node} was to blame for {len(recent)} incidents"
+        turn.note(state.cordoned[node])
+        turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+
+
+def _same_mistake(turn: Turn, failure: Failure) -> str:
+    """The same exception at the same step twice is a bug, not bad luck."""
+    state, exit = turn.state, failure.exit
+    if exit is None or not exit.error_type or is_secondary(exit):
+        return ""
+    if failure.rule not in ("user-exception", "out-of-memory"):
+        return ""
+    key = signature(exit)
+    count = state.user_errors.get(key, 0) + 1
+    state.user_errors[key] = count
+    while len(state.user_errors) > MAX_USER_ERRORS:
+        del state.user_errors[next(iter(state.user_errors))]
+    if count < 2:
+        return ""
+    state.traceback = exit.traceback
+    when = f"after step {exit.step}" if exit.step >= 0 else "before the first step"
+    return f"the same {exit.error_type} {when} twice: {exit.error_message}"
+
+
+def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
+    budget: Budget = getattr(state.job.spec.recovery.budgets, failure_class)
+    return budget
+
+
+def _charge(turn: Turn, failure_class: FailureClass, failure: Failure | None = None) -> str:
+    """Charge a restart; returns why there can be none."""
+    state, budget = turn.state, budget_of(turn.state, failure_class)
+    window = seconds(budget.window_s)
+    recent = [at for at in state.charges.get(failure_class, []) if turn.now - at < window]
+    if len(recent) >= budget.restarts:
+        if failure is not None and failure.exit is not None:
+            state.traceback = failure.exit.traceback
+        state.charges[failure_class] = recent
+        title = failure.title if failure is not None else failure_class
+        return (
+            f"{title}; the {failure_class} budget is used up: {len(recent)} restarts in the last "
+            f"{budget.window_s:g} s, {budget.restarts} allowed"
+        )
+    state.charges[failure_class] = [*recent, turn.now]
+    state.restarts[failure_class] = state.restarts.get(failure_class, 0) + 1
+    return ""
