@@ -113,7 +113,7 @@ class LineDisplay:
         if view.state != last.state:
             lines.append(view.state + (f": {view.reason}" if view.reason else ""))
         if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
-            lines.append(f"checkpoint of step {view.checkpoints[-1].step + 1} committed")
+            lines.append(f"checkpoint of step {view.checkpoints[-1].step} committed")
         return lines
 
     def __enter__(self) -> Self:
@@ -129,12 +129,12 @@ class LineDisplay:
 
 
 def progress_line(view: JobView) -> str:
-    total = f" of {view.total_steps}" if view.total_steps else ""
-    parts = [f"step {view.step + 1}{total}"]
+    total = f" ({view.step + 1} of {view.total_steps})" if view.total_steps else ""
+    parts = [f"step {view.step}{total}"]
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4f}")
     if view.tokens_per_s:
         parts.append(f"{count(view.tokens_per_s)} tokens/s")
     if view.memory_step >= 0:
-        parts.append(f"memory tier at step {view.memory_step + 1}")
+        parts.append(f"memory tier at step {view.memory_step}")
     return ", ".join(parts)

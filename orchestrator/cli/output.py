@@ -5,6 +5,7 @@ Owns: those. Must not: know jobs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -119,9 +120,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
     if len(finite) > width:
         # Every bar is the mean of its bucket, so the whole history fits.
         edges = [round(i * len(finite) / width) for i in range(width + 1)]
-        finite = [
-            sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a
-        ]
+        finite = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]
     low, high = min(finite), max(finite)
     bars = "▁▂▃▄▅▆▇█"
     span = high - low or 1.0

@@ -60,7 +60,7 @@ def _progress(view: JobView) -> Iterator[RenderableType]:
     done = view.step + 1
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=view.total_steps, completed=done, width=BAR_WIDTH)
-    grid.add_row(bar, f"step {done} of {view.total_steps}")
+    grid.add_row(bar, f"{done} of {view.total_steps} steps")
     yield grid
 
 
@@ -76,7 +76,7 @@ def facts(view: JobView, losses: list[float]) -> Table:
 
 def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str]]:
     if view.step >= 0 and not view.total_steps:
-        yield "step", str(view.step + 1)
+        yield "step", str(view.step)
     if view.loss is not None:
         line = sparkline(losses)
         yield "loss", f"{view.loss:.4f}" + (f"  {line}" if line else "")
@@ -104,11 +104,11 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str]]:
 
 def checkpoints(view: JobView) -> str:
     """The newest one in each tier."""
-    memory = f"step {view.memory_step + 1} in memory" if view.memory_step >= 0 else "none in memory"
+    memory = f"step {view.memory_step} in memory" if view.memory_step >= 0 else "none in memory"
     if not view.checkpoints:
         return f"{memory}, none in storage"
     last = view.checkpoints[-1]
-    return f"{memory}, step {last.step + 1} in storage ({size(last.num_bytes)})"
+    return f"{memory}, step {last.step} in storage ({size(last.num_bytes)})"
 
 
 def nodes(view: JobView) -> Table:

@@ -97,7 +97,7 @@ def incident_lines(incident: Incident) -> Iterator[str]:
     if incident.traceback:
         yield incident.traceback.rstrip()
     for who, stack in incident.stacks.items():
-        yield f"stack of {who}:\n{stack.rstrip()}"
+        yield f"stack of rank {who}:\n{stack.rstrip()}"
 
 
 def _checkpoints(view: JobView) -> Iterator[str]:
@@ -105,5 +105,5 @@ def _checkpoints(view: JobView) -> Iterator[str]:
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return
     last = view.checkpoints[-1]
-    yield f"checkpoint of step {last.step + 1} ({size(last.num_bytes)}) in {view.checkpoint_path}"
+    yield f"checkpoint of step {last.step} ({size(last.num_bytes)}) in {view.checkpoint_path}"
     yield f"take it out with: holdfast checkpoint export {view.name} DIRECTORY"

@@ -53,13 +53,13 @@ def _joined(event: e.NodeJoined) -> str:
 
 
 def _stopped(event: e.GroupStopped) -> str:
-    held = f", holding step {max(s.step for s in event.staged) + 1}" if event.staged else ""
+    held = f", holding step {max(s.step for s in event.staged)}" if event.staged else ""
     return f"generation {event.generation} stopped{held}"
 
 
 def _advanced(event: e.StepsAdvanced) -> str:
     loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
-    return f"all ranks finished step {event.step + 1}{loss}"
+    return f"all ranks finished step {event.step}{loss}"
 
 
 def _result(word: str) -> Callable[[Any], str]:
@@ -94,11 +94,11 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.ActionUnknown: _result("ended unknown"),
     e.GroupStopped: _stopped,
     e.ShardPersisted: lambda v: (
-        f"shard {v.shard.shard} of step {v.shard.step + 1} is in storage "
+        f"shard {v.shard.shard} of step {v.shard.step} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
     ),
-    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step + 1} not stored: {v.detail}",
-    e.CheckpointRefused: lambda v: f"checkpoint of step {v.step + 1} refused: {v.detail}",
+    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} not stored: {v.detail}",
+    e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
     e.ControllerStarted: lambda v: (
         "started" if v.incarnation <= 1 else f"started again, incarnation {v.incarnation}"
     ),

@@ -31,8 +31,11 @@ class Metadata(Part):
     name: Name
     """Unique among the jobs of one place; at most 52 lower-case letters, digits and dashes."""
     namespace: str = "default"
+    """Where the cluster has namespaces."""
     labels: dict[str, str] = Field(default_factory=dict)
+    """Yours; carried along."""
     annotations: dict[str, str] = Field(default_factory=dict)
+    """Yours; carried along."""
 
 
 class Metrics(Part):

@@ -20,12 +20,15 @@ class Model(Part):
     dim: int = Field(default=256, ge=8)
     """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1)
+    """Transformer blocks."""
     num_heads: int = Field(default=4, ge=1)
+    """Query heads; dim is a multiple of twice their number."""
     num_kv_heads: int | None = Field(default=None, ge=1)
     """Fewer than numHeads is grouped-query attention; left out: numHeads."""
     ffn_dim: int | None = Field(default=None, ge=8)
     """Width of the SwiGLU; left out: 8/3 dim, rounded up to a multiple of 32."""
     rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary positions."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Model:
@@ -56,17 +59,24 @@ class Data(Part):
     """stdlib: the source text of the Python that runs the workers. Else a file or a directory,
     relative to workingDirectory, read as bytes."""
     sequence_length: int = Field(default=128, ge=2)
+    """Tokens of one sample."""
 
 
 class Optimizer(Part):
     """AdamW with linear warm-up and cosine decay."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
+    """At the end of the warm-up."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """What is left of it at the last step."""
     warmup_steps: int = Field(default=20, ge=0)
+    """Steps from zero to the full learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled; of matrices, not of norms."""
     gradient_clip: float = Field(default=1.0, ge=0)
     """Norm to clip to; 0: do not clip."""
 
@@ -75,11 +85,13 @@ class Pretrain(Part):
     """Next-token training from scratch."""
 
     steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole job."""
     global_batch: int = Field(default=8, ge=1)
     """Samples of one step over all ranks; the same at any world size."""
     micro_batch: int | Auto = "auto"
     """Samples of one forward pass on one rank. auto: all of the rank's share."""
     seed: int = 0
+    """Of initial weights and of the order of samples."""
     evaluate_every_steps: int = Field(default=0, ge=0)
     """Loss on held-out text every Nth step; 0: never."""
     compile: bool = False

@@ -64,7 +64,9 @@ class Budget(Part):
     """How many restarts of one failure class within a sliding window before the job fails."""
 
     restarts: int = Field(ge=0)
+    """So many within the window; one more fails the job."""
     window_s: Seconds = limits.BUDGET_WINDOW_S
+    """Older restarts are forgotten."""
 
 
 class Budgets(Part):

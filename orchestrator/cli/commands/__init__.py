@@ -1,0 +1,1 @@
+"""The verbs. Each module registers its commands; heavy imports happen inside them."""

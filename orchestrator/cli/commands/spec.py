@@ -1,0 +1,126 @@
+"""`holdfast validate | plan | schema`: before anything runs.
+
+Owns: these verbs. Must not: start or change anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..options import FileArgument, JsonOption
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    for command in (validate, plan, schema):
+        app.command(rich_help_panel=panel)(command)
+
+
+def validate(file: FileArgument, as_json: JsonOption = False) -> None:
+    """Check a job without running it: fields, mesh, script, data and checkpoint path.
+
+    Lists every problem with the field, what was got, what was expected and the fix; exit code 2.
+    """
+    from ...planner import choose_mesh
+    from ...protocol.errors import SpecError
+    from ..output import plural, print_json
+    from ..preflight import load_checked
+
+    try:
+        job = load_checked(file)
+    except SpecError as error:
+        if not as_json:
+            raise
+        problems = [vars(problem) for problem in error.problems]
+        print_json({"valid": False, "file": str(file), "problems": problems})
+        raise typer.Exit(2) from None
+    chosen = choose_mesh(job, job.spec.nodes.max)
+    assert chosen is not None, "validation let an impossible mesh through"
+    mesh, why = chosen
+    if as_json:
+        print_json({"valid": True, "file": str(file), "job": job.name, "mesh": mesh, "why": why})
+        return
+    nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
+    typer.echo(
+        f"{file}: valid; job {job.name} on {plural(nodes, 'node')} x "
+        f"{plural(workers, 'worker')}, {mesh.strategy}: {mesh.describe()}"
+    )
+
+
+def plan(
+    file: FileArgument,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Plan for this many.", show_default="nodes.max"),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory", metavar="QUANTITY", help="Of one worker's device, such as 80Gi."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what would run where, and why: mesh, ranks, environment, memory, bytes on the wire.
+
+    Nodes are taken to be like this machine. Nothing is started.
+
+    Example: `holdfast plan examples/stdlib-bytes.yaml --nodes 1`
+    """
+    from ...planner import make_plan
+    from ...protocol.errors import Problem, UserError
+    from ...protocol.spec import load_job
+    from ...protocol.spec.quantity import parse_quantity
+    from ..machine import local_facts
+    from ..output import print_json, stdout
+    from ..plan_text import render
+
+    job = load_job(file)
+    memory = None
+    if device_memory is not None:
+        try:
+            memory = int(parse_quantity(device_memory))
+        except ValueError as error:
+            expected = str(error).removeprefix("expected ")
+            raise UserError(str(Problem("--device-memory", device_memory, expected))) from None
+    made = make_plan(job, local_facts(job.spec.workers_per_node), nodes, memory)
+    if made is None:
+        low, high = job.spec.nodes.min, job.spec.nodes.max
+        expected = f"{low} to {high} nodes on which a whole replica group fits"
+        raise UserError(str(Problem("--nodes", str(nodes), expected)))
+    if as_json:
+        print_json(made)
+        return
+    console = stdout()
+    console.print(render(made), soft_wrap=not console.is_terminal)
+
+
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The reference page (docs/spec.md) instead.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of a TrainingJob, for editors and checks.
+
+    Example, for the YAML language server: `holdfast schema -o trainingjob.schema.json`
+    """
+    import json
+
+    from ...protocol.spec.schema import json_schema, reference_page
+
+    text = reference_page() if markdown else json.dumps(json_schema(), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    from ...protocol.errors import Problem, UserError
+
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        got = f"{output} ({error.strerror})"
+        raise UserError(str(Problem("--output", got, "a file that can be written"))) from None

@@ -1,0 +1,121 @@
+"""Log files of a job: finding, printing and following them.
+
+Owns: reading. Must not: know what is in them. Files: see runtime/home.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from ..protocol.errors import Problem, UserError
+from ..runtime.home import JobDirectory
+
+
+class Tail:
+    """One file from its beginning; `lines` gives what is new and whole."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._path, self._prefix = path, prefix
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self, *, all: bool = False) -> list[str]:
+        """New lines; with `all` also a last one without an end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if all and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        return [self._prefix + line.decode("utf-8", "replace") for line in whole]
+
+
+def print_files(
+    directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
+) -> None:
+    """Everything that is there, file after file. Raises UserError when nothing matches."""
+    for tail in find(directory, rank, generation, node):
+        _write(tail.lines(all=True))
+
+
+def follow_files(
+    directory: JobDirectory,
+    rank: int | None,
+    generation: int | None,
+    node: str | None,
+    interval_s: float,
+) -> None:
+    """What is there and what comes, until the job has no controller any more. Without a generation
+    it moves on with the job."""
+    tails: dict[Path, Tail] = {}
+    while True:
+        # Asked before reading, so the last words are not missed.
+        alive = directory.controller_alive()
+        try:
+            found = find(directory, rank, generation, node)
+        except UserError:
+            if not alive:
+                raise
+            found = []
+        for tail in found:
+            tails.setdefault(tail._path, tail)
+        for tail in tails.values():
+            _write(tail.lines(all=not alive))
+        if not alive:
+            return
+        time.sleep(interval_s)
+
+
+def find(
+    directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
+) -> list[Tail]:
+    """The files that match, with the prefix of their lines. Raises UserError for none."""
+    if node is not None:
+        path = directory.logs / f"agent-{node}.log"
+        if not path.is_file():
+            known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
+            raise UserError(str(Problem("--node", node, _one_of(known, "node"))))
+        return [Tail(path, "")]
+    generations = sorted(
+        int(match[1])
+        for path in directory.logs.glob("gen-*")
+        if (match := re.fullmatch(r"gen-(\d+)", path.name))
+    )
+    if generation is None:
+        generation = generations[-1] if generations else 0
+    if generation not in generations:
+        known = [str(number) for number in generations]
+        raise UserError(str(Problem("--generation", str(generation), _one_of(known, "generation"))))
+    folder = directory.rank_log(generation, 0).parent
+    found = {
+        int(match[1]): path
+        for path in sorted(folder.glob("rank-*.log"))
+        if (match := re.fullmatch(r"rank-(\d+)\.log", path.name))
+    }
+    if rank is None:
+        width = len(str(max(found, default=0)))
+        return [Tail(path, f"[{number:>{width}}] ") for number, path in found.items()]
+    if rank not in found:
+        known = [str(number) for number in found]
+        raise UserError(str(Problem("--rank", str(rank), _one_of(known, "rank"))))
+    return [Tail(found[rank], "")]
+
+
+def _one_of(known: list[str], noun: str) -> str:
+    if not known:
+        return f"a {noun} with a log; there is none yet"
+    return "one of " + ", ".join(known)
+
+
+def _write(lines: list[str]) -> None:
+    if lines:
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
