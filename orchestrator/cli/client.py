@@ -5,6 +5,7 @@ Owns: finding the controller and speaking to it, synchronously. Must not: know w
 
 from __future__ import annotations
 
+import getpass
 import socket
 from typing import Any
 
@@ -41,6 +42,7 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     where = directory.controller()
     if where is None:
         raise ControllerGone(name, "none is running")
+    arguments = {"by": _user(), **arguments}
     request = Request(token=directory.token(), verb=verb, arguments=arguments)
     place = (str(where["address"]), int(where["port"]))
     try:
@@ -55,6 +57,14 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     if not reply.ok:
         raise RequestRefused(f"job {name}: {reply.detail}")
     return reply
+
+
+def _user() -> str:
+    """Who asks, for the report."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def _read_exactly(link: socket.socket, length: int) -> bytes:

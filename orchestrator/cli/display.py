@@ -22,6 +22,7 @@ HISTORY = 2000
 
 class Display(Protocol):
     def show(self, view: JobView) -> None: ...
+    def note(self, text: str) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self,
@@ -39,7 +40,8 @@ class LiveDisplay:
     """Redraws a few times a second."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND)
+        # Transient: the report takes the picture's place.
+        self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._losses: list[float] = []
         self._step = -1
 
@@ -48,6 +50,9 @@ class LiveDisplay:
             self._losses = [*self._losses[-HISTORY:], view.loss]
             self._step = view.step
         self._live.update(live(view, self._losses))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -88,6 +93,9 @@ class LineDisplay:
             nodes=[type(n)(name=n.name, state=n.state) for n in view.nodes],
             checkpoints=list(view.checkpoints),
         )
+
+    def note(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
 
     def _print(self, view: JobView, line: str) -> None:
         self._console.print(f"{clock(view.now_ns)}  {line}", soft_wrap=True, markup=False)

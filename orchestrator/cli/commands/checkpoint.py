@@ -1,4 +1,4 @@
-"""`holdfast checkpoint list | verify | export`: what is in the storage tier.
+"""`holdfast checkpoint list | save | verify | export`: what is in the storage tier.
 
 Owns: these verbs. Must not: read tensors; `python -m workers.checkpoint` does, because the control
 plane never imports torch.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, verify and export the checkpoints of a job, alive or not.
+    help="""List, save, verify and export the checkpoints of a job, alive or not.
 
 JOB_OR_PATH is a job's name, or the directory or URL of a storage tier (spec.checkpoint.path).""",
 )
@@ -61,6 +61,27 @@ def list_(target: TargetArgument, home: HomeOption = None, as_json: JsonOption =
             manifest.directory,
         )
     stdout().print(table)
+
+
+@app.command()
+def save(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A running job.")],
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the running job's next state to storage now, whatever its cadence.
+
+    Example: `holdfast checkpoint save stdlib-bytes`
+    """
+    from ..client import ask
+    from ..options import find_job
+    from ..output import print_json
+
+    reply = ask(find_job(job, home), "checkpoint")
+    if as_json:
+        print_json({"job": job, "verb": "checkpoint", "detail": reply.detail, **reply.body})
+    else:
+        typer.echo(f"job {job}: {reply.detail}")
 
 
 @app.command()

@@ -44,4 +44,43 @@ def run(
 
 
 def _run(file: Path | None, attach: str | None, home: Path | None, as_json: bool) -> int:
-    raise NotImplementedError
+    """The exit code."""
+    from ...runtime.home import Home
+    from ...runtime.service import run_job
+    from ..display import make_display
+    from ..output import print_json, stdout
+    from ..report import print_report
+
+    place = Home(home)
+    job, spec_directory = _job(file, attach, place)
+    if as_json:
+        view = run_job(job, place, spec_directory, attach=attach is not None)
+        print_json(view)
+    else:
+        console = stdout()
+        with make_display(console) as display:
+            view = run_job(
+                job,
+                place,
+                spec_directory,
+                on_view=display.show,
+                attach=attach is not None,
+                on_note=display.note,
+            )
+        print_report(console, view)
+    return 0 if view.state == "succeeded" else 1
+
+
+def _job(file: Path | None, attach: str | None, place: Home) -> tuple[TrainingJob, Path]:
+    """What to run, and the directory that its paths are relative to. Raises UserError."""
+    from ...protocol.errors import UserError
+    from ..preflight import load_checked
+
+    if file is not None and attach is not None:
+        raise UserError("FILE: got one beside --attach JOB; expected one of them")
+    if attach is not None:
+        directory = place.find(attach)
+        return directory.job(), Path(directory.spec_directory)
+    if file is None:
+        raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or --attach JOB")
+    return load_checked(file), file.absolute().parent
