@@ -101,6 +101,14 @@ class JobView(msgspec.Struct, kw_only=True):
     mfu: float | None = None
     """Where the peak FLOP/s of the device is known."""
     stall_s: float = 0.0
+    tokens_total: int = 0
+    """Trained on so far, steps done twice counted twice."""
+    first_step_s: float | None = None
+    """From submission to the first step of all ranks."""
+    commits: int = 0
+    """Checkpoints committed to storage so far."""
+    durable_s: float = 0.0
+    """Longest write of a shard of the newest checkpoint, from memory to durable."""
     device_memory_peak_bytes: int = 0
     memory_step: int = -1
     """Newest step complete in the memory tier."""

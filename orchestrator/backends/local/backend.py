@@ -1,0 +1,288 @@
+"""The local backend: nodes are agents of this machine, forked by the job's machine host.
+
+Owns: the host's life, node names, and noticing that a node ended. Must not: talk to agents; they
+dial in to the controller by themselves.
+
+A node is known to have ended from two sides: the host's NodeEnded, and a pidfd on the agent, which
+also works when the host has died. Whichever comes first counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ...protocol import host as protocol
+from ...protocol.errors import HoldfastError
+from ...protocol.spec import TrainingJob
+from ..base import NodeGone, NoRoom
+from .link import HostLink, HostProcess, connect, host_environment
+from .processes import Identity, Watch, identify, watch
+
+NEWS_WAIT_S = 0.05
+"""The kernel tells of an agent's end a moment before the host tells how it ended; when the host
+says nothing for this long, the end alone must do."""
+
+HOST_ATTEMPTS = 3
+"""Hosts that died one after the other before any of them started a node that was asked for."""
+
+END_TIMEOUT_S = 10.0
+"""SIGKILL to reaped, for the host and all nodes together; then they are killed one by one."""
+
+
+@dataclass(frozen=True)
+class LocalPaths:
+    """Where things of one job lie."""
+
+    directory: Path
+    socket: Path
+    token_file: Path
+    endpoint_file: Path
+    logs: Path
+
+    @property
+    def nodes_file(self) -> Path:
+        return self.directory / "nodes.json"
+
+
+class Known(msgspec.Struct):
+    """nodes.json: what a new controller must know of the nodes of an old one."""
+
+    next_number: int = 0
+    agents: dict[str, Identity] = {}
+    """Nodes whose process has been seen."""
+
+
+class LocalBackend:
+    """Implements backends.base.Backend."""
+
+    def __init__(
+        self, job: TrainingJob, paths: LocalPaths, *, host_module: str = "workers.agent.host"
+    ) -> None:
+        self._job = job
+        self._paths = paths
+        self._module = host_module
+        self._known = Known()
+        self._starting: set[str] = set()
+        """Asked for; the host has not confirmed them yet."""
+        self._watches: dict[str, Watch] = {}
+        self._gone: asyncio.Event = asyncio.Event()
+        self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
+        self._link: HostLink | None = None
+        self._process: HostProcess | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._withheld_until = 0.0
+        self._closing = False
+        self._deaths = 0
+        """Hosts that died since a node was last confirmed."""
+
+    # -- the contract --------------------------------------------------------------------------
+    async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
+        self._on_node_gone = on_node_gone
+        if self._paths.nodes_file.exists():
+            self._known = msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
+        for node, identity in list(self._known.agents.items()):
+            self._watch(node, identity)
+        self._link = await connect(self._paths.socket, self._new_link, None)
+        if self._link is None:
+            self._start_host()
+
+    async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
+        # There is one machine, so there is nothing to avoid; names are never used again anyway.
+        left_s = self._withheld_until - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (rehearsal)")
+        first = self._known.next_number
+        nodes = tuple(f"node-{number}" for number in range(first, first + count))
+        self._known.next_number += count
+        self._save()
+        self._starting.update(nodes)
+        if self._link is None and self._connecting is None:
+            self._start_host()
+        elif self._link is not None:
+            for node in nodes:
+                self._send_start(node)
+        return nodes
+
+    async def release_node(self, node: str) -> None:
+        self._starting.discard(node)
+        if self._link is not None:
+            self._link.send(protocol.EndNode(node=node))
+        if node in self._watches:
+            self._watches[node].kill()
+
+    async def list_nodes(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._watches, *self._starting}))
+
+    async def close(self, *, release: bool) -> None:
+        self._closing = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        if release:
+            await self._end_everything()
+        for one in self._watches.values():
+            one.close()
+        self._watches.clear()
+        if self._link is not None:
+            self._link.close()
+            await asyncio.wait([self._link.closed], timeout=END_TIMEOUT_S)
+
+    # -- rehearsal -----------------------------------------------------------------------------
+    def withhold(self, seconds: float) -> None:
+        """Have no room for new nodes for this long."""
+        self._withheld_until = asyncio.get_running_loop().time() + seconds
+
+    # -- the host ------------------------------------------------------------------------------
+    def _start_host(self) -> None:
+        # A stale socket of a host that was killed would look like one that refuses for ever.
+        self._paths.socket.unlink(missing_ok=True)
+        self._process = HostProcess(
+            self._module,
+            self._paths.socket,
+            self._paths.logs / "host.log",
+            host_environment(self._threads(), self._job.spec.env),
+            self._paths.directory,
+        )
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(self._process))
+
+    async def _connect(self, process: HostProcess) -> None:
+        try:
+            link = await connect(self._paths.socket, self._new_link, process)
+        except HoldfastError as error:
+            self._connecting = None
+            for node in sorted(self._starting):
+                self._ended(node, str(error))
+            return
+        self._link, self._connecting = link, None
+        for node in sorted(self._starting):
+            self._send_start(node)
+
+    def _threads(self) -> int:
+        cpu = self._job.spec.resources.cpu
+        if cpu is not None:
+            return max(1, int(cpu))
+        workers = self._job.spec.nodes.max * self._job.spec.workers_per_node
+        return max(1, len(os.sched_getaffinity(0)) // workers)
+
+    def _new_link(self) -> HostLink:
+        return HostLink(self._on_message, self._on_closed)
+
+    def _on_message(self, message: protocol.FromHost) -> None:
+        if isinstance(message, protocol.NodeEnded):
+            self._ended(message.node, message.detail)
+            return
+        for node, pid in message.nodes.items():
+            if node in self._watches:
+                continue
+            identity = identify(pid)
+            if identity is not None and self._watch(node, identity):
+                self._known.agents[node] = identity
+                self._deaths = 0
+                self._starting.discard(node)
+            elif node in self._starting:
+                self._ended(node, "ended at once")
+        self._save()
+
+    def _on_closed(self) -> None:
+        """The host is gone. Its agents are not: their pidfds tell of them."""
+        self._link = None
+        if self._closing:
+            return
+        self._deaths += 1
+        if self._starting and self._deaths < HOST_ATTEMPTS:
+            self._start_host()
+            return
+        for node in sorted(self._starting):
+            self._ended(node, f"the machine host died {self._deaths} times before it started it")
+
+    def _send_start(self, node: str) -> None:
+        assert self._link is not None
+        self._link.send(
+            protocol.StartNode(
+                node=node,
+                job=self._job.name,
+                slots=self._job.spec.workers_per_node,
+                token_file=str(self._paths.token_file),
+                endpoint_file=str(self._paths.endpoint_file),
+                log_file=str(self._paths.logs / f"agent-{node}.log"),
+            )
+        )
+
+    # -- nodes ---------------------------------------------------------------------------------
+    def _watch(self, node: str, identity: Identity) -> bool:
+        found = watch(identity, lambda: self._exited(node))
+        if found is None:
+            self._known.agents.pop(node, None)
+            return False
+        self._watches[node] = found
+        return True
+
+    def _exited(self, node: str) -> None:
+        detail = "its agent's process ended"
+        if self._link is None or self._closing:
+            self._ended(node, detail)
+        else:
+            asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._ended, node, detail)
+
+    def _ended(self, node: str, detail: str) -> None:
+        one = self._watches.pop(node, None)
+        if one is None and node not in self._starting:
+            return
+        if one is not None:
+            one.close()
+        self._starting.discard(node)
+        self._known.agents.pop(node, None)
+        self._save()
+        self._gone.set()
+        if not self._closing:
+            self._on_node_gone(NodeGone(node, detail))
+
+    def _save(self) -> None:
+        # Not synced: after a crash of the machine there are no nodes, and the name of a node that
+        # was never started may be used again.
+        temporary = self._paths.nodes_file.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.encode(self._known))
+        temporary.replace(self._paths.nodes_file)
+
+    async def _end_everything(self) -> None:
+        self._starting.clear()
+        for one in self._watches.values():
+            one.kill()
+        host_ended = asyncio.Event()
+        identity = self._link.host if self._link is not None else None
+        host = watch(identity, host_ended.set) if identity is not None else None
+        if self._link is not None:
+            self._link.send(protocol.EndHost())
+        elif self._process is not None:
+            self._process.kill()  # it has not listened yet, so it has no nodes
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                if host is not None:
+                    await host_ended.wait()
+        except TimeoutError:
+            assert host is not None
+            host.kill()
+            await host_ended.wait()
+        if self._process is not None:
+            await self._process.ended
+        await self._wait_for_agents()
+        self._paths.socket.unlink(missing_ok=True)
+
+    async def _wait_for_agents(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + END_TIMEOUT_S
+        while self._watches:
+            self._gone.clear()
+            try:
+                await asyncio.wait_for(self._gone.wait(), max(0.0, give_up - loop.time()))
+            except TimeoutError:
+                nodes = ", ".join(sorted(self._watches))
+                raise HoldfastError(
+                    f"{nodes}: still there {END_TIMEOUT_S:g} s after SIGKILL"
+                ) from None

@@ -1,0 +1,168 @@
+"""The loop of one job: events -> journal -> core -> actions.
+
+Owns: the order (persist, then act), the queue, the timers and the replay. It is the only loop of
+the control plane. Must not: decide, or do anything slow; the executor and the endpoint do the IO.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from ..core.actions import AnyAction
+from ..core.controller import Controller
+from ..core.events import AnyEvent, Heartbeat, Tick
+from ..core.health import Monitor
+from ..protocol.spec import TrainingJob
+from .clock import Clock
+from .journal import Journal
+from .story import Story
+
+NS = 1_000_000_000
+SPIN_GUARD_NS = 10_000_000
+"""A deadline that stays in the past after its Tick would keep the loop busy for ever."""
+
+
+class Driver:
+    """Feeds one Controller. All methods are called from the event loop."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        clock: Clock,
+        carry_out: Callable[[AnyAction], None],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._journal: Journal | None = None
+        self._carry_out, self._on_change = carry_out, on_change
+        self.controller = Controller()
+        self._monitor = Monitor(job, self.controller)
+        self.story = Story(job)
+        self._queue: deque[tuple[AnyEvent, asyncio.Future[None] | None]] = deque()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._quiet_until_ns = 0
+
+    def open(self, journal: Journal) -> int:
+        """Bring the core to where the journal ends, and write there from now on; returns the number
+        of events replayed. What is queued already comes after them."""
+        self._journal = journal
+        count = len(journal.records)
+        for now_ns, event in journal.records:
+            actions = self.controller.step(now_ns, event)
+            self.story.observe(now_ns, event, actions, self.controller.state)
+            # Its verdicts of that time are in the journal themselves.
+            self._monitor.observe(now_ns, event)
+        if count:
+            self._clock.not_before(journal.records[-1].now_ns)
+        journal.records.clear()
+        return count
+
+    def submit(self, event: AnyEvent) -> None:
+        """Queue an event."""
+        self._queue.append((event, None))
+        self._wake.set()
+
+    async def submit_durable(self, event: AnyEvent) -> None:
+        """Queue an event and wait until it is in the journal for good and its actions run."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((event, done))
+        self._wake.set()
+        await done
+
+    def stop(self) -> None:
+        """End `run` after the batch at hand."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until `stop`, or until an error of our own: then training goes on without us."""
+        try:
+            while not self._stopping:
+                await self._wait()
+                self.turn()
+        finally:
+            for _event, done in self._queue:
+                if done is not None:
+                    done.cancel()
+
+    async def _wait(self) -> None:
+        if self._queue:
+            # Let the connections speak: what is there already shares one fsync.
+            await asyncio.sleep(0)
+            return
+        self._wake.clear()
+        deadline = self._deadline_ns()
+        if deadline is None:
+            await self._wake.wait()
+            return
+        try:
+            async with asyncio.timeout(max(0.0, (deadline - self._clock.now_ns()) / NS)):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _deadline_ns(self) -> int | None:
+        times = (self.controller.next_deadline_ns(), self._monitor.next_deadline_ns())
+        first = min((time for time in times if time is not None), default=None)
+        return None if first is None else max(first, self._quiet_until_ns)
+
+    def turn(self) -> None:
+        """Everything that is queued or due: into the core, into the journal, then the actions."""
+        assert self._journal is not None
+        waiters: list[asyncio.Future[None]] = []
+        actions: list[AnyAction] = []
+        while self._queue:
+            event, done = self._queue.popleft()
+            if done is not None:
+                waiters.append(done)
+            actions += self._absorb(event)
+        actions += self._tick()
+        if actions or waiters:
+            self._journal.sync()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        for action in actions:
+            self._carry_out(action)
+        self._on_change()
+        state = self.controller.state
+        if state.terminal and state.finish_action is None:
+            self.stop()
+
+    def _absorb(self, first: AnyEvent) -> list[AnyAction]:
+        """One event and what the monitor concludes from it."""
+        assert self._journal is not None
+        actions: list[AnyAction] = []
+        pending = deque([first])
+        while pending:
+            event = pending.popleft()
+            now_ns = self._clock.now_ns()
+            if isinstance(event, Heartbeat):
+                self.story.beat(now_ns, event)
+            else:
+                decided = self.controller.step(now_ns, event)
+                self._journal.append(now_ns, event)
+                self.story.observe(now_ns, event, decided, self.controller.state)
+                actions += decided
+            pending.extend(self._monitor.observe(now_ns, event))
+        return actions
+
+    def _tick(self) -> list[AnyAction]:
+        now_ns = self._clock.now_ns()
+        due = self.controller.next_deadline_ns()
+        if due is not None and due <= now_ns:
+            actions = self._absorb(Tick())
+            if self.controller.next_deadline_ns() == due:
+                self._quiet_until_ns = now_ns + SPIN_GUARD_NS
+            return actions
+        due = self._monitor.next_deadline_ns()
+        if due is None or due > now_ns:
+            return []
+        # The monitor's own deadline: the core and the journal only hear of its verdicts.
+        actions = []
+        for verdict in self._monitor.observe(now_ns, Tick()):
+            actions += self._absorb(verdict)
+        return actions

@@ -1,0 +1,150 @@
+"""The storage tier as the controller sees it: manifests written last, checkpoints deleted first.
+
+Owns: committing, deleting and listing. Blocking: the executor calls it in a thread. Must not: read
+or write tensors, or decide which checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from ..protocol.errors import HoldfastError, Problem, UserError
+from ..protocol.facts import ShardFile
+from ..protocol.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    directory_name,
+    encode_manifest,
+    parse_directory_name,
+)
+from ..protocol.mesh import Mesh
+from .journal import sync_directory
+
+
+class CommitRefused(HoldfastError):
+    """What should be committed is not there as it was reported."""
+
+
+class Storage:
+    """One job's checkpoint path: a local directory or any URL that fsspec knows."""
+
+    def __init__(self, path: str, job_name: str) -> None:
+        """Raises UserError for a URL whose scheme is unknown or whose driver is not installed."""
+        self.path = path
+        self._job_name = job_name
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(path)
+        except (ImportError, ValueError) as error:
+            fix = "install the driver, such as `pip install holdfast[s3]`, or use a directory"
+            problem = Problem("spec.checkpoint.path", f"{path} ({error})", "a usable URL", fix)
+            raise UserError(str(problem)) from None
+        self._local = isinstance(self._fs, LocalFileSystem)
+
+    def prepare(self) -> None:
+        """Make the place and prove that it can be written. Raises UserError."""
+        probe = f"{self._root}/.holdfast-{uuid.uuid4().hex}"
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(probe, b"")
+            self._fs.rm_file(probe)
+        # fsspec's drivers raise what their libraries raise; here every one of them means the same.
+        except Exception as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            problem = Problem(
+                "spec.checkpoint.path",
+                f"{self.path} ({why})",
+                "a place that can be written",
+                "choose another, or fix its permissions",
+            )
+            raise UserError(str(problem)) from None
+
+    def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
+        """Write the manifest of a complete set of files, atomically; returns their bytes.
+
+        Raises CommitRefused when a file is missing or has another size than was reported.
+        """
+        generations = {file.generation for file in files}
+        shards = sorted(file.shard for file in files)
+        if len(generations) != 1 or {file.step for file in files} != {step}:
+            raise CommitRefused(f"step {step}: the files are of several attempts")
+        if shards != list(range(mesh.num_shards)):
+            raise CommitRefused(f"step {step}: got shards {shards} of {mesh.num_shards}")
+        directory = f"{self._root}/{directory_name(step, generations.pop())}"
+        self._fs.invalidate_cache(directory)
+        for file in files:
+            self._check(directory, file)
+        manifest = Manifest(
+            job=self._job_name,
+            step=step,
+            generation=files[0].generation,
+            mesh=mesh,
+            files=tuple(sorted(files, key=lambda file: file.shard)),
+            committed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        self._put(f"{directory}/{MANIFEST_NAME}", encode_manifest(manifest))
+        return manifest.num_bytes
+
+    def _check(self, directory: str, file: ShardFile) -> None:
+        path = f"{directory}/{file.file}"
+        try:
+            size = self._fs.info(path)["size"]
+        except FileNotFoundError:
+            raise CommitRefused(f"{path}: missing") from None
+        if size != file.num_bytes:
+            raise CommitRefused(f"{path}: got {size} bytes; expected {file.num_bytes}")
+
+    def _put(self, path: str, data: bytes) -> None:
+        if not self._local:
+            self._fs.pipe_file(path, data)  # object stores show an object whole or not at all
+            return
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        sync_directory(target.parent)
+
+    def delete(self, step: int, generation: int) -> None:
+        """Delete a checkpoint: its manifest first, so that it is never half there."""
+        directory = f"{self._root}/{directory_name(step, generation)}"
+        self._fs.invalidate_cache()
+        manifest = f"{directory}/{MANIFEST_NAME}"
+        if self._fs.exists(manifest):
+            self._fs.rm_file(manifest)
+            if self._local:
+                sync_directory(Path(directory))
+        if self._fs.exists(directory):
+            self._fs.rm(directory, recursive=True)
+
+    def manifests(self) -> list[Manifest]:
+        """What is committed, oldest step first. A manifest that cannot be read commits nothing."""
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        found = []
+        for path in paths:
+            if parse_directory_name(path.rstrip("/").rpartition("/")[2]) is None:
+                continue
+            manifest = self._manifest(path)
+            if manifest is not None:
+                found.append(manifest)
+        return sorted(found, key=lambda one: (one.step, one.generation))
+
+    def _manifest(self, directory: str) -> Manifest | None:
+        try:
+            data: Any = self._fs.cat_file(f"{directory}/{MANIFEST_NAME}")
+            return decode_manifest(bytes(data))
+        except (FileNotFoundError, ValueError):
+            return None
