@@ -22,8 +22,8 @@ class Recorder:
 
     def __init__(self, directory: str) -> None:
         world, port = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f"{world}-{port}-{restart}.{os.environ['RANK']}.{os.getpid()}"
+        # Not TORCHELASTIC_RESTART_COUNT: torchrun's agents disagree about it (pytorch #135712).
+        name = f"{world}-{port}.{os.environ['RANK']}.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._fd = os.open(Path(directory) / name, flags, 0o644)
 
