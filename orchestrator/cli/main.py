@@ -94,12 +94,12 @@ def _usage(error: Any) -> NoReturn:
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 
-def main() -> None:
-    """The entry point of the installed script."""
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The entry point of the installed script. `arguments` are those of the command line."""
     from ..protocol.errors import HoldfastError
 
     try:
-        result = app(standalone_mode=False)
+        result = app(args=arguments, standalone_mode=False)
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:

@@ -85,22 +85,26 @@ def _data(path: Path, written: str) -> Iterator[Problem]:
         yield Problem(field, f"{written} ({path} is empty)", "a file with text")
 
 
+def _missing(path: Path) -> list[Path]:
+    """Of a path and the directories above it, those that do not exist, deepest first."""
+    return [p for p in (path, *path.parents) if not p.exists()]
+
+
 def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
     """Write and delete a small object, as the agents will: permissions say less than a try."""
     import fsspec
 
     field, fix = "spec.checkpoint.path", "choose another path, or make this one writable"
     url = path if "://" in path else str(spec_directory / Path(path).expanduser())
-    probe = f".holdfast-probe-{uuid.uuid4().hex}"
+    made = _missing(Path(url)) if "://" not in path else []
     try:
         files, root = fsspec.core.url_to_fs(url)
-        existed = files.exists(root)
         files.makedirs(root, exist_ok=True)
-        name = f"{root.rstrip('/')}/{probe}"
+        name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"
         files.pipe_file(name, b"probe")
         files.rm_file(name)
-        if not existed and "://" not in path:
-            files.rmdir(root)
+        for directory in made:
+            directory.rmdir()
     except ImportError as error:
         scheme = path.partition("://")[0]
         fix = f"install its fsspec driver, such as pip install 'holdfast[{scheme}]'"

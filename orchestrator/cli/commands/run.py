@@ -6,11 +6,15 @@ Owns: this verb. Must not: hold the controller's loop; runtime/run.py does.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..options import HomeOption
+
+if TYPE_CHECKING:
+    from ...protocol.spec import TrainingJob
+    from ...runtime.home import Home
 
 
 def register(app: typer.Typer, panel: str) -> None:

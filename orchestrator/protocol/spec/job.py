@@ -20,7 +20,13 @@ API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "TrainingJob"
 
 # RFC 1123 label, as Kubernetes demands of names that end up in host names.
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=52)]
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
+
+PATTERNS = {
+    NAME_PATTERN: "lower-case letters, digits and dashes, beginning and ending with no dash",
+}
+"""What a pattern means, for error messages."""
 
 
 class Metadata(Part):

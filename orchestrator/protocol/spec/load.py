@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import Problem, SpecError, UserError
-from .job import TrainingJob
+from .job import PATTERNS, TrainingJob
 
 
 def load_job(path: str | Path) -> TrainingJob:
@@ -77,8 +77,16 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(field, "an unknown key", "one of " + ", ".join(known), fix)
     if kind == "missing":
         return Problem(field, "nothing", "a value: this key is required", "add it")
-    expected = re.sub(r"^(Input|Value) should be ", "", details["msg"])
-    return Problem(field, _show(details["input"]), expected.replace("'", ""))
+    if kind == "string_pattern_mismatch":
+        return Problem(field, _show(details["input"]), PATTERNS[context["pattern"]])
+    expected = re.sub(r"^(Input|Value|String|Tuple) should (be|have) ", "", details["msg"])
+    expected = expected.partition(", unable to parse")[0].replace("'", "")
+    fix = "put it in quotes" if kind == "string_type" and _is_scalar(details["input"]) else ""
+    return Problem(field, _show(details["input"]), expected, fix)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
 
 
 def _from_rule(field: str, value: Any, text: str) -> Problem:

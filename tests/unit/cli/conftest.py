@@ -1,0 +1,51 @@
+"""The command line in this process: arguments in, exit code and text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from orchestrator.cli.main import main
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Holdfast = Callable[..., Result]
+
+
+@pytest.fixture
+def holdfast(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Holdfast:
+    """`holdfast("status", "--json")`, with a home of its own."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+
+    def run(*arguments: str | Path) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        code = ended.value.code
+        assert isinstance(code, int)
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """`write(text)` -> path of a spec file, with a train.py beside it."""
+
+    def write_file(text: str) -> Path:
+        (tmp_path / "train.py").write_text("print('hello')\n")
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return path
+
+    return write_file

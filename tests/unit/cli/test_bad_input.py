@@ -1,0 +1,245 @@
+"""Every kind of mistake in a spec: what the person is told, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Holdfast
+
+Write = Callable[[str], Path]
+
+SPEC = """
+apiVersion: holdfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: demo}
+spec:
+"""
+SCRIPT = SPEC + "  entrypoint: {script: train.py}\n"
+RECIPE = SPEC + "  entrypoint: {recipe: {name: pretrain, config: {%s}}}\n"
+
+CASES = [
+    pytest.param(
+        SCRIPT + "  nodez: {min: 1}\n",
+        ["spec.nodez: got an unknown key", "did you mean nodes?"],
+        id="a misspelt key",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: many}\n",
+        ["spec.nodes.max: got 'many'; expected a valid integer"],
+        id="a wrong type",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {min: 3, max: 2}\n",
+        ["spec.nodes.max: got 2; expected at least nodes.min (3)"],
+        id="more at least than at most",
+    ),
+    pytest.param(
+        SCRIPT + "  workersPerNode: 0\n",
+        ["spec.workersPerNode: got 0", "greater than or equal to 1"],
+        id="a number out of range",
+    ),
+    pytest.param(
+        SCRIPT + "  resources: {memory: 4 gigs}\n",
+        ["spec.resources.memory: got '4 gigs'", "2, 500m or 4Gi"],
+        id="a wrong unit",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {min: 2, max: 2}\n  workersPerNode: 4\n  parallelism: {shard: 3}\n",
+        ["spec.parallelism.shard: got 3", "divisor of 8 workers", "use 1, 2, 4 or 8"],
+        id="an impossible mesh",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: 4}\n  parallelism: {shard: 4}\n",
+        ["spec.nodes.min: got 1; expected at least 4", "raise nodes.min or lower"],
+        id="a replica group larger than the smallest size",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: 4}\n  parallelism: {reshardAfterForward: 3, replicate: 2}\n",
+        ["spec.nodes.min"],
+        id="a replica group that follows from replicate",
+    ),
+    pytest.param(
+        SCRIPT + "  workersPerNode: 4\n  parallelism: {shard: 4, reshardAfterForward: 3}\n",
+        ["spec.parallelism.reshardAfterForward: got 3", "divisor of shard (4)"],
+        id="a reshard size that does not divide",
+    ),
+    pytest.param(
+        RECIPE % "" + "  workersPerNode: 2\n  parallelism: {tensor: 2}\n",
+        ["spec.parallelism.tensor: got 2; expected 1 with the recipe pretrain"],
+        id="an axis that the recipe does not have",
+    ),
+    pytest.param(
+        SPEC + "  entrypoint: {script: train.py, module: train}\n",
+        ["spec.entrypoint: got script and module", "exactly one of"],
+        id="two entrypoints",
+    ),
+    pytest.param(
+        SPEC + "  entrypoint: {}\n",
+        ["spec.entrypoint: got none of them"],
+        id="no entrypoint",
+    ),
+    pytest.param(
+        RECIPE % "model: {dim: 250}",
+        ["spec.entrypoint.recipe.config.model.dim: got 250", "multiple of twice numHeads (8)"],
+        id="a model whose heads do not fit",
+    ),
+    pytest.param(
+        SCRIPT + "  env: {WORLD_SIZE: '4'}\n",
+        ["spec.env.WORLD_SIZE: got a variable that Holdfast sets", "remove it"],
+        id="a reserved variable",
+    ),
+    pytest.param(
+        SCRIPT + "  env: {TORCHELASTIC_RUN_ID: x}\n",
+        ["spec.env.TORCHELASTIC_RUN_ID"],
+        id="a reserved prefix",
+    ),
+    pytest.param(
+        SCRIPT + "  env: {'A-B': x}\n",
+        ["spec.env: got the name 'A-B'", "letters, digits and underscores"],
+        id="a variable name that no shell knows",
+    ),
+    pytest.param(
+        SCRIPT + "  env: {DEBUG: 1}\n",
+        ["spec.env.DEBUG: got 1; expected a valid string", "put it in quotes"],
+        id="a number where a string must stand",
+    ),
+    pytest.param(
+        SCRIPT + "  checkpoint: {storage: {everySteps: 10, everySeconds: 5}}\n",
+        ["spec.checkpoint.storage", "at most one of them"],
+        id="two cadences",
+    ),
+    pytest.param(
+        SCRIPT + "  recovery: {heartbeatIntervalSeconds: 2, heartbeatTimeoutSeconds: 3}\n",
+        ["spec.recovery.heartbeatTimeoutSeconds: got 3", "twice heartbeatIntervalSeconds (4)"],
+        id="a timeout that a late beat exceeds",
+    ),
+    pytest.param(
+        SCRIPT.replace("demo", "Demo_1"),
+        ["metadata.name: got 'Demo_1'", "lower-case letters, digits and dashes"],
+        id="a name that is no host name",
+    ),
+    pytest.param(
+        SCRIPT.replace("v1alpha1", "v9"),
+        ["apiVersion: got 'holdfast.dev/v9'; expected holdfast.dev/v1alpha1"],
+        id="a version of the future",
+    ),
+    pytest.param("[1, 2]", ["the document: got list; expected a mapping"], id="not a mapping"),
+    pytest.param("", ["the document: got nothing"], id="an empty file"),
+    pytest.param("a: [", ["line 1, column 5", "valid YAML"], id="not YAML"),
+    pytest.param(
+        SPEC + "  entrypoint: {script: nope.py}\n",
+        ["spec.entrypoint.script: got nope.py", "does not exist", "spec.workingDirectory"],
+        id="a script that does not exist",
+    ),
+    pytest.param(
+        SPEC + "  entrypoint: {module: no_such_module_here.train}\n",
+        ["spec.entrypoint.module", "no module no_such_module_here"],
+        id="a module that does not exist",
+    ),
+    pytest.param(
+        SCRIPT + "  workingDirectory: nowhere\n",
+        ["spec.workingDirectory: got nowhere", "not a directory"],
+        id="a working directory that does not exist",
+    ),
+    pytest.param(
+        RECIPE % "data: {source: missing.txt}",
+        ["config.data.source: got missing.txt", "does not exist", "stdlib"],
+        id="data that does not exist",
+    ),
+    pytest.param(
+        SCRIPT + "  checkpoint: {path: train.py/below}\n",
+        ["spec.checkpoint.path: got train.py/below"],
+        id="a checkpoint path below a file",
+    ),
+    pytest.param(
+        SCRIPT + "  checkpoint: {path: 'nofs://bucket/x'}\n",
+        ["spec.checkpoint.path: got nofs://bucket/x"],
+        id="a URL of an unknown kind",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), CASES)
+def test_a_mistake_in_the_spec_is_named_and_exits_with_2(
+    text: str, told: list[str], write: Write, holdfast: Holdfast
+) -> None:
+    path = write(text)
+    before = sorted(p.name for p in path.parent.iterdir())
+    result = holdfast("validate", path)
+    assert result.code == 2
+    for part in told:
+        assert part in result.err
+    assert "expected" in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    assert sorted(p.name for p in path.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(("text", "told"), CASES[-6:])
+def test_run_makes_the_same_checks_and_leaves_nothing_behind(
+    text: str, told: list[str], write: Write, holdfast: Holdfast
+) -> None:
+    path = write(text)
+    result = holdfast("run", path)
+    assert result.code == 2
+    assert told[0] in result.err
+    assert not (path.parent / "home").exists()
+
+
+def test_all_mistakes_are_listed_not_only_the_first(write: Write, holdfast: Holdfast) -> None:
+    result = holdfast("validate", write(SCRIPT + "  nodes: {min: x}\n  workersPerNode: 0\n"))
+    assert "2 problems in the job spec" in result.err
+
+
+def test_mistakes_as_json(write: Write, holdfast: Holdfast) -> None:
+    result = holdfast("validate", "--json", write(SCRIPT + "  workersPerNode: 0\n"))
+    assert result.code == 2
+    found = json.loads(result.out)
+    assert found["valid"] is False
+    assert found["problems"][0]["field"] == "spec.workersPerNode"
+    assert found["problems"][0]["got"] == "0"
+
+
+def test_a_spec_file_that_does_not_exist(tmp_path: Path, holdfast: Holdfast) -> None:
+    for verb in ("validate", "plan", "run"):
+        result = holdfast(verb, tmp_path / "nope.yaml")
+        assert result.code == 2
+        assert "nope.yaml: cannot be read (No such file or directory)" in result.err
+
+
+def test_a_spec_file_that_is_not_text(tmp_path: Path, holdfast: Holdfast) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    result = holdfast("validate", path)
+    assert result.code == 2
+    assert "cannot be read" in result.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_what_may_not_be_read_or_written(write: Write, holdfast: Holdfast) -> None:
+    path = write(SCRIPT + "  checkpoint: {path: locked}\n")
+    (path.parent / "train.py").chmod(0)
+    (path.parent / "locked").mkdir(mode=0o500)
+    result = holdfast("validate", path)
+    assert result.code == 2
+    assert "spec.entrypoint.script" in result.err
+    assert "spec.checkpoint.path" in result.err
+
+
+def test_a_checkpoint_path_that_can_be_written_is_left_as_it_was(
+    write: Write, holdfast: Holdfast
+) -> None:
+    path = write(SCRIPT + "  checkpoint: {path: new/place}\n")
+    assert holdfast("validate", path).code == 0
+    assert not (path.parent / "new").exists()
+
+
+def test_a_valid_spec_says_what_it_will_do(write: Write, holdfast: Holdfast) -> None:
+    result = holdfast("validate", write(SCRIPT + "  nodes: {max: 2}\n  workersPerNode: 2\n"))
+    assert result.code == 0
+    assert "2 nodes x 2 workers, HSDP: replicate 2 x shard 2" in result.out
