@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     from ..protocol.errors import HoldfastError
 
     try:
-        result = app(args=arguments, standalone_mode=False)
+        result = app(args=arguments, prog_name="holdfast", standalone_mode=False)
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:

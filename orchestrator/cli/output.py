@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 import time
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,14 +29,18 @@ STATE_STYLES = {
 
 def stdout() -> Console:
     """For results. Colours only on a terminal; NO_COLOR is respected."""
-    width = None if sys.stdout.isatty() else WIDE
-    return Console(highlight=False, width=width)
+    return console(sys.stdout)
 
 
 def stderr() -> Console:
     """For errors and remarks that are not the result."""
-    width = None if sys.stderr.isatty() else WIDE
-    return Console(stderr=True, highlight=False, width=width)
+    return console(sys.stderr)
+
+
+def console(file: IO[str]) -> Console:
+    """No markup: what jobs say may hold brackets, and must come out as it went in."""
+    width = None if file.isatty() else WIDE
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_json(value: Any) -> None:

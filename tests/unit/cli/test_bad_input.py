@@ -157,6 +157,11 @@ CASES = [
         id="a checkpoint path below a file",
     ),
     pytest.param(
+        SCRIPT + "  checkpoint: {path: /proc/holdfast}\n",
+        ["spec.checkpoint.path: got /proc/holdfast (", "a place that can be written"],
+        id="a checkpoint path that nobody may write",
+    ),
+    pytest.param(
         SCRIPT + "  checkpoint: {path: 'nofs://bucket/x'}\n",
         ["spec.checkpoint.path: got nofs://bucket/x"],
         id="a URL of an unknown kind",

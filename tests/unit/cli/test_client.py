@@ -1,0 +1,99 @@
+"""Requests to a controller: the answer, a refusal, and nobody there."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.client import ControllerGone, RequestRefused, ask
+from orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
+from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.runtime.home import Home, JobDirectory
+
+JOB = {
+    "apiVersion": "holdfast.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "demo"},
+    "spec": {"entrypoint": {"script": "train.py"}},
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> JobDirectory:
+    return Home(tmp_path).create(job_from_mapping(JOB), tmp_path)
+
+
+@contextmanager
+def controller(directory: JobDirectory, answer: bytes) -> Iterator[list[Request]]:
+    """Holds the lock and answers one request with these bytes."""
+    received: list[Request] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, directory.locked():
+        directory.write_controller(*server.getsockname()[:2], 0)
+
+        def serve() -> None:
+            link, _ = server.accept()
+            with link:
+                length = frame_length(link.recv(4, socket.MSG_WAITALL))
+                request = decode(link.recv(length, socket.MSG_WAITALL))
+                assert isinstance(request, Request)
+                received.append(request)
+                link.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield received
+        thread.join(timeout=10)
+
+
+def test_a_request_carries_the_token_and_who_asked(directory: JobDirectory) -> None:
+    with controller(directory, encode(Reply(ok=True, body={"a": 1}))) as received:
+        assert ask(directory, "resize", nodes=2).body == {"a": 1}
+    request = received[0]
+    assert request.token == directory.token()
+    assert request.verb == "resize"
+    assert request.arguments["nodes"] == 2
+    assert "by" in request.arguments
+
+
+def test_a_refusal_is_the_users_error(directory: JobDirectory) -> None:
+    refusal = Reply(ok=False, detail="nodes: got 9; expected 1 to 2")
+    with controller(directory, encode(refusal)), pytest.raises(RequestRefused) as raised:
+        ask(directory, "resize", nodes=9)
+    assert raised.value.exit_code == 2
+    assert "nodes: got 9" in str(raised.value)
+
+
+def test_no_controller_says_how_to_take_the_job_over(directory: JobDirectory) -> None:
+    with pytest.raises(ControllerGone) as raised:
+        ask(directory, "suspend")
+    assert raised.value.exit_code == 1
+    assert "holdfast run --attach demo" in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1x"])
+def test_a_controller_that_talks_nonsense_counts_as_gone(
+    directory: JobDirectory, answer: bytes
+) -> None:
+    with controller(directory, answer), pytest.raises(ControllerGone):
+        ask(directory, "status")
+
+
+def test_a_port_that_nobody_listens_on_counts_as_gone(directory: JobDirectory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()[:2]
+    with directory.locked():
+        directory.write_controller(*place, 0)
+        with pytest.raises(ControllerGone):
+            ask(directory, "status")
+
+
+def test_asking_does_not_take_the_lock(directory: JobDirectory) -> None:
+    directory.controller_alive()
+    with (directory.path / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,172 @@
+"""The verbs, without a job that runs: help, usage, JSON, and what is said where nothing is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import sentences
+from orchestrator.core import events
+from orchestrator.protocol.facts import Exit
+
+from .conftest import Holdfast
+
+VERBS = [
+    "run", "status", "logs", "events", "report", "resize", "suspend", "resume", "cancel", "delete",
+    "validate", "plan", "schema", "version",
+]  # fmt: skip
+HEAVY = ("pydantic", "msgspec", "yaml", "fsspec", "torch", "numpy", "psutil")
+
+JOB = """
+apiVersion: holdfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: demo}
+spec:
+  entrypoint: {recipe: {name: pretrain}}
+  nodes: {max: 2}
+  workersPerNode: 2
+"""
+
+
+def test_help_names_every_verb(holdfast: Holdfast) -> None:
+    result = holdfast("--help")
+    assert result.code == 0
+    for verb in [*VERBS, "chaos", "checkpoint"]:
+        assert f" {verb} " in result.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_of_its_own(verb: str, holdfast: Holdfast) -> None:
+    result = holdfast(verb, "--help")
+    assert result.code == 0
+    assert f"holdfast {verb}" in result.out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, orchestrator.cli.main\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules and m != 'pydantic'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["resize", "demo"], "Missing argument 'N'"),
+        (["resize", "demo", "two"], "Invalid value for 'N'"),
+        (["status", "--nope"], "No such option: --nope"),
+        (["run"], "FILE: got nothing"),
+        (["run", "x.yaml", "--attach", "demo"], "expected one of them"),
+        (["status", "nope"], "job: got nope; expected a job"),
+        (["report", "../x"], "job: got ../x; expected a job"),
+        (["run", "--attach", "nope"], "job: got nope; expected a job"),
+        (["chaos", "kill-worker", "nope"], "job: got nope"),
+        (["checkpoint", "list", "nope"], "job: got nope"),
+        (["checkpoint", "list", "./nope"], "JOB_OR_PATH: got ./nope; expected a directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_call_is_one_paragraph_and_exits_with_2(
+    arguments: list[str], told: str, holdfast: Holdfast
+) -> None:
+    result = holdfast(*arguments)
+    assert result.code == 2
+    assert told in result.err
+    assert result.err.startswith("error: ")
+    assert len(result.err.strip().splitlines()) == 1
+
+
+def test_no_arguments_show_the_help_and_exit_with_2(holdfast: Holdfast) -> None:
+    result = holdfast()
+    assert result.code == 2
+    assert "Usage: holdfast" in result.out
+
+
+def test_no_jobs_yet(holdfast: Holdfast) -> None:
+    assert "no jobs in" in holdfast("status").err
+    assert holdfast("status", "--json").out == "[]\n"
+
+
+def test_the_plan_is_the_same_in_text_and_json(
+    write: Callable[[str], Path], holdfast: Holdfast
+) -> None:
+    path = write(JOB)
+    text = holdfast("plan", path)
+    assert text.code == 0
+    for part in ("HSDP on 2 nodes", "16 P / S", "MASTER_ADDR", "all-reduce of gradients", "why: "):
+        assert part in text.out
+    plan = json.loads(holdfast("plan", "--json", path).out)
+    assert plan["mesh"]["replicate"] == 2
+    assert plan["strategy"] == "HSDP"
+    assert plan["why"] in text.out
+    assert {setting["source"] for setting in plan["environment"]} >= {"contract", "fabric"}
+
+
+def test_a_plan_for_fewer_nodes_and_a_known_device(
+    write: Callable[[str], Path], holdfast: Holdfast
+) -> None:
+    result = holdfast("plan", write(JOB), "--nodes", "1", "--device-memory", "8Gi")
+    assert "FSDP on 1 node" in result.out
+    assert "of 8.0 GiB" in result.out
+
+
+def test_a_plan_for_too_few_nodes_says_how_many_it_takes(
+    write: Callable[[str], Path], holdfast: Holdfast
+) -> None:
+    path = write(JOB.replace("{max: 2}", "{min: 2, max: 2}"))
+    result = holdfast("plan", path, "--nodes", "1")
+    assert result.code == 2
+    assert "--nodes: got 1; expected 2 to 2 nodes" in result.err
+
+
+def test_a_device_memory_without_meaning(write: Callable[[str], Path], holdfast: Holdfast) -> None:
+    result = holdfast("plan", write(JOB), "--device-memory", "lots")
+    assert result.code == 2
+    assert "--device-memory: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
+
+
+def test_the_schema_is_valid_json_and_closed(holdfast: Holdfast, tmp_path: Path) -> None:
+    schema = json.loads(holdfast("schema").out)
+    assert schema["properties"]["kind"]["const"] == "TrainingJob"
+    assert schema["additionalProperties"] is False
+    path = tmp_path / "schema.json"
+    assert holdfast("schema", "-o", path).code == 0
+    assert json.loads(path.read_text()) == schema
+
+
+def test_version_names_torch(holdfast: Holdfast) -> None:
+    assert "torch " in holdfast("version").out
+
+
+def test_every_durable_event_has_a_sentence() -> None:
+    missing = [
+        kind.__name__
+        for kind in events.AnyEvent.__args__
+        if kind is not events.Heartbeat and kind not in sentences._SENTENCES
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("exit", "text"),
+    [
+        (Exit(rank=2, signal=9), "worker 2 was killed by SIGKILL"),
+        (
+            Exit(rank=0, code=1, error_type="ValueError", error_message="no"),
+            "code 1: ValueError: no",
+        ),
+        (Exit(rank=0, signal=9, out_of_memory=True), "SIGKILL, out of memory"),
+    ],
+)
+def test_an_exit_is_told_in_words(exit: Exit, text: str) -> None:
+    event = events.WorkerExited(node="node-0", generation=1, exit=exit)
+    assert text in sentences.sentence(event)
+    assert sentences.source(event) == "node-0"

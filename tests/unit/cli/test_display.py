@@ -1,0 +1,174 @@
+"""What is shown of a job: the live picture, plain lines, status and report."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from orchestrator.cli import output
+from orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
+from orchestrator.cli.render import status
+from orchestrator.cli.report import print_report, report
+from orchestrator.runtime.view import CheckpointView, JobView, NodeView
+
+from .views import NS, T0, make_incident, make_view
+
+
+def console(*, terminal: bool = False) -> Console:
+    made = output.console(Terminal() if terminal else io.StringIO())
+    made.width = 200
+    return made
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def text_of(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+def show(*views: JobView) -> list[str]:
+    """The lines that a file would get, without their time of day."""
+    to = console()
+    with LineDisplay(to, interval_s=5) as display:
+        for view in views:
+            display.show(view)
+    return [line.partition("  ")[2] for line in text_of(to).splitlines()]
+
+
+def test_a_terminal_gets_a_picture_and_a_file_gets_lines() -> None:
+    assert isinstance(make_display(console(terminal=True)), LiveDisplay)
+    assert isinstance(make_display(console()), LineDisplay)
+
+
+def test_progress_is_told_every_few_seconds_only() -> None:
+    def at(seconds: float, step: int) -> JobView:
+        return make_view(step=step, now_ns=T0 + int(seconds * NS))
+
+    lines = show(at(0, 1), at(1, 2), at(2, 3), at(5.5, 9), at(6, 10))
+    steps = [line.split(",")[0] for line in lines if line.startswith("step")]
+    assert steps == ["step 1 (2 of 100)", "step 9 (10 of 100)"]
+
+
+def test_nothing_is_told_twice() -> None:
+    assert show(make_view(), make_view()) == show(make_view())
+
+
+def test_an_incident_is_told_when_it_opens_and_when_it_is_over() -> None:
+    opened = make_view(incidents=[make_incident(over=False)], state="recovering")
+    closed = make_view(incidents=[make_incident()], generation=2)
+    lines = show(make_view(), opened, opened, closed, closed)
+    told = [line for line in lines if line.startswith("incident")]
+    assert told == [
+        "incident 1: worker 2 on node-1 was killed by SIGKILL (rehearsal)",
+        "incident 1 over: next step after 0.67 s, 1 step lost, restored from memory",
+    ]
+    assert any(line.startswith("generation 2: 4 workers") for line in lines)
+
+
+def test_a_view_that_is_changed_in_place_is_still_told() -> None:
+    to = console()
+    view = make_view(nodes=[])
+    with LineDisplay(to) as display:
+        display.show(view)
+        view.nodes.append(NodeView(name="node-7", state="joining"))
+        view.state = "suspended"
+        display.show(view)
+    assert "node-7 joining" in text_of(to)
+    assert "suspended" in text_of(to)
+
+
+def test_a_committed_checkpoint_is_told_once() -> None:
+    after = make_view(checkpoints=[CheckpointView(step=49, generation=1)])
+    lines = show(make_view(), after, after)
+    assert lines.count("checkpoint of step 49 committed") == 1
+
+
+def test_the_live_picture_has_everything() -> None:
+    to = console(terminal=True)
+    with LiveDisplay(to) as display:
+        for step in range(3):
+            display.show(make_view(step=step, loss=3.0 - step, incidents=[make_incident()]))
+        display.note("a remark")
+    shown = text_of(to)
+    for part in ("3 of 100 steps", "12.3k tokens/s", "4 workers, HSDP", "node-0", "SIGKILL",
+                 "step 41 in memory, step 39 in storage (40.0 MiB)", "█▅▁", "remark"):  # fmt: skip
+        assert part in shown
+
+
+def test_status_of_a_job_that_has_not_begun() -> None:
+    to = console()
+    to.print(status(JobView(name="new")))
+    assert "pending" in text_of(to)
+    assert "none in memory, none in storage" in text_of(to)
+
+
+def report_lines(view: JobView) -> Iterator[str]:
+    to = console()
+    print_report(to, view)
+    yield from (line.strip() for line in text_of(to).splitlines())
+
+
+def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
+    view = make_view(state="succeeded", incidents=[make_incident()], finished_ns=T0 + 71 * NS)
+    lines = list(report_lines(view))
+    assert lines[0] == "demo  succeeded after 1 min 11 s"
+    assert "goodput 90.9%" in lines
+    for part in (
+        "culprit: rank 2 on node-1",
+        "evidence: exit by signal 9",
+        "phases: stop 0.05 s, launch 0.02 s, first-step 0.60 s",
+        "checkpoint of step 39 (40.0 MiB) in /somewhere/checkpoints",
+    ):
+        assert part in lines
+    bars = [line for line in lines if "█" in line]
+    assert bars[0].startswith("productive")
+    assert "90.9%" in bars[0]
+
+
+def test_the_report_of_a_failed_job_has_its_traceback_and_stacks() -> None:
+    incident = make_incident(stacks={"3": "File x, line 1"}, traceback="ValueError: no")
+    view = make_view(state="failed", traceback="Traceback: boom", incidents=[incident])
+    text = "\n".join(report_lines(view))
+    assert "stack of rank 3:" in text
+    assert "Traceback: boom" in text
+
+
+def test_text_of_the_job_is_never_taken_for_markup() -> None:
+    view = make_view(reason="[red]not a colour[/red]", traceback="[bold]x[/bold] [/]")
+    to = console()
+    to.print(report(view))
+    assert "[red]not a colour[/red]" in text_of(to)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.831, "0.83 s"),
+        (42.04, "42.0 s"),
+        (185, "3 min 05 s"),
+        (7620, "2 h 07 min"),
+        (9e4, "1 d 1 h"),
+    ],
+)
+def test_durations_have_units(seconds: float, text: str) -> None:
+    assert output.duration(seconds) == text
+
+
+def test_sizes_and_counts_have_units() -> None:
+    assert output.size(512) == "512 B"
+    assert output.size(3 * 2**30) == "3.0 GiB"
+    assert output.count(950) == "950"
+    assert output.count(8.03e9) == "8.0B"
+
+
+def test_a_sparkline_keeps_its_width() -> None:
+    assert output.sparkline([1.0]) == ""
+    assert output.sparkline([1.0, 2.0, float("nan")]) == "▁█"
+    assert len(output.sparkline([float(n) for n in range(1000)], width=40)) == 40
