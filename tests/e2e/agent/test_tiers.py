@@ -1,0 +1,178 @@
+"""The memory and storage tiers with real memory, sockets and files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from orchestrator.protocol import messages as m
+from orchestrator.protocol.facts import Restore, ShardSource
+from orchestrator.protocol.host import EndNode
+from orchestrator.protocol.manifest import directory_name, shard_file_name
+from workers.agent import peers
+
+from .rig import TOKEN, Rig, tell_host, watched
+
+pytestmark = pytest.mark.e2e
+_names = (f"t-{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def node(rig: Rig, host: socket.socket) -> Iterator[str]:
+    yield from start(rig, host)
+
+
+@pytest.fixture
+def other(rig: Rig, host: socket.socket) -> Iterator[str]:
+    yield from start(rig, host)
+
+
+def start(rig: Rig, host: socket.socket) -> Iterator[str]:
+    name = next(_names)
+    rig.start_node(host, name)
+    yield name
+    tell_host(host, EndNode(node=name))
+
+
+def mode(rig: Rig, text: str) -> None:
+    (rig.directory / "mode").write_text(text)
+
+
+def content(step: int, shard: int) -> bytes:
+    return bytes([step, shard]) * 500_000
+
+
+def data_port(rig: Rig, node: str) -> int:
+    return rig.controller.wait(m.Hello, node).facts.data_port
+
+
+def staged(rig: Rig, node: str, generation: int, step: int = 3) -> None:
+    rig.controller.wait(
+        m.Heartbeat, node, lambda b: b.generation == generation and b.staged_step == step
+    )
+
+
+def test_what_was_staged_survives_the_workers_and_comes_back(rig: Rig, node: str) -> None:
+    mode(rig, "stage")
+    rig.launch(node, 1)
+    staged(rig, node, 1)
+    stopped = rig.stop(node, 1)
+    steps = {(s.step, s.shard) for s in stopped.staged}
+    assert steps == {(2, 0), (2, 1), (3, 0), (3, 1)}
+    mode(rig, "fetch")
+    rig.launch(node, 2, restore=Restore(step=3, generation=1, num_shards=2))
+    rig.controller.wait(
+        m.Heartbeat, node, lambda b: len(b.workers) == 2 and all(w.step == 1000 for w in b.workers)
+    )
+    for rank in range(2):
+        for shard in range(2):
+            assert f"fetched {shard} 1000000 True" in rig.log(2, rank)
+    rig.stop(node, 2)
+
+
+def test_a_fresh_node_fetches_shards_from_the_memory_of_another(
+    rig: Rig, node: str, other: str
+) -> None:
+    mode(rig, "stage")
+    rig.launch(node, 11)
+    staged(rig, node, 11)
+    sources = tuple(ShardSource(k, node, "127.0.0.1", data_port(rig, node)) for k in range(2))
+    mode(rig, "fetch")
+    rig.launch(other, 12, restore=Restore(step=3, generation=11, num_shards=2, sources=sources))
+    rig.controller.wait(
+        m.Heartbeat, other, lambda b: len(b.workers) == 2 and all(w.step == 1000 for w in b.workers)
+    )
+    assert rig.log(12, 0).count("True") == 2, rig.log(12, 0)
+    rig.stop(other, 12)
+    rig.stop(node, 11)
+
+
+def test_a_lost_node_leaves_its_shards_with_its_buddy(rig: Rig, node: str, other: str) -> None:
+    mode(rig, "stage")
+    rig.launch(node, 21, buddy=(other, data_port(rig, other)))
+    staged(rig, node, 21)
+    port = data_port(rig, other)
+    rig.controller.wait(m.Heartbeat, other, lambda b: b.staged_step == -1)
+    wanted = peers.StagedShard(3, 21, 1, 2, 1_000_000)
+    fd, num_bytes = fetch_when_there(port, wanted)
+    rig.controller.send(node, m.Chaos(kind="kill-node"))
+    assert os.pread(fd, num_bytes, 0) == content(3, 1)
+    os.close(fd)
+    stopped = rig.stop(other, 21)
+    assert {(3, 0), (3, 1)} <= {(s.step, s.shard) for s in stopped.staged}
+
+
+def fetch_when_there(port: int, wanted: peers.StagedShard) -> tuple[int, int]:
+    """The push runs beside training; ask until it is through."""
+    for _ in range(200):
+        try:
+            return peers.fetch("127.0.0.1", port, TOKEN, wanted)
+        except peers.PeerError as error:
+            last = error
+    raise AssertionError(last)
+
+
+def test_the_data_port_serves_nobody_without_the_token(rig: Rig, node: str) -> None:
+    mode(rig, "stage")
+    rig.launch(node, 31)
+    staged(rig, node, 31)
+    wanted = peers.StagedShard(3, 31, 0, 2, 0)
+    with pytest.raises(peers.PeerError, match="wrong token"):
+        peers.fetch("127.0.0.1", data_port(rig, node), "guess", wanted)
+    with socket.create_connection(("127.0.0.1", data_port(rig, node))) as sock:
+        sock.sendall(struct.pack(">I", 2**31) + b"nonsense")
+        assert sock.recv(1) == b""
+    rig.stop(node, 31)
+
+
+def test_storage_gets_the_staged_bytes_and_their_checksum(rig: Rig, node: str) -> None:
+    mode(rig, "stage finish")
+    rig.launch(node, 41, persist_every_steps=100)
+    for shard in range(2):
+        report = rig.controller.wait(m.Persisted, node, lambda p, k=shard: p.shard.shard == k)
+        assert (report.shard.step, report.generation) == (3, 41)
+        directory = rig.directory / "checkpoints" / directory_name(3, 41)
+        data = (directory / shard_file_name(shard, 2)).read_bytes()
+        assert data == content(3, shard)
+        assert xxhash.xxh3_128_hexdigest(data) == report.shard.checksum
+        assert sorted(p.name for p in directory.iterdir() if p.name.startswith(".")) == []
+    rig.controller.wait(m.WorkerExited, node, lambda e: e.exit.code == 0 and e.exit.rank == 0)
+    rig.stop(node, 41)
+
+
+def test_a_store_that_cannot_be_written_is_reported_and_training_goes_on(
+    rig: Rig, node: str
+) -> None:
+    blocked = rig.directory / "checkpoints" / directory_name(0, 51)
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.write_text("a file where a directory must be")
+    mode(rig, "stage")
+    rig.launch(node, 51, persist_every_steps=1)
+    failed = rig.controller.wait(m.PersistFailed, node, lambda p: p.generation == 51)
+    assert failed.detail
+    staged(rig, node, 51)
+    rig.stop(node, 51)
+
+
+def test_the_memory_tier_leaves_nothing_behind_when_the_agent_is_killed(
+    rig: Rig, node: str
+) -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    mode(rig, "stage")
+    rig.launch(node, 61)
+    staged(rig, node, 61)
+    memory = [os.readlink(fd) for fd in Path(f"/proc/{rig.nodes[node]}/fd").iterdir()]
+    assert sum("memfd:holdfast-" in name for name in memory) >= 6
+    pids = rig.pids(node)
+    with watched([rig.nodes[node], *pids["server"], *pids["workers"]]) as gone:
+        os.kill(rig.nodes[node], signal.SIGKILL)
+        gone()
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= before

@@ -1,0 +1,185 @@
+"""First code of a forked worker: wait for the seat, become that worker, run the entrypoint.
+
+Owns: the worker's process state (environment, streams, directory, threads) and how its end is told.
+Must not: return; every path leaves through os._exit, because interpreter teardown with torch loaded
+takes tenths of a second and can only fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import importlib.util
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from orchestrator.protocol import limits
+from orchestrator.protocol.spec import TrainingJob
+from workers import wire
+
+_PEER_GONE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
+    r"|remote peer|Socket closed|Connection was likely closed|Timed out waiting|recvValue failed"
+    r"|failed to recv|NCCL communicator was aborted|ncclRemoteError|ncclSystemError"
+    r"|Connection refused|Connection timed out|wait timeout|unexpected EOF",
+    re.IGNORECASE,
+)
+_TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog", re.IGNORECASE)
+_NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
+
+
+def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
+    """Everything from the fork to the end of the process."""
+    link = socket.socket(fileno=wire_fd)
+    code = 1
+    try:
+        _reset_signals()
+        faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
+        _warm(job)
+        assign, _ = wire.receive(link)
+        if assign is None:  # the agent ended, or has no use for this standby
+            os._exit(0)
+        assert isinstance(assign, wire.Assign)
+        _become(assign, job, wire_fd)
+        wire.attached = wire.Attached(link=link, assign=assign, job=job)
+        _run_entrypoint(job)
+        code = _leave(0)
+    except SystemExit as error:
+        code = _leave(_exit_code(error))
+    except BaseException as error:
+        _tell(link, error)
+        traceback.print_exception(error)
+        _flush()
+    finally:
+        os._exit(code)
+
+
+# -- becoming the worker ----------------------------------------------------------------------
+def _reset_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _warm(job: TrainingJob) -> None:
+    """Work of a standby that can be done before it has a seat: workers.warm.warm(job), if any."""
+    if importlib.util.find_spec("workers.warm") is not None:
+        importlib.import_module("workers.warm").warm(job)
+
+
+def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int) -> None:
+    _open_streams(assign.log_file)
+    os.environ.update(assign.environment)
+    os.environ[wire.AGENT_FD] = str(wire_fd)
+    os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
+    if "torch" in sys.modules:
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit():
+            sys.modules["torch"].set_num_threads(max(1, int(threads)))
+    if "numpy" in sys.modules:
+        # Forked siblings would draw the same numbers; fresh interpreters do not.
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(log_file: str) -> None:
+    """stdout and stderr to one file, appended line by line; nothing to read on stdin."""
+    null = os.open(os.devnull, os.O_RDWR)
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log_file else null
+    os.dup2(null, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    for fd in {null, target}:
+        os.close(fd)
+    # New objects: whoever started the server may have replaced or captured the inherited ones.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = _stream(1, "strict")
+    sys.stderr = _stream(2, "backslashreplace")
+    faulthandler.enable(file=2)
+
+
+def _stream(fd: int, errors: str) -> TextIO:
+    return open(fd, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False)
+
+
+# -- the entrypoint ---------------------------------------------------------------------------
+def _run_entrypoint(job: TrainingJob) -> None:
+    entry = job.spec.entrypoint
+    if entry.recipe is not None:
+        importlib.import_module(f"workers.recipes.{entry.recipe.name}").main(job)
+    elif entry.script is not None:
+        script = str(Path(entry.script).resolve())
+        sys.argv = [entry.script, *entry.args]
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        assert entry.module is not None
+        sys.argv = [entry.module, *entry.args]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(entry.module, run_name="__main__", alter_sys=True)
+
+
+# -- the end ----------------------------------------------------------------------------------
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter does it."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _leave(code: int) -> int:
+    """What the interpreter would do at its end, without tearing it down."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    _flush()
+    return code
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # a full disk or a closed stream must not change the exit code
+
+
+def _tell(link: socket.socket, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    failed = wire.Failed(
+        error_type=type(error).__qualname__,
+        message=str(error)[: limits.MAX_TRACEBACK_BYTES // 4],
+        traceback=text.encode()[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
+        secondary=is_secondary(error),
+    )
+    try:
+        wire.send(link, failed)
+    except OSError:
+        return  # the agent is gone, and so will this process be
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error says that a peer or the network went away: a consequence, not a cause."""
+    seen: BaseException | None = error
+    while seen is not None:
+        kind, message = type(seen).__name__, str(seen)
+        if kind in _NETWORK_ERRORS:
+            # The backend also reports wrong use under this name; then no peer is mentioned.
+            if kind != "DistBackendError" or _PEER_GONE.search(message):
+                return True
+        elif isinstance(seen, RuntimeError) and _PEER_GONE.search(message):
+            return bool(_TORCH_DISTRIBUTED.search(message))
+        seen = seen.__cause__
+    return False

@@ -1,0 +1,73 @@
+"""What this node has: cores, memory, GPUs, network. Read once, without opening a device.
+
+Owns: NodeFacts of this node. Must not: create a CUDA context: the agent would hold device memory
+that belongs to the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from orchestrator.protocol.facts import Gpu, NodeFacts
+
+NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
+    return NodeFacts(
+        hostname=socket.gethostname(),
+        address=address,
+        data_port=data_port,
+        slots=slots,
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=gpus(),
+        interfaces=interfaces(),
+        hcas=_names("/sys/class/infiniband"),
+        failure_domain=failure_domain,
+        torch_version=_torch_version(),
+        pid=os.getpid(),
+    )
+
+
+def interfaces() -> tuple[str, ...]:
+    """Network interfaces that are up, loopback last."""
+    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
+    return tuple(sorted(up, key=lambda name: (name == "lo", name)))
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """What nvidia-smi lists; nothing where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or not Path("/proc/driver/nvidia/gpus").exists():
+        return ()
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"nvidia-smi: {error}; taking this node as one without GPUs", file=sys.stderr)
+        return ()
+    rows = (line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line)
+    return tuple(Gpu(name.strip(), int(float(mib)) * 2**20) for name, mib in rows)
+
+
+def _names(directory: str) -> tuple[str, ...]:
+    path = Path(directory)
+    return tuple(sorted(entry.name for entry in path.iterdir())) if path.is_dir() else ()
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,78 @@
+"""The few calls of Linux that Python does not wrap, and facts from /proc.
+
+Owns: prctl, process states, signal names. Must not: know jobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends; ends at once if it has already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(137)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has ended, to be able to end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), "prctl")
+
+
+def state_of(pid: int) -> str:
+    """State letter of a process (R, S, D, T, Z ...), empty when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    # The name in parentheses may contain anything, also parentheses.
+    return chr(stat[stat.rindex(b")") + 2])
+
+
+def children() -> list[int]:
+    """Children of this process, zombies included; empty where the kernel does not tell."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def memory_kills() -> int:
+    """How often the kernel killed for memory in our control group; 0 where that cannot be read."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        path = next(line.partition("::")[2] for line in groups if line.startswith("0::"))
+        events = Path("/sys/fs/cgroup" + path) / "memory.events"
+        fields = dict(line.split() for line in events.read_text().splitlines())
+        return int(fields.get("oom_kill", 0))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+def describe_end(code: int | None, signal_number: int | None) -> str:
+    """`killed by SIGKILL`, `exited with code 1`."""
+    if signal_number is None:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(signal_number).name
+    except ValueError:
+        name = f"signal {signal_number}"
+    return f"killed by {name}"

@@ -1,0 +1,332 @@
+"""The agent process: feeds the machine with facts and carries out what it wants.
+
+Owns: the event loop of a node, and the only clock and IO of the agent. Must not: decide anything;
+machine.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
+
+from orchestrator.protocol import messages as m
+from orchestrator.protocol.environment import worker_environment
+from orchestrator.protocol.facts import NodeFacts, StagedShard
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from workers import wire
+
+from . import facts as f
+from . import forkserver, inventory, kernel, memory, peers, persist, stacks
+from .crew import Crew
+from .link import ControllerLink, ReservedPort
+from .machine import AgentMachine
+
+IO_THREADS = 8
+"""Transfers at once: uploads, pushes and fetches wait for disks and networks, not for cores."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What an agent must be told at its start; the rest comes with Welcome."""
+
+    job: str
+    node: str
+    slots: int
+    token_file: Path
+    endpoint_file: Path
+    bind_address: str = ""
+    """Where the data port listens; empty: on all interfaces."""
+
+
+class Node:
+    """One agent."""
+
+    def __init__(self, options: NodeOptions, server: socket.socket) -> None:
+        self._options = options
+        self._token = options.token_file.read_text(encoding="ascii").strip()
+        self._loop = asyncio.get_running_loop()
+        self._machine = AgentMachine(
+            job=options.job, node=options.node, token=self._token, slots=options.slots
+        )
+        self._memory = memory.Memory()
+        self._crew = Crew(self._loop, self._give)
+        self._crew.attach(server)
+        self._data = peers.DataPort(
+            self._token, self._on_get, self._on_put, address=options.bind_address
+        )
+        self._link = ControllerLink(
+            options.endpoint_file, self._on_link, self._on_message, lambda: self._give(f.LinkDown())
+        )
+        self._ports = ReservedPort()
+        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="holdfast-io")
+        self._facts: NodeFacts | None = None
+        self._job: TrainingJob | None = None
+        self._queue: deque[f.Input] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped_ranks: tuple[int, ...] = ()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._questions: dict[int, asyncio.Future[f.Output]] = {}
+        self._next_question = 0
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+
+    async def run(self) -> str:
+        """Until the machine ends the node; returns why."""
+        self._spawn(self._data.run())
+        self._spawn(self._link.run())
+        return await self.ended
+
+    # -- the machine --------------------------------------------------------------------------
+    def _give(self, given: f.Input) -> None:
+        """Facts may come up while commands are carried out: they wait their turn."""
+        self._queue.append(given)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._queue:
+                for output in self._machine.step(time.monotonic_ns(), self._queue.popleft()):
+                    self._carry_out(output)
+        finally:
+            self._busy = False
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._machine.next_deadline_ns()
+        if due is not None:
+            delay_s = max(0, due - time.monotonic_ns()) / 1e9
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        stopped = self._crew.stopped_ranks()
+        if stopped != self._stopped_ranks:
+            self._stopped_ranks = stopped
+            self._give(f.StoppedRanks(stopped))
+        self._give(f.Tick())
+
+    def _on_message(self, message: m.ToAgent) -> None:
+        self._give(f.Received(message))
+
+    def _on_link(self, address: str) -> None:
+        if self._facts is None:
+            self._facts = inventory.node_facts(
+                slots=self._options.slots,
+                address=address,
+                data_port=self._data.port,
+                failure_domain=self._options.node,
+            )
+        self._facts = replace(self._facts, address=address)
+        self._give(f.LinkUp(self._facts, self._ports.take()))
+
+    # -- commands -----------------------------------------------------------------------------
+    def _carry_out(self, output: f.Output) -> None:
+        match output:
+            case f.Send():
+                self._link.send(output.message)
+            case f.CloseLink():
+                print(f"closing the link: {output.detail}", file=sys.stderr)
+                self._link.close()
+            case f.Configure():
+                self._configure()
+            case f.Fork():
+                self._fork(output)
+            case f.Kill():
+                self._crew.kill(output.generation, output.rank, output.signal)
+            case f.TakeStacks():
+                self._spawn(self._take_stacks(output))
+            case f.OfferPort():
+                self._give(f.PortOffered(self._ports.take()))
+            case f.ToRank():
+                fd = None if output.buffer is None else self._memory.fd(output.buffer)
+                self._crew.send(output.generation, output.rank, output.message, fd)
+            case f.MakeBuffer():
+                self._make_buffer(output)
+            case f.FreeBuffer():
+                self._memory.free(output.buffer)
+            case f.WriteStorage():
+                self._spawn(self._write(output, self._memory.copy_of_fd(output.buffer)))
+            case f.PushToBuddy():
+                self._spawn(self._push(output, self._memory.copy_of_fd(output.buffer)))
+            case f.FetchFromPeer():
+                self._spawn(self._fetch(output))
+            case f.AcceptCopy() | f.RefuseCopy():
+                self._answer(output.copy_id, output)
+            case f.ServePeer() | f.RefusePeer():
+                self._answer(output.request_id, output)
+            case f.Note():
+                print(output.text, file=sys.stderr)
+            case f.RefillStandbys():
+                self._crew.refill(output.count)
+            case f.KillNode():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case f.EndNode():
+                if not self.ended.done():
+                    self.ended.set_result(output.detail)
+
+    def _configure(self) -> None:
+        assert self._machine.welcome is not None
+        self._job = job_from_mapping(self._machine.welcome.spec)
+        self._crew.configure(self._machine.welcome.spec)
+
+    def _fork(self, fork: f.Fork) -> None:
+        welcome, job, facts = self._machine.welcome, self._job, self._facts
+        assert welcome is not None and job is not None and facts is not None
+        logs = Path(welcome.log_directory) / f"gen-{fork.membership.generation:04d}"
+        logs.mkdir(parents=True, exist_ok=True)
+        environment = worker_environment(
+            job, fork.membership, fork.seat, fork.node_rank, facts, log_directory=str(logs)
+        )
+        assign = wire.Assign(
+            membership=fork.membership,
+            seat=fork.seat,
+            node_rank=fork.node_rank,
+            environment=environment,
+            checkpoint_path=welcome.checkpoint_path,
+            node=self._options.node,
+            spec_directory=welcome.spec_directory,
+            log_file=str(logs / f"rank-{fork.seat.rank:05d}.log"),
+        )
+        self._crew.seat(assign)
+
+    def _make_buffer(self, make: f.MakeBuffer) -> None:
+        self._memory.make(make.buffer, make.num_bytes)
+        fd = self._memory.copy_of_fd(make.buffer)
+        self._spawn(self._touch(fd, make.num_bytes))
+
+    # -- work in threads ----------------------------------------------------------------------
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._loop.run_in_executor(self._threads, work, *arguments)
+
+    async def _touch(self, fd: int, num_bytes: int) -> None:
+        try:
+            await self._in_thread(memory.touch, fd, num_bytes)
+        except OSError as error:
+            print(f"staging buffer of {num_bytes} bytes: {error}", file=sys.stderr)
+
+    async def _take_stacks(self, order: f.TakeStacks) -> None:
+        found = {rank: self._crew.where(order.generation, rank) for rank in order.ranks}
+        alive = {rank: where for rank, where in found.items() if where is not None}
+        self._give(f.StacksTaken(order.generation, await stacks.take(alive)))
+
+    async def _write(self, order: f.WriteStorage, fd: int) -> None:
+        assert self._machine.welcome is not None
+        path = self._machine.welcome.checkpoint_path
+        done = f.WriteDone(order.buffer, order.staged, order.file)
+        begin = time.monotonic()
+        try:
+            checksum = await self._in_thread(
+                persist.write_shard, fd, order.staged.num_bytes, path, order.directory, order.file
+            )
+        except Exception as error:  # any store's library may raise anything; the job hears of it
+            detail = f"{type(error).__name__}: {error}"
+            self._give(replace(done, detail=detail))
+        else:
+            seconds = time.monotonic() - begin
+            self._give(replace(done, checksum=checksum, seconds=seconds))
+
+    async def _push(self, order: f.PushToBuddy, fd: int) -> None:
+        target = (order.address, order.port, self._token, order.staged, fd)
+        detail = ""
+        try:
+            await self._in_thread(peers.push, *target)
+        except peers.PeerError as error:
+            detail = f"{order.node}: {error}"
+        self._give(f.PushDone(order.buffer, detail))
+
+    async def _fetch(self, order: f.FetchFromPeer) -> None:
+        shard, details = order.wanted.shard, []
+        for source in order.sources:
+            where = (source.address, source.data_port, self._token, order.wanted)
+            try:
+                fd, num_bytes = await self._in_thread(peers.fetch, *where)
+            except peers.PeerError as error:
+                details.append(f"{source.node}: {error}")
+                continue
+            found = wire.Shard(shard=shard, num_bytes=num_bytes)
+            self._crew.send(order.generation, order.rank, found, fd)
+            os.close(fd)
+            return
+        missing = wire.NoShard(shard=shard, detail="; ".join(details))
+        self._crew.send(order.generation, order.rank, missing, None)
+
+    # -- other agents -------------------------------------------------------------------------
+    async def _on_get(self, get: peers.Get) -> peers.Answer:
+        number = self._question()
+        answer = await self._ask(number, f.PeerAsked(number, get.step, get.generation, get.shard))
+        if not isinstance(answer, f.ServePeer):
+            assert isinstance(answer, f.RefusePeer)
+            return answer.detail
+        return self._hold(answer.buffer, answer.staged, lambda ok: self._give(f.ServeDone(number)))
+
+    async def _on_put(self, put: peers.Put) -> peers.Answer:
+        number = self._question()
+        answer = await self._ask(number, f.CopyOffered(number, put.staged))
+        if not isinstance(answer, f.AcceptCopy):
+            assert isinstance(answer, f.RefuseCopy)
+            return answer.detail
+        return self._hold(answer.buffer, put.staged, lambda ok: self._give(f.CopyDone(number, ok)))
+
+    def _hold(self, buffer: int, staged: StagedShard, done: Callable[[bool], None]) -> peers.Hold:
+        fd = self._memory.copy_of_fd(buffer)
+        return peers.Hold(fd, staged.num_bytes, staged.num_shards, done)
+
+    def _question(self) -> int:
+        self._next_question += 1
+        return self._next_question
+
+    async def _ask(self, number: int, question: f.Input) -> f.Output:
+        answer: asyncio.Future[f.Output] = self._loop.create_future()
+        self._questions[number] = answer
+        self._give(question)
+        return await answer
+
+    def _answer(self, number: int, output: f.Output) -> None:
+        self._questions.pop(number).set_result(output)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.ended.done():
+            self.ended.set_exception(task.exception() or AssertionError())
+
+
+def run_node(options: NodeOptions) -> NoReturn:
+    """Become an agent: fork the forkserver while this process is pristine, then serve. Never
+    returns; the forkserver, the workers and the memory go with this process."""
+    kernel.adopt_orphans()
+    _, server = forkserver.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = 0
+    try:
+        detail = asyncio.run(_main(options, server))
+        print(f"node {options.node} ends: {detail}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+async def _main(options: NodeOptions, server: socket.socket) -> str:
+    return await Node(options, server).run()

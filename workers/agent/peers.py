@@ -1,0 +1,236 @@
+"""The data port: shards between agents, from memory to memory.
+
+Owns: the protocol. A frame (4-byte length, msgpack) asks with the job's token, a frame answers, raw
+bytes follow. Bytes move in threads (sendfile, recv_into), so the event loop keeps beating. Must
+not: decide what is kept or served; it asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import mmap
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from orchestrator.protocol.facts import StagedShard
+
+TIMEOUT_S = 30.0
+"""Between two parts of a transfer; a dead peer must not hold a buffer for ever."""
+
+MAX_REQUEST_BYTES = 4096
+SEND_BYTES = 8 * 2**20
+
+
+class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Get(PeerMessage, frozen=True, kw_only=True, tag="get"):
+    token: str
+    step: int
+    generation: int
+    shard: int
+
+
+class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
+    token: str
+    staged: StagedShard
+
+
+class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
+    """After Get: `num_bytes` follow. After Put: send the bytes; a second Yes says they are here."""
+
+    num_bytes: int = 0
+    num_shards: int = 0
+
+
+class No(PeerMessage, frozen=True, kw_only=True, tag="no"):
+    detail: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Get | Put | Yes | No] = msgspec.msgpack.Decoder(
+    Get | Put | Yes | No
+)
+
+
+class PeerError(Exception):
+    """The transfer did not happen; the message says why."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Something that a transfer may use: a descriptor of its own (closed by the transfer), and
+    what to call when it is over."""
+
+    fd: int
+    num_bytes: int
+    num_shards: int
+    done: Callable[[bool], None]
+
+
+Answer = Hold | str
+"""What the agent says to a request: go on, or why not."""
+
+
+class DataPort:
+    """Serves this node's memory to other agents."""
+
+    def __init__(
+        self,
+        token: str,
+        on_get: Callable[[Get], Awaitable[Answer]],
+        on_put: Callable[[Put], Awaitable[Answer]],
+        *,
+        address: str = "",
+    ) -> None:
+        self._token = token
+        self._on_get, self._on_put = on_get, on_put
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind((address, 0))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            task = loop.create_task(self._serve(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        sock.settimeout(TIMEOUT_S)
+        with sock, contextlib.suppress(OSError, PeerError):
+            request = await asyncio.to_thread(_receive, sock)
+            if not isinstance(request, Get | Put):
+                return
+            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+                await asyncio.to_thread(_send, sock, No(detail="wrong token"))
+                return
+            if isinstance(request, Get):
+                answer = await self._on_get(request)
+                work = _send_bytes
+            else:
+                answer = await self._on_put(request)
+                work = _take_bytes
+            if isinstance(answer, str):
+                await asyncio.to_thread(_send, sock, No(detail=answer))
+                return
+            ok = False
+            try:
+                await asyncio.to_thread(work, sock, answer)
+                ok = True
+            finally:
+                os.close(answer.fd)
+                answer.done(ok)
+            if isinstance(request, Put):
+                await asyncio.to_thread(_send, sock, Yes())
+
+
+def fetch(address: str, port: int, token: str, wanted: StagedShard) -> tuple[int, int]:
+    """(memfd, bytes) of a shard in another agent's memory. Blocks: call it in a thread. Raises
+    PeerError."""
+    get = Get(token=token, step=wanted.step, generation=wanted.generation, shard=wanted.shard)
+    try:
+        with socket.create_connection((address, port), TIMEOUT_S) as sock:
+            _send(sock, get)
+            answer = _expect_yes(_receive(sock))
+            if answer.num_shards != wanted.num_shards:
+                raise PeerError(f"it has one of {answer.num_shards} shards")
+            fd = os.memfd_create(f"holdfast-shard-{wanted.shard}", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(fd, answer.num_bytes)
+                _receive_into(sock, fd, answer.num_bytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd, answer.num_bytes
+    except OSError as error:
+        raise PeerError(f"{address}:{port}: {error}") from None
+
+
+def push(address: str, port: int, token: str, staged: StagedShard, fd: int) -> None:
+    """Copy a shard to another agent's memory. Takes over `fd`. Blocks. Raises PeerError."""
+    try:
+        with socket.create_connection((address, port), TIMEOUT_S) as sock:
+            _send(sock, Put(token=token, staged=staged))
+            _expect_yes(_receive(sock))
+            _send_file(sock, fd, staged.num_bytes)
+            _expect_yes(_receive(sock))
+    except OSError as error:
+        raise PeerError(f"{address}:{port}: {error}") from None
+    finally:
+        os.close(fd)
+
+
+# -- bytes ------------------------------------------------------------------------------------
+def _expect_yes(message: PeerMessage) -> Yes:
+    if isinstance(message, Yes):
+        return message
+    raise PeerError(message.detail if isinstance(message, No) else f"got {message!r}")
+
+
+def _send_bytes(sock: socket.socket, hold: Hold) -> None:
+    _send(sock, Yes(num_bytes=hold.num_bytes, num_shards=hold.num_shards))
+    _send_file(sock, hold.fd, hold.num_bytes)
+
+
+def _take_bytes(sock: socket.socket, hold: Hold) -> None:
+    _send(sock, Yes())
+    _receive_into(sock, hold.fd, hold.num_bytes)
+
+
+def _send_file(sock: socket.socket, fd: int, num_bytes: int) -> None:
+    """From the page cache to the socket. The socket has a timeout, so it may be momentarily full:
+    socket.sendfile waits then."""
+    at = 0
+    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+        while at < num_bytes:
+            at += sock.sendfile(file, at, min(SEND_BYTES, num_bytes - at))
+
+
+def _receive_into(sock: socket.socket, fd: int, num_bytes: int) -> None:
+    with mmap.mmap(fd, num_bytes) as memory, memoryview(memory) as view:
+        at = 0
+        while at < num_bytes:
+            with view[at:] as rest:
+                got = sock.recv_into(rest)
+            if got == 0:
+                raise PeerError(f"the connection ended at byte {at} of {num_bytes}")
+            at += got
+
+
+def _send(sock: socket.socket, message: PeerMessage) -> None:
+    body = _ENCODER.encode(message)
+    sock.sendall(len(body).to_bytes(4, "big") + body)
+
+
+def _receive(sock: socket.socket) -> PeerMessage:
+    length = int.from_bytes(_exactly(sock, 4), "big")
+    if length > MAX_REQUEST_BYTES:
+        raise PeerError(f"a frame of {length} bytes; at most {MAX_REQUEST_BYTES}")
+    try:
+        return _DECODER.decode(_exactly(sock, length))
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"not our protocol: {error}") from None
+
+
+def _exactly(sock: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = sock.recv(length - len(data))
+        if not part:
+            raise PeerError("the connection ended")
+        data += part
+    return data

@@ -1,0 +1,88 @@
+"""The storage tier: copy a staged buffer to a durable file, hashing it on the way.
+
+Owns: that a file is complete and durable before it is reported. Runs in a thread of the agent, so
+training never waits for storage. Must not: decide what is written; never writes a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+CHUNK_BYTES = 4 * 2**20
+
+
+def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, name: str) -> str:
+    """Copy the first `num_bytes` of `fd`; returns the xxh3_128 of the file, hex. Takes over `fd`.
+
+    Raises OSError, or what the store's library raises, when the file is not durable.
+    """
+    try:
+        system, root = fsspec.url_to_fs(checkpoint_path)
+        if "file" in _protocols(system):
+            return _write_local(fd, num_bytes, Path(root) / directory, name)
+        return _write_store(fd, num_bytes, system, f"{root.rstrip('/')}/{directory}/{name}")
+    finally:
+        os.close(fd)
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
+
+
+def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
+    """A temporary name, fsync, rename, fsync of the directories: a reader sees all or nothing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            checksum = _copy(fd, num_bytes, file)
+            os.fsync(file.fileno())
+        temporary.rename(directory / name)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    for path in (directory, directory.parent):
+        _sync_directory(path)
+    return checksum
+
+
+def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:
+    """Object stores show an object when its upload is complete."""
+    system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+    with system.open(path, "wb") as file:
+        return _copy(fd, num_bytes, file)
+
+
+def _copy(fd: int, num_bytes: int, file: Any) -> str:
+    digest = xxhash.xxh3_128()
+    at = 0
+    while at < num_bytes:
+        chunk = os.pread(fd, min(CHUNK_BYTES, num_bytes - at), at)
+        if not chunk:
+            raise OSError(f"the buffer ends at byte {at} of {num_bytes}")
+        digest.update(chunk)
+        _write_all(file, chunk)
+        at += len(chunk)
+    return digest.hexdigest()
+
+
+def _write_all(file: Any, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    while view:
+        written = file.write(view)
+        view = view[written if written is not None else len(view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
