@@ -123,6 +123,8 @@ class Relay:
                 log.warning("%s: unexpected %s", node, type(message).__name__)
 
     def disconnected(self, node: str) -> None:
+        if self._state().terminal:
+            return
         log.info("%s: the link closed", node)
         task = asyncio.get_running_loop().create_task(self._look(node))
         self._tasks.add(task)

@@ -56,6 +56,8 @@ class Known(msgspec.Struct):
     next_number: int = 0
     agents: dict[str, Identity] = {}
     """Nodes whose process has been seen."""
+    starting: set[str] = set()
+    """Nodes that were asked for and have not been seen yet."""
 
 
 class LocalBackend:
@@ -68,8 +70,6 @@ class LocalBackend:
         self._paths = paths
         self._module = host_module
         self._known = Known()
-        self._starting: set[str] = set()
-        """Asked for; the host has not confirmed them yet."""
         self._watches: dict[str, Watch] = {}
         self._gone: asyncio.Event = asyncio.Event()
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
@@ -91,6 +91,10 @@ class LocalBackend:
         self._link = await connect(self._paths.socket, self._new_link, None)
         if self._link is None:
             self._start_host()
+            return
+        # What the last controller may not have got to say; to say it twice does no harm.
+        for node in sorted(self._known.starting):
+            self._send_start(node)
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         # There is one machine, so there is nothing to avoid; names are never used again anyway.
@@ -100,8 +104,8 @@ class LocalBackend:
         first = self._known.next_number
         nodes = tuple(f"node-{number}" for number in range(first, first + count))
         self._known.next_number += count
+        self._known.starting.update(nodes)
         self._save()
-        self._starting.update(nodes)
         if self._link is None and self._connecting is None:
             self._start_host()
         elif self._link is not None:
@@ -110,14 +114,16 @@ class LocalBackend:
         return nodes
 
     async def release_node(self, node: str) -> None:
-        self._starting.discard(node)
+        if node in self._known.starting:
+            self._known.starting.discard(node)
+            self._save()
         if self._link is not None:
             self._link.send(protocol.EndNode(node=node))
         if node in self._watches:
             self._watches[node].kill()
 
     async def list_nodes(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._watches, *self._starting}))
+        return tuple(sorted({*self._watches, *self._known.starting}))
 
     async def close(self, *, release: bool) -> None:
         self._closing = True
@@ -156,11 +162,11 @@ class LocalBackend:
             link = await connect(self._paths.socket, self._new_link, process)
         except HoldfastError as error:
             self._connecting = None
-            for node in sorted(self._starting):
+            for node in sorted(self._known.starting):
                 self._ended(node, str(error))
             return
         self._link, self._connecting = link, None
-        for node in sorted(self._starting):
+        for node in sorted(self._known.starting):
             self._send_start(node)
 
     def _threads(self) -> int:
@@ -184,8 +190,8 @@ class LocalBackend:
             if identity is not None and self._watch(node, identity):
                 self._known.agents[node] = identity
                 self._deaths = 0
-                self._starting.discard(node)
-            elif node in self._starting:
+                self._known.starting.discard(node)
+            elif node in self._known.starting:
                 self._ended(node, "ended at once")
         self._save()
 
@@ -195,10 +201,10 @@ class LocalBackend:
         if self._closing:
             return
         self._deaths += 1
-        if self._starting and self._deaths < HOST_ATTEMPTS:
+        if self._known.starting and self._deaths < HOST_ATTEMPTS:
             self._start_host()
             return
-        for node in sorted(self._starting):
+        for node in sorted(self._known.starting):
             self._ended(node, f"the machine host died {self._deaths} times before it started it")
 
     def _send_start(self, node: str) -> None:
@@ -232,11 +238,11 @@ class LocalBackend:
 
     def _ended(self, node: str, detail: str) -> None:
         one = self._watches.pop(node, None)
-        if one is None and node not in self._starting:
+        if one is None and node not in self._known.starting:
             return
         if one is not None:
             one.close()
-        self._starting.discard(node)
+        self._known.starting.discard(node)
         self._known.agents.pop(node, None)
         self._save()
         self._gone.set()
@@ -251,7 +257,7 @@ class LocalBackend:
         temporary.replace(self._paths.nodes_file)
 
     async def _end_everything(self) -> None:
-        self._starting.clear()
+        self._known.starting.clear()
         for one in self._watches.values():
             one.kill()
         host_ended = asyncio.Event()
