@@ -127,8 +127,8 @@ def _stdlib() -> Bytes:
     text = _concatenate(_stdlib_files(root), MAX_STDLIB_BYTES)
     if len(text) == 0:
         raise UserError(
-            f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} holds no .py files; "
-            "expected a Python installation with its source; name a file or directory instead"
+            f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} holds no .py "
+            "files; expected a Python installation with its source; name a file or directory instead"
         )
     return text
 

@@ -21,15 +21,15 @@ def copy_and_hash(target: Bytes, source: Bytes) -> int:
     num_bytes = source.nbytes
     if num_bytes <= CHUNK_BYTES:
         target[:] = source
-        return xxhash.xxh3_64_intdigest(target)
+        return xxhash.xxh3_64_intdigest(target.data)
     state = xxhash.xxh3_64()
     for begin in range(0, num_bytes, CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
         chunk[:] = source[begin : begin + CHUNK_BYTES]
-        state.update(chunk)
+        state.update(chunk.data)
     return state.intdigest()
 
 
 def hash_bytes(data: Bytes) -> int:
     """xxh3_64 of all of `data`."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data.data)

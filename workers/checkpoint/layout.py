@@ -34,7 +34,8 @@ MAX_HEADER_BYTES = 100 * 2**20
 
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
 _STEP_WIDTH, _CHECKSUM_WIDTH = 20, 16
@@ -43,7 +44,7 @@ _LENGTH_BYTES = 8
 
 
 class DamagedCheckpoint(HoldfastError):
-    """Bytes of a checkpoint are not what was written. Names the file and, where known, the tensor."""
+    """Bytes of a checkpoint are not what was written. Names the file and, if known, the tensor."""
 
     def __init__(self, file: str, what: str, tensor: str = "") -> None:
         self.file, self.tensor, self.what = file, tensor, what
@@ -152,7 +153,7 @@ def make_layout(
     num_shards: int,
     extra: bytes,
 ) -> Layout:
-    """Places entries (largest elements first, so each is aligned to its own) and builds the header."""
+    """Places entries (widest elements first, so each is aligned to its own); builds the header."""
     ordered = sorted(entries, key=lambda e: -DTYPE_BYTES[e.dtype])
     placed, at = [], 0
     for entry in ordered:

@@ -109,7 +109,7 @@ class Store:
         self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def manifest(self, directory: str) -> Manifest:
-        """Raises UnreadableCheckpoint when there is none and DamagedCheckpoint when it is broken."""
+        """Raises UnreadableCheckpoint where there is none, DamagedCheckpoint for a broken one."""
         name = f"{directory}/{MANIFEST_NAME}"
         try:
             data: bytes = self.filesystem.cat_file(f"{self.root}/{name}")

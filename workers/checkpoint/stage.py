@@ -197,7 +197,7 @@ class _CudaCopier:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self._jobs: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = (
             queue.SimpleQueue()
@@ -211,7 +211,8 @@ class _CudaCopier:
 
     def lock_pages(self, view: Bytes) -> None:
         """Page-locks a mapped buffer, so that copies into it are asynchronous."""
-        status = torch.cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, 0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(view.ctypes.data, view.nbytes, 0)
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {view.nbytes} bytes failed: {status}")
 
@@ -228,7 +229,7 @@ class _CudaCopier:
                 target.copy_(flat, non_blocking=True)
                 if flat.is_cuda and flat.data_ptr() != source.data_ptr():
                     flat.record_stream(self._stream)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._copied = copied
         self._jobs.put((copied, done))

@@ -2,7 +2,8 @@
 
 Owns: the model and its FLOPs. Must not: know meshes, data or optimizers.
 
-Shapes in names: B batch, T sequence, D dim, H heads, K key/value heads, E dim of a head, V vocabulary.
+Shapes in names: B batch, T sequence, D dim, H heads, K key/value heads, E dim of a head, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Attention(nn.Module):
         out_bhte = F.scaled_dot_product_attention(
             q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=self.kv_heads != self.num_heads
         )
-        return self.output(out_bhte.transpose(1, 2).reshape(batch, length, -1))
+        out_btd: Tensor = self.output(out_bhte.transpose(1, 2).reshape(batch, length, -1))
+        return out_btd
 
 
 class FeedForward(nn.Module):
@@ -64,7 +66,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn, config.dim, bias=False)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+        out_btd: Tensor = self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+        return out_btd
 
 
 class Block(nn.Module):
@@ -79,7 +82,8 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
         x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_te, sin_te)
-        return x_btd + self.ffn(self.ffn_norm(x_btd))
+        out_btd: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
+        return out_btd
 
 
 class Transformer(nn.Module):

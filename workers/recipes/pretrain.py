@@ -98,7 +98,9 @@ def make_optimizer(config: Optimizer, model: torch.nn.Module) -> torch.optim.Opt
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
+    )
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
@@ -122,7 +124,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
         with parallel.accumulating(last=number == len(batches) - 1):
             loss = _loss(trainer, *trainer.text.batch(batch.indices), batch.weights)
             # Data-parallel reduction averages over ranks; the sum over the batch is wanted.
-            (loss * s.data_parallel_size).backward()
+            (loss * s.data_parallel_size).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         if len(batches) > 1:
             s.tick()

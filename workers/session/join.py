@@ -9,9 +9,11 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orchestrator.protocol import limits
@@ -68,13 +70,13 @@ def join(at: Place, device: torch.device) -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if at.world_size == 1:
-        store: dist.Store = dist.HashStore()
+        store: Store = HashStore()
     else:
         # As env:// does, without its wait until all have connected: the group's own handshake
         # waits for them anyway, and every round trip counts in a recovery.
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             at.world_size,

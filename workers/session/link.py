@@ -94,7 +94,7 @@ class Link:
 
     # -- restoring ----------------------------------------------------------------------------
     def fetch(self, shard: int) -> MappedShard:
-        """A shard of the membership's Restore. Raises UnreadableCheckpoint when no memory has it."""
+        """A shard of the membership's Restore. Raises UnreadableCheckpoint when none has it."""
         self.send(wire.FetchShard(shard=shard))
         while not self._answers:
             self._receive(timeout_s=None)

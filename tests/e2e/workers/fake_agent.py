@@ -24,10 +24,11 @@ from orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSe
 from orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
 from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
-from workers import wire
+from workers import warm, wire
+from workers.agent import preload
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["workers.recipes.pretrain", "numpy"])
+CONTEXT.set_forkserver_preload([*preload.MODULES, *preload.OURS])
 
 
 def free_port() -> int:
@@ -61,12 +62,18 @@ def run_recipe(job: TrainingJob) -> None:
 
 
 def _worker(
-    link: socket.socket, assign: wire.Assign, job: TrainingJob, entry: Callable[..., None]
+    link: socket.socket,
+    assign: wire.Assign,
+    job: TrainingJob,
+    entry: Callable[..., None],
+    warmed: bool,
 ) -> None:
     """What the bootstrap does, in small."""
     import torch
 
     torch.set_num_threads(1)
+    if warmed:
+        warm.warm(job)
     os.environ.update(assign.environment)
     wire.attached = wire.Attached(link, assign, job)
     try:
@@ -102,10 +109,12 @@ class Generation:
         memory: dict[int, bytes] | None = None,
         checkpoint_path: str = "",
         entry: Callable[..., None] = run_recipe,
+        warm_ranks: tuple[int, ...] = (),
     ) -> None:
         """`memory` is what FetchShard is served from, by shard index."""
         self.mesh, self.number = mesh, number
         self.memory = memory or {}
+        self._warm_ranks = warm_ranks
         self.messages: list[tuple[int, Any]] = []
         self.staged: dict[int, dict[int, bytes]] = {}
         """Step -> rank -> the staged file."""
@@ -144,7 +153,8 @@ class Generation:
             seat=WorkerSeat(rank=rank, local_rank=rank, shard=shard, persists=True),
             node_rank=0, environment=environment, checkpoint_path=checkpoint_path,
         )  # fmt: skip
-        process = CONTEXT.Process(target=_worker, args=(theirs, assign, job, entry))
+        arguments = (theirs, assign, job, entry, rank in self._warm_ranks)
+        process = CONTEXT.Process(target=_worker, args=arguments)
         process.start()
         theirs.close()
         seat = _Seat(rank, shard, ours, process)
@@ -192,13 +202,13 @@ class Generation:
                 seat: _Seat = key.data
                 try:
                     message, _fd = wire.receive(seat.link)
-                except ConnectionResetError:
+                    if message is not None:
+                        self._take(seat, message)
+                except OSError:  # it ended with something of ours unread
                     message = None
                 if message is None:
                     self._selector.unregister(seat.link)
                     self._close(seat)
-                else:
-                    self._take(seat, message)
                 with self._news:
                     self._news.notify_all()
 
