@@ -1,0 +1,70 @@
+"""Whatever is killed, nothing is left: the host, and an agent that was started by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.protocol import messages as m
+
+from .conftest import make_rig
+from .rig import Rig, children_of, watched
+
+pytestmark = pytest.mark.e2e
+
+
+def running(rig: Rig, node: str, generation: int) -> None:
+    rig.controller.wait(
+        m.Heartbeat,
+        node,
+        lambda b: b.generation == generation and [w.step for w in b.workers] == [1000, 1000],
+    )
+
+
+def test_killing_the_host_ends_its_nodes_and_their_workers(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    rig.start_host()
+    try:
+        with rig.connect_host() as sock:
+            for node in ("a", "b"):
+                rig.start_node(sock, node)
+                assert rig.launch(node, 1).ok
+                running(rig, node, 1)
+            assert rig.host is not None
+            below = [p for node in ("a", "b") for pids in rig.pids(node).values() for p in pids]
+            with watched([rig.host.pid, *rig.nodes.values(), *below]) as gone:
+                os.kill(rig.host.pid, signal.SIGKILL)
+                rig.host.wait()
+                gone()
+    finally:
+        rig.end()
+
+
+def test_an_agent_started_by_hand_works_and_ends_when_it_is_refused(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    command = [
+        sys.executable, "-m", "workers.agent", "--job", "test", "--node", "solo", "--slots", "2",
+        "--token-file", str(tmp_path / "token"),
+        "--endpoint-file", str(tmp_path / "controller.json"),
+    ]  # fmt: skip
+    agent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        rig.controller.wait(m.Hello, "solo")
+        assert rig.launch("solo", 1).ok
+        running(rig, "solo", 1)
+        servers = children_of(agent.pid)
+        below = [*servers, *(p for server in servers for p in children_of(server))]
+        with watched(below) as gone:
+            rig.controller.send("solo", m.Refused(detail="no longer needed", final=True))
+            gone()
+        assert agent.wait(60) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+        rig.controller.close()
