@@ -112,7 +112,7 @@ class Monitor:
     def next_deadline_ns(self) -> int | None:
         """When to observe again at the latest, with Tick."""
         timeout = seconds(self._recovery.heartbeat_timeout_s)
-        if not self._controller.submitted:
+        if not self._controller.submitted or self._state.terminal:
             return None
         due = [at + timeout for node, at in self._heard.items() if node in self._state.nodes]
         hang = self._hang_due()
@@ -193,6 +193,8 @@ class Monitor:
     def _silent(self, now_ns: int) -> list[AnyEvent]:
         timeout_s = self._recovery.heartbeat_timeout_s
         out: list[AnyEvent] = []
+        if self._state.terminal:
+            return out
         for node, at in list(self._heard.items()):
             if now_ns - at >= seconds(timeout_s):
                 del self._heard[node]

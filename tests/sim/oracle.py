@@ -1,0 +1,152 @@
+"""What must never happen, looked at from outside after every decision and every step.
+
+Owns: the safety properties. Must not: use the controller's own checks, beyond reading its state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.core import actions as a
+from orchestrator.core import events as e
+from orchestrator.core.state import JobState
+from orchestrator.protocol.facts import ShardFile
+from orchestrator.protocol.manifest import directory_name
+from orchestrator.protocol.mesh import Mesh
+
+if TYPE_CHECKING:
+    from .trainer import Payload
+    from .world import World
+
+
+class Unsafe(AssertionError):
+    """A property does not hold; the message names the seed."""
+
+
+class Oracle:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.finished = False
+        self._seats: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._placed: dict[int, dict[int, str]] = {}
+        self._ids: dict[int, None] = {}
+        self._last_restore = -1
+
+    def require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Unsafe(f"seed {self.world.seed} at {self.world.time_s:.3f} s: {text}")
+
+    def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
+        for action in actions:
+            if action.action_id in self._ids and not self.world.host.crashes:
+                self.require(False, f"action id {action.action_id} is used twice")
+            self._ids[action.action_id] = None
+            if self.finished:
+                self.require(isinstance(action, a.FinishJob), f"{action} after the end")
+            match action:
+                case a.LaunchGroup():
+                    self._launch(state, action)
+                case a.CommitManifest():
+                    self._commit(state, action)
+                case a.FinishJob():
+                    self.finished = True
+        self._budgets(state)
+
+    def _launch(self, state: JobState, action: a.LaunchGroup) -> None:
+        generation = action.membership.generation
+        self.require(generation == state.generation, f"launch of {generation}")
+        key, ranks = (generation, action.node), tuple(seat.rank for seat in action.seats)
+        self.require(self._seats.setdefault(key, ranks) == ranks, f"{key}: other ranks than before")
+        placed = self._placed.setdefault(generation, {})
+        for rank in ranks:
+            self.require(placed.setdefault(rank, action.node) == action.node, f"rank {rank} twice")
+        mesh = action.membership.mesh
+        self.require(
+            mesh.world_size == action.membership.num_nodes * action.membership.workers_per_node,
+            f"{mesh} on {action.membership.num_nodes} nodes",
+        )
+        if action.action_id == min(state.launching.values(), default=0):
+            self._resume(state, action)
+
+    def _resume(self, state: JobState, action: a.LaunchGroup) -> None:
+        """From a complete state, and from no older one than what is still there."""
+        restore = action.membership.restore
+        step = restore.step if restore else -1
+        committed = max((c.step for c in state.ledger.committed if not c.refused), default=-1)
+        self.require(step >= committed, f"resumes after {step}, {committed} is committed")
+        held: dict[tuple[int, int, int], set[int]] = {}
+        for node in state.nodes.values():
+            for s in node.staged:
+                held.setdefault((s.step, s.generation, s.num_shards), set()).add(s.shard)
+        whole = [at for at, shards in held.items() if len(shards) == at[2]]
+        best = max((at[0] for at in whole if at[:2] not in state.ledger.distrusted), default=-1)
+        self.require(step >= best, f"resumes after {step}, memory has all of {best}")
+        if restore is not None and not restore.directory:
+            named = {source.shard for source in restore.sources}
+            self.require(named == set(range(restore.num_shards)), f"sources of {named} only")
+            key = (restore.step, restore.generation, restore.num_shards)
+            self.require(key in whole, f"{key} is not complete in memory")
+        elif restore is not None:
+            problem = self.world.storage.manifests.get(restore.directory)
+            self.require(problem is not None, f"{restore.directory} has no manifest")
+
+    def _commit(self, state: JobState, action: a.CommitManifest) -> None:
+        drain = state.drain
+        drained = drain is not None and (drain.step, drain.generation) == (
+            action.step, action.generation,
+        )  # fmt: skip
+        self.require(
+            action.generation == state.generation or drained,
+            f"commit of generation {action.generation} in {state.generation}",
+        )
+        shards = [file.shard for file in action.files]
+        self.require(shards == list(range(action.mesh.num_shards)), f"manifest of shards {shards}")
+        committed = max((c.step for c in state.ledger.committed if not c.refused), default=-1)
+        self.require(action.step > committed, f"commit of {action.step} after {committed}")
+
+    def _budgets(self, state: JobState) -> None:
+        charged = sum(state.restarts.values())
+        classed = [i for i in state.incidents if i.failure_class is not None and not i.rehearsal]
+        over = 1 if state.phase == "failed" else 0
+        self.require(
+            charged in (len(classed), len(classed) - over) or state.num_incidents > 400,
+            f"{charged} restarts charged, {len(classed)} incidents with a class",
+        )
+
+
+class Storage:
+    """The storage tier: shared, durable, and it may rot."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.files: dict[str, dict[str, Payload | None]] = {}
+        self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
+        self.rotten: dict[str, None] = {}
+
+    def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
+        self.files.setdefault(directory, {})[file] = payload
+
+    def commit(self, step: int, generation: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> None:
+        directory = directory_name(step, generation)
+        have = self.files.get(directory, {})
+        for file in files:
+            expected = (step, file.shard, mesh.num_shards)
+            self.world.oracle.require(
+                have.get(file.file) == expected,
+                f"{directory}/{file.file} is {have.get(file.file)}, not {expected}",
+            )
+        self.manifests[directory] = (mesh, files)
+
+    def delete(self, step: int, generation: int) -> None:
+        directory = directory_name(step, generation)
+        self.manifests.pop(directory, None)
+        self.files.pop(directory, None)
+
+    def committed(self) -> tuple[ShardFile, ...]:
+        return tuple(file for _mesh, files in self.manifests.values() for file in files)
+
+    def verify(self, directory: str) -> str:
+        """What a reader finds wrong; empty: nothing."""
+        if directory not in self.manifests:
+            return f"{directory} has no manifest"
+        return f"{directory}: a checksum differs" if directory in self.rotten else ""

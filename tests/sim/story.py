@@ -1,0 +1,37 @@
+"""One seed from submission to the end: run, then look at what is left."""
+
+from __future__ import annotations
+
+from .world import BOUND_S, World
+
+
+def play(seed: int, verbose: bool = False) -> World:
+    """Raises AssertionError, naming the seed, if anything unsafe happens or the job never ends."""
+    world = World(seed, verbose)
+    world.after(0.0, world.host.start)
+    world.schedule_faults()
+    host = world.host
+
+    def over() -> bool:
+        state = host.controller.state if host.up else None
+        return bool(state and state.terminal and state.finish_action is None)
+
+    world.after(0.0, lambda: None)
+    done = world.run(BOUND_S, lambda: host.up and host.controller.submitted and over())
+    require = world.oracle.require
+    state = host.controller.state
+    require(done, f"not over: {state.phase}, {state.reason.text}; timers {state.timers}")
+    world.run(world.time_s + 60.0, lambda: False)
+    require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")
+    left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
+    require(not left, f"workers are left: {left}")
+    expected = "failed" if world.poison is not None else "succeeded"
+    require(state.phase == expected, f"{state.phase}: {state.reason.text}")
+    if expected == "succeeded":
+        final = world.total_steps - 1
+        steps = [files[0].step for _mesh, files in world.storage.manifests.values()]
+        require(final in steps, f"step {final} is not committed; {steps} are")
+    else:
+        require("twice" in state.reason.text and bool(state.traceback), state.reason.text)
+    world.tell(f"{state.phase}: {state.reason.text}")
+    return world

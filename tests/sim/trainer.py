@@ -1,0 +1,211 @@
+"""Fake training: the workers of one generation step together or not at all.
+
+Owns: gang semantics. A step ends when every rank takes part; a dead rank leaves its peers with a
+broken connection or blocked, a stopped one leaves them blocked. What a rank stages is a pure
+function of (step, shard), so a restore of anything else is caught. Must not: know the controller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.protocol.facts import Membership, WorkerSeat
+from orchestrator.protocol.manifest import directory_name
+from workers import wire
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+Payload = tuple[int, int, int]
+"""(step, shard, num_shards): the training state of one rank."""
+SHARD_BYTES = 1000
+
+
+class Worker:
+    """One process."""
+
+    def __init__(self, node: SimNode, membership: Membership, seat: WorkerSeat) -> None:
+        self.node, self.world = node, node.world
+        self.membership, self.seat = membership, seat
+        self.rank, self.generation = seat.rank, membership.generation
+        self.alive = True
+        self.stopped = False
+        self.step = membership.restore.step if membership.restore else -1
+        self.ready = False
+        """It waits for its peers at the next collective."""
+        self.writable: list[int] = []
+        self.wants_to_stage: int | None = None
+        self.gang = self.world.gang(membership)
+
+    # -- to the agent -------------------------------------------------------------------------
+    def say(self, message: wire.FromWorker) -> None:
+        if self.alive and not self.stopped:
+            self.node.from_worker(self, message)
+
+    # -- life ---------------------------------------------------------------------------------
+    def begin(self) -> None:
+        if not self._free(self.begin):
+            return
+        self.gang.workers[self.rank] = self
+        self.say(wire.PhaseIs(phase="build"))
+        for _ in range(3):
+            self.say(wire.BufferRequest(num_bytes=SHARD_BYTES))
+        restore = self.membership.restore
+        if restore is None:
+            self._restored(None)
+        elif restore.directory:
+            self.say(wire.PhaseIs(phase="restore"))
+            self.world.after(self.world.between(0.02, 0.1), self._read_storage)
+        else:
+            self.say(wire.PhaseIs(phase="restore"))
+            self.missing = self._needed(restore.num_shards)
+            self._fetch_next()
+
+    def _needed(self, num_shards: int) -> list[int]:
+        same = num_shards == self.membership.mesh.num_shards
+        return [self.seat.shard] if same else list(range(num_shards))
+
+    def _fetch_next(self) -> None:
+        if self.missing:
+            self.say(wire.FetchShard(shard=self.missing[0]))
+        else:
+            self._restored(None)
+
+    def received(self, message: wire.ToWorker, payload: Payload | None) -> None:
+        if not self._free(lambda: self.received(message, payload)):
+            return
+        match message:
+            case wire.Buffer():
+                self.writable.append(message.buffer)
+                self._stage()
+            case wire.BufferFree():
+                self.writable.append(message.buffer)
+                self._stage()
+            case wire.Shard():
+                restore = self.membership.restore
+                assert restore is not None
+                expected = (restore.step, message.shard, restore.num_shards)
+                self.world.oracle.require(
+                    payload == expected, f"restored {payload} where {expected} was to be"
+                )
+                if self.missing and self.missing[0] == message.shard:
+                    self.missing.pop(0)
+                self._fetch_next()
+            case wire.NoShard():
+                self.fail("ShardUnavailable", f"shard {message.shard}: {message.detail}")
+
+    def _read_storage(self) -> None:
+        if not self._free(self._read_storage):
+            return
+        restore = self.membership.restore
+        assert restore is not None
+        directory = directory_name(restore.step, restore.generation)
+        problem = self.world.storage.verify(directory)
+        if problem:
+            self.fail("DamagedCheckpoint", problem)
+        else:
+            self._restored(None)
+
+    def _restored(self, _payload: None) -> None:
+        self.say(wire.PhaseIs(phase="train"))
+        self._next()
+
+    def _next(self) -> None:
+        if self.step >= self.world.total_steps - 1:
+            self.say(wire.Finished(step=self.step))
+            self.world.after(self.world.between(0.0, 0.1), lambda: self.end(0, None))
+        elif self.world.poison == self.step and self.rank == 0:
+            self.fail("ValueError", f"the data of step {self.step + 1} is bad", secondary=False)
+        else:
+            self.ready = True
+            self.gang.arrive()
+
+    def advance(self) -> None:
+        """The collective of a step is through on this rank."""
+        if not self._free(self.advance):
+            return
+        self.step += 1
+        self.wants_to_stage = self.step
+        self._stage()
+
+    def _stage(self) -> None:
+        if self.wants_to_stage is None or not self.writable:
+            return
+        step, self.wants_to_stage = self.wants_to_stage, None
+        number = self.writable.pop(0)
+        shards = self.membership.mesh.num_shards
+        self.node.contents[number] = (step, self.seat.shard, shards)
+        self.say(wire.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
+        self.say(wire.Progress(step=step, loss=1.0 / (step + 1), step_s=self.world.step_s))
+        self.world.after(self.world.between(0.0, 0.02), self._after_stage)
+
+    def _after_stage(self) -> None:
+        if self._free(self._after_stage):
+            self._next()
+
+    def _free(self, again: object) -> bool:
+        """Runs: neither dead nor stopped."""
+        return self.alive and not self.stopped
+
+    # -- death --------------------------------------------------------------------------------
+    def fail(self, error_type: str, message: str, *, secondary: bool = False) -> None:
+        if not self.alive or self.stopped:
+            return
+        trace = f'Traceback:\n  File "train.py", line 1, in step\n{error_type}: {message}'
+        self.say(
+            wire.Failed(
+                error_type=error_type, message=message, traceback=trace, secondary=secondary
+            )
+        )
+        self.end(1, None)
+
+    def end(self, code: int | None, signal: int | None) -> None:
+        if not self.alive or (self.stopped and signal != 9):
+            return
+        self.alive = False
+        self.ready = False
+        self.node.worker_ended(self, code, signal)
+        if code != 0:
+            self.gang.broken(self)
+
+
+class Gang:
+    """All workers of a generation, wherever they run."""
+
+    def __init__(self, world: World, membership: Membership) -> None:
+        self.world, self.membership = world, membership
+        self.workers: dict[int, Worker] = {}
+        self.busy = False
+
+    def arrive(self) -> None:
+        size = self.membership.world_size
+        ready = [w for w in self.workers.values() if w.ready and w.alive and not w.stopped]
+        if len(ready) < size or self.busy:
+            return
+        self.world.oracle.require(
+            len({w.step for w in ready}) == 1, f"ranks at steps {[w.step for w in ready]}"
+        )
+        self.busy = True
+        self.world.after(self.world.step_s * self.world.between(0.9, 1.1), self._through)
+
+    def _through(self) -> None:
+        self.busy = False
+        workers = list(self.workers.values())
+        if any(not w.alive or w.stopped for w in workers):
+            return
+        for worker in workers:
+            worker.ready = False
+        for worker in workers:
+            self.world.after(self.world.between(0.0, 0.03), worker.advance)
+
+    def broken(self, dead: Worker) -> None:
+        """Some peers see the connection break, others wait in vain."""
+        for worker in self.workers.values():
+            if worker.alive and worker is not dead and self.world.chance(0.7):
+                self.world.after(
+                    self.world.between(0.03, 0.05),
+                    lambda peer=worker: peer.fail(
+                        "DistBackendError", "Connection reset by peer", secondary=True
+                    ),
+                )

@@ -1,0 +1,297 @@
+"""The world of one seed: nodes, backend, network, storage, controller, and what goes wrong.
+
+Owns: the draw of a job and of its faults from the seed. Must not: hold properties (oracle.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.core import events as e
+from orchestrator.protocol.facts import Membership
+
+from .clockwork import NS, Clockwork
+from .host import Host
+from .network import Link
+from .node import SimNode
+from .oracle import Oracle, Storage
+from .trainer import Gang
+
+FAULTS_S = 60.0
+"""Faults strike until then; afterwards everything heals."""
+BOUND_S = 900.0
+"""By then the job is over, or it never will be."""
+
+# (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
+SHAPES = (
+    ({"min": 1, "max": 2}, 2, 2),
+    ({"min": 1, "max": 2, "spares": 1}, 2, 2),
+    ({"min": 2, "max": 4}, 2, 4),
+    ({"min": 2, "max": 4, "spares": 1}, 1, 2),
+    ({"min": 1, "max": 3}, 1, 1),
+    ({"min": 2, "max": 2, "spares": 1}, 2, 4),
+    ({"min": 2, "max": 6}, 1, 2),
+    ({"min": 1, "max": 3}, 2, "auto"),
+)
+
+
+class World(Clockwork):
+    def __init__(self, seed: int, verbose: bool = False) -> None:
+        super().__init__(seed, verbose)
+        self.seed = seed
+        self.job_name = f"sim-{seed}"
+        self.document = self._draw_job()
+        self.total_steps = self.rng.randrange(20, 120)
+        self.step_s = self.between(0.2, 0.8)
+        self.poison: int | None = None
+        if self.chance(0.05):
+            self.poison = self.rng.randrange(0, self.total_steps)
+        self.capacity = self.document["spec"]["nodes"]["max"] + 3
+        self.nodes: dict[str, SimNode] = {}
+        self.hidden: dict[str, None] = {}
+        """Dead nodes that the backend still lists."""
+        self._named = 0
+        self._gangs: dict[int, Gang] = {}
+        self._healed: dict[str, int] = {}
+        self.write_failures = 0.0
+        self.fork_failures = 0.0
+        self.num_faults = 0
+        self.oracle = Oracle(self)
+        self.storage = Storage(self)
+        self.host = Host(self)
+
+    def _draw_job(self) -> dict[str, Any]:
+        nodes, workers, shard = self.rng.choice(SHAPES)
+        generous = {"restarts": 1000}
+        recovery = {
+            "budgets": dict.fromkeys(("user", "infrastructure", "preemption", "hang"), generous),
+            "startupTimeoutSeconds": 20,
+            "badNodeStrikes": self.rng.choice((2, 3, 50)),
+        }
+        storage = self.rng.choice(({"everySteps": 5}, {"everySteps": 10}, {"everySeconds": 4}))
+        memory = {"buddy": self.rng.choice(("auto", "auto", "always", "never"))}
+        return {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": self.job_name},
+            "spec": {
+                "entrypoint": {"recipe": {"name": "pretrain"}},
+                "nodes": nodes,
+                "workersPerNode": workers,
+                "parallelism": {"shard": shard},
+                "checkpoint": {"storage": storage, "memory": memory},
+                "recovery": recovery,
+            },
+        }
+
+    # -- for trainers and nodes ---------------------------------------------------------------
+    def gang(self, membership: Membership) -> Gang:
+        return self._gangs.setdefault(membership.generation, Gang(self, membership))
+
+    def fork_fails(self) -> bool:
+        return self.fork_failures > 0 and self.chance(self.fork_failures)
+
+    def write_fails(self) -> bool:
+        return self.write_failures > 0 and self.chance(self.write_failures)
+
+    def connect(self, node: SimNode) -> Link | None:
+        if not self.host.up or self.cut_off(node):
+            return None
+        return Link(self, node, self.host)
+
+    def cut_off(self, node: SimNode) -> bool:
+        return self.healed_ns(node) > self.now
+
+    def healed_ns(self, node: SimNode) -> int:
+        return self._healed.get(node.name, 0)
+
+    # -- the backend --------------------------------------------------------------------------
+    def backend_nodes(self) -> list[str]:
+        return [n.name for n in self.nodes.values() if n.alive or n.name in self.hidden]
+
+    def request_nodes(self, count: int) -> bool:
+        if len(self.backend_nodes()) + count > self.capacity:
+            return False
+        slots = self.document["spec"]["workersPerNode"]
+        for _ in range(count):
+            node = SimNode(self, f"n{self._named}", slots)
+            self._named += 1
+            self.nodes[node.name] = node
+            self.after(self.between(0.1, 1.5), node.dial)
+        return True
+
+    def release(self, name: str) -> None:
+        self.hidden.pop(name, None)
+        node = self.nodes.get(name)
+        if node is not None and node.alive:
+            self.node_dies(node, visible=True, why="released")
+
+    def release_all(self) -> None:
+        for name in list(self.nodes):
+            self.release(name)
+
+    def node_dies(self, node: SimNode, visible: bool, why: str) -> None:
+        """`visible`: its kernel closes its connections and the backend sees it end."""
+        if not node.alive:
+            return
+        self.tell(f"** {node.name} dies ({why})")
+        node.die()
+        if not visible:
+            self.hidden[node.name] = None
+            return
+        if node.link is not None:
+            node.link.close()
+        gone = e.NodeLost(node=node.name, cause="gone", detail=why)
+        self.after(self.between(0.005, 0.05), lambda: self.host.handle(gone))
+
+    # -- faults -------------------------------------------------------------------------------
+    def schedule_faults(self) -> None:
+        calm = self.between(2.0, 25.0)
+        at = self.between(1.0, 10.0)
+        while at < FAULTS_S:
+            self.after(at, self._fault)
+            at += self.rng.expovariate(1 / calm)
+        self.after(FAULTS_S, self._heal)
+
+    def _fault(self) -> None:
+        kinds: list[tuple[int, Callable[[], str]]] = [
+            (6, self._kill_worker),
+            (4, self._hang_worker),
+            (5, self._crash_node),
+            (2, self._power_loss),
+            (4, self._partition),
+            (3, self._break_link),
+            (6, self._crash_controller),
+            (1, self._forks_fail),
+            (2, self._writes_fail),
+            (2, self._no_room),
+            (1, self._preempt),
+            (2, self._resize),
+            (1, self._suspend),
+            (1, self._rot),
+        ]
+        act = self.rng.choices([k for _w, k in kinds], [w for w, _k in kinds])[0]
+        text = act()
+        if text:
+            self.num_faults += 1
+            self.tell(f"** fault: {text}")
+
+    def _live(self) -> SimNode | None:
+        live = [node for node in self.nodes.values() if node.alive]
+        return self.rng.choice(live) if live else None
+
+    def _worker(self):  # type: ignore[no-untyped-def]
+        live = [w for n in self.nodes.values() if n.alive for w in n.workers.values() if w.alive]
+        return self.rng.choice(live) if live else None
+
+    def _kill_worker(self) -> str:
+        worker = self._worker()
+        if worker is None:
+            return ""
+        signal = self.rng.choice((9, 9, 11, 15))
+        self.after(0.0, lambda: worker.end(None, signal))
+        return f"rank {worker.rank} of generation {worker.generation} gets signal {signal}"
+
+    def _hang_worker(self) -> str:
+        worker = self._worker()
+        if worker is None:
+            return ""
+        worker.node.stop_worker(worker)
+        return f"rank {worker.rank} of generation {worker.generation} is stopped"
+
+    def _crash_node(self) -> str:
+        node = self._live()
+        if node is not None:
+            self.node_dies(node, visible=True, why="crash")
+        return f"{node.name} crashes" if node else ""
+
+    def _power_loss(self) -> str:
+        node = self._live()
+        if node is not None:
+            self.node_dies(node, visible=False, why="power loss")
+        return f"{node.name} loses power" if node else ""
+
+    def _partition(self) -> str:
+        node, seconds = self._live(), self.between(0.3, 8.0)
+        if node is None:
+            return ""
+        self._healed[node.name] = self.now + round(seconds * NS)
+        return f"{node.name} is cut off for {seconds:.1f} s"
+
+    def _break_link(self) -> str:
+        node = self._live()
+        if node is None or node.link is None:
+            return ""
+        node.link.close()
+        return f"the link of {node.name} breaks"
+
+    def _crash_controller(self) -> str:
+        if not self.host.up:
+            return ""
+        points = ("before-journal", "after-journal", "between-actions", None)
+        point = self.rng.choice(points)
+        if point is None:
+            self.host.crash()
+            return "the controller is killed"
+        self.host.crash_at = point
+        return f"the controller will die {point}"
+
+    def _forks_fail(self) -> str:
+        self.fork_failures = 0.3
+        self.after(3.0, lambda: setattr(self, "fork_failures", 0.0))
+        return "forks fail for 3 s"
+
+    def _writes_fail(self) -> str:
+        self.write_failures = 0.5
+        self.after(6.0, lambda: setattr(self, "write_failures", 0.0))
+        return "storage fails for 6 s"
+
+    def _no_room(self) -> str:
+        before = self.capacity
+        self.capacity = 0
+        self.after(self.between(2.0, 15.0), lambda: setattr(self, "capacity", before))
+        return "the backend has no room"
+
+    def _preempt(self) -> str:
+        node = self._live()
+        if node is None:
+            return ""
+        self.host.handle(e.PreemptionNoticed(node=node.name, detail="spot"))
+        seconds = self.between(0.5, 8.0)
+        self.after(seconds, lambda: self.node_dies(node, visible=True, why="preempted"))
+        return f"{node.name} will be preempted in {seconds:.1f} s"
+
+    def _resize(self) -> str:
+        top = self.document["spec"]["nodes"]["max"]
+        nodes = self.rng.randrange(1, top + 2)
+        self.host.handle(e.ResizeRequested(nodes=nodes, by="sim"))
+        return f"resize to {nodes}"
+
+    def _suspend(self) -> str:
+        self.host.handle(e.SuspendRequested(by="sim"))
+        self.after(self.between(1.0, 8.0), lambda: self.host.handle(e.ResumeRequested(by="sim")))
+        return "suspend"
+
+    def _rot(self) -> str:
+        if not self.storage.manifests:
+            return ""
+        directory = list(self.storage.manifests)[-1]
+        self.storage.rotten[directory] = None
+        return f"{directory} rots"
+
+    def _heal(self) -> None:
+        self.tell("** all is well from here on")
+        self.capacity = self.document["spec"]["nodes"]["max"] + 10
+        self.fork_failures = self.write_failures = 0.0
+        self.host.crash_at = None
+        self._healed = dict.fromkeys(self._healed, self.now)
+        self._resume_until_heard()
+
+    def _resume_until_heard(self) -> None:
+        """A person repeats a wish that a dead controller did not hear."""
+        if self.oracle.finished:
+            return
+        if self.host.up and self.host.controller.state.intent == "suspend":
+            self.host.handle(e.ResumeRequested(by="sim"))
+        self.after(5.0, self._resume_until_heard)
