@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -44,7 +45,8 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
     try:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
-        _warm(job)
+        if not select.select([link], [], [], 0)[0]:  # a standby: its seat is not waiting yet
+            _warm(job)
         assign, _ = wire.receive(link)
         if assign is None:  # the agent ended, or has no use for this standby
             os._exit(0)
