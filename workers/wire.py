@@ -7,7 +7,8 @@ descriptor's number is in the environment variable AGENT_FD, so it survives an e
 Order of a worker's life: the agent sends Assign (at fork, or later to a standby). The worker sends
 Phase and Progress as it goes and Pulse from a thread of its own. To stage, it asks for buffers
 (BufferRequest -> Buffer + fd, as often as it wants buffers), writes one, says Staged, and may write
-a buffer again once the agent has said BufferFree for it. To restore, it asks FetchShard -> Shard +
+a buffer again once the agent has said BufferFree for it. While an upload or a push keeps all of
+them, one more Buffer comes unasked. To restore, it asks FetchShard -> Shard +
 fd (read-only use) or NoShard. It ends with Failed or Finished, then exits.
 """
 

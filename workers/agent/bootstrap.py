@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn, TextIO
 
 from orchestrator.protocol import limits
@@ -58,6 +59,7 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
     except SystemExit as error:
         code = _leave(_exit_code(error))
     except BaseException as error:
+        error.__traceback__ = _without_launcher(error.__traceback__)
         _tell(link, error)
         traceback.print_exception(error)
         _flush()
@@ -170,6 +172,17 @@ def _tell(link: socket.socket, error: BaseException) -> None:
         wire.send(link, failed)
     except OSError:
         return  # the agent is gone, and so will this process be
+
+
+def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's first frame on: how we came to run it helps nobody."""
+    frame = begin
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file != __file__ and "runpy" not in file:
+            return frame
+        frame = frame.tb_next
+    return begin
 
 
 def is_secondary(error: BaseException) -> bool:

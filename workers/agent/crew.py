@@ -227,9 +227,13 @@ class Crew:
                 message, fd = wire.receive(process.link)
             except BlockingIOError:
                 return True
-            except (ConnectionResetError, msgspec.MsgspecError) as error:
+            except ConnectionResetError:
+                # It ended without reading all we sent. The kernel says so once, and first: what it
+                # had said before comes after this.
+                continue
+            except msgspec.MsgspecError as error:
                 print(f"worker {process.seat}: {error}", file=sys.stderr)
-                return False
+                continue
             if fd is not None:
                 os.close(fd)
             if message is None:

@@ -48,7 +48,7 @@ async def _take_one(rank: int, pid: int, stack_fd: int) -> Stack:
         text = await _from_py_spy(pid)
     if not text:
         text = f"no stack could be taken; the kernel says state {state or 'gone'}"
-    return Stack(rank, text[: limits.MAX_STACK_BYTES], in_collective(text), state)
+    return Stack(rank, shorten(text)[: limits.MAX_STACK_BYTES], in_collective(text), state)
 
 
 async def _from_faulthandler(pid: int, stack_fd: int) -> str:
@@ -83,6 +83,21 @@ async def _from_py_spy(pid: int) -> str:
         await spy.wait()
         return ""
     return out.decode(errors="replace") if spy.returncode == 0 else ""
+
+
+def shorten(text: str) -> str:
+    """Without the frames that started the worker, and without threads that run no Python."""
+    kept: list[str] = []
+    for block in re.split(r"\n(?=(?:Current thread|Thread) )", text):
+        frames = []
+        for line in block.splitlines():
+            if "workers/agent/bootstrap.py" in line:
+                break
+            if line.strip() and "<frozen runpy>" not in line and "<no Python frame>" not in line:
+                frames.append(line)
+        if len(frames) > 1 or not block.startswith("Thread "):
+            kept += frames
+    return "\n".join(kept)
 
 
 def in_collective(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workers.agent.bootstrap import is_secondary
-from workers.agent.stacks import in_collective
+from workers.agent.stacks import in_collective, shorten
 
 
 class DistNetworkError(RuntimeError):
@@ -75,3 +75,21 @@ def test_a_main_thread_in_a_collective_is_a_victim() -> None:
 def test_a_main_thread_elsewhere_is_not_whatever_other_threads_do() -> None:
     assert not in_collective(PY_SPY)
     assert in_collective(PY_SPY.replace("load (train.py:12)", "barrier (torch/distributed/c.py:1)"))
+
+
+def test_a_stack_shows_the_users_frames_and_not_how_the_worker_was_started() -> None:
+    text = PY_SPY.replace(
+        "Thread 14",
+        "    _run_code (<frozen runpy>:88)\n"
+        "    _run_entrypoint (workers/agent/bootstrap.py:119)\n"
+        "    serve (workers/agent/host.py:95)\n"
+        "Thread 13 (idle)\n"
+        "Thread 14",
+    )
+    assert shorten(text).splitlines()[2:] == [
+        'Thread 12 (idle): "MainThread"',
+        "    load (train.py:12)",
+        "    <module> (train.py:20)",
+        'Thread 14 (idle): "holdfast-pulse"',
+        "    barrier (torch/distributed/distributed_c10d.py:4000)",
+    ]
