@@ -122,16 +122,17 @@ class JournalReader:
         if len(data) - at < FRAME.size:
             return None
         length, length_crc, body_crc = FRAME.unpack_from(data, at)
-        torn = data.endswith(bytes(ZERO_TAIL_BYTES))
+        zeros = data.endswith(bytes(ZERO_TAIL_BYTES))
+        written = len(data.rstrip(b"\0")) if zeros else len(data)
         if zlib.crc32(data[at : at + 4]) != length_crc:
-            if torn and not data[at:].strip(b"\0"):
+            if written < at + FRAME.size:
                 return None
             raise JournalDamaged(self._path, base + at, "the length of a record is wrong")
         end: int = at + FRAME.size + length
         if end > len(data):
             return None
         if zlib.crc32(data[at + FRAME.size : end]) != body_crc:
-            if torn and len(data.rstrip(b"\0")) < end:
+            if written < end:
                 return None
             raise JournalDamaged(self._path, base + at, "the checksum of a record does not match")
         return end

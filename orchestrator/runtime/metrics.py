@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -229,15 +230,18 @@ class MetricsServer:
     def open(self, port: int) -> int:
         """Listen; returns the port. Raises UserError when it cannot be had."""
         try:
-            self._server, self._thread = start_http_server(port, ADDRESS, self._registry)
+            self._server, _thread = start_http_server(port, ADDRESS, self._registry)
         except OSError as error:
             raise cannot_listen("spec.metrics.port", ADDRESS, port, error) from None
         return int(self._server.server_port)
 
     def close(self) -> None:
+        """Stop, without waiting for the server's thread: it looks up twice a second only."""
+        threading.Thread(target=self._end, daemon=True).start()
+
+    def _end(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
 
 
 def page() -> str:

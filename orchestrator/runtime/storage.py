@@ -41,20 +41,20 @@ class Storage:
         self.path = path
         self._job_name = job_name
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(path)
+            self.fs, self.root = fsspec.core.url_to_fs(path)
         except (ImportError, ValueError) as error:
             fix = "install the driver, such as `pip install holdfast[s3]`, or use a directory"
             problem = Problem("spec.checkpoint.path", f"{path} ({error})", "a usable URL", fix)
             raise UserError(str(problem)) from None
-        self._local = isinstance(self._fs, LocalFileSystem)
+        self._local = isinstance(self.fs, LocalFileSystem)
 
     def prepare(self) -> None:
         """Make the place and prove that it can be written. Raises UserError."""
-        probe = f"{self._root}/.holdfast-{uuid.uuid4().hex}"
+        probe = f"{self.root}/.holdfast-{uuid.uuid4().hex}"
         try:
-            self._fs.makedirs(self._root, exist_ok=True)
-            self._fs.pipe_file(probe, b"")
-            self._fs.rm_file(probe)
+            self.fs.makedirs(self.root, exist_ok=True)
+            self.fs.pipe_file(probe, b"")
+            self.fs.rm_file(probe)
         # fsspec's drivers raise what their libraries raise; here every one of them means the same.
         except Exception as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -77,8 +77,8 @@ class Storage:
             raise CommitRefused(f"step {step}: the files are of several attempts")
         if shards != list(range(mesh.num_shards)):
             raise CommitRefused(f"step {step}: got shards {shards} of {mesh.num_shards}")
-        directory = f"{self._root}/{directory_name(step, generations.pop())}"
-        self._fs.invalidate_cache(directory)
+        directory = f"{self.root}/{directory_name(step, generations.pop())}"
+        self.fs.invalidate_cache(directory)
         for file in files:
             self._check(directory, file)
         manifest = Manifest(
@@ -95,7 +95,7 @@ class Storage:
     def _check(self, directory: str, file: ShardFile) -> None:
         path = f"{directory}/{file.file}"
         try:
-            size = self._fs.info(path)["size"]
+            size = self.fs.info(path)["size"]
         except FileNotFoundError:
             raise CommitRefused(f"{path}: missing") from None
         if size != file.num_bytes:
@@ -103,7 +103,7 @@ class Storage:
 
     def _put(self, path: str, data: bytes) -> None:
         if not self._local:
-            self._fs.pipe_file(path, data)  # object stores show an object whole or not at all
+            self.fs.pipe_file(path, data)  # object stores show an object whole or not at all
             return
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -116,21 +116,21 @@ class Storage:
 
     def delete(self, step: int, generation: int) -> None:
         """Delete a checkpoint: its manifest first, so that it is never half there."""
-        directory = f"{self._root}/{directory_name(step, generation)}"
-        self._fs.invalidate_cache()
+        directory = f"{self.root}/{directory_name(step, generation)}"
+        self.fs.invalidate_cache()
         manifest = f"{directory}/{MANIFEST_NAME}"
-        if self._fs.exists(manifest):
-            self._fs.rm_file(manifest)
+        if self.fs.exists(manifest):
+            self.fs.rm_file(manifest)
             if self._local:
                 sync_directory(Path(directory))
-        if self._fs.exists(directory):
-            self._fs.rm(directory, recursive=True)
+        if self.fs.exists(directory):
+            self.fs.rm(directory, recursive=True)
 
     def manifests(self) -> list[Manifest]:
         """What is committed, oldest step first. A manifest that cannot be read commits nothing."""
-        self._fs.invalidate_cache()
+        self.fs.invalidate_cache()
         try:
-            paths = self._fs.ls(self._root, detail=False)
+            paths = self.fs.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
         found = []
@@ -144,7 +144,7 @@ class Storage:
 
     def _manifest(self, directory: str) -> Manifest | None:
         try:
-            data: Any = self._fs.cat_file(f"{directory}/{MANIFEST_NAME}")
+            data: Any = self.fs.cat_file(f"{directory}/{MANIFEST_NAME}")
             return decode_manifest(bytes(data))
         except (FileNotFoundError, ValueError):
             return None

@@ -1,0 +1,105 @@
+"""/metrics: names, types and numbers, and the page that lists them."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.runtime.metrics import METRICS, MetricsServer, page
+from orchestrator.runtime.view import CheckpointView, Incident, JobView, NodeView, WorkerView
+
+from .world import make_job
+
+
+def make_view() -> JobView:
+    workers = [WorkerView(rank=0, state="running", step=9), WorkerView(rank=1, state="hung")]
+    node = NodeView(name="node-0", state="member", heartbeat_age_s=0.25, workers=workers)
+    incidents = [
+        Incident(number=1, at_ns=1, failure_class="infrastructure", title="x", culprit_rank=1,
+                 steps_lost=2, seconds={"stop": 0.1, "place": 0.2, "total": 0.3}),
+        Incident(number=2, at_ns=1, failure_class="infrastructure", title="y",
+                 seconds={"stop": 0.3}),
+        Incident(number=3, at_ns=1, failure_class="resize", title="z"),
+    ]  # fmt: skip
+    return JobView(
+        name="tiny", state="running", now_ns=10_000_000_000, step=9, loss=2.5, step_s=0.5,
+        tokens_per_s=1024.0, world_size=2, generation=3, restarts={"infrastructure": 2},
+        incidents=incidents, nodes=[node], ledger={"productive": 6.0, "waiting": 4.0},
+        goodput=0.6, memory_step=9, commits=1,
+        checkpoints=[CheckpointView(step=5, generation=1, num_bytes=77, committed_ns=4 * 10**9)],
+    )  # fmt: skip
+
+
+def scrape(view: JobView, *, per_rank: bool = False) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(sample name, label values without the job's) -> value, over HTTP."""
+    server = MetricsServer(make_job(metrics={"perRank": per_rank}), lambda: view)
+    port = server.open(0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    server.close()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("job") == "tiny"
+            found[sample.name, tuple(labels.values())] = sample.value
+    return found
+
+
+def test_the_numbers_are_those_of_the_view() -> None:
+    found = scrape(make_view())
+    expected = {
+        ("holdfast_job_steps", ()): 10,
+        ("holdfast_job_loss", ()): 2.5,
+        ("holdfast_job_state", ("running",)): 1,
+        ("holdfast_job_state", ("failed",)): 0,
+        ("holdfast_job_nodes", ("member",)): 1,
+        ("holdfast_job_workers", ("hung",)): 1,
+        ("holdfast_job_restarts_total", ("infrastructure",)): 2,
+        ("holdfast_job_restarts_total", ("hang",)): 0,
+        ("holdfast_job_incidents_total", ("infrastructure", "worker")): 1,
+        ("holdfast_job_incidents_total", ("infrastructure", "node")): 1,
+        ("holdfast_job_incidents_total", ("resize", "job")): 1,
+        ("holdfast_job_recovery_duration_seconds_count", ("stop",)): 2,
+        ("holdfast_job_recovery_duration_seconds_sum", ("stop",)): 0.4,
+        ("holdfast_job_recovery_duration_seconds_count", ("total",)): 1,
+        ("holdfast_job_steps_lost_total", ()): 2,
+        ("holdfast_time_seconds_total", ("waiting",)): 4,
+        ("holdfast_goodput_ratio", ()): 0.6,
+        ("holdfast_checkpoint_age_seconds", ()): 6,
+        ("holdfast_checkpoint_storage_bytes", ()): 77,
+        ("holdfast_job_heartbeat_age_seconds", ()): 0.25,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_series_per_rank_are_opt_in() -> None:
+    assert ("holdfast_worker_step", ("node-0", "0")) not in scrape(make_view())
+    assert scrape(make_view(), per_rank=True)["holdfast_worker_step", ("node-0", "0")] == 9
+
+
+def test_what_is_not_known_has_no_series() -> None:
+    names = {name for name, _ in scrape(JobView(name="tiny"))}
+    assert "holdfast_job_loss" not in names
+    assert "holdfast_model_flops_utilization_ratio" not in names
+    assert "holdfast_job_recovery_duration_seconds_count" in names
+
+
+def test_names_follow_the_conventions() -> None:
+    units = ("seconds", "bytes", "ratio", "total", "info", "step", "steps", "size", "nodes")
+    for spec in METRICS:
+        assert re.fullmatch(r"holdfast_[a-z_]+", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        assert "rank" not in spec.labels or spec.per_rank
+        if spec.kind == "gauge" and spec.name.rpartition("_")[2] not in units:
+            assert spec.name.removeprefix("holdfast_job_") in (
+                "state", "generation", "workers", "loss", "holdfast_tokens_per_second",
+            )  # fmt: skip
+
+
+def test_the_page_of_the_metrics_is_up_to_date() -> None:
+    stored = Path(__file__).parents[3] / "docs/metrics.md"
+    assert stored.read_text() == page(), "python -m orchestrator.runtime.metrics > docs/metrics.md"
