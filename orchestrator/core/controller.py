@@ -151,6 +151,8 @@ def _conclude(turn: Turn) -> None:
         ending.finish(turn, "failed", "budget" if budget else "user-error", why_fail)
     else:
         state.placing = True
+        if state.intent == "run" and state.phase == "suspending":
+            turn.move("recovering", "resume", "resumed before it was suspended")
 
 
 _LOOKS: tuple[Callable[[Turn], None], ...] = (
@@ -249,7 +251,7 @@ def _failed(turn: Turn, event: ActionFailed) -> None:
             checkpoints.deleted(turn, action)
         case PersistStep() if state.drain is not None:
             turn.note(f"{action.node} did not write step {action.step}: {event.detail}")
-            turn.arm_once("drain", ending.PERSIST_RETRY_S)
+            turn.arm("drain", ending.PERSIST_RETRY_S)
         case _:
             pass
 
@@ -260,6 +262,9 @@ def _unknown(turn: Turn, event: ActionUnknown) -> None:
     action = turn.state.inflight.get(event.action_id)
     if isinstance(action, ReleaseNode | CommitManifest | DeleteCheckpoint | PersistStep):
         _failed(turn, ActionFailed(action_id=event.action_id, detail="result unknown"))
+    elif isinstance(action, RequestNodes):
+        membership.request_unknown(turn, action)
+        turn.state.inflight.pop(event.action_id)
     elif action is not None:
         turn.state.inflight.pop(event.action_id)
 

@@ -11,10 +11,11 @@ from .actions import FinishJob, Outcome, PersistStep, Reason, ReasonCode
 from .checkpoints import in_memory, newest_committed
 from .events import PersistFailed
 from .membership import release
-from .state import Drain, DrainKind, JobState, Stop
+from .state import Drain, DrainKind, JobState, Node, Stop
 from .turn import SECOND_NS, Turn
 
 PERSIST_RETRY_S = 1.0
+PERSIST_REPEAT_S = 10.0
 CADENCE_MARGIN_S = 2.0
 """A step that all nodes are asked to write must lie ahead of what any of them has done."""
 
@@ -45,34 +46,51 @@ def start_drain(turn: Turn, kind: DrainKind) -> None:
     state = turn.state
     newest = newest_committed(state)
     held = next(iter(in_memory(state)), None)
+    if kind == "suspend" and state.phase != "suspending":
+        turn.move("suspending", "suspend", state.asked)
     if held is None or (newest is not None and newest.step >= held[0][0]):
         _drained(turn, kind, "")
         return
     (step, generation), num_shards = held
     state.drain = Drain(kind, step, generation, num_shards)
     code: ReasonCode = "finish" if kind == "finish" else "suspend"
-    if kind == "suspend" and state.phase != "suspending":
-        turn.move("suspending", code, f"writing step {step} to storage")
-    else:
-        turn.move(state.phase, code, f"writing step {step} to storage")
+    turn.move(state.phase, code, f"writing step {step} to storage")
     turn.arm("persist", limits.PERSIST_TIMEOUT_S)
     ask(turn)
 
 
 def ask(turn: Turn) -> None:
-    """Have every node that holds a missing shard write it."""
-    turn.disarm("drain")
+    """Have nodes write the shards that are missing: as few as hold them all, others each time."""
     state, drain = turn.state, turn.state.drain
     if drain is None:
+        turn.disarm("drain")
         return
-    drain.attempts += 1
     reason = Reason("checkpoint", f"step {drain.step} is in memory only")
-    missing = _missing(state, drain)
-    for node in state.nodes.values():
-        if any(shard in missing for shard in _held(node.staged, drain)):
-            drain.waiting[node.name] = turn.emit(
-                PersistStep, reason, drain.generation, node=node.name, step=drain.step
-            )
+    asked: dict[str, None] = {}
+    covered: dict[int, None] = {}
+    for shard in _missing(state, drain):
+        holders = [n for n in _holders(state, drain, shard) if n.confirmed]
+        if shard in covered or not holders:
+            continue
+        node = holders[drain.attempts % len(holders)]
+        asked[node.name] = None
+        covered.update(dict.fromkeys(_held(node.staged, drain)))
+    for name in asked:
+        turn.emit(PersistStep, reason, drain.generation, node=name, step=drain.step)
+    drain.attempts += 1
+    # What was asked for may get lost with a link, so it is asked for again until it is here.
+    turn.arm("drain", PERSIST_REPEAT_S)
+
+
+def _holders(state: JobState, drain: Drain, shard: int) -> list[Node]:
+    """Nodes with the shard in memory; first the one whose seat writes it anyway."""
+    holders = [n for n in state.nodes.values() if shard in _held(n.staged, drain)]
+
+    def writes(node: Node) -> bool:
+        launch = state.launch.get(node.name)
+        return launch is not None and any(s.persists and s.shard == shard for s in launch.seats)
+
+    return sorted(holders, key=lambda node: not writes(node))
 
 
 def _held(staged: tuple[StagedShard, ...], drain: Drain) -> list[int]:
@@ -93,7 +111,7 @@ def persist_failed(turn: Turn, event: PersistFailed) -> None:
         f"{event.node} could not write shard {event.shard} of step {event.step}: {event.detail}"
     )
     if turn.state.drain is not None:
-        turn.arm_once("drain", PERSIST_RETRY_S)
+        turn.arm("drain", PERSIST_RETRY_S)
 
 
 def check_drain(turn: Turn) -> None:
@@ -102,9 +120,18 @@ def check_drain(turn: Turn) -> None:
     if drain is None:
         return
     newest = newest_committed(state)
-    if newest is not None and newest.step >= drain.step:
+    if drain.kind == "suspend" and state.intent == "run":
+        state.drain, state.placing = None, True
+        turn.disarm("persist", "drain")
+        turn.move("recovering", "resume", "resumed before it was suspended")
+    elif newest is not None and newest.step >= drain.step:
         _drained(turn, drain.kind, f"step {newest.step} is committed")
-        return
+    else:
+        _still_possible(turn, drain)
+
+
+def _still_possible(turn: Turn, drain: Drain) -> None:
+    state = turn.state
     reachable = dict.fromkeys(s for n in state.nodes.values() for s in _held(n.staged, drain))
     gone = [shard for shard in _missing(state, drain) if shard not in reachable]
     if gone:
@@ -160,9 +187,8 @@ def finish_again(turn: Turn, why: str) -> None:
 def persist_ahead(turn: Turn, step_s: float, why: str) -> None:
     """Have all nodes write the same step, a little ahead of where they are."""
     state = turn.state
-    every = max(1, state.job.spec.checkpoint.memory.every_steps)
-    margin = 2 + int(CADENCE_MARGIN_S / step_s) if step_s > 0 else 2
-    step = (state.step + margin + every - 1) // every * every
+    # A node that does not stage this very step writes the first one after it, as all do.
+    step = state.step + 2 + (int(CADENCE_MARGIN_S / step_s) if step_s > 0 else 0)
     for name in state.members:
         if name in state.nodes:
             turn.emit(PersistStep, Reason("checkpoint", why), node=name, step=step)

@@ -99,6 +99,9 @@ class Monitor:
             case ControllerStarted():
                 # How long agents may take to come back is the controller's deadline.
                 self._heard = {}
+                # A replay has no heartbeats: what it made us think of progress is worth nothing.
+                self._now = _Generation()
+                self._follow()
             case Heartbeat():
                 if event.node in self._state.nodes:
                     self._heard[event.node] = now_ns
@@ -124,9 +127,15 @@ class Monitor:
     def _follow(self) -> None:
         state = self._state
         self._heard = {node: at for node, at in self._heard.items() if node in state.nodes}
-        if self._now.number != state.generation:
-            first = state.step
-            self._now = _Generation(state.generation, first=first, done=first, told=first)
+        if self._now.number == state.generation:
+            return
+        step = state.step
+        self._now = _Generation(state.generation, first=step, done=step, told=step)
+        if state.stepped and state.membership is not None:
+            # A controller that comes back: its journal says how far it is, and how fast.
+            restore = state.membership.restore
+            self._now.num_steps = step - (restore.step if restore else -1)
+            self._now.step_s.extend([state.step_s] if state.step_s > 0 else [])
 
     def _watching(self) -> bool:
         state = self._state

@@ -214,6 +214,9 @@ def advanced(turn: Turn, event: StepsAdvanced) -> None:
     if state.stepped:
         return
     state.stepped = True
+    every_s = state.job.spec.checkpoint.storage.every_s
+    if every_s is not None:
+        turn.arm("cadence", every_s)
     incident = state.incident
     if incident is not None:
         incident.first_step_ns = turn.now

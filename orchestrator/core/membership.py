@@ -220,6 +220,12 @@ def request_failed(turn: Turn, action: RequestNodes, detail: str) -> None:
     turn.arm("request", REQUEST_RETRY_S)
 
 
+def request_unknown(turn: Turn, action: RequestNodes) -> None:
+    """They may be on their way: those that come in time need not be asked for again."""
+    turn.state.expected_nodes = max(0, turn.state.expected_nodes - action.count)
+    turn.arm("request", _rejoin_s(turn.state))
+
+
 def expectation_expired(turn: Turn) -> None:
     """Requested nodes have not come for so long that the request may be forgotten."""
     turn.disarm("expect")
@@ -262,11 +268,11 @@ def controller_started(turn: Turn) -> None:
         if isinstance(action, ReleaseNode):
             release(turn, action.node, action.reason.code, action.reason.text)
         elif isinstance(action, RequestNodes):
-            state.expected_nodes = max(0, state.expected_nodes - action.count)
-            turn.arm("request", _rejoin_s(state))
+            request_unknown(turn, action)
     for node in state.nodes.values():
         node.confirmed = False
-    turn.arm("rejoin", _rejoin_s(state))
+    if state.nodes:
+        turn.arm("rejoin", _rejoin_s(state))
     if state.launching:
         turn.disarm("launch-again")
         turn.arm("launch", _rejoin_s(state))

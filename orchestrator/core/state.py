@@ -150,8 +150,6 @@ class Drain:
     generation: int
     num_shards: int
     attempts: int = 0
-    waiting: dict[str, int] = field(default_factory=dict)
-    """Node -> action id of its PersistStep."""
 
 
 @dataclass(slots=True)

@@ -29,10 +29,11 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
     "pending": ("starting", "suspending", "suspended", "finishing", "failed", "cancelled"),
     "starting": ("running", "recovering", "finishing", "suspending", "pending"),
     "running": ("recovering", "finishing", "suspending"),
-    "recovering": ("running", "pending", "finishing", "suspending", "failed"),
+    "recovering": ("running", "pending", "finishing", "suspending", "failed", "cancelled"),
     # A node that is lost while the last checkpoint is written may take finished steps with it.
     "finishing": ("recovering", "succeeded", "failed", "cancelled"),
-    "suspending": ("suspended", "finishing", "failed"),
+    # Somebody resumes before the job was suspended: its memory is still there.
+    "suspending": ("suspended", "recovering", "finishing", "failed", "cancelled"),
     "suspended": ("pending", "finishing", "failed", "cancelled"),
     "succeeded": (),
     "failed": (),

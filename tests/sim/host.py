@@ -46,6 +46,7 @@ class Host:
     # -- life ---------------------------------------------------------------------------------
     def start(self) -> None:
         self._life += 1
+        self._wake_ns = None
         self.controller = Controller()
         self.monitor = Monitor(self.job, self.controller)
         for record in self.journal:

@@ -132,9 +132,6 @@ class AgentMachine:
             case m.Stop():
                 return self._stop(now_ns, message)
             case m.Persist():
-                if running is None:
-                    detail = f"generation {message.generation} is not the one of this node"
-                    return [f.Send(reports.cannot_persist(message, detail))]
                 return self.tiers.persist(running, message)
             case m.Committed():
                 self.tiers.committed(message)

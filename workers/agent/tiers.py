@@ -15,8 +15,9 @@ from orchestrator.protocol.messages import Committed, Persist, Persisted, Persis
 from workers import wire
 
 from . import facts as f
+from . import reports
 from .buffers import Buffer, Buffers, Drop, Give, version
-from .copies import Copies
+from .copies import Copies, Copy
 from .group import Group
 
 Key = tuple[int, int, int]
@@ -122,8 +123,11 @@ class Tiers:
         return [f.FetchFromPeer(group.generation, rank, wanted, sources)]
 
     # -- storage ------------------------------------------------------------------------------
-    def persist(self, group: Group, order: Persist) -> list[f.Output]:
-        """Write the first step >= order.step: on every node the same one."""
+    def persist(self, group: Group | None, order: Persist) -> list[f.Output]:
+        """Write the first step >= order.step: on every node the same one. Where nothing of that
+        generation runs any more, exactly that step."""
+        if group is None or group.stopped:
+            return self._persist_held(order)
         out: list[f.Output] = []
         for worker in group.workers.values():
             seat = worker.seat
@@ -132,13 +136,29 @@ class Tiers:
             staged = [b for b in self._own(group, seat) if _content(b).step >= order.step]
             if staged:
                 out += self._write(min(staged, key=lambda b: _content(b).step))
-            elif not worker.ended and not group.stopped:
+            elif not worker.ended:
                 self._marks.setdefault(seat.rank, []).append(order.step)
             else:
                 out.append(self._cannot(group, seat, order.step, "no such step is staged here"))
         return out
 
+    def _persist_held(self, order: Persist) -> list[f.Output]:
+        """Whatever memory holds of a step, whoever's seat it was, and buddy copies too. The
+        controller asks as few nodes as it needs."""
+        kept: list[Buffer | Copy] = [
+            *self.buffers.buffers.values(), *self.copies.copies.values()
+        ]  # fmt: skip
+        wanted = (order.step, order.generation)
+        held = [b for b in kept if b.content and (b.content.step, b.content.generation) == wanted]
+        if not held:
+            detail = f"step {order.step} of generation {order.generation} is not held here"
+            return [f.Send(reports.cannot_persist(order, detail))]
+        return [output for buffer in held for output in self._write(buffer)]
+
     def write_done(self, group: Group | None, done: f.WriteDone) -> list[f.Output]:
+        copy = self.copies.copies.get(done.buffer)
+        if copy is not None:
+            copy.pins -= 1
         out = self._carry_out(group, self.buffers.unpin(done.buffer))
         staged = done.staged
         self._writing = {s: at for s, at in self._writing.items() if at != key(staged)}
@@ -231,13 +251,15 @@ class Tiers:
             if buffer.content is not None and buffer.content.generation == group.generation
         ]
 
-    def _write(self, buffer: Buffer) -> list[f.Output]:
-        staged = _content(buffer)
+    def _write(self, buffer: Buffer | Copy) -> list[f.Output]:
+        assert buffer.content is not None
+        staged = buffer.content
         if key(staged) in self._written:
             return []
         self._written.add(key(staged))
-        self._writing[buffer.slot] = key(staged)
-        self.buffers.pin(buffer.number)
+        if isinstance(buffer, Buffer):
+            self._writing[buffer.slot] = key(staged)
+        buffer.pins += 1
         directory = directory_name(staged.step, staged.generation)
         name = shard_file_name(staged.shard, staged.num_shards)
         return [f.WriteStorage(buffer.number, staged, directory, name)]
