@@ -153,7 +153,10 @@ class Tiers:
         if not held:
             detail = f"step {order.step} of generation {order.generation} is not held here"
             return [f.Send(reports.cannot_persist(order, detail))]
-        return [output for buffer in held for output in self._write(buffer)]
+        # What was written before the order may have been refused then, as of an old generation.
+        done = [self.unacknowledged.get(key(b.content)) for b in held if b.content]
+        told = [f.Send(report) for report in done if report is not None]
+        return [*told, *(output for buffer in held for output in self._write(buffer))]
 
     def write_done(self, group: Group | None, done: f.WriteDone) -> list[f.Output]:
         copy = self.copies.copies.get(done.buffer)
