@@ -128,7 +128,7 @@ def _stdlib() -> Bytes:
     if len(text) == 0:
         raise UserError(
             f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} holds no .py "
-            "files; expected a Python installation with its source; name a file or directory instead"
+            "files; expected an installation with its source; name a file or directory instead"
         )
     return text
 

@@ -24,7 +24,7 @@ from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec import TrainingJob
 from workers.recipes import pretrain
 from workers.session.core import Session
-from workers.session.join import Place
+from workers.session.join import Meshes, Place
 
 
 def warm(job: TrainingJob) -> None:
@@ -38,6 +38,7 @@ def warm(job: TrainingJob) -> None:
     try:
         with _quiet_groups(mesh.world_size):
             session = Session(Place(world_size=mesh.world_size), torch.device("cpu"), mesh)
+            session.meshes = Meshes(mesh, "cpu", prefix="rehearsed_")
             trainer = pretrain.build(job, recipe.config, session)
             session.restore(trainer.parallel.model, trainer.optimizer)
             pretrain.train_step(trainer, 0)

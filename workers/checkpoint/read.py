@@ -61,7 +61,7 @@ def restore(
     `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`.
     Raises DamagedCheckpoint, OtherModel, or what `open_shard` raises.
     """
-    model = {name: _Target(state.held(name, t)) for name, t in state.model_tensors()}
+    model = {held.name: _Target(held) for held in state.model_tensors()}
     targets = dict(model)
     names: set[str] = set()
     extra: dict[str, Any] | None = None

@@ -25,7 +25,7 @@ from orchestrator.protocol.errors import UserError
 
 from .copying import Bytes, copy_and_hash, hash_bytes
 from .layout import Entry, Layout, encode_extra, make_layout
-from .state import DTYPES, TrainingState, local_of
+from .state import DTYPES, Held, TrainingState
 
 _SLACK_BYTES = 64 * 1024
 """Room for extra state that grows: buffers are asked for once and keep their size."""
@@ -69,23 +69,23 @@ class Stager:
     def prepare(self) -> None:
         """Asks for buffers ahead of the first staging, when the optimizer has its state already."""
         if self._state.optimizer.state:
-            self._plan(dict(self._state.tensors()))
+            self._plan({held.name: held for held in self._state.tensors()})
 
     def stage(self, step: int) -> float:
         """Copies the state after `step`; returns the seconds that it held the training loop up."""
         begin = time.perf_counter()
         if self._cuda is not None:
             self._cuda.finish()
-        tensors = dict(self._state.tensors())
-        locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
-        if self._layout is None or [t.data_ptr() for t in locals_.values()] != self._addresses:
+        tensors = {held.name: held for held in self._state.tensors()}
+        addresses = [held.local.data_ptr() for held in tensors.values()]
+        if self._layout is None or addresses != self._addresses:
             self._plan(tensors)
         extra = encode_extra(self._state.export_extra())
         layout = self._layout_for(tensors, extra)
         buffer, memory = self._buffers.take_buffer()
         view = self._view(buffer, memory)
         if self._cuda is not None:
-            ordered = [locals_[entry.name] for entry in layout.entries]
+            ordered = [tensors[entry.name].local for entry in layout.entries]
             done = _Completion(self._buffers, layout, view, buffer, step, extra)
             self._cuda.start(ordered, layout, view, done)
         else:
@@ -93,7 +93,7 @@ class Stager:
             checksums = [
                 copy_and_hash(
                     view[at + entry.begin : at + entry.end],
-                    flat_bytes(locals_[entry.name]) if source is None else source,
+                    flat_bytes(tensors[entry.name].local) if source is None else source,
                 )
                 for entry, source in zip(layout.entries, self._sources, strict=True)
             ]
@@ -105,25 +105,21 @@ class Stager:
         if self._cuda is not None:
             self._cuda.finish()
 
-    def _plan(self, tensors: dict[str, Tensor]) -> None:
+    def _plan(self, tensors: dict[str, Held]) -> None:
         """Lays the file out, and asks for buffers when the ones there are too small."""
         self._layout = self._make_layout(tensors, encode_extra(self._state.export_extra()))
         self._ask_for_room(self._layout)
-        locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
-        self._addresses = [t.data_ptr() for t in locals_.values()]
+        self._addresses = [held.local.data_ptr() for held in tensors.values()]
         if self._cuda is None:
-            ordered = [locals_[entry.name] for entry in self._layout.entries]
+            ordered = [tensors[entry.name].local for entry in self._layout.entries]
             # Flattening copies what is not contiguous: that has to happen at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in ordered]
 
-    def _make_layout(self, tensors: dict[str, Tensor], extra: bytes) -> Layout:
-        entries = [
-            Entry(name, DTYPES[tensor.dtype], self._state.box(tensor))
-            for name, tensor in tensors.items()
-        ]
+    def _make_layout(self, tensors: dict[str, Held], extra: bytes) -> Layout:
+        entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in tensors.values()]
         return make_layout(entries, extra=extra, **self._identity)
 
-    def _layout_for(self, tensors: dict[str, Tensor], extra: bytes) -> Layout:
+    def _layout_for(self, tensors: dict[str, Held], extra: bytes) -> Layout:
         assert self._layout is not None
         if not self._layout.fits(extra):
             self._layout = self._make_layout(tensors, extra)

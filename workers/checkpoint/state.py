@@ -63,11 +63,16 @@ class TrainingState:
         # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
         self._parameters = {plain_name(n): p for n, p in model.named_parameters()}
         self._buffer_homes = list(_persistent_buffers(model))
-        self._name_of = {id(p): name for name, p in self._parameters.items()}
-        self._boxes: dict[Any, Box] = {}
+        names = {id(p): name for name, p in self._parameters.items()}
+        self._stepped: dict[str, Tensor] = {}
+        """What the optimizer holds of each parameter: itself, or this rank's part (`whole`)."""
+        self._boxes: dict[str, Box] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self._name_of:
+                whole = getattr(parameter, "whole", parameter)
+                if id(whole) in names:
+                    self._stepped[names[id(whole)]] = parameter
+                else:
                     raise UserError(
                         f"optimizer: got a parameter of shape {tuple(parameter.shape)} that is not "
                         "in the model; expected parameters of the model given to restore; shard "
@@ -75,34 +80,31 @@ class TrainingState:
                     )
 
     # -- out ----------------------------------------------------------------------------------
-    def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def model_tensors(self) -> Iterator[Held]:
         for name, parameter in self._parameters.items():
-            yield MODEL + name, parameter
+            yield Held(MODEL + name, local_of(parameter), self._box(name, parameter))
         for name, module, key in self._buffer_homes:
             buffer = module._buffers[key]
             if buffer is not None:
-                yield MODEL + name, buffer
+                yield Held(MODEL + name, local_of(buffer), box_of(buffer))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[Held]:
         """Everything, in an order that does not change while the set of names does not."""
         yield from self.model_tensors()
         states = self.optimizer.state
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._stepped.items():
             for key, value in states.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{OPTIMIZER}{name}.{key}", value
+                    like = value.shape == parameter.shape
+                    box = self._box(name, self._parameters[name]) if like else box_of(value)
+                    yield Held(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
 
-    def held(self, name: str, tensor: Tensor) -> Held:
-        return Held(name, local_of(tensor), self.box(tensor))
-
-    def box(self, tensor: Tensor) -> Box:
-        """As box_of, computed once per shape and layout."""
-        if not isinstance(tensor, DTensor):
-            return box_of(tensor)
-        key = (tuple(tensor.shape), tensor.placements, id(tensor.device_mesh))
-        if key not in self._boxes:
-            self._boxes[key] = box_of(tensor)
-        return self._boxes[key]
+    def _box(self, name: str, parameter: Tensor) -> Box:
+        """As box_of, which is slow for a DTensor, but always the same for one parameter."""
+        box = self._boxes.get(name)
+        if box is None:
+            box = self._boxes[name] = box_of(parameter)
+        return box
 
     def optimizer_bytes_to_come(self) -> int:
         """Bytes of state that the optimizer will add for parameters it has not stepped yet (they
@@ -113,13 +115,13 @@ class TrainingState:
             for p, values in states.items()
         ]
         per_parameter = max(kept, default=0)
-        waiting = [p for p in self._parameters.values() if p.requires_grad and not states.get(p)]
+        waiting = [p for p in self._stepped.values() if p.requires_grad and not states.get(p)]
         return sum(local_of(p).nbytes * per_parameter + 64 for p in waiting)
 
     def export_extra(self) -> dict[str, Any]:
         """State that is no tensor, as JSON values. Raises UserError for values JSON cannot hold."""
         scalars: dict[str, dict[str, Any]] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._stepped.items():
             values = self.optimizer.state.get(parameter, {})
             plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
             if plain:
@@ -164,8 +166,8 @@ class TrainingState:
                     else:
                         group[key] = tuple(value) if isinstance(old, tuple) else value
         for name, values in saved.get("scalars", {}).items():
-            if name in self._parameters:
-                self.optimizer.state[self._parameters[name]].update(values)
+            if name in self._stepped:
+                self.optimizer.state[self._stepped[name]].update(values)
         user = extra.get("user", {})
         if isinstance(self.extra, Stateful):
             if user:
@@ -176,7 +178,7 @@ class TrainingState:
     def optimizer_parameter(self, entry_name: str) -> tuple[str, str] | None:
         """(parameter, key) of an entry `optim.<name>.<key>`; None when the model has no such."""
         name, _, key = entry_name.removeprefix(OPTIMIZER).rpartition(".")
-        return (name, key) if name in self._parameters else None
+        return (name, key) if name in self._stepped else None
 
     def make_optimizer_tensor(
         self, name: str, key: str, shape: tuple[int, ...], dtype: str
@@ -186,21 +188,23 @@ class TrainingState:
         A tensor of the parameter's shape is laid out like the parameter; a scalar is replicated.
         Raises UserError for any other shape: its layout on another mesh is not known.
         """
-        parameter = self._parameters[name]
+        whole, stepped = self._parameters[name], self._stepped[name]
         entry_name = f"{OPTIMIZER}{name}.{key}"
         kind = TORCH_DTYPES[dtype]
-        if shape == tuple(parameter.shape) and shape != ():
-            tensor = empty_like(parameter, dtype=kind)
+        if shape == tuple(whole.shape) and shape != ():
+            tensor = empty_like(stepped, dtype=kind)
+            box = self._box(name, whole)
         elif shape == ():
-            tensor = torch.empty((), dtype=kind, device=self._scalar_device(parameter))
+            tensor = torch.empty((), dtype=kind, device=self._scalar_device(stepped))
+            box = box_of(tensor)
         else:
             raise UserError(
                 f"{entry_name}: got shape {shape}; expected that of its parameter "
-                f"{tuple(parameter.shape)} or a scalar; {type(self.optimizer).__name__} keeps "
+                f"{tuple(whole.shape)} or a scalar; {type(self.optimizer).__name__} keeps "
                 "state that cannot be laid out without a step, so it cannot be restored"
             )
-        self.optimizer.state[parameter][key] = tensor
-        return self.held(entry_name, tensor)
+        self.optimizer.state[stepped][key] = tensor
+        return Held(entry_name, local_of(tensor), box)
 
     def _scalar_device(self, parameter: Tensor) -> torch.device:
         """torch keeps Adam's step counter on the CPU unless the step is fused or captured."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import Pretrain, TrainingJob
@@ -88,19 +88,19 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
     )
     parallel.materialize(config.seed, model.standard_deviation)
     text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
-    return Trainer(config, s, parallel, make_optimizer(config.optimizer, model), text)
+    return Trainer(
+        config, s, parallel, make_optimizer(config.optimizer, parallel.optimizer_parameters()), text
+    )
 
 
-def make_optimizer(config: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only, as is usual."""
-    parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True
-    )
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:

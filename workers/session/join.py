@@ -94,8 +94,11 @@ class Meshes:
     """The device meshes of a job. Each is made when first asked for: process groups cost a
     handshake, and a recovery should pay for none that is not used. Every rank must ask alike."""
 
-    def __init__(self, shape: Mesh, device_type: str) -> None:
-        self._shape, self._device_type = shape, device_type
+    def __init__(self, shape: Mesh, device_type: str, prefix: str = "") -> None:
+        """`prefix` goes before the axes' names. torch keeps what it derives for one mesh for all
+        that are equal, the calling rank and the process groups not looked at, so a rehearsal must
+        not use a mesh that is equal to a real one."""
+        self._shape, self._device_type, self._prefix = shape, device_type, prefix
 
     @cached_property
     def all_axes(self) -> DeviceMesh:
@@ -114,4 +117,5 @@ class Meshes:
     def _make(self, names: list[str]) -> DeviceMesh:
         sizes = dict(zip(AXES, self._shape.sizes, strict=True))
         shape = tuple(sizes[name] for name in names)
-        return init_device_mesh(self._device_type, shape, mesh_dim_names=tuple(names))
+        named = tuple(self._prefix + name for name in names)
+        return init_device_mesh(self._device_type, shape, mesh_dim_names=named)
