@@ -36,6 +36,30 @@ def make_display(console: Console) -> Display:
     return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
+class SilentDisplay:
+    """Nothing but remarks: the result comes as JSON."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, view: JobView) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+
 class LiveDisplay:
     """Redraws a few times a second."""
 
@@ -52,7 +76,7 @@ class LiveDisplay:
         self._live.update(live(view, self._losses))
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False)
+        self._live.console.print(text)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -67,11 +91,11 @@ class LiveDisplay:
         self._live.__exit__(kind, error, trace)
 
 
-class LineDisplay:
+class LineDisplay(SilentDisplay):
     """One line per change, and one of progress every few seconds. Incidents always."""
 
     def __init__(self, console: Console, interval_s: float = PROGRESS_INTERVAL_S) -> None:
-        self._console = console
+        super().__init__(console)
         self._interval_ns = int(interval_s * 1e9)
         self._last = JobView(name="")
         self._progress_ns = 0
@@ -94,11 +118,8 @@ class LineDisplay:
             checkpoints=list(view.checkpoints),
         )
 
-    def note(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
-
     def _print(self, view: JobView, line: str) -> None:
-        self._console.print(f"{clock(view.now_ns)}  {line}", soft_wrap=True, markup=False)
+        self._console.print(f"{clock(view.now_ns)}  {line}", soft_wrap=True)
 
     def _changes(self, view: JobView) -> list[str]:
         last, lines = self._last, []
@@ -123,17 +144,6 @@ class LineDisplay:
         if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
             lines.append(f"checkpoint of step {view.checkpoints[-1].step} committed")
         return lines
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
 
 
 def progress_line(view: JobView) -> str:

@@ -35,7 +35,7 @@ def live(view: JobView, losses: list[float]) -> Group:
     if view.nodes:
         parts += ["", nodes(view)]
     if view.incidents:
-        parts += ["", incidents(view.incidents[-6:])]
+        parts += ["", incidents(view.incidents[-6:], ended=view.state in FINISHED)]
     return Group(*parts)
 
 
@@ -130,14 +130,16 @@ def _workers(node: NodeView) -> Text:
     return text
 
 
-def incidents(found: list[Incident]) -> Table:
+def incidents(found: list[Incident], *, ended: bool = False) -> Table:
     table = columns("time", "incident", "outcome")
     table.columns[1].no_wrap = False
     table.columns[2].no_wrap = False
     for incident in found:
         style = "yellow" if incident.generation_after is None else ""
         title = incident.title + (" (rehearsal)" if incident.rehearsal else "")
-        table.add_row(clock(incident.at_ns), Text(title, style=style), outcome(incident))
+        table.add_row(
+            clock(incident.at_ns), Text(title, style=style), outcome(incident, ended=ended)
+        )
     return table
 
 
@@ -146,10 +148,10 @@ def is_open(incident: Incident) -> bool:
     return "total" not in incident.seconds
 
 
-def outcome(incident: Incident) -> str:
-    """What became of it, in one line."""
+def outcome(incident: Incident, *, ended: bool = False) -> str:
+    """What became of it, in one line. `ended`: so has the job."""
     if is_open(incident):
-        return incident.decision or "being handled"
+        return "the job ended" if ended else incident.decision or "being handled"
     parts = [f"next step after {duration(incident.seconds['total'])}"]
     if incident.steps_lost is not None:
         parts.append(f"{plural(incident.steps_lost, 'step')} lost")

@@ -5,10 +5,10 @@ Owns: its layout. Must not: compute; everything is in the view, which is also wh
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from ..runtime.view import Incident, JobView
@@ -28,8 +28,8 @@ def report(view: JobView) -> Group:
         parts += ["", Text(f"goodput {view.goodput:.1%}", style="bold"), ledger(view)]
     if view.incidents:
         parts += ["", Text(plural(len(view.incidents), "incident"), style="bold")]
-        for incident in view.incidents:
-            parts.append(_incident(incident))
+        ended = view.state in FINISHED
+        parts += [_incident(incident, ended=ended) for incident in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
     parts += ["", *_checkpoints(view)]
@@ -70,15 +70,16 @@ def _summary(view: JobView) -> Iterator[str]:
         yield f"controller taken over {plural(view.controller_restarts, 'time')}"
 
 
-def _incident(incident: Incident) -> RenderableType:
+def _incident(incident: Incident, *, ended: bool) -> RenderableType:
     head = Text(f"{incident.number}. {clock(incident.at_ns)}  ")
     head.append(incident.title, style="bold")
     label = f"  {incident.failure_class}" + (", rehearsal" if incident.rehearsal else "")
     head.append(label, style="dim")
-    return Group(head, *(Padding(line, (0, 0, 0, 3)) for line in incident_lines(incident)))
+    lines = (textwrap.indent(line, "   ") for line in incident_lines(incident, ended=ended))
+    return Group(head, *lines)
 
 
-def incident_lines(incident: Incident) -> Iterator[str]:
+def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
     """What is known of it, one fact per line."""
     culprit = incident.culprit_node
     if incident.culprit_rank is not None:
@@ -89,7 +90,7 @@ def incident_lines(incident: Incident) -> Iterator[str]:
         yield f"evidence: {incident.evidence}"
     if incident.decision:
         yield f"decision: {incident.decision}"
-    yield f"outcome: {outcome(incident)}"
+    yield f"outcome: {outcome(incident, ended=ended)}"
     known = [name for name in PHASES if name in incident.seconds]
     known += [name for name in incident.seconds if name not in (*PHASES, "total")]
     if known:

@@ -1,6 +1,7 @@
-"""Journal events -> one line each, for `holdfast events`.
+"""Journal events and the decisions on them -> one line each, for `holdfast events`.
 
-Owns: the wording. Must not: interpret; incidents and decisions are the report's.
+Owns: the wording. Must not: interpret; what was decided comes from the controller itself, to which
+the same events are told again.
 """
 
 from __future__ import annotations
@@ -8,15 +9,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rich.console import Console
+
+from ..core import actions as a
 from ..core import events as e
+from ..core.controller import Controller
 from ..protocol.facts import Exit
-from .output import duration, plural, size
+from .output import date, duration, plural, print_json_line, size
 
 
 def sentence(event: e.AnyEvent) -> str:
     """What the event says."""
     say: Callable[[Any], str] | None = _SENTENCES.get(type(event))
     return say(event) if say else type(event).__name__
+
+
+class Narrator:
+    """Tells a journal, with the decision that each event led to."""
+
+    def __init__(self) -> None:
+        self._controller = Controller()
+        self._actions: dict[int, str] = {}
+
+    def tell(self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool) -> None:
+        actions = self._controller.step(now_ns, event)
+        if as_json:
+            print_json_line({"at_ns": now_ns, "event": event, "actions": actions})
+            return
+        at = date(now_ns)
+        if not isinstance(event, e.Tick):
+            text = sentence(event)
+            if isinstance(event, (e.ActionSucceeded, e.ActionFailed, e.ActionUnknown)):
+                what = self._actions.pop(event.action_id, f"action {event.action_id}")
+                text = text.replace(f"action {event.action_id}", what, 1)
+            console.print(f"{at}  {source(event):<12}  {text}", soft_wrap=True)
+        for action in actions:
+            what = self._actions[action.action_id] = decision(action)
+            console.print(f"{at}  {'->':<12}  {what}: {action.reason.text}", soft_wrap=True)
+
+
+def decision(action: a.AnyAction) -> str:
+    """What is to be done, without the reason."""
+    kind = str(type(action).__struct_config__.tag).replace("-", " ")
+    if isinstance(action, a.RequestNodes):
+        return f"{kind} ({action.count})"
+    if isinstance(action, (a.LaunchGroup, a.StopGroup)):
+        return f"{kind} on {action.node}, generation {action.generation}"
+    if isinstance(action, (a.CommitManifest, a.DeleteCheckpoint)):
+        return f"{kind} of step {action.step}"
+    node = getattr(action, "node", "")
+    return f"{kind} {node}".rstrip()
 
 
 def source(event: e.AnyEvent) -> str:

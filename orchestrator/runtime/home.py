@@ -217,7 +217,7 @@ class Home:
         if alive:
             fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
         elif state in ("succeeded", "failed", "cancelled"):
-            fix = f"remove it with `holdfast remove {name}`, or choose another metadata.name"
+            fix = f"remove it with `holdfast delete {name}`, or choose another metadata.name"
         else:
             fix = (
                 f"its controller is gone: take it over with `holdfast run --attach {name}`, or "

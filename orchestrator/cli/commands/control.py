@@ -34,7 +34,7 @@ def resize(
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train on N nodes from now on, within spec.nodes.min and max.
+    """Train on N nodes from now on, also beyond spec.nodes.max.
 
     The job stops for a moment, gets whole replica groups on N nodes, and goes on after its last
     step with the same global batch.

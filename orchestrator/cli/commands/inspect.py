@@ -122,27 +122,25 @@ def events(
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every fact that the controller was told, in order. --json: one document per line."""
+    """Print every fact that the controller was told, and what it decided on it, with the reason.
+
+    Decisions are not stored: they follow from the facts, by the same code that took them. --json
+    prints one document per line.
+    """
     import time
 
     from ...runtime.journal import JournalReader
-    from ..output import print_json_line, stdout
-    from ..sentences import sentence, source
+    from ..output import stdout
+    from ..sentences import Narrator
 
     directory = find_job(job, home)
     reader = JournalReader(directory.journal)
-    from ..output import date
-
-    console = stdout()
+    console, narrator = stdout(), Narrator()
     while True:
         # Asked before reading: what was written up to a controller's end is then seen.
         alive = directory.controller_alive()
         for record in reader.read():
-            if as_json:
-                print_json_line({"at_ns": record.now_ns, "event": record.event})
-                continue
-            line = f"{date(record.now_ns)}  {source(record.event):<12}  {sentence(record.event)}"
-            console.print(line, markup=False, soft_wrap=True)
+            narrator.tell(console, record.now_ns, record.event, as_json=as_json)
         if not follow or not alive:
             return
         time.sleep(FOLLOW_INTERVAL_S)

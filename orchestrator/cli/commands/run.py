@@ -38,8 +38,9 @@ def run(
 ) -> None:
     """Train on this machine and watch, until the job ends. The report comes last.
 
-    Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for a mistake in FILE.
-    Ctrl-C leaves the agents training; `--attach` comes back to them, `holdfast cancel` ends them.
+    Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for a mistake in FILE,
+    130 when Ctrl-C cancelled it. When this process is killed, or its machine's terminal is lost,
+    the agents go on training; `--attach` takes them over.
 
     Examples: `holdfast run examples/stdlib-bytes.yaml`,
     `holdfast run --attach stdlib-bytes`
@@ -51,27 +52,35 @@ def _run(file: Path | None, attach: str | None, home: Path | None, as_json: bool
     """The exit code."""
     from ...runtime.home import Home
     from ...runtime.service import run_job
-    from ..display import make_display
-    from ..output import print_json, stdout
+    from ..display import SilentDisplay, make_display
+    from ..output import print_json, stderr, stdout
     from ..report import print_report
 
     place = Home(home)
     job, spec_directory = _job(file, attach, place)
+    console = stderr() if as_json else stdout()
+    notes: list[str] = []
+    display = SilentDisplay(console) if as_json else make_display(console)
+
+    def note(text: str) -> None:
+        notes.append(text)
+        display.note(text)
+
+    with display:
+        view = run_job(
+            job,
+            place,
+            spec_directory,
+            on_view=display.show,
+            attach=attach is not None,
+            on_note=note,
+        )
     if as_json:
-        view = run_job(job, place, spec_directory, attach=attach is not None)
         print_json(view)
     else:
-        console = stdout()
-        with make_display(console) as display:
-            view = run_job(
-                job,
-                place,
-                spec_directory,
-                on_view=display.show,
-                attach=attach is not None,
-                on_note=display.note,
-            )
         print_report(console, view)
+    if any(text.startswith("Ctrl-C") for text in notes):
+        return 130
     return 0 if view.state == "succeeded" else 1
 
 
