@@ -1,0 +1,121 @@
+"""Real training on this machine, and real kills: worker, node, machine host, controller.
+
+The tests share one running job, because its start is what costs time; each begins and ends with a
+job that trains.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from .rig import Job, spec
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("kill"), spec("kill", ENDLESS))
+    job.run()
+    try:
+        job.running(incidents=0)
+        yield job
+    finally:
+        job.end()
+
+
+def incidents(job: Job) -> int:
+    return len(job.until(lambda view: True).incidents)
+
+
+def test_a_killed_worker_costs_at_most_one_step(job: Job) -> None:
+    before = incidents(job)
+    job.kill(job.worker_pids()[1])
+    incident = job.running(incidents=before + 1).incidents[-1]
+    assert incident.culprit_rank == 1
+    assert incident.failure_class == "infrastructure"
+    assert "SIGKILL" in incident.title
+    assert incident.restored_from == "memory"
+    assert incident.steps_lost is not None and incident.steps_lost <= 1
+    assert not incident.rehearsal
+
+
+def test_a_killed_node_is_replaced_and_its_shards_come_from_memory(job: Job) -> None:
+    view = job.until(lambda view: True)
+    node = view.nodes[0].name
+    job.kill(job.agent_pid(node))
+    after = job.running(incidents=len(view.incidents) + 1)
+    incident = after.incidents[-1]
+    assert incident.culprit_node == node
+    assert incident.restored_from == "memory"
+    assert incident.world_size_after == 4
+    assert incident.steps_lost is not None and incident.steps_lost <= 1
+    assert node not in [one.name for one in after.nodes]
+
+
+def test_a_stopped_worker_is_named_as_the_one_that_hangs(job: Job) -> None:
+    before = incidents(job)
+    # The learned limit needs a few steps of this generation.
+    step = job.until(lambda view: True).step
+    job.until(lambda view: view.step >= step + 10)
+    job.kill(job.worker_pids()[2], signal.SIGSTOP)
+    incident = job.running(incidents=before + 1).incidents[-1]
+    assert incident.failure_class == "hang"
+    assert incident.culprit_rank == 2
+    assert incident.stacks
+
+
+def test_training_goes_on_while_the_controller_is_dead_and_a_new_one_takes_over(job: Job) -> None:
+    before = job.until(lambda view: True)
+    workers = job.worker_pids()
+    job.kill(job.command.pid)
+    job.command.wait()
+    job.attach()
+    after = job.until(lambda view: view.step > before.step and view.controller_restarts > 0)
+    assert after.generation == before.generation
+    assert len(after.incidents) == len(before.incidents)
+    assert job.worker_pids() == workers
+
+
+def test_a_node_that_was_killed_while_the_controller_was_dead_is_replaced(job: Job) -> None:
+    view = job.until(lambda view: True)
+    job.kill(job.command.pid)
+    job.command.wait()
+    node = view.nodes[-1].name
+    job.kill(job.agent_pid(node))
+    job.attach()
+    incident = job.running(incidents=len(view.incidents) + 1).incidents[-1]
+    assert incident.culprit_node == node
+    assert incident.restored_from == "memory"
+
+
+def test_a_lost_node_without_a_replacement_shrinks_the_job_which_grows_again(job: Job) -> None:
+    view = job.until(lambda view: True)
+    reply = job.ask("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=4.0)
+    assert reply.ok
+    small = job.until(lambda v: v.state == "running" and v.world_size == 2)
+    incident = small.incidents[-1]
+    assert incident.rehearsal and incident.restored_from == "memory"
+    assert incident.steps_lost is not None and incident.steps_lost <= 1
+    job.until(lambda v: v.state == "running" and v.world_size == 4)
+
+
+def test_cancelling_leaves_no_process_behind(job: Job) -> None:
+    job.running(incidents=incidents(job))
+    job.command.send_signal(signal.SIGINT)
+    view = job.wait()
+    assert view.state == "cancelled"
+    assert job.command.returncode == 130
+    assert job.processes() == []
+    assert not job.directory.host_socket.exists()
+    assert "Ctrl-C: cancelling the job cleanly" in job.output()
+    assert abs(sum(view.ledger.values()) - _elapsed_s(view)) < 1e-6
+
+
+def _elapsed_s(view: object) -> float:
+    return (view.finished_ns - view.submitted_ns) / 1e9  # type: ignore[attr-defined, no-any-return]
