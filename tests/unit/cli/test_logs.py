@@ -43,7 +43,7 @@ def test_one_rank_of_an_older_generation(holdfast: Holdfast) -> None:
 
 
 @pytest.mark.usefixtures("directory")
-def test_an_agent(holdfast: Holdfast) -> None:
+def test_the_log_of_an_agent(holdfast: Holdfast) -> None:
     assert holdfast("logs", "demo", "--node", "node-0").out == "I am an agent\n"
 
 

@@ -1,0 +1,160 @@
+"""The house rules that a machine can check: sizes, docstrings, names, and that docs are current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.protocol.spec.schema import json_schema, reference_page
+
+ROOT = Path(__file__).parents[2]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+
+# Spelled in pieces, so that this file does not name them either.
+MACHINE_PATHS = [
+    re.compile(re.escape(text) + r"(?![\w-])")
+    for text in ("/" + "work/main", "/" + "work/shared", "/" + "root/", "/" + "tmp/brief")
+]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files that git knows or would add, in order."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip("this is not a git checkout, so what belongs to the project is not known")
+    return [path for name in done.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_files_stay_below_400_lines() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in tracked("*.py")}
+    assert {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def test_functions_stay_below_70_lines() -> None:
+    long = [
+        f"{name(path)}: {node.name}"
+        for path in tracked("*.py")
+        for node in functions(path)
+        if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_every_file_opens_with_what_it_owns() -> None:
+    silent = [
+        name(path)
+        for path in tracked("*.py")
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+
+
+def test_every_test_has_a_sentence_for_a_name() -> None:
+    short = [
+        f"{name(path)}: {node.name}"
+        for path in tracked("tests/**/test_*.py")
+        for node in functions(path)
+        if node.name.startswith("test_") and len(node.name.split("_")) < 4
+    ]
+    assert short == []
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name(path)}: {p.pattern}" for p in MACHINE_PATHS if p.search(text)]
+    assert found == []
+
+
+def test_no_error_is_swallowed_without_a_word() -> None:
+    silent = []
+    for path in tracked("orchestrator/*.py", "workers/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and _catches_all(node):
+                body = node.body
+                if all(isinstance(line, (ast.Pass, ast.Continue)) for line in body):
+                    silent.append(f"{name(path)}:{node.lineno}")
+    assert silent == []
+
+
+def _catches_all(node: ast.ExceptHandler) -> bool:
+    return node.type is None or (
+        isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+    )
+
+
+def test_the_reference_page_is_what_the_models_say() -> None:
+    page = (ROOT / "docs" / "spec.md").read_text()
+    assert page == reference_page(), "run: holdfast schema --markdown -o docs/spec.md"
+
+
+def test_every_field_of_the_spec_is_described() -> None:
+    schema = json_schema()
+    silent = []
+    for model, definition in schema["$defs"].items():
+        for field, node in definition.get("properties", {}).items():
+            refers = "$ref" in node or any("$ref" in choice for choice in node.get("anyOf", ()))
+            if not node.get("description") and not refers:
+                silent.append(f"{model}.{field}")
+    assert silent == []
+
+
+def links(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    yield from re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    broken = []
+    for page in tracked("*.md"):
+        for link in links(page):
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{name(page)}: {link}")
+    assert broken == []
+
+
+def test_files_that_the_docs_name_exist() -> None:
+    """`orchestrator/core/controller.py` in backticks is a promise."""
+    pattern = re.compile(r"`((?:orchestrator|workers|tests|docs|examples|bench)/[\w./-]+)`")
+    broken = [
+        f"{name(page)}: {path}"
+        for page in tracked("*.md")
+        for path in pattern.findall(page.read_text())
+        if not (ROOT / path).exists()
+    ]
+    assert broken == []
