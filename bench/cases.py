@@ -47,7 +47,8 @@ class Case:
     name: str
     contestant: str
     build: Callable[[Workload], Contestant]
-    provoke: Callable[[Contestant, timeline.Incarnation], None]
+    provoke: Callable[[Contestant, timeline.Incarnation], float | None]
+    """Returns when the fault happened, where that is later than the call."""
     bound_s: float = 150.0
     repeat: bool = True
     """False: once is enough, such as for `never`."""
@@ -66,8 +67,8 @@ def run(case: Case) -> Result:
         steps = timeline.step_seconds(before, 8, FAULT_STEP - 1)
         base = Result(case.name, case.contestant, None, None, launch, median(steps))
         time.sleep(median(steps) / 2)  # in the middle of a step
-        fault = time.time()
-        case.provoke(contestant, before)
+        asked = time.time()
+        fault = case.provoke(contestant, before) or asked
         try:
             after = timeline.wait_for_next(contestant.workload.timeline, before.name, case.bound_s)
         except TimeoutError:
@@ -103,12 +104,12 @@ def lose_store_node(contestant: Contestant, job: timeline.Incarnation) -> None:
     contestant.replace_node()
 
 
-def lose_node_for_good(contestant: Contestant, job: timeline.Incarnation) -> None:
+def lose_node_for_good(contestant: Contestant, job: timeline.Incarnation) -> float | None:
     rank = job.world_size - 1
     if isinstance(contestant, Holdfast):
-        contestant.hold_replacements(job.pids[rank], rank)
-    else:
-        contestant.kill_node(job.pids[rank])
+        return contestant.lose_for_good(rank, job.pids[rank])
+    contestant.kill_node(job.pids[rank])
+    return None
 
 
 def cases() -> list[Case]:

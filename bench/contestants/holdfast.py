@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -54,17 +59,27 @@ class Holdfast(Contestant):
         server = psutil.Process(worker_pid).ppid()
         psutil.Process(psutil.Process(server).ppid()).kill()
 
-    def hold_replacements(self, worker_pid: int, rank: int) -> None:
-        """Lose the node of this rank and get no replacement for the rest of the run."""
-        self.call("chaos", "kill-node", "bench", "--rank", str(rank), "--hold", "600")
+    def lose_for_good(self, rank: int, worker_pid: int) -> float:
+        """Lose the node of this rank and get no replacement for the rest of the run.
 
-    def call(self, *words: str) -> dict[str, object]:
-        import subprocess
+        Returns when the worker was gone: the command itself needs its time before it acts.
+        """
+        watch = select.poll()
+        watch.register(os.pidfd_open(worker_pid), select.POLLIN)
+        nodes = self.call("status", "bench")["nodes"]
+        (node,) = (n["name"] for n in nodes if rank in [w["rank"] for w in n["workers"]])
+        order = ["chaos", "kill-node", "bench", "--node", node, "--hold", "600"]
+        process = subprocess.Popen(self._command(*order), stdout=subprocess.DEVNULL)
+        assert watch.poll(60_000), "the node was not killed"
+        gone = time.time()
+        assert process.wait() == 0
+        return gone
 
+    def call(self, *words: str) -> Any:
         done = subprocess.run(
             [*self._command(*words), "--json"], check=True, capture_output=True, timeout=60
         )
-        return dict(json.loads(done.stdout))
+        return json.loads(done.stdout)
 
     def _command(self, *words: str) -> list[str]:
         return [python(), "-m", "orchestrator.cli.main", *words, "--home", str(self.home)]
