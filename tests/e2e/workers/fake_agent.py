@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,6 +61,13 @@ def run_recipe(job: TrainingJob) -> None:
     from workers.recipes import pretrain
 
     pretrain.main(job)
+
+
+def run_session_loop(job: TrainingJob) -> None:
+    """The example of a user's own loop, with more steps than any test waits for."""
+    script = Path(__file__).parents[3] / "examples" / "session_loop.py"
+    sys.argv = [str(script), "100000"]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _worker(

@@ -8,10 +8,11 @@ from rehearsal import Memory, ShardInBytes, as_rank, build, restored, staged, st
 
 from orchestrator.protocol.errors import UserError
 from workers.checkpoint.layout import DamagedCheckpoint, parse_header
-from workers.checkpoint.read import OtherModel
+from workers.checkpoint.read import OtherModel, restore
 from workers.checkpoint.source import UnreadableCheckpoint
 from workers.checkpoint.stage import Stager
 from workers.checkpoint.state import TrainingState, box_of
+from workers.parallel import local_parameter
 
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 3), (1, 8)]
 
@@ -90,8 +91,6 @@ def test_missing_and_unexpected_tensors_are_told_apart() -> None:
     with as_rank(0, 1):
         model = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 7), "new": torch.nn.Linear(2, 2)})
         optimizer = torch.optim.AdamW(model.parameters())
-        from workers.checkpoint.read import restore
-
         with pytest.raises(OtherModel) as error:
             restore(
                 TrainingState(model, optimizer, None),
@@ -115,12 +114,10 @@ def test_a_file_of_another_step_is_refused() -> None:
         restored(files, 1, 2, 0, after_step=5)
 
 
-def test_extra_state_and_hyperparameters_come_back() -> None:
+def test_extra_state_comes_back() -> None:
     files = staged(1, 2, extra={"seen": 17, "name": 'a "quoted" \\ name', "list": [1, 2.5]})
     extra: dict[str, object] = {}
     with as_rank(0, 1):
-        model, optimizer = build(1, 1, seed=2)
-        optimizer.param_groups[0]["lr"] = 99.0
         restored(files, 1, 1, 0, extra=extra)
     assert extra == {"seen": 17, "name": 'a "quoted" \\ name', "list": [1, 2.5]}
 
@@ -157,3 +154,23 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="make the optimizer from its parameters"):
         TrainingState(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
+
+
+def test_an_optimizer_over_local_parts_reads_what_one_over_whole_parameters_wrote() -> None:
+    files = staged(1, 2)
+    with as_rank(1, 3):
+        model, _ = build(1, 3, seed=2)
+        parts = [local_parameter(p) for p in model.parameters()]
+        optimizer = torch.optim.AdamW(parts, lr=0.5, fused=True)
+        state = TrainingState(model, optimizer, None)
+        extra = restore(
+            state, lambda k: ShardInBytes(files[k], f"shard {k}"),
+            shard=1, num_shards=3, num_stored=2, step=1,
+        )  # fmt: skip
+        state.import_extra(extra)
+        want = expected(1, 3, 1)
+        got = {held.name: held.local for held in state.tensors()}
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        assert optimizer.state[parts[0]]["exp_avg"].shape == parts[0].shape

@@ -1,0 +1,181 @@
+"""The session outside Holdfast, and what it says to a loop that uses it wrongly."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.spec import job_from_mapping
+from workers import session, wire
+from workers.checkpoint.source import UnreadableCheckpoint
+from workers.session.core import Session, staging_interval
+from workers.session.join import place
+from workers.session.link import AgentGone, Link
+
+
+@pytest.fixture
+def alone() -> Iterator[Session]:
+    """A session of a single process without an agent."""
+    yield session.init()
+    session.leave()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, Link]]:
+    """The agent's end of a wire and the worker's."""
+    ours, theirs = wire.pair()
+    with ours, theirs:
+        yield ours, Link(theirs)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_loop_runs_without_an_agent(alone: Session) -> None:
+    model, optimizer = build()
+    assert alone.restore(model, optimizer) == 0
+    for step in range(3):
+        with alone.phase("evaluate"):
+            loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+        alone.step(step, loss=loss)
+    alone.save()
+    alone.tick()
+    alone.finish()
+    assert (alone.rank, alone.world_size, alone.data_parallel_size) == (0, 1, 1)
+    assert alone.device.type in ("cpu", "cuda")
+    assert alone.mesh.mesh_dim_names == ("replicate", "shard")
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_only(alone: Session) -> None:
+    alone.seed(1, 2)
+    first = torch.rand(3)
+    torch.rand(100)
+    alone.seed(1, 2)
+    assert torch.equal(torch.rand(3), first)
+    alone.seed(1, 3)
+    assert not torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "fix"),
+    [
+        pytest.param(lambda s, m, o: s.step(0), r"s.restore\(model, optimizer\)", id="no-restore"),
+        pytest.param(lambda s, m, o: s.save(), "expected restore and step before", id="early-save"),
+        pytest.param(
+            lambda s, m, o: (s.restore(m, o), s.step(4)), "got 4; expected 0", id="wrong-step"
+        ),
+        pytest.param(
+            lambda s, m, o: (s.restore(m, o), s.restore(m, o)), "got a second call", id="twice"
+        ),
+        pytest.param(lambda s, m, o: s.restore(m.to("meta"), o), "to_empty", id="no-memory"),
+        pytest.param(
+            lambda s, m, o: s.phase("lunch").__enter__(), "expected one of build", id="no-phase"
+        ),
+    ],
+)
+def test_misuse_is_answered_with_the_fix(alone: Session, misuse, fix: str) -> None:
+    with pytest.raises(UserError, match=fix):
+        misuse(alone, *build())
+
+
+def test_a_shard_count_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="got shard=2; expected a divisor of 1 ranks"):
+        session.init(shard=2)
+
+
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UserError, match="RANK: got 'first'; expected a number"):
+        place()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "every"),
+    [
+        pytest.param({}, 1, id="default"),
+        pytest.param({"memory": {"everySteps": 5}}, 5, id="memory"),
+        pytest.param({"memory": {"everySteps": 0}}, 100, id="storage-default"),
+        pytest.param(
+            {"memory": {"everySteps": 0}, "storage": {"everySteps": 7}}, 7, id="storage-steps"
+        ),
+        pytest.param(
+            {"memory": {"everySteps": 0}, "storage": {"everySeconds": 60}}, 1, id="storage-time"
+        ),
+    ],
+)
+def test_staging_follows_the_spec(checkpoint: dict[str, object], every: int) -> None:
+    spec = {"entrypoint": {"recipe": {"name": "pretrain"}}, "checkpoint": checkpoint}
+    document = {
+        "apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
+        "metadata": {"name": "a"}, "spec": spec,
+    }  # fmt: skip
+    assert staging_interval(job_from_mapping(document)) == every
+
+
+def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, Link]) -> None:
+    agent, link = ends
+    link.start_pulse()
+    agent.settimeout(10)
+    assert wire.receive(agent)[0] == wire.Pulse()
+    link.enter("build")  # any thread may send: a message is one packet
+    while (message := wire.receive(agent)[0]) == wire.Pulse():
+        pass
+    assert message == wire.PhaseIs(phase="build")
+    link.stop_pulse()
+
+
+def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, Link]) -> None:
+    agent, link = ends
+    wire.send(agent, wire.NoShard(shard=3, detail="node-1 was lost"))
+    with pytest.raises(UnreadableCheckpoint, match="shard 3 is in no memory: node-1 was lost"):
+        link.fetch(3)
+
+
+def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, Link]) -> None:
+    agent, link = ends
+    agent.close()
+    with pytest.raises(AgentGone, match="the node's agent is gone"):
+        link.send(wire.Tick())
+    with pytest.raises(AgentGone):
+        link.take_buffer()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_staging_on_a_gpu_overlaps_and_holds_the_next_optimizer_step_back() -> None:
+    from rehearsal import Memory
+
+    from workers.checkpoint.layout import parse_header
+    from workers.checkpoint.stage import Stager
+    from workers.checkpoint.state import TrainingState
+
+    device = torch.device("cuda", 0)
+    model = nn.Linear(4096, 4096, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = Memory()
+    state = TrainingState(model, optimizer, None)
+    stager = Stager(state, memory, generation=1, shard=0, num_shards=1, device=device)
+    for step in range(3):
+        model(torch.ones(8, 4096, device=device)).sum().backward()
+        optimizer.step()
+        wanted = model.weight.detach().cpu()
+        stager.stage(step)
+        optimizer.step()  # overwrites what is being copied, unless it waits
+        stager.finish()
+        header = parse_header(memory.file, "file")
+        entry = header.entries["model.weight"]
+        data = memory.file[header.data_start + entry.begin : header.data_start + entry.end]
+        got = torch.frombuffer(bytearray(data), dtype=torch.float32).view(4096, 4096)
+        assert header.step == step
+        assert torch.equal(got, wanted)
