@@ -42,7 +42,7 @@ class Driver:
         self.story = Story(job)
         self._queue: deque[tuple[AnyEvent, asyncio.Future[None] | None]] = deque()
         self._wake = asyncio.Event()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._quiet_until_ns = 0
 
     def open(self, journal: Journal) -> int:
@@ -66,8 +66,12 @@ class Driver:
         self._wake.set()
 
     async def submit_durable(self, event: AnyEvent) -> None:
-        """Queue an event and wait until it is in the journal for good and its actions run."""
+        """Queue an event and wait until it is in the journal for good and its actions run.
+
+        Raises CancelledError when the loop has ended."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._ended:
+            done.cancel()
         self._queue.append((event, done))
         self._wake.set()
         await done
@@ -84,6 +88,7 @@ class Driver:
                 await self._wait()
                 self.turn()
         finally:
+            self._ended = True
             for _event, done in self._queue:
                 if done is not None:
                     done.cancel()

@@ -25,7 +25,6 @@ from ..backends.local import LocalBackend, LocalPaths
 from ..core.actions import AnyAction
 from ..core.events import ActionUnknown, CancelRequested, ControllerStarted, JobSubmitted
 from ..protocol import messages as wire
-from ..protocol.errors import UserError
 from ..protocol.facts import ShardFile
 from ..protocol.spec import TrainingJob, job_to_mapping
 from .clock import Clock
@@ -73,8 +72,8 @@ def run_job(
     try:
         with directory.locked():
             return asyncio.run(Service(directory, on_view, note).run())
-    except UserError:
-        # It never began: the name is free again and nothing runs.
+    except BaseException:
+        # If it never began, the name is free again and nothing runs.
         if not directory.journal.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
         raise
@@ -129,7 +128,8 @@ class Service:
             self._log_to_file(stack)
             try:
                 await self._open(stack, storage)
-            except UserError:
+            except BaseException:
+                # A mistake of the user, or Ctrl-C before anything was written down: leave nothing.
                 await self.backend.close(release=not self._directory.journal.exists())
                 raise
             stack.push_async_callback(self.backend.close, release=False)

@@ -92,6 +92,11 @@ class FakeAgent:
     silent: bool = False
     answers: bool = True
     """Launch and Stop are answered."""
+    auto: bool = False
+    """Every launch goes on to its first step by itself."""
+    last_beat: wire.Heartbeat = field(default_factory=lambda: wire.Heartbeat(generation=0))
+    exits: list[wire.WorkerExited] = field(default_factory=list)
+    """Of the current generation; told again after every reconnect."""
 
     async def live(self) -> None:
         """Dial in, and again after every loss of the link, until killed."""
@@ -101,11 +106,22 @@ class FakeAgent:
                 await asyncio.sleep(0.01)
                 continue
             with contextlib.suppress(OSError):
-                await self._session(place)
+                self.frames = await Frames.dial(place["address"], place["port"])
+                beating = asyncio.create_task(self._beat())
+                try:
+                    await self._session()
+                finally:
+                    beating.cancel()
             await asyncio.sleep(0.01)
 
-    async def _session(self, place: dict[str, Any]) -> None:
-        self.frames = await Frames.dial(place["address"], place["port"])
+    async def _beat(self) -> None:
+        """It lives, also where a test takes longer than the heartbeat timeout."""
+        while True:
+            await asyncio.sleep(0.5)
+            self.say(self.last_beat)
+
+    async def _session(self) -> None:
+        assert self.frames is not None
         generation = self.launch.membership.generation if self.launch else 0
         ranks = tuple(seat.rank for seat in self.launch.seats) if self.launch else ()
         self.frames.send(
@@ -122,15 +138,22 @@ class FakeAgent:
 
     def _obey(self, message: Any) -> None:
         match message:
+            case wire.Welcome():
+                for one in self.exits:
+                    self.say(one)
+                if self.auto and self.launch is not None and not self.exits:
+                    self._first_step()
             case wire.Launch() if self.answers:
-                self.launch = message
+                self.launch, self.exits = message, []
                 generation = message.membership.generation
                 launched = wire.Launched(
                     action_id=message.action_id, generation=generation, ok=True
                 )
                 self.say(launched)
+                if self.auto:
+                    self._first_step()
             case wire.Stop() if self.answers:
-                self.launch = None
+                self.launch, self.exits = None, []
                 self.say(
                     wire.Stopped(
                         action_id=message.action_id,
@@ -148,9 +171,15 @@ class FakeAgent:
             case _:
                 pass
 
+    def _first_step(self) -> None:
+        assert self.launch is not None
+        restore = self.launch.membership.restore
+        self.advance(restore.step + 1 if restore else 0)
+
     def say(self, message: wire.Message) -> None:
-        assert self.frames is not None
-        self.frames.send(message)
+        """Lost when the link is down, as with a real agent."""
+        if self.frames is not None and not self.frames.writer.is_closing():
+            self.frames.send(message)
 
     def advance(self, step: int, loss: float = 1.0) -> None:
         """All workers here have finished `step` and staged it."""
@@ -189,7 +218,9 @@ class FakeAgent:
         assert self.launch is not None
         seat = self.launch.seats[index]
         exit = Exit(rank=seat.rank, local_rank=seat.local_rank, **{"signal": 9, **how})
-        self.say(wire.WorkerExited(generation=self.launch.membership.generation, exit=exit))
+        exited = wire.WorkerExited(generation=self.launch.membership.generation, exit=exit)
+        self.exits.append(exited)
+        self.say(exited)
 
     def kill(self) -> None:
         self.alive = False
@@ -205,6 +236,7 @@ class FakeBackend:
         self.agents: dict[str, FakeAgent] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.number = 0
+        self.auto = False
         self.room = True
         self.changed = asyncio.Event()
         self.on_node_gone: Callable[[NodeGone], None] = lambda gone: None
@@ -219,6 +251,7 @@ class FakeBackend:
         names = []
         for _ in range(count):
             agent = FakeAgent(f"node-{self.number}", self.directory, self.changed.set)
+            agent.auto = self.auto
             self.number += 1
             self.agents[agent.name] = agent
             self.tasks[agent.name] = asyncio.create_task(agent.live())

@@ -1,0 +1,107 @@
+"""How jobs end on this machine, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .rig import Job, spec
+
+pytestmark = pytest.mark.e2e
+
+Make = Callable[[dict[str, Any]], Job]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    jobs: list[Job] = []
+
+    def make(document: dict[str, Any]) -> Job:
+        jobs.append(Job(tmp_path, document))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def script(tmp_path: Path, text: str) -> dict[str, Any]:
+    (tmp_path / "train.py").write_text(text)
+    return spec(
+        "script",
+        0 + 1,
+        entrypoint={"script": "train.py"},
+        nodes={"min": 1, "max": 1},
+        parallelism={},
+    )
+
+
+def assert_nothing_is_left(job: Job) -> None:
+    assert job.processes() == []
+    assert not job.directory.host_socket.exists()
+    assert job.directory.controller() is None
+
+
+def test_a_job_that_is_through_succeeds_and_its_last_step_is_in_storage(make: Make) -> None:
+    job = make(spec("through", steps=12))
+    job.run()
+    view = job.wait()
+    assert (view.state, view.step, job.command.returncode) == ("succeeded", 11, 0)
+    assert view.checkpoints[-1].step == 11
+    assert view.incidents == []
+    assert_nothing_is_left(job)
+
+
+def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(
+    make: Make, tmp_path: Path
+) -> None:
+    job = make(script(tmp_path, "raise ValueError('no such luck')\n"))
+    job.run()
+    view = job.wait()
+    assert (view.state, job.command.returncode) == ("failed", 1)
+    assert "ValueError: no such luck" in view.traceback
+    assert len(view.incidents) == 2
+    assert "no such luck" in job.output()
+    assert_nothing_is_left(job)
+
+
+def test_a_second_interrupt_kills_what_does_not_want_to_end(make: Make, tmp_path: Path) -> None:
+    stubborn = (
+        "import pathlib, signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path('ready').touch()\n"
+        "while True:\n"
+        "    signal.pause()\n"
+    )
+    job = make(script(tmp_path, stubborn))
+    job.run()
+    job.until(lambda view: view.state == "running" and (tmp_path / "ready").exists())
+    job.command.send_signal(signal.SIGINT)
+    job.until(lambda view: view.state == "finishing")
+    job.command.send_signal(signal.SIGINT)
+    view = job.wait()
+    assert view.state == "cancelled"
+    assert view.finished_ns is not None
+    # Long before the 30 s that a script has to end by itself.
+    assert "killing all nodes" in job.output()
+    assert_nothing_is_left(job)
+
+
+def test_the_loss_of_the_machine_host_is_the_loss_of_its_nodes_and_no_more(make: Make) -> None:
+    job = make(spec("host", steps=1_000_000))
+    job.run()
+    job.until(lambda view: bool(view.checkpoints))
+    view = job.running(incidents=0)
+    agents = {job.agent_pid(node.name) for node in view.nodes}
+    (host,) = [one for one in job.processes() if one.ppid() == job.command.pid]
+    assert host.pid not in agents
+    host.kill()
+    after = job.running(incidents=len(view.incidents) + 1)
+    assert after.incidents[-1].restored_from in ("memory", "storage")
+    job.command.send_signal(signal.SIGTERM)
+    assert job.wait().state == "cancelled"
+    assert_nothing_is_left(job)

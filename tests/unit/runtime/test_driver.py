@@ -1,0 +1,146 @@
+"""The order of things in the loop: the journal first, then the actions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from orchestrator.core.actions import AnyAction
+from orchestrator.core.events import (
+    AnyEvent,
+    ControllerStarted,
+    Heartbeat,
+    JobSubmitted,
+    ResizeRequested,
+    Tick,
+)
+from orchestrator.protocol.spec import job_to_mapping
+from orchestrator.runtime.clock import Clock
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.journal import Journal, JournalError, JournalReader
+
+from .world import make_job
+
+JOB = make_job()
+SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
+
+
+class Rig:
+    """A driver whose actions are only counted, with what the journal held at that moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.journal = Journal(path)
+        self.syncs = 0
+        self.actions: list[AnyAction] = []
+        self.durable: list[bool] = []
+        self.driver = Driver(JOB, Clock(), self._carry_out)
+        self._sync = self.journal.sync
+        self.journal.sync = self._count  # type: ignore[method-assign]
+        self.driver.open(self.journal)
+
+    def _count(self) -> None:
+        self.syncs += 1
+        self._sync()
+
+    def _carry_out(self, action: AnyAction) -> None:
+        self.actions.append(action)
+        self.durable.append(self.syncs > 0)
+
+    def events(self) -> list[AnyEvent]:
+        return [event for _, event in JournalReader(self.journal.path).read()]
+
+
+def test_decisions_are_durable_before_they_are_carried_out(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "journal")
+    rig.driver.submit(SUBMITTED)
+    rig.driver.submit(ControllerStarted(incarnation=1))
+    rig.driver.turn()
+    assert rig.actions and all(rig.durable)
+    assert rig.events() == [SUBMITTED, ControllerStarted(incarnation=1)]
+
+
+def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "journal")
+    rig.driver.submit(SUBMITTED)
+    for incarnation in range(1, 5):
+        rig.driver.submit(ControllerStarted(incarnation=incarnation))
+    rig.driver.turn()
+    assert rig.syncs == 1 and len(rig.events()) == 5
+
+
+def test_heartbeats_are_not_journaled(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "journal")
+    rig.driver.submit(SUBMITTED)
+    rig.driver.turn()
+    rig.driver.submit(Heartbeat(node="node-0", generation=1))
+    rig.driver.turn()
+    assert rig.events() == [SUBMITTED] and rig.syncs == 1
+
+
+def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "journal")
+
+    def fail() -> None:
+        raise JournalError("the disk is full")
+
+    rig.journal.sync = fail  # type: ignore[method-assign]
+    rig.driver.submit(SUBMITTED)
+    with pytest.raises(JournalError):
+        rig.driver.turn()
+    assert rig.actions == []
+
+
+def test_a_durable_request_is_answered_when_it_is_in_the_journal(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path / "journal")
+        rig.driver.submit(SUBMITTED)
+        running = asyncio.create_task(rig.driver.run())
+        await rig.driver.submit_durable(ResizeRequested(nodes=1))
+        assert rig.events()[-1] == ResizeRequested(nodes=1) and rig.syncs > 0
+        rig.driver.stop()
+        await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_request_that_comes_too_late_is_not_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path / "journal")
+        rig.driver.submit(SUBMITTED)
+        running = asyncio.create_task(rig.driver.run())
+        rig.driver.stop()
+        await running
+        with pytest.raises(asyncio.CancelledError):
+            await rig.driver.submit_durable(ResizeRequested(nodes=1))
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path / "journal")
+        rig.driver.submit(SUBMITTED)
+        rig.driver.turn()
+        state = rig.driver.controller.state
+        state.timers["request"] = state.now_ns + 1_000_000
+        running = asyncio.create_task(rig.driver.run())
+        while Tick() not in rig.events():
+            await asyncio.sleep(0.001)
+        rig.driver.stop()
+        await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_time_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
+    far = Clock().now_ns() + 3_600_000_000_000
+    journal = Journal(tmp_path / "journal")
+    journal.append(far, SUBMITTED)
+    journal.close()
+    rig = Rig(tmp_path / "journal")
+    rig.driver.submit(ControllerStarted(incarnation=1))
+    rig.driver.turn()
+    times = [now_ns for now_ns, _ in JournalReader(rig.journal.path).read()]
+    assert far <= times[1] < far + 60_000_000_000
