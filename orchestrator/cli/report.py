@@ -97,8 +97,14 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
         yield "phases: " + ", ".join(f"{name} {duration(incident.seconds[name])}" for name in known)
     if incident.traceback:
         yield incident.traceback.rstrip()
+    # Victims all wait in the same collective; the culprit's stack is the one that tells.
+    culprits = {str(incident.culprit_rank)} & incident.stacks.keys() or incident.stacks.keys()
     for who, stack in incident.stacks.items():
+        if who not in culprits:
+            continue
         yield f"stack of rank {who}:\n{stack.rstrip()}"
+    if left := len(incident.stacks) - len(culprits):
+        yield f"{plural(left, 'more stack')} in --json"
 
 
 def _checkpoints(view: JobView) -> Iterator[str]:

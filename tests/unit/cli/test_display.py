@@ -133,10 +133,12 @@ def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
 
 
 def test_the_report_of_a_failed_job_has_its_traceback_and_stacks() -> None:
-    incident = make_incident(stacks={"3": "File x, line 1"}, traceback="ValueError: no")
+    incident = make_incident(stacks={"2": "File x", "3": "File y"}, traceback="ValueError: no")
     view = make_view(state="failed", traceback="Traceback: boom", incidents=[incident])
     text = "\n".join(report_lines(view))
-    assert "stack of rank 3:" in text
+    assert "stack of rank 2:" in text
+    assert "stack of rank 3:" not in text
+    assert "1 more stack in --json" in text
     assert "Traceback: boom" in text
 
 
