@@ -25,7 +25,9 @@ from ..backends.local import LocalBackend, LocalPaths
 from ..core.actions import AnyAction
 from ..core.events import ActionUnknown, CancelRequested, ControllerStarted, JobSubmitted
 from ..protocol import messages as wire
+from ..protocol.errors import Problem, UserError
 from ..protocol.facts import ShardFile
+from ..protocol.manifest import Manifest
 from ..protocol.spec import TrainingJob, job_to_mapping
 from .clock import Clock
 from .control import Control
@@ -184,6 +186,7 @@ class Service:
             await self.backend.open(self._relay.node_gone)
         await loop.run_in_executor(None, storage.prepare)
         manifests = await loop.run_in_executor(None, storage.manifests)
+        self._refuse_foreign(manifests)
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
         stack.push_async_callback(self._executor.close)
@@ -201,6 +204,18 @@ class Service:
         self._directory.write_controller(
             self.endpoint.address, self.endpoint.port, self.metrics_port
         )
+
+    def _refuse_foreign(self, manifests: list[Manifest]) -> None:
+        """Two jobs that share a place would write into each other's directories."""
+        others = sorted({one.job for one in manifests} - {self.job.name})
+        if others:
+            problem = Problem(
+                "spec.checkpoint.path",
+                f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
+                "a place of its own",
+                "choose another directory or URL",
+            )
+            raise UserError(str(problem))
 
     def _begin(self, replayed: int, committed: tuple[ShardFile, ...]) -> None:
         """The events that every incarnation starts with, and the results that it will not get."""

@@ -391,3 +391,19 @@ def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
             await Service(world.directory, make_backend=lambda job, directory: world.backend).run()
 
     drive(scenario())
+
+
+def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "shared")
+
+    async def scenario() -> None:
+        first = World(tmp_path, make_job(checkpoint={"path": path}))
+        first.start()
+        await first.running()
+        assert (await first.finish()).checkpoints
+        second = World(tmp_path, make_job("other", checkpoint={"path": path}))
+        second.start()
+        with pytest.raises(UserError, match="which holds checkpoints of job tiny"):
+            await second.task
+
+    drive(scenario())

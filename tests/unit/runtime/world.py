@@ -204,9 +204,8 @@ class FakeAgent:
         """Write what is staged to storage, as the real agent does."""
         for one in self.staged:
             name = shard_file_name(one.shard, one.num_shards)
-            path = Path(
-                self.directory.path / "checkpoints" / directory_name(one.step, one.generation)
-            )
+            place = Path(self.directory.checkpoint_path(self.directory.job()))
+            path = place / directory_name(one.step, one.generation)
             path.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(bytes(one.num_bytes))
             shard = ShardFile(
