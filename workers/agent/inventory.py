@@ -31,7 +31,8 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         memory_bytes=psutil.virtual_memory().total,
         gpus=gpus(),
         interfaces=interfaces(),
-        hcas=_names("/sys/class/infiniband"),
+        address_interface=interface_of(address),
+        hcas=hcas(),
         failure_domain=failure_domain,
         torch_version=_torch_version(),
         pid=os.getpid(),
@@ -61,9 +62,24 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(name.strip(), int(float(mib)) * 2**20) for name, mib in rows)
 
 
-def _names(directory: str) -> tuple[str, ...]:
-    path = Path(directory)
-    return tuple(sorted(entry.name for entry in path.iterdir())) if path.is_dir() else ()
+def interface_of(address: str) -> str:
+    """The interface that carries an IP address; empty where none does, or a name was given."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return ""
+
+
+def hcas() -> tuple[str, ...]:
+    """RDMA devices as `name:link layer`, which tells InfiniBand from RoCE and EFA."""
+    root = Path("/sys/class/infiniband")
+    found = []
+    for device in sorted(root.iterdir()) if root.is_dir() else ():
+        layer = device / "ports/1/link_layer"
+        found.append(
+            f"{device.name}:{layer.read_text().strip()}" if layer.exists() else device.name
+        )
+    return tuple(found)
 
 
 def _torch_version() -> str:
