@@ -40,8 +40,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class RequestNodes(Action, frozen=True, kw_only=True, tag="request-nodes"):
-    """Have this many more nodes. Succeeds when they are on their way; each joins by itself. Fails
-    when the backend has no room."""
+    """Have this many more nodes. Succeeds when they are on their way, with their names in the
+    result's detail; each joins by itself. Fails when the backend has no room."""
 
     count: int
     avoid: tuple[str, ...] = ()

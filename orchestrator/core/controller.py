@@ -226,6 +226,8 @@ def _succeeded(turn: Turn, event: ActionSucceeded) -> None:
     match action:
         case LaunchGroup():
             launching.launched(turn, action)
+        case RequestNodes():
+            membership.request_granted(turn, action, event.detail)
         case CommitManifest():
             checkpoints.commit_succeeded(turn, action)
         case DeleteCheckpoint():
@@ -263,8 +265,8 @@ def _unknown(turn: Turn, event: ActionUnknown) -> None:
     if isinstance(action, ReleaseNode | CommitManifest | DeleteCheckpoint | PersistStep):
         _failed(turn, ActionFailed(action_id=event.action_id, detail="result unknown"))
     elif isinstance(action, RequestNodes):
-        membership.request_unknown(turn, action)
         turn.state.inflight.pop(event.action_id)
+        membership.request_unknown(turn)
     elif action is not None:
         turn.state.inflight.pop(event.action_id)
 
@@ -291,7 +293,8 @@ def _started(turn: Turn, event: ControllerStarted) -> None:
         # Directories of an earlier job at the same path: never write into one of them.
         state.generation = max(state.generation, *(f.generation for f in event.committed))
     if not first:
-        membership.controller_started(turn)
+        for lost in membership.controller_started(turn, event.nodes):
+            _lost(turn, lost)
     checkpoints.observed(turn, event.committed)
     if state.drain is not None and not first:
         turn.arm("persist", limits.PERSIST_TIMEOUT_S)

@@ -184,6 +184,8 @@ class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-starte
     incarnation: int
     committed: tuple[ShardFile, ...] = ()
     """Files of the checkpoints whose manifests were found in storage."""
+    nodes: tuple[str, ...] | None = None
+    """Nodes that the backend has, joined or not; None: it was not asked."""
 
 
 class Tick(Event, frozen=True, tag="tick"):

@@ -30,7 +30,8 @@ DEVICE_WORDS = (
     "cuda error", "uncorrectable ecc", "nvlink", "unspecified launch failure", "cudnn_status",
     "device-side", "xid", "unhandled system error", "fell off the bus",
 )  # fmt: skip
-DAMAGED_TYPES = ("DamagedCheckpoint", "CheckpointRefused")
+DAMAGED_TYPES = ("DamagedCheckpoint",)
+UNREADABLE_TYPES = ("UnreadableCheckpoint",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,8 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("outside-signal", _outside_signal),
     ("checkpoint-damaged", _raised(
         "checkpoint-damaged", "infrastructure", lambda e: e.error_type in DAMAGED_TYPES, True)),
+    ("checkpoint-unreadable", _raised(
+        "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
     ("out-of-memory", _raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
     ("device-error", _raised("device-error", "infrastructure", _device_error)),
     ("user-exception", _raised("user-exception", "user", lambda e: True)),

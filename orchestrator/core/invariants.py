@@ -37,6 +37,7 @@ def _membership(state: JobState) -> None:
             ranks = [seat.rank for name in members for seat in state.launch[name].seats]
             _require(ranks == list(range(wanted.world_size)), f"ranks are no bijection: {ranks}")
     for name, node in state.nodes.items():
+        _require(name not in state.coming, f"{name} is here and on its way")
         _require(name not in state.gone, f"{name} is here and was given up")
         _require(node.generation <= state.generation, f"{name} runs a generation of the future")
     for name, action_id in state.launching.items():
@@ -60,7 +61,6 @@ def _phases(state: JobState) -> None:
     if state.terminal:
         _require(state.outcome is not None, "over without an outcome")
         _require(not state.placing and state.stop is None, "over, and still busy")
-    _require(state.expected_nodes >= 0, f"{state.expected_nodes} nodes are expected")
 
 
 def _checkpoints(state: JobState) -> None:

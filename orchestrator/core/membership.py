@@ -11,7 +11,7 @@ from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes, StopGroup
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .ranks import best_size, mesh_for
 from .state import JobState, Node
-from .turn import Turn
+from .turn import Turn, seconds
 
 REQUEST_RETRY_S = 5.0
 RELEASE_RETRY_S = 5.0
@@ -61,7 +61,7 @@ def joined(turn: Turn, event: NodeJoined) -> str:
         state.sequence += 1
         node = Node(event.node, event.facts, state.sequence)
         state.nodes[event.node] = node
-        state.expected_nodes = max(0, state.expected_nodes - 1)
+        _arrived(state, event.node)
         state.no_room = False
     node.facts, node.staged, node.confirmed = event.facts, event.staged, True
     node.offered_port = event.offered_port or node.offered_port
@@ -130,7 +130,7 @@ def lost(turn: Turn, event: NodeLost) -> str:
     if node is None:
         if event.node not in state.gone:
             state.gone[event.node] = f"lost before it joined ({event.cause})"
-            state.expected_nodes = max(0, state.expected_nodes - 1)
+            state.coming.pop(event.node, None)
         return ""
     detail = event.detail or event.cause
     release(turn, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
@@ -198,7 +198,7 @@ def request_missing(turn: Turn) -> None:
     missing = wanted - held - state.expected_nodes
     if missing <= 0:
         return
-    if awaiting_rejoin(state) or "request" in state.timers:
+    if "request" in state.timers:
         return
     text = f"{held} of {wanted} nodes are here, {state.expected_nodes} more on their way"
     turn.emit(
@@ -207,32 +207,52 @@ def request_missing(turn: Turn) -> None:
         count=missing,
         avoid=tuple(state.cordoned),
     )
-    state.expected_nodes += missing
-    turn.arm("expect", limits.NODE_WAIT_S)
+
+
+def request_granted(turn: Turn, action: RequestNodes, detail: str) -> None:
+    """Nodes are on their way. `detail` has their names; a backend that cannot name them yet is
+    taken at its word."""
+    state = turn.state
+    names = detail.split() or [f"?{action.action_id}.{index}" for index in range(action.count)]
+    for name in names:
+        if name not in state.nodes and name not in state.gone:
+            state.coming.setdefault(name, turn.now)
+    turn.arm_once("expect", limits.NODE_WAIT_S)
+
+
+def _arrived(state: JobState, name: str) -> None:
+    """A promised node is here; one without a name stands for any."""
+    nameless = (promised for promised in state.coming if promised.startswith("?"))
+    state.coming.pop(name if name in state.coming else next(nameless, ""), None)
 
 
 def request_failed(turn: Turn, action: RequestNodes, detail: str) -> None:
     """No room: try again later, and do not wait for anything."""
-    state = turn.state
-    state.expected_nodes = max(0, state.expected_nodes - action.count)
-    state.no_room = True
+    turn.state.no_room = True
     turn.note(f"{action.count} more nodes: {detail or 'no room'}")
     turn.arm("request", REQUEST_RETRY_S)
 
 
-def request_unknown(turn: Turn, action: RequestNodes) -> None:
+def request_unknown(turn: Turn) -> None:
     """They may be on their way: those that come in time need not be asked for again."""
-    turn.state.expected_nodes = max(0, turn.state.expected_nodes - action.count)
     turn.arm("request", _rejoin_s(turn.state))
 
 
 def expectation_expired(turn: Turn) -> None:
-    """Requested nodes have not come for so long that the request may be forgotten."""
-    turn.disarm("expect")
+    """Promised nodes that have not come for very long: give them back, then ask again."""
     state = turn.state
-    if state.expected_nodes:
-        turn.note(f"{state.expected_nodes} nodes did not come in {limits.NODE_WAIT_S:g} s")
-        state.expected_nodes = 0
+    turn.disarm("expect")
+    limit = seconds(limits.NODE_WAIT_S)
+    for name, since in list(state.coming.items()):
+        if turn.now - since < limit:
+            continue
+        del state.coming[name]
+        text = f"{name} did not come in {limits.NODE_WAIT_S:g} s"
+        turn.note(text)
+        if not name.startswith("?"):
+            release(turn, name, "capacity", text)
+    if state.coming:
+        state.timers["expect"] = min(state.coming.values()) + limit
 
 
 def release_surplus(turn: Turn) -> None:
@@ -259,16 +279,19 @@ def release_surplus(turn: Turn) -> None:
             surplus -= 1
 
 
-def controller_started(turn: Turn) -> None:
-    """What ran under the last controller must be observed anew."""
+def controller_started(turn: Turn, existing: tuple[str, ...] | None) -> list[NodeLost]:
+    """What ran under the last controller must be observed anew. Returns the nodes that are gone.
+
+    `existing` are the nodes that the backend has, None where it was not asked."""
     state = turn.state
+    asked = any(isinstance(action, RequestNodes) for action in state.inflight.values())
+    releases = [a for a in state.inflight.values() if isinstance(a, ReleaseNode)]
     # Launches, stops and the like are said again as each node comes back; see joined().
-    for action_id in list(state.inflight):
-        action = state.inflight.pop(action_id)
-        if isinstance(action, ReleaseNode):
-            release(turn, action.node, action.reason.code, action.reason.text)
-        elif isinstance(action, RequestNodes):
-            request_unknown(turn, action)
+    state.inflight.clear()
+    for action in releases:
+        release(turn, action.node, action.reason.code, action.reason.text)
+    if existing is None and asked:
+        request_unknown(turn)
     for node in state.nodes.values():
         node.confirmed = False
     if state.nodes:
@@ -278,6 +301,28 @@ def controller_started(turn: Turn) -> None:
         turn.arm("launch", _rejoin_s(state))
     if state.stop is not None:
         turn.arm("stop", _rejoin_s(state) + limits.STOP_TIMEOUT_S + state.stop.grace_s)
+    return _compare(turn, existing) if existing is not None else []
+
+
+def _compare(turn: Turn, existing: tuple[str, ...]) -> list[NodeLost]:
+    """What the backend has against what we know."""
+    state = turn.state
+    for name in list(state.coming):
+        if name not in existing:
+            del state.coming[name]
+    for name in existing:
+        if name in state.gone:
+            release(turn, name, "controller-restart", f"{name} was given up: {state.gone[name]}")
+        elif name not in state.nodes:
+            state.coming.setdefault(name, turn.now)
+    if state.coming:
+        turn.arm_once("expect", limits.NODE_WAIT_S)
+    detail = "ended while there was no controller"
+    return [
+        NodeLost(node=name, cause="gone", detail=detail)
+        for name in state.nodes
+        if name not in existing
+    ]
 
 
 def _rejoin_s(state: JobState) -> float:

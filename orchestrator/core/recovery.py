@@ -55,6 +55,7 @@ def interrupt(
     if purpose != "finish":
         _open_incident(turn, purpose, reason)
     turn.move(PHASE_OF[purpose], reason.code, reason.text)
+    state.launching.clear()
     turn.disarm("grow", "preempt", "launch", "launch-again", "cadence")
     for name in state.members:
         if name in state.nodes:
@@ -105,7 +106,6 @@ def lost_member(turn: Turn, node: str, cause: str, detail: str) -> None:
     stop.lost[node] = (cause, detail)
     stop.lost_first = stop.lost_first or first
     stop.waiting.pop(node, None)
-    state.launching.pop(node, None)
     turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
@@ -129,7 +129,6 @@ def conclude(turn: Turn) -> str:
     state, stop = turn.state, turn.state.stop
     assert stop is not None and not stop.waiting
     state.stop, state.active = None, False
-    state.launching.clear()
     turn.disarm("stop")
     incident = state.incident
     if incident is None or stop.purpose == "finish":

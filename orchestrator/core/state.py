@@ -13,7 +13,7 @@ from typing import Literal
 from ..protocol.facts import Exit, Membership, NodeFacts, ShardFile, Stack, StagedShard
 from ..protocol.mesh import Mesh
 from ..protocol.spec import TrainingJob
-from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode
+from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
 from .transitions import Phase
 
 FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
@@ -183,8 +183,8 @@ class JobState:
     """Nodes that were lost or given back -> why. Names are never used again."""
     unreleased: dict[str, str] = field(default_factory=dict)
     """Nodes whose release failed -> why they were given up."""
-    expected_nodes: int = 0
-    """Requested and not yet joined."""
+    coming: dict[str, int] = field(default_factory=dict)
+    """Nodes that the backend has promised and that have not joined -> since when."""
     no_room: bool = False
     """The last request for nodes was refused."""
     strikes: dict[str, list[int]] = field(default_factory=dict)
@@ -233,6 +233,12 @@ class JobState:
     def target_nodes(self) -> int:
         """The size wanted: nodes.max of the spec, until somebody resizes."""
         return self.job.spec.nodes.max
+
+    @property
+    def expected_nodes(self) -> int:
+        """Requested and not yet joined."""
+        asked = (a.count for a in self.inflight.values() if isinstance(a, RequestNodes))
+        return sum(asked) + len(self.coming)
 
     @property
     def terminal(self) -> bool:

@@ -65,13 +65,15 @@ class Host:
         if not self.up:
             return
         files = self.world.storage.committed()
-        self.handle(e.ControllerStarted(incarnation=self._incarnation, committed=files))
+        self.handle(
+            e.ControllerStarted(
+                incarnation=self._incarnation,
+                committed=files,
+                nodes=tuple(self.world.backend_nodes()),
+            )
+        )
         for action_id in inflight:
             self.handle(e.ActionUnknown(action_id=action_id, detail="the controller ended"))
-        if self.up:
-            for name in list(self.controller.state.nodes):
-                if name not in self.world.backend_nodes():
-                    self.handle(e.NodeLost(node=name, cause="gone", detail="ended meanwhile"))
 
     def crash(self) -> None:
         """SIGKILL."""
@@ -187,8 +189,8 @@ class Host:
                     )
                 self._result(action, ok=link is not None)
             case a.RequestNodes():
-                ok = world.request_nodes(action.count)
-                self._result(action, "" if ok else "no room", ok)
+                names = world.request_nodes(action.count)
+                self._result(action, " ".join(names) or "no room", bool(names))
             case a.ReleaseNode():
                 link = self.links.get(action.node)
                 if link is not None:

@@ -30,7 +30,7 @@ class Oracle:
         self._seats: dict[tuple[int, str], tuple[int, ...]] = {}
         self._placed: dict[int, dict[int, str]] = {}
         self._ids: dict[int, None] = {}
-        self._last_restore = -1
+        self._checked: dict[int, None] = {}
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
@@ -65,7 +65,8 @@ class Oracle:
             mesh.world_size == action.membership.num_nodes * action.membership.workers_per_node,
             f"{mesh} on {action.membership.num_nodes} nodes",
         )
-        if action.action_id == min(state.launching.values(), default=0):
+        if generation not in self._checked:
+            self._checked[generation] = None
             self._resume(state, action)
 
     def _resume(self, state: JobState, action: a.LaunchGroup) -> None:

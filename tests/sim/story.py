@@ -25,9 +25,12 @@ def play(seed: int, verbose: bool = False) -> World:
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")
     left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
     require(not left, f"workers are left: {left}")
-    expected = "failed" if world.poison is not None else "succeeded"
-    require(state.phase == expected, f"{state.phase}: {state.reason.text}")
-    if expected == "succeeded":
+    expected = ["failed" if world.poison is not None else "succeeded"]
+    expected += ["cancelled"] if world.cancelled else []
+    require(state.phase in expected, f"{state.phase}: {state.reason.text}")
+    if state.phase == "cancelled":
+        pass
+    elif state.phase == "succeeded":
         final = world.total_steps - 1
         steps = [files[0].step for _mesh, files in world.storage.manifests.values()]
         require(final in steps, f"step {final} is not committed; {steps} are")

@@ -93,7 +93,7 @@ class Worker:
                     self.missing.pop(0)
                 self._fetch_next()
             case wire.NoShard():
-                self.fail("ShardUnavailable", f"shard {message.shard}: {message.detail}")
+                self.fail("UnreadableCheckpoint", f"shard {message.shard}: {message.detail}")
 
     def _read_storage(self) -> None:
         if not self._free(self._read_storage):

@@ -42,7 +42,7 @@ class World(Clockwork):
         self.seed = seed
         self.job_name = f"sim-{seed}"
         self.document = self._draw_job()
-        self.total_steps = self.rng.randrange(20, 120)
+        self.total_steps = self.rng.randrange(30, 160)
         self.step_s = self.between(0.2, 0.8)
         self.poison: int | None = None
         if self.chance(0.05):
@@ -57,6 +57,7 @@ class World(Clockwork):
         self.write_failures = 0.0
         self.fork_failures = 0.0
         self.num_faults = 0
+        self.cancelled = False
         self.oracle = Oracle(self)
         self.storage = Storage(self)
         self.host = Host(self)
@@ -110,16 +111,19 @@ class World(Clockwork):
     def backend_nodes(self) -> list[str]:
         return [n.name for n in self.nodes.values() if n.alive or n.name in self.hidden]
 
-    def request_nodes(self, count: int) -> bool:
+    def request_nodes(self, count: int) -> list[str]:
+        """Their names; none where there is no room."""
         if len(self.backend_nodes()) + count > self.capacity:
-            return False
+            return []
+        names = []
         slots = self.document["spec"]["workersPerNode"]
         for _ in range(count):
             node = SimNode(self, f"n{self._named}", slots)
             self._named += 1
             self.nodes[node.name] = node
             self.after(self.between(0.1, 1.5), node.dial)
-        return True
+            names.append(node.name)
+        return names
 
     def release(self, name: str) -> None:
         self.hidden.pop(name, None)
@@ -147,15 +151,18 @@ class World(Clockwork):
 
     # -- faults -------------------------------------------------------------------------------
     def schedule_faults(self) -> None:
-        calm = self.between(2.0, 25.0)
+        calm = self.between(0.5, 15.0)
         at = self.between(1.0, 10.0)
         while at < FAULTS_S:
             self.after(at, self._fault)
+            if self.chance(0.3):
+                # Troubles come in company, and the second hits while the first is dealt with.
+                self.after(at + self.rng.expovariate(5.0), self._fault)
             at += self.rng.expovariate(1 / calm)
         self.after(FAULTS_S, self._heal)
 
     def _fault(self) -> None:
-        kinds: list[tuple[int, Callable[[], str]]] = [
+        kinds: list[tuple[float, Callable[[], str]]] = [
             (6, self._kill_worker),
             (4, self._hang_worker),
             (5, self._crash_node),
@@ -170,6 +177,7 @@ class World(Clockwork):
             (2, self._resize),
             (1, self._suspend),
             (1, self._rot),
+            (0.1, self._cancel),
         ]
         act = self.rng.choices([k for _w, k in kinds], [w for w, _k in kinds])[0]
         text = act()
@@ -248,9 +256,9 @@ class World(Clockwork):
         return "storage fails for 6 s"
 
     def _no_room(self) -> str:
-        before = self.capacity
         self.capacity = 0
-        self.after(self.between(2.0, 15.0), lambda: setattr(self, "capacity", before))
+        room = self.document["spec"]["nodes"]["max"] + 3
+        self.after(self.between(2.0, 15.0), lambda: setattr(self, "capacity", room))
         return "the backend has no room"
 
     def _preempt(self) -> str:
@@ -273,6 +281,12 @@ class World(Clockwork):
         self.after(self.between(1.0, 8.0), lambda: self.host.handle(e.ResumeRequested(by="sim")))
         return "suspend"
 
+    def _cancel(self) -> str:
+        if self.host.up:
+            self.cancelled = True
+            self.host.handle(e.CancelRequested(by="sim"))
+        return "cancel" if self.cancelled else ""
+
     def _rot(self) -> str:
         if not self.storage.manifests:
             return ""
@@ -282,7 +296,7 @@ class World(Clockwork):
 
     def _heal(self) -> None:
         self.tell("** all is well from here on")
-        self.capacity = self.document["spec"]["nodes"]["max"] + 10
+        self.capacity = self.document["spec"]["nodes"]["max"] + 3
         self.fork_failures = self.write_failures = 0.0
         self.host.crash_at = None
         self._healed = dict.fromkeys(self._healed, self.now)
