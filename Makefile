@@ -11,11 +11,12 @@ help:  ## show this list
 
 install: $(STAMP)  ## make the virtual environment
 
-# uv installs the CUDA build of torch from its cache in seconds; pip alone needs minutes.
+# uv installs the CUDA build of torch from its cache in seconds; pip alone needs minutes. Compiled
+# bytecode saves several seconds of every start where python may not write it later.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
 	touch $(STAMP)
 
 run: $(STAMP)  ## train a transformer on the standard library's source: 2 nodes x 2 workers on this machine
