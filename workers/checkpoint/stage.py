@@ -25,7 +25,7 @@ from orchestrator.protocol.errors import UserError
 
 from .copying import Bytes, copy_and_hash, hash_bytes
 from .layout import Entry, Layout, encode_extra, make_layout
-from .state import DTYPES, Held, TrainingState
+from .state import DTYPES, TrainingState
 
 _SLACK_BYTES = 64 * 1024
 """Room for extra state that grows: buffers are asked for once and keep their size."""
@@ -62,40 +62,39 @@ class Stager:
         self._layout: Layout | None = None
         self._capacity = 0
         self._addresses: list[int] = []
+        self._tensors: list[Tensor] = []
+        """In the order of the layout; so are the sources, their memory on the CPU."""
         self._sources: list[Bytes | None] = []
-        self._views: dict[int, Bytes] = {}
+        self._views: dict[int, tuple[Bytes, list[Bytes]]] = {}
         self._cuda = _CudaCopier(state.optimizer, device) if device.type == "cuda" else None
 
     def prepare(self) -> None:
         """Asks for buffers ahead of the first staging, when the optimizer has its state already."""
         if self._state.optimizer.state:
-            self._plan({held.name: held for held in self._state.tensors()})
+            self._plan(encode_extra(self._state.export_extra()))
 
     def stage(self, step: int) -> float:
         """Copies the state after `step`; returns the seconds that it held the training loop up."""
         begin = time.perf_counter()
         if self._cuda is not None:
             self._cuda.finish()
-        tensors = {held.name: held for held in self._state.tensors()}
-        addresses = [held.local.data_ptr() for held in tensors.values()]
-        if self._layout is None or addresses != self._addresses:
-            self._plan(tensors)
         extra = encode_extra(self._state.export_extra())
-        layout = self._layout_for(tensors, extra)
+        moved = self._state.addresses() != self._addresses
+        if self._layout is None or moved or not self._layout.fits(extra):
+            self._plan(extra)
+        layout = self._layout
+        assert layout is not None
         buffer, memory = self._buffers.take_buffer()
-        view = self._view(buffer, memory)
+        view, targets = self._view(buffer, memory, layout)
         if self._cuda is not None:
-            ordered = [tensors[entry.name].local for entry in layout.entries]
-            done = _Completion(self._buffers, layout, view, buffer, step, extra)
-            self._cuda.start(ordered, layout, view, done)
+            done = _Completion(self._buffers, layout, view, targets, buffer, step, extra)
+            self._cuda.start(self._tensors, targets, done)
         else:
-            at = layout.data_start
             checksums = [
-                copy_and_hash(
-                    view[at + entry.begin : at + entry.end],
-                    flat_bytes(tensors[entry.name].local) if source is None else source,
+                copy_and_hash(target, flat_bytes(tensor) if source is None else source)
+                for target, source, tensor in zip(
+                    targets, self._sources, self._tensors, strict=True
                 )
-                for entry, source in zip(layout.entries, self._sources, strict=True)
             ]
             _complete(self._buffers, layout, view, buffer, step, extra, checksums)
         return time.perf_counter() - begin
@@ -105,26 +104,19 @@ class Stager:
         if self._cuda is not None:
             self._cuda.finish()
 
-    def _plan(self, tensors: dict[str, Held]) -> None:
-        """Lays the file out, and asks for buffers when the ones there are too small."""
-        self._layout = self._make_layout(tensors, encode_extra(self._state.export_extra()))
-        self._ask_for_room(self._layout)
-        self._addresses = [held.local.data_ptr() for held in tensors.values()]
+    def _plan(self, extra: bytes) -> None:
+        """Lays the file out, and asks for buffers the first time."""
+        held = {h.name: h for h in self._state.tensors()}
+        entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in held.values()]
+        layout = make_layout(entries, extra=extra, **self._identity)
+        self._ask_for_room(layout)
+        self._layout = layout
+        self._views.clear()
+        self._addresses = self._state.addresses()
+        self._tensors = [held[entry.name].local for entry in layout.entries]
         if self._cuda is None:
-            ordered = [tensors[entry.name].local for entry in self._layout.entries]
             # Flattening copies what is not contiguous: that has to happen at every staging.
-            self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in ordered]
-
-    def _make_layout(self, tensors: dict[str, Held], extra: bytes) -> Layout:
-        entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in tensors.values()]
-        return make_layout(entries, extra=extra, **self._identity)
-
-    def _layout_for(self, tensors: dict[str, Held], extra: bytes) -> Layout:
-        assert self._layout is not None
-        if not self._layout.fits(extra):
-            self._layout = self._make_layout(tensors, extra)
-            self._ask_for_room(self._layout)
-        return self._layout
+            self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
 
     def _ask_for_room(self, layout: Layout) -> None:
         if not self._capacity:
@@ -138,13 +130,17 @@ class Stager:
                 "state and extra state their full size before the first step"
             )
 
-    def _view(self, buffer: int, memory: mmap.mmap) -> Bytes:
-        if buffer not in self._views:
+    def _view(self, buffer: int, memory: mmap.mmap, layout: Layout) -> tuple[Bytes, list[Bytes]]:
+        """A buffer's memory, and in it the place of each tensor."""
+        known = self._views.get(buffer)
+        if known is None:
             view = np.frombuffer(memory, dtype=np.uint8)
             if self._cuda is not None:
-                self._cuda.lock_pages(view)
-            self._views[buffer] = view
-        return self._views[buffer]
+                self._cuda.lock_pages(buffer, view)
+            at = layout.data_start
+            known = view, [view[at + e.begin : at + e.end] for e in layout.entries]
+            self._views[buffer] = known
+        return known
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
@@ -175,17 +171,16 @@ class _Completion:
         buffers: BufferSource,
         layout: Layout,
         view: Bytes,
+        targets: list[Bytes],
         buffer: int,
         step: int,
         extra: bytes,
     ) -> None:
         self._args = (buffers, layout, view, buffer, step, extra)
+        self._targets = targets
 
     def __call__(self) -> None:
-        _buffers, layout, view, *_ = self._args
-        at = layout.data_start
-        checksums = [hash_bytes(view[at + e.begin : at + e.end]) for e in layout.entries]
-        _complete(*self._args, checksums)
+        _complete(*self._args, [hash_bytes(target) for target in self._targets])
 
 
 class _CudaCopier:
@@ -195,6 +190,7 @@ class _CudaCopier:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
+        self._locked: set[int] = set()
         self._jobs: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = (
             queue.SimpleQueue()
         )
@@ -205,24 +201,23 @@ class _CudaCopier:
         optimizer.register_step_pre_hook(lambda *_: self._hold_back_optimizer())
         threading.Thread(target=self._complete_all, name="holdfast-stage", daemon=True).start()
 
-    def lock_pages(self, view: Bytes) -> None:
-        """Page-locks a mapped buffer, so that copies into it are asynchronous."""
+    def lock_pages(self, buffer: int, view: Bytes) -> None:
+        """Page-locks a mapped buffer, once, so that copies into it are asynchronous."""
+        if buffer in self._locked:
+            return
+        self._locked.add(buffer)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(view.ctypes.data, view.nbytes, 0)
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {view.nbytes} bytes failed: {status}")
 
-    def start(
-        self, sources: list[Tensor], layout: Layout, view: Bytes, done: Callable[[], None]
-    ) -> None:
+    def start(self, sources: list[Tensor], targets: list[Bytes], done: Callable[[], None]) -> None:
         self._idle.clear()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        at = layout.data_start
         with torch.cuda.stream(self._stream):
-            for entry, source in zip(layout.entries, sources, strict=True):
-                target = torch.from_numpy(view[at + entry.begin : at + entry.end])
+            for target, source in zip(targets, sources, strict=True):
                 flat = source.reshape(-1).view(torch.uint8)
-                target.copy_(flat, non_blocking=True)
+                torch.from_numpy(target).copy_(flat, non_blocking=True)
                 if flat.is_cuda and flat.data_ptr() != source.data_ptr():
                     flat.record_stream(self._stream)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

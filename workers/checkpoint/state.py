@@ -99,6 +99,20 @@ class TrainingState:
                     box = self._box(name, self._parameters[name]) if like else box_of(value)
                     yield Held(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
 
+    def addresses(self) -> list[int]:
+        """Where all tensors lie, in the order of `tensors`: tells cheaply whether any has moved."""
+        out = [_address(parameter) for parameter in self._parameters.values()]
+        for _, module, key in self._buffer_homes:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                out.append(_address(buffer))
+        states = self.optimizer.state
+        for parameter in self._stepped.values():
+            values = states.get(parameter)
+            if values:
+                out += [_address(v) for v in values.values() if isinstance(v, Tensor)]
+        return out
+
     def _box(self, name: str, parameter: Tensor) -> Box:
         """As box_of, which is slow for a DTensor, but always the same for one parameter."""
         box = self._boxes.get(name)
@@ -252,6 +266,10 @@ def box_of(tensor: Tensor) -> Box:
     # An empty part has no place; 0 is as good as any and fits every check.
     empty = 0 in local
     return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def plain_name(name: str) -> str:

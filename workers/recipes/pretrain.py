@@ -9,6 +9,7 @@ by the whole batch's tokens, so gradients differ between world sizes by float ro
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
 from torch import Tensor, nn
 
-from orchestrator.protocol.errors import UserError
-from orchestrator.protocol.spec import Pretrain, TrainingJob
+from orchestrator.protocol.errors import HoldfastError, UserError
+from orchestrator.protocol.spec import Pretrain, TrainingJob, load_job
 from orchestrator.protocol.spec.recipe import Optimizer
 from workers import session
 from workers.data import Share, Text, share
@@ -50,7 +51,7 @@ def main(job: TrainingJob) -> None:
         raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
     expect_data_parallel(job.spec.parallelism, recipe.name)
     config = recipe.config
-    s = session.init()
+    s = session.init(_shard_outside(job))
     trainer = build(job, config, s)
     start = s.restore(trainer.parallel.model, trainer.optimizer)
     if s.rank == 0:
@@ -175,6 +176,22 @@ def _loss(
     return (losses_bt.sum(1) * weights_b).sum() / trainer.tokens_per_step
 
 
+def _shard_outside(job: TrainingJob) -> int | None:
+    """The spec's shard size, for a run without Holdfast, where no membership says it."""
+    shard = job.spec.parallelism.shard
+    return None if shard == "auto" else shard
+
+
+def _main_outside(arguments: list[str]) -> None:
+    """`torchrun ... -m workers.recipes.pretrain job.yaml`: the same loop without Holdfast."""
+    if len(arguments) != 1:
+        raise SystemExit("usage: python -m workers.recipes.pretrain JOB.yaml")
+    try:
+        main(load_job(arguments[0]))
+    except HoldfastError as error:
+        raise SystemExit(f"{error}") from None
+
+
 def _flops(trainer: Trainer) -> float:
     config = trainer.config
     return trainer.tokens_per_step * flops_per_token(config.model, config.data.sequence_length)
@@ -188,3 +205,7 @@ def _opening(trainer: Trainer, start: int) -> str:
         f"{s.device.type}, global batch {config.global_batch} x {config.data.sequence_length} "
         f"tokens; steps {start} to {config.steps - 1}, generation {s.generation}"
     )
+
+
+if __name__ == "__main__":
+    _main_outside(sys.argv[1:])

@@ -270,11 +270,11 @@ def init(shard: int | None = None) -> Session:
     """
     at = place()
     attached = wire.attached
-    link = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
+    shape = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
     device = pick_device(at.local_rank)
-    session = Session(at, device, link)
+    session = Session(at, device, shape)
     session._begin()
-    join(at, device)
+    join(at, device, own_store=attached is not None)
     session._enter("build")
     return session
 

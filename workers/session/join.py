@@ -65,15 +65,20 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
-def join(at: Place, device: torch.device) -> None:
-    """Makes the default process group. A process group that the script has made already stays."""
+def join(at: Place, device: torch.device, own_store: bool) -> None:
+    """Makes the default process group. A process group that the script has made already stays.
+
+    `own_store`: rank 0 hosts the store itself, new with every generation, as under Holdfast;
+    otherwise the environment decides (torchrun's agent hosts one).
+    """
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    store: Store | None = None
     if at.world_size == 1:
-        store: Store = HashStore()
-    else:
+        store = HashStore()
+    elif own_store:
         # As env:// does, without its wait until all have connected: the group's own handshake
         # waits for them anyway, and every round trip counts in a recovery.
         store = TCPStore(
@@ -85,9 +90,9 @@ def join(at: Place, device: torch.device) -> None:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    dist.init_process_group(
-        backend, store=store, rank=at.rank, world_size=at.world_size, timeout=_TIMEOUT, **options
-    )
+    if store is not None:
+        options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
+    dist.init_process_group(backend, timeout=_TIMEOUT, **options)
 
 
 class Meshes:
