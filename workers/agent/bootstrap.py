@@ -28,6 +28,8 @@ from orchestrator.protocol import limits
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
 
+from . import kernel
+
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
     r"|remote peer|Socket closed|Connection was likely closed|Timed out waiting|recvValue failed"
@@ -81,6 +83,7 @@ def _warm(job: TrainingJob) -> None:
 
 
 def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int) -> None:
+    kernel.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file)
     os.environ.update(assign.environment)
     os.environ[wire.AGENT_FD] = str(wire_fd)

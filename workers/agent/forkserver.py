@@ -30,6 +30,7 @@ def start() -> tuple[int, socket.socket]:
     if pid == 0:
         try:
             kernel.die_with(parent)
+            kernel.name_process("forkserver")
             ours.close()
             Forkserver(theirs).serve()
         finally:
@@ -94,6 +95,7 @@ class Forkserver:
         if pid == 0:
             try:
                 kernel.die_with(server)
+                kernel.name_process("standby")
                 os.setsid()
                 _close_all_but(wire_fd, stack_fd)
                 bootstrap.run(wire_fd, stack_fd, self._job)

@@ -218,6 +218,7 @@ def main() -> NoReturn:
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.adopt_orphans()
+    kernel.name_process("host")
     preload.preload()
     Host(arguments.socket).serve()
 

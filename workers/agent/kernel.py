@@ -12,6 +12,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,7 +29,12 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def name_process(name: str) -> None:
+    """What ps and pkill know this process by: `hf-` and at most 12 more characters are kept."""
+    _prctl(_PR_SET_NAME, f"hf-{name}".encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), "prctl")

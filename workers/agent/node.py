@@ -313,6 +313,7 @@ def run_node(options: NodeOptions) -> NoReturn:
     """Become an agent: fork the forkserver while this process is pristine, then serve. Never
     returns; the forkserver, the workers and the memory go with this process."""
     kernel.adopt_orphans()
+    kernel.name_process(options.node)
     _, server = forkserver.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = 0
