@@ -36,6 +36,7 @@ class Link:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._memory: dict[int, mmap.mmap] = {}
+        self._unmapped: dict[int, tuple[int, int]] = {}
         self._free: deque[int] = deque()
         self._answers: deque[tuple[wire.Shard, int] | wire.NoShard] = deque()
         self._ended = threading.Event()
@@ -87,6 +88,11 @@ class Link:
         while not self._free:
             self._receive(timeout_s=None)
         buffer = self._free.popleft()
+        if buffer in self._unmapped:  # not on arrival: a first step needs one buffer, not three
+            fd, num_bytes = self._unmapped.pop(buffer)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=flags)
+            os.close(fd)
         return buffer, self._memory[buffer]
 
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
@@ -115,9 +121,7 @@ class Link:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
             case wire.Buffer():
                 assert fd is not None
-                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                self._memory[message.buffer] = mmap.mmap(fd, message.num_bytes, flags=flags)
-                os.close(fd)
+                self._unmapped[message.buffer] = (fd, message.num_bytes)
                 self._free.append(message.buffer)
             case wire.BufferFree():
                 self._free.append(message.buffer)
