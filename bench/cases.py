@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +37,8 @@ class Result:
     launch_s: float | None = None
     step_s: float | None = None
     note: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Where the time went, as the contestant itself reports it."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,6 +81,7 @@ def run(case: Case) -> Result:
         assert done is not None
         base.seconds = done - fault
         base.steps_lost = max(0, old.last_step + 1 - after.first_step)
+        base.phases = contestant.phases()
         return base
     finally:
         contestant.stop()

@@ -78,6 +78,7 @@ def write(out: Path, facts: dict[str, str], results: list[Result], noise: list[f
         "|---|---|---|---|---|",
     ]
     lines += list(table(results))
+    lines += ["", *phase_table(results)]
     lines += ["", "| undisturbed | launch to first step | step |", "|---|---|---|"]
     for name in dict.fromkeys(r.contestant for r in results if r.case == "undisturbed"):
         some = [r for r in results if r.case == "undisturbed" and r.contestant == name]
@@ -106,6 +107,29 @@ def table(results: list[Result]) -> Iterable[str]:
                 and (theirs := [r.seconds for r in runs if r.seconds is not None])
             )  # fmt: skip
         yield f"| {case} | {contestant} | {shown} | {losses} | {ratios} |"
+
+
+FLOORS = {
+    "stop": "49 ms: the kernel tears down a 600 MB process before its peers see it",
+    "place": "0: a decision and one fsync of the journal",
+    "launch": "5 ms: a fork of a process that has imported torch",
+    "first-step": "4 ms gloo + 8 ms first all-reduce + a copy of the state + one step",
+}
+"""What each phase cannot be faster than, measured on such a machine."""
+
+
+def phase_table(results: list[Result]) -> Iterable[str]:
+    """Holdfast's recoveries by phase, beside the floor of each."""
+    some = [r for r in results if r.phases]
+    if not some:
+        return
+    yield "| Holdfast's time, median | " + " | ".join(FLOORS) + " |"
+    yield "|---|" + "---|" * len(FLOORS)
+    for case, contestant in dict.fromkeys((r.case, r.contestant) for r in some):
+        runs = [r.phases for r in some if (r.case, r.contestant) == (case, contestant)]
+        cells = [f"{median([p.get(name, 0.0) for p in runs]):.3f} s" for name in FLOORS]
+        yield f"| {case}, {contestant} | " + " | ".join(cells) + " |"
+    yield "| floor | " + " | ".join(FLOORS.values()) + " |"
 
 
 def spread(values: list[float], digits: int = 2) -> str:

@@ -60,6 +60,10 @@ class Contestant:
     def replace_node(self) -> None:
         """Bring a replacement, if this contestant needs to be told."""
 
+    def phases(self) -> dict[str, float]:
+        """Seconds of the last recovery by phase, where the contestant says."""
+        return {}
+
     def spawn(self, command: list[str], log: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.workload.directory / log).open("ab") as out:
             process = subprocess.Popen(

@@ -75,6 +75,10 @@ class Holdfast(Contestant):
         assert process.wait() == 0
         return gone
 
+    def phases(self) -> dict[str, float]:
+        incidents = self.call("report", "bench")["incidents"]
+        return dict(incidents[-1]["seconds"]) if incidents else {}
+
     def call(self, *words: str) -> Any:
         done = subprocess.run(
             [*self._command(*words), "--json"], check=True, capture_output=True, timeout=60
