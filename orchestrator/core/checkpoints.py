@@ -134,7 +134,10 @@ def commit_failed(turn: Turn, action: CommitManifest, detail: str) -> None:
     if pending is None or pending.commit_action != action.action_id:
         return
     pending.commit_action = None
-    turn.note(f"the manifest of step {action.step} was not written ({detail}); trying again")
+    text = f"the manifest of step {action.step} was not written ({detail}); trying again"
+    turn.note(text)
+    if turn.state.drain is not None:
+        turn.state.drain.problem = text
     turn.arm_once("commit", COMMIT_RETRY_S)
 
 

@@ -297,7 +297,7 @@ def _started(turn: Turn, event: ControllerStarted) -> None:
             _lost(turn, lost)
     checkpoints.observed(turn, event.committed)
     if state.drain is not None and not first:
-        turn.arm("persist", limits.PERSIST_TIMEOUT_S)
+        turn.arm("persist", ending.final_timeout_s(state))
         turn.arm("drain", ending.PERSIST_RETRY_S)
 
 

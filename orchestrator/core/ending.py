@@ -10,7 +10,6 @@ from ..protocol.facts import StagedShard
 from .actions import FinishJob, Outcome, PersistStep, Reason, ReasonCode
 from .checkpoints import in_memory, newest_committed
 from .events import PersistFailed
-from .membership import release
 from .state import Drain, DrainKind, JobState, Node, Stop
 from .turn import SECOND_NS, Turn
 
@@ -55,8 +54,12 @@ def start_drain(turn: Turn, kind: DrainKind) -> None:
     state.drain = Drain(kind, step, generation, num_shards)
     code: ReasonCode = "finish" if kind == "finish" else "suspend"
     turn.move(state.phase, code, f"writing step {step} to storage")
-    turn.arm("persist", limits.PERSIST_TIMEOUT_S)
+    turn.arm("persist", final_timeout_s(state))
     ask(turn)
+
+
+def final_timeout_s(state: JobState) -> float:
+    return state.job.spec.checkpoint.storage.final_timeout_s
 
 
 def ask(turn: Turn) -> None:
@@ -107,10 +110,10 @@ def _missing(state: JobState, drain: Drain) -> list[int]:
 
 
 def persist_failed(turn: Turn, event: PersistFailed) -> None:
-    turn.note(
-        f"{event.node} could not write shard {event.shard} of step {event.step}: {event.detail}"
-    )
+    text = f"{event.node} could not write shard {event.shard} of step {event.step}: {event.detail}"
+    turn.note(text)
     if turn.state.drain is not None:
+        turn.state.drain.problem = text
         turn.arm("drain", PERSIST_RETRY_S)
 
 
@@ -142,8 +145,23 @@ def _still_possible(turn: Turn, drain: Drain) -> None:
             state.drain = None
             start_drain(turn, drain.kind)
     elif turn.due("persist"):
-        text = f"step {drain.step} was not written in {limits.PERSIST_TIMEOUT_S:g} s"
-        turn.note(text)
+        _give_up(turn, drain)
+
+
+def _give_up(turn: Turn, drain: Drain) -> None:
+    """Storage does not take the last checkpoint. What was trained is lost with the nodes' memory,
+    so a job that had finished has not succeeded."""
+    newest = newest_committed(turn.state)
+    text = (
+        f"step {drain.step} was not written to storage in {final_timeout_s(turn.state):g} s "
+        f"({drain.problem or 'no node has answered'}); storage holds "
+        f"{f'step {newest.step}' if newest else 'no checkpoint'}"
+    )
+    turn.note(text)
+    if drain.kind == "finish":
+        text = f"all workers ended with exit code 0, but {text}"
+        finish(turn, "failed", "checkpoint", text)
+    else:
         _drained(turn, drain.kind, text)
 
 
@@ -156,8 +174,7 @@ def _drained(turn: Turn, kind: DrainKind, text: str) -> None:
             turn, "succeeded", "finish", f"all workers ended with exit code 0; {text}".rstrip("; ")
         )
         return
-    for name in list(state.nodes):
-        release(turn, name, "suspend", "the job is suspended")
+    # Its nodes are given back by membership.release_surplus.
     state.members, state.placing = (), False
     turn.disarm("gather", "replacement", "grow", "preempt", "rejoin")
     turn.move("suspended", "suspend", text or "nothing had to be written")

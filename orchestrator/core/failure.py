@@ -6,7 +6,7 @@ Owns: the table. Pure functions over plain values. Must not: decide what is done
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..protocol.facts import Exit
 from .state import FailureClass
@@ -164,7 +164,8 @@ def _hang(facts: Facts) -> Failure | None:
 
 
 def _lost_first(facts: Facts) -> Failure | None:
-    return _lost(facts) if facts.lost_first else None
+    failure = _lost(facts) if facts.lost_first else None
+    return replace(failure, rule="lost-first") if failure else None
 
 
 def _lost(facts: Facts) -> Failure | None:

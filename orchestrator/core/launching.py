@@ -9,7 +9,7 @@ from ..protocol.facts import Membership, Restore
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
 from .events import StepsAdvanced
-from .membership import awaiting_rejoin, full_size, possible_size, usable
+from .membership import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
 from .ranks import (
     assign,
     buddies,
@@ -50,7 +50,7 @@ def place(turn: Turn) -> None:
         _wait(turn)
     else:
         turn.arm_once("gather", state.job.spec.recovery.grow_delay_s)
-        if turn.due("gather") or not state.expected_nodes:
+        if turn.due("gather") or not (state.expected_nodes or any_to_be_freed(state)):
             _launch(turn, possible)
 
 

@@ -48,6 +48,11 @@ def awaiting_rejoin(state: JobState) -> bool:
     return "rejoin" in state.timers and not all(n.confirmed for n in state.nodes.values())
 
 
+def any_to_be_freed(state: JobState) -> bool:
+    """A node here is still rid of an old generation."""
+    return not state.active and any(node.generation for node in state.nodes.values())
+
+
 # -- joining ----------------------------------------------------------------------------------
 def joined(turn: Turn, event: NodeJoined) -> str:
     """Returns what is broken when a member comes back without its workers; empty: nothing is."""
@@ -258,6 +263,10 @@ def expectation_expired(turn: Turn) -> None:
 def release_surplus(turn: Turn) -> None:
     """Idle nodes beyond the wanted size and its spares, cordoned nodes, and drained ones."""
     state = turn.state
+    if state.phase == "suspended":
+        for name in list(state.nodes):
+            release(turn, name, "suspend", "the job is suspended")
+        return
     idle = [
         node for node in state.nodes.values()
         if not (state.active and node.name in state.members) and node.confirmed

@@ -22,6 +22,11 @@ REHEARSAL_WINDOW_S = 60.0
 MAX_USER_ERRORS = 100
 # Failures that say nothing about the state that the generation started from.
 NOT_THE_STATE = ("launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang")
+# Failures that say nothing about the machine that showed them.
+NOT_THE_NODE = (
+    "checkpoint-refused", "checkpoint-damaged", "checkpoint-unreadable", "out-of-memory",
+    "network", "unknown",
+)  # fmt: skip
 PHASE_OF: dict[Purpose, Phase] = {
     "failure": "recovering", "resize": "recovering", "preemption": "recovering",
     "suspend": "suspending", "cancel": "finishing", "deadline": "finishing",
@@ -199,6 +204,8 @@ def _strike(turn: Turn, failure: Failure) -> None:
     """Machines that are blamed again and again are not used again."""
     state, node = turn.state, failure.culprit_node
     if not node or failure.failure_class not in ("infrastructure", "hang"):
+        return
+    if failure.rule in NOT_THE_NODE:
         return
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
     recent = [at for at in state.strikes.get(node, []) if turn.now - at < window] + [turn.now]

@@ -1,0 +1,118 @@
+"""Every row of the table, and which row wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.failure import TABLE, Facts, attribute
+from orchestrator.protocol.facts import Exit
+
+ERROR = {"error_type": "ValueError", "error_message": "bad"}
+RESET = Exit(
+    rank=0, code=1, error_type="DistBackendError", error_message="Connection reset by peer"
+)
+SAID_SECONDARY = Exit(rank=0, code=1, error_type="RuntimeError", secondary=True)
+
+
+def exits(*ended: Exit) -> tuple[tuple[str, Exit], ...]:
+    return tuple((f"node-{exit.rank // 2}", exit) for exit in ended)
+
+
+CASES = {
+    "launch-failed": Facts(launch_failure=("node-0", "no processes left")),
+    "checkpoint-refused": Facts(refused="a checksum differs"),
+    "preempted": Facts(lost=(("node-1", "preempted", "spot"),), exits=exits(RESET)),
+    "lost-first": Facts(
+        lost=(("node-1", "silent", ""),),
+        lost_first=True,
+        exits=exits(Exit(rank=0, code=1, **ERROR)),
+    ),
+    "left-early": Facts(exits=exits(Exit(rank=3, code=0), RESET), world_size=4),
+    "hang": Facts(
+        hang=((2, 0), "rank 2 is stopped"), node_of=lambda r: f"node-{r // 2}", exits=exits(RESET)
+    ),
+    "out-of-memory-kill": Facts(exits=exits(RESET, Exit(rank=1, signal=9, out_of_memory=True))),
+    "outside-signal": Facts(exits=exits(RESET, Exit(rank=1, signal=9))),
+    "checkpoint-damaged": Facts(exits=exits(Exit(rank=1, code=1, error_type="DamagedCheckpoint"))),
+    "checkpoint-unreadable": Facts(
+        exits=exits(Exit(rank=1, code=1, error_type="UnreadableCheckpoint"))
+    ),
+    "out-of-memory": Facts(
+        exits=exits(Exit(rank=1, code=1, error_type="OutOfMemoryError", out_of_memory=True))
+    ),
+    "device-error": Facts(
+        exits=exits(
+            Exit(
+                rank=1, code=1, error_type="RuntimeError",
+                error_message="CUDA error: an illegal memory access was encountered",
+            )
+        )
+    ),
+    "user-exception": Facts(exits=exits(RESET, Exit(rank=1, code=1, **ERROR))),
+    "exit-code": Facts(exits=exits(RESET, Exit(rank=1, code=3))),
+    "native-crash": Facts(exits=exits(RESET, Exit(rank=1, signal=11))),
+    "node-lost": Facts(exits=exits(RESET), lost=(("node-1", "disconnected", ""),)),
+    "network": Facts(exits=exits(RESET, SAID_SECONDARY)),
+    "unknown": Facts(),
+}  # fmt: skip
+CLASS = {
+    "left-early": "user", "user-exception": "user", "exit-code": "user", "hang": "hang",
+    "preempted": "preemption",
+}  # fmt: skip
+
+
+def test_every_row_has_a_case() -> None:
+    assert [name for name, _match in TABLE] == list(CASES)
+
+
+@pytest.mark.parametrize("row", list(CASES))
+def test_the_row_is_found_with_its_class_and_evidence(row: str) -> None:
+    failure = attribute(CASES[row])
+    assert failure.rule == row
+    assert failure.failure_class == CLASS.get(row, "infrastructure")
+    assert failure.title and failure.evidence
+
+
+def test_the_culprit_is_the_one_whose_error_is_its_own() -> None:
+    failure = attribute(CASES["user-exception"])
+    assert (failure.culprit_node, failure.culprit_rank) == ("node-0", 1)
+    assert "1 peers then lost their connection to it" in failure.evidence
+
+
+def test_the_suspect_of_a_hang_is_named_with_its_node() -> None:
+    failure = attribute(CASES["hang"])
+    assert (failure.culprit_node, failure.culprit_rank) == ("node-1", 2)
+
+
+def test_a_kill_beats_an_exception_that_nobody_called_secondary() -> None:
+    odd = Exit(rank=0, code=1, error_type="RuntimeError", error_message="something odd")
+    assert attribute(Facts(exits=exits(odd, Exit(rank=3, signal=9)))).rule == "outside-signal"
+
+
+def test_an_exception_beats_a_crash_that_followed_it() -> None:
+    crash, error = Exit(rank=0, signal=6), Exit(rank=3, code=1, **ERROR)
+    assert attribute(Facts(exits=exits(crash, error))).rule == "user-exception"
+
+
+def test_our_own_kill_is_no_cause() -> None:
+    ours = Exit(rank=1, signal=9, by_us=True)
+    assert attribute(Facts(exits=exits(ours, RESET))).rule == "network"
+
+
+def test_an_exit_beats_a_hang_that_it_caused() -> None:
+    hang = ((0,), "no progress")
+    facts = Facts(exits=exits(Exit(rank=1, signal=9)), hang=hang)
+    assert attribute(facts).rule == "outside-signal"
+
+
+def test_all_workers_that_ended_well_are_no_failure_of_one() -> None:
+    done = exits(Exit(rank=0, code=0), Exit(rank=1, code=0))
+    assert attribute(Facts(exits=done, world_size=2)).rule == "unknown"
+
+
+def test_the_evidence_says_where_and_when() -> None:
+    trace = 'Traceback\n  File "/a.py", line 3, in f\n  File "/b.py", line 9, in g\nValueError: bad'
+    error = Exit(rank=2, code=1, step=17, traceback=trace, **ERROR)
+    failure = attribute(Facts(exits=exits(error)))
+    assert failure.title == "worker 2 on node-1 raised ValueError after step 17"
+    assert failure.evidence == 'ValueError: bad at File "/b.py", line 9, in g'

@@ -1,0 +1,198 @@
+"""Suspend, resume, cancel, resize and the deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.actions import (
+    CommitManifest,
+    FinishJob,
+    LaunchGroup,
+    PersistStep,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from orchestrator.core.events import (
+    CancelRequested,
+    ResizeRequested,
+    ResumeRequested,
+    SuspendRequested,
+)
+from orchestrator.core.ranks import check_resize
+from orchestrator.protocol.spec import job_from_mapping
+
+from .story import Story, spec
+
+
+def test_a_suspended_job_has_its_newest_step_in_storage_and_no_nodes() -> None:
+    story = Story().started()
+    story.tell(SuspendRequested(by="ann"))
+    assert story.state.phase == "suspending"
+    assert "ann" in story.of(StopGroup)[0].reason.text
+    story.all_stopped(33)
+    assert story.one(PersistStep).step == 33
+    story.commit(33)
+    assert sorted(action.node for action in story.of(ReleaseNode)) == ["a", "b"]
+    assert story.state.phase == "suspended"
+    assert not story.wait(3600)
+    story.tell(ResumeRequested())
+    assert story.one(RequestNodes).count == 2
+    story.succeed(RequestNodes)
+    story.join("c", "d")
+    restore = story.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and restore.directory == "step-00000033.gen-1"
+    assert story.state.restarts == {}
+
+
+def test_a_resume_before_the_suspension_is_through_goes_on_from_memory() -> None:
+    story = Story().started()
+    story.tell(SuspendRequested())
+    story.stopped("a", 33)
+    story.tell(ResumeRequested())
+    story.stopped("b", 33)
+    restore = story.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and (restore.step, restore.directory) == (33, "")
+
+
+def test_a_resume_while_the_last_step_is_written_goes_on_from_memory() -> None:
+    story = Story().started()
+    story.tell(SuspendRequested())
+    story.all_stopped(33)
+    story.tell(ResumeRequested())
+    assert len(story.of(LaunchGroup)) == 2
+    assert story.state.drain is None
+
+
+def test_a_job_submitted_suspended_asks_for_nothing() -> None:
+    story = Story(spec(suspend=True))
+    assert not story.submit()
+    assert story.state.phase == "suspended"
+    story.tell(ResumeRequested())
+    assert story.one(RequestNodes).count == 2
+
+
+def test_a_suspension_while_nodes_are_awaited_is_at_once() -> None:
+    story = Story()
+    story.submit()
+    story.succeed(RequestNodes)
+    story.join("a")
+    story.tell(SuspendRequested())
+    assert story.state.phase == "suspended"
+    assert story.one(ReleaseNode).node == "a"
+    assert story.join("b") and story.one(ReleaseNode).node == "b", "it came too late"
+
+
+def test_a_suspension_during_a_recovery_waits_for_the_stops() -> None:
+    story = Story().started()
+    story.exits(0, signal=9)
+    story.tell(SuspendRequested())
+    assert not story.fresh
+    story.all_stopped(8)
+    assert story.one(PersistStep).step == 8
+    assert story.state.phase == "suspending"
+
+
+def test_a_script_is_asked_to_end_before_it_is_killed() -> None:
+    story = Story(spec(script=True, recovery={"terminationGraceSeconds": 7})).started(step=None)
+    story.tell(SuspendRequested())
+    assert {stop.grace_s for stop in story.of(StopGroup)} == {7}
+    story.wait(12)
+    assert story.state.phase == "suspending", "the grace is added to the time to stop"
+
+
+@pytest.mark.parametrize("moment", ["pending", "running", "recovering", "suspended", "draining"])
+def test_a_job_can_be_cancelled_at_any_moment(moment: str) -> None:
+    story = Story()
+    if moment == "pending":
+        story.submit()
+    else:
+        story.started()
+    if moment == "recovering":
+        story.exits(0, signal=9)
+    if moment in ("suspended", "draining"):
+        story.tell(SuspendRequested())
+        story.all_stopped(None if moment == "suspended" else 9)
+    story.tell(CancelRequested(by="bob"))
+    if story.state.stop is not None:
+        story.all_stopped(9)
+    assert story.last(FinishJob).outcome == "cancelled"
+    assert "bob" in story.last(FinishJob).reason.text
+    assert story.state.phase == "cancelled"
+
+
+def test_a_cancelled_job_is_finished_once() -> None:
+    story = Story().started()
+    story.tell(CancelRequested())
+    story.all_stopped(3)
+    story.tell(CancelRequested())
+    story.wait(100)
+    assert sum(isinstance(action, FinishJob) for action in story.actions) == 1
+
+
+def test_a_resize_to_fewer_nodes_is_free_and_gives_nodes_back() -> None:
+    story = Story().started()
+    story.tell(ResizeRequested(nodes=1))
+    assert len(story.of(StopGroup)) == 2
+    story.all_stopped(5)
+    launch = story.one(LaunchGroup)
+    assert launch.node == "a" and launch.membership.num_nodes == 1
+    story.succeed(LaunchGroup)
+    story.step(6)
+    assert story.one(ReleaseNode).node == "b"
+    assert story.state.restarts == {}
+    assert story.state.incidents[0].failure_class is None
+
+
+def test_a_resize_to_more_nodes_is_made_as_soon_as_they_are_there() -> None:
+    story = Story().started()
+    story.tell(ResizeRequested(nodes=3))
+    assert story.one(RequestNodes).count == 1
+    story.succeed(RequestNodes)
+    assert not story.of(StopGroup)
+    story.join("c")
+    story.all_stopped(5)
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "b", "c"]
+
+
+def test_a_resize_that_splits_a_replica_group_is_refused_with_a_fix() -> None:
+    story = Story(spec({"min": 2, "max": 4}, shard=4)).started("a", "b", "c", "d")
+    problem = check_resize(story.state.job, 3)
+    assert problem == (
+        "nodes: got 3; expected whole replica groups at 2 workers per node; use 2 or 4"
+    )
+    assert not story.tell(ResizeRequested(nodes=3))
+    assert story.state.notes[-1][1] == problem
+    assert "at least 1" in check_resize(story.state.job, 0)
+
+
+def test_a_resize_to_the_present_size_changes_nothing() -> None:
+    story = Story().started()
+    assert not story.tell(ResizeRequested(nodes=2))
+
+
+def test_a_job_that_runs_past_its_deadline_fails() -> None:
+    story = Story(spec(activeDeadlineSeconds=60)).started()
+    story.wait(61)
+    assert len(story.of(StopGroup)) == 2
+    story.all_stopped(9)
+    finish = story.one(FinishJob)
+    assert (finish.outcome, finish.reason.code) == ("failed", "deadline")
+
+
+def test_the_document_of_the_tests_is_a_valid_job() -> None:
+    assert job_from_mapping(spec()).name == "tale"
+
+
+def test_storage_by_time_is_asked_for_ahead_of_the_training() -> None:
+    story = Story(spec(checkpoint={"storage": {"everySeconds": 10}})).started(step=None)
+    story.step(0)
+    story.step(50)
+    assert all(launch.persist_every_steps == 0 for launch in story.state.launch.values())
+    story.wait(10.1)
+    orders = story.of(PersistStep)
+    assert [order.node for order in orders] == ["a", "b"]
+    assert {order.step for order in orders} == {57}, "two steps and two seconds ahead"
+    story.commit(57)
+    assert [c.step for c in story.state.ledger.committed] == [57]
+    assert not story.of(CommitManifest)
