@@ -14,6 +14,12 @@ from pathlib import Path
 
 from ..protocol.errors import Problem, SpecError
 from ..protocol.spec import TrainingJob, load_job
+from ..runtime.surroundings import (
+    CHECKPOINT_FIELD,
+    job_environment,
+    missing_driver,
+    storage_place,
+)
 
 
 def load_checked(path: Path) -> TrainingJob:
@@ -28,7 +34,8 @@ def load_checked(path: Path) -> TrainingJob:
 
 def check(job: TrainingJob, spec_directory: Path, source: str = "") -> None:
     """Raises SpecError with everything that cannot work on this machine."""
-    problems = list(_problems(job, spec_directory))
+    with job_environment(job):
+        problems = list(_problems(job, spec_directory))
     if problems:
         raise SpecError(problems, source)
 
@@ -94,8 +101,8 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
     """Write and delete a small object, as the agents will: permissions say less than a try."""
     import fsspec
 
-    field, fix = "spec.checkpoint.path", "choose another path, or make this one writable"
-    url = path if "://" in path else str(spec_directory / Path(path).expanduser())
+    field, fix = CHECKPOINT_FIELD, "choose another path, or make this one writable"
+    url = storage_place(path, spec_directory)
     made = _missing(Path(url)) if "://" not in path else []
     try:
         files, root = fsspec.core.url_to_fs(url)
@@ -106,9 +113,7 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         for directory in made:
             directory.rmdir()
     except ImportError as error:
-        scheme = path.partition("://")[0]
-        fix = f"install its fsspec driver, such as pip install 'holdfast[{scheme}]'"
-        yield Problem(field, f"{path} ({error})", "a URL whose driver is installed", fix)
+        yield missing_driver(path, error)
     except ValueError as error:
         yield Problem(field, f"{path} ({error})", "a directory or a URL that fsspec knows")
     except Exception as error:  # every driver has exceptions of its own

@@ -74,7 +74,7 @@ def facts(view: JobView, losses: list[float]) -> Table:
     return grid
 
 
-def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str]]:
+def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | Text]]:
     if view.step >= 0 and not view.total_steps:
         yield "step", str(view.step)
     if view.loss is not None:
@@ -91,6 +91,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str]]:
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
     yield "checkpoint", checkpoints(view)
+    if view.storage_problem:
+        yield "storage", Text(storage_problem(view), style="red")
     if view.restarts and any(view.restarts.values()):
         restarts = ", ".join(f"{n} {name}" for name, n in view.restarts.items() if n)
         yield "restarts", restarts
@@ -109,6 +111,12 @@ def checkpoints(view: JobView) -> str:
         return f"{memory}, none in storage"
     last = view.checkpoints[-1]
     return f"{memory}, step {last.step} in storage ({size(last.num_bytes)})"
+
+
+def storage_problem(view: JobView) -> str:
+    """Which place, what went wrong, and that it is not the end."""
+    end = "" if view.state in FINISHED else "; tried again with the next checkpoint"
+    return f"{view.checkpoint_path} cannot be written: {view.storage_problem}{end}"
 
 
 def nodes(view: JobView) -> Table:

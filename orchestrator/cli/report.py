@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..runtime.view import Incident, JobView
 from .output import clock, count, date, duration, plural, size, state_text
-from .render import FINISHED, ledger, outcome
+from .render import FINISHED, ledger, outcome, storage_problem
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -107,7 +107,9 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
         yield f"{plural(left, 'more stack')} in --json"
 
 
-def _checkpoints(view: JobView) -> Iterator[str]:
+def _checkpoints(view: JobView) -> Iterator[str | Text]:
+    if view.storage_problem:
+        yield Text(storage_problem(view), style="red")
     if not view.checkpoints:
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return

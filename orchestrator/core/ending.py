@@ -5,7 +5,6 @@ Owns: drains, FinishJob and suspension. Must not: stop workers (recovery.py does
 
 from __future__ import annotations
 
-from ..protocol import limits
 from ..protocol.facts import StagedShard
 from .actions import FinishJob, Outcome, PersistStep, Reason, ReasonCode
 from .checkpoints import in_memory, newest_committed

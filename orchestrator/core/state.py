@@ -150,6 +150,8 @@ class Drain:
     generation: int
     num_shards: int
     attempts: int = 0
+    problem: str = ""
+    """What the last attempt met, in words."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ MEANING: dict[Phase, str] = {
     "suspending": "stopping, and writing the newest state to storage",
     "suspended": "no nodes; waits for a resume",
     "succeeded": "all workers ended with exit code 0",
-    "failed": "given up, for the reason shown",
+    "failed": "given up, or trained but not stored, for the reason shown",
     "cancelled": "ended on request",
 }
 

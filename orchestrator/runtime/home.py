@@ -32,6 +32,7 @@ from ..protocol import limits
 from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
 from .journal import sync_directory
+from .surroundings import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
 SOCKET_PATH_BYTES = 107
@@ -94,9 +95,7 @@ class JobDirectory:
         path = job.spec.checkpoint.path
         if path is None:
             return str(self.path / "checkpoints")
-        if "://" in path:
-            return path
-        return str((Path(self.spec_directory) / Path(path).expanduser()).resolve())
+        return storage_place(path, self.spec_directory)
 
     def controller(self) -> dict[str, Any] | None:
         """controller.json while a controller lives, else None."""

@@ -39,6 +39,7 @@ from .journal import Journal
 from .metrics import MetricsServer
 from .relay import Relay
 from .storage import Storage
+from .surroundings import job_environment
 from .view import JobView
 
 VIEW_INTERVAL_S = 0.25
@@ -67,12 +68,12 @@ def run_job(
     note = on_note or (lambda text: print(text, file=sys.stderr))
     if attach:
         directory = where.find(job.name)
-        with directory.locked():
+        with directory.locked(), job_environment(directory.job()):
             service = Service(directory, on_view, note)
             return asyncio.run(service.run())
     directory = where.create(job, spec_directory)
     try:
-        with directory.locked():
+        with directory.locked(), job_environment(job):
             return asyncio.run(Service(directory, on_view, note).run())
     except BaseException:
         # If it never began, the name is free again and nothing runs.

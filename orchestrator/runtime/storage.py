@@ -27,6 +27,7 @@ from ..protocol.manifest import (
 )
 from ..protocol.mesh import Mesh
 from .journal import sync_directory
+from .surroundings import CHECKPOINT_FIELD, missing_driver
 
 
 class CommitRefused(HoldfastError):
@@ -42,9 +43,11 @@ class Storage:
         self._job_name = job_name
         try:
             self.fs, self.root = fsspec.core.url_to_fs(path)
-        except (ImportError, ValueError) as error:
-            fix = "install the driver, such as `pip install holdfast[s3]`, or use a directory"
-            problem = Problem("spec.checkpoint.path", f"{path} ({error})", "a usable URL", fix)
+        except ImportError as error:
+            raise UserError(str(missing_driver(path, error))) from None
+        except ValueError as error:
+            expected = "a directory or a URL that fsspec knows"
+            problem = Problem(CHECKPOINT_FIELD, f"{path} ({error})", expected)
             raise UserError(str(problem)) from None
         self._local = isinstance(self.fs, LocalFileSystem)
 

@@ -15,9 +15,11 @@ from ..core.actions import AnyAction, CommitManifest
 from ..core.checkpoints import in_memory
 from ..core.controller import Controller
 from ..core.events import (
+    ActionFailed,
     ActionSucceeded,
     AnyEvent,
     Heartbeat,
+    PersistFailed,
     ShardPersisted,
     StepsAdvanced,
 )
@@ -50,6 +52,8 @@ class Story:
         """CommitManifest under way -> the longest write among its shards."""
         self._writes: dict[tuple[int, int], float] = {}
         self._durable_s = 0.0
+        self._storage_problem = ""
+        self._storage_failures = 0
         self._finished_ns: int | None = None
         self._state: JobState | None = None
         self._beats: dict[str, Beat] = {}
@@ -71,6 +75,13 @@ class Story:
             case ActionSucceeded() if event.action_id in self._committing:
                 self._commits += 1
                 self._durable_s = self._committing.pop(event.action_id)
+                self._storage_problem = ""
+            case ActionFailed() if event.action_id in self._committing:
+                del self._committing[event.action_id]
+                self._storage_failed(f"a manifest could not be written: {event.detail}")
+            case PersistFailed():
+                what = f"shard {event.shard} of step {event.step} ({event.node})"
+                self._storage_failed(f"{what} could not be written: {event.detail}")
         for action in actions:
             if isinstance(action, CommitManifest):
                 key = (action.step, action.generation)
@@ -89,6 +100,10 @@ class Story:
         self._progress = event
         if self._first_step_ns is None:
             self._first_step_ns = now_ns
+
+    def _storage_failed(self, text: str) -> None:
+        self._storage_problem = text
+        self._storage_failures += 1
 
     def beat(self, now_ns: int, heartbeat: Heartbeat) -> None:
         """A heartbeat: newer than any event, and forgotten with this process."""
@@ -144,6 +159,8 @@ class Story:
         )
         view.tokens_total, view.commits = self._tokens_total, self._commits
         view.durable_s = self._durable_s
+        view.storage_problem = self._storage_problem
+        view.storage_failures = self._storage_failures
         if self._first_step_ns is not None:
             view.first_step_s = (self._first_step_ns - state.submitted_ns) / NS
         self._fill_progress(view, state)

@@ -110,6 +110,10 @@ class JobView(msgspec.Struct, kw_only=True):
     durable_s: float = 0.0
     """Longest write of a shard of the newest checkpoint, from memory to durable."""
     device_memory_peak_bytes: int = 0
+    storage_problem: str = ""
+    """Why the newest checkpoint that was tried is not in storage; empty when it is."""
+    storage_failures: int = 0
+    """Shards and manifests that could not be written so far."""
     memory_step: int = -1
     """Newest step complete in the memory tier."""
     checkpoints: list[CheckpointView] = []

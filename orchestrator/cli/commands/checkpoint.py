@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,8 +43,8 @@ def list_(target: TargetArgument, home: HomeOption = None, as_json: JsonOption =
     """
     from ..output import columns, print_json, size, stdout
 
-    path, job = _storage_path(target, home)
-    found = _manifests(path, job)
+    with _storage(target, home) as (path, job):
+        found = _manifests(path, job)
     if as_json:
         print_json(found)
         return
@@ -94,7 +96,8 @@ def verify(
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
     from ..output import plural, size
 
-    code, body = _run(["verify", *_place(target, step, home)], as_json)
+    with _storage(target, home) as place:
+        code, body = _run(["verify", *_arguments(*place, step)], as_json)
     if not as_json:
         where = f"{body['directory']} in {body['path']}"
         for problem in body["problems"]:
@@ -124,8 +127,9 @@ def export(
     """
     from ..output import size
 
-    arguments = ["export", *_place(target, step, home), "--to", str(destination)]
-    code, body = _run([*arguments, *(["--optimizer"] * optimizer)], as_json)
+    more = ["--to", str(destination), *(["--optimizer"] * optimizer)]
+    with _storage(target, home) as place:
+        code, body = _run(["export", *_arguments(*place, step), *more], as_json)
     if not as_json:
         for file in body["files"]:
             typer.echo(file)
@@ -133,14 +137,13 @@ def export(
     raise typer.Exit(code)
 
 
-def _place(target: str, step: int | None, home: Path | None) -> list[str]:
-    """The storage tier and the step, as arguments."""
+def _arguments(path: str, job: str, step: int | None) -> list[str]:
+    """The storage tier and the step, as arguments. Raises UserError for an unknown step."""
     from ...protocol.errors import Problem, UserError
 
-    path, job = _storage_path(target, home)
     steps = [manifest.step for manifest in _manifests(path, job)]
     if not steps:
-        problem = Problem(target, f"no committed checkpoint in {path}", "at least one")
+        problem = Problem(job or path, f"no committed checkpoint in {path}", "at least one")
         raise UserError(str(problem))
     if step is None:
         return [path]
@@ -150,17 +153,23 @@ def _place(target: str, step: int | None, home: Path | None) -> list[str]:
     return [path, "--step", str(step)]
 
 
-def _storage_path(target: str, home: Path | None) -> tuple[str, str]:
-    """(directory or URL of the storage tier, job name or empty)."""
+@contextmanager
+def _storage(target: str, home: Path | None) -> Iterator[tuple[str, str]]:
+    """(directory or URL of the storage tier, job name or empty). A job's store is opened with its
+    spec.env, any other with this process' environment."""
     from ...protocol.errors import Problem, UserError
     from ...runtime.home import Home
+    from ...runtime.surroundings import job_environment, storage_place
 
     if "://" in target or "/" in target or target in (".", ".."):
         if "://" not in target and not Path(target).expanduser().is_dir():
             raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
-        return target if "://" in target else str(Path(target).expanduser().absolute()), ""
+        yield storage_place(target, Path.cwd()), ""
+        return
     directory = Home(home).find(target)
-    return directory.checkpoint_path(directory.job()), target
+    job = directory.job()
+    with job_environment(job):
+        yield directory.checkpoint_path(job), target
 
 
 def _manifests(path: str, job: str) -> list[Manifest]:

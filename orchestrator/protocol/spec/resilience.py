@@ -32,6 +32,9 @@ class StorageTier(Part):
     """Write after every Nth step. Without any cadence: every 100 steps."""
     every_s: Seconds | None = None
     """Write when this long has passed since the last one."""
+    final_timeout_s: Seconds = limits.PERSIST_TIMEOUT_S
+    """How long a finishing or suspending job tries to write its last checkpoint. A job that has
+    trained to its end but cannot write it has failed."""
 
     @model_validator(mode="after")
     def _one_cadence(self) -> StorageTier:
@@ -53,11 +56,30 @@ class Checkpoint(Part):
     """Where training state is kept and how often."""
 
     path: str | None = None
-    """Directory or URL (file://, s3://, gs://, memory:// ...) of the storage tier. Without it: a
-    directory beside the job's journal."""
+    """Directory, relative to the spec file, or URL (s3://bucket/prefix, gs://, ...) of the storage
+    tier, which every node can write. Credentials and endpoint come from the environment, as the
+    store's driver looks for them, or from spec.env. Without a path: a directory beside the job's
+    journal."""
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()
+
+    @model_validator(mode="after")
+    def _path_is_shared_and_public(self) -> Checkpoint:
+        path = self.path or ""
+        if any(part.startswith("memory://") for part in path.split("::")):
+            raise ValueError(
+                f"path: got {path}; expected a directory or the URL of a store; memory:// is the "
+                f"memory of a single process, and a job has many"
+            )
+        scheme, _, rest = path.partition("://")
+        user, at, _ = rest.partition("/")[0].rpartition("@")
+        if at and ":" in user:
+            raise ValueError(
+                f"path: got {scheme}://... with a password in it; expected a URL without; put "
+                f"credentials into the environment or spec.env: paths are printed"
+            )
+        return self
 
 
 class Budget(Part):
