@@ -1,0 +1,1 @@
+"""Bugs that the simulation found, told again as transcripts."""
