@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,11 @@ from orchestrator.core.events import (
     NodeLost,
 )
 from orchestrator.protocol import messages as wire
-from orchestrator.protocol.errors import UserError
 from orchestrator.runtime.journal import JournalReader
-from orchestrator.runtime.service import Service, run_job
 from orchestrator.runtime.story import read_view, replay
 from orchestrator.runtime.view import JobView
 
-from .world import BOUND_S, Frames, World, make_job, node_facts
-
-
-def drive(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 2 * BOUND_S))
+from .world import BOUND_S, Frames, World, drive, make_job, node_facts
 
 
 def journal(world: World) -> list[Any]:
@@ -355,55 +347,5 @@ def test_a_node_that_dials_in_twice_keeps_its_newest_link(tmp_path: Path) -> Non
         assert view.generation == 1 and view.incidents == []
         frames.close()
         await world.finish()
-
-    drive(scenario())
-
-
-def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        job = make_job(metrics={"port": port})
-        with pytest.raises(UserError, match=rf"spec.metrics.port: got {port}, which is in use"):
-            run_job(job, tmp_path / "home", tmp_path)
-    assert list((tmp_path / "home/jobs").iterdir()) == []
-
-
-def test_a_checkpoint_path_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    job = make_job(checkpoint={"path": str(tmp_path / "file/checkpoints")})
-
-    async def scenario() -> None:
-        world = World(tmp_path / "home", job)
-        world.start()
-        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got .*a place that can be"):
-            await world.task
-        assert not world.directory.journal.exists()
-
-    drive(scenario())
-
-
-def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(tmp_path, make_job(checkpoint={"path": "nonsense://here"}))
-        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got nonsense://here"):
-            await Service(world.directory, make_backend=lambda job, directory: world.backend).run()
-
-    drive(scenario())
-
-
-def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> None:
-    path = str(tmp_path / "shared")
-
-    async def scenario() -> None:
-        first = World(tmp_path, make_job(checkpoint={"path": path}))
-        first.start()
-        await first.running()
-        assert (await first.finish()).checkpoints
-        second = World(tmp_path, make_job("other", checkpoint={"path": path}))
-        second.start()
-        with pytest.raises(UserError, match="which holds checkpoints of job tiny"):
-            await second.task
 
     drive(scenario())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
             },
         }
     )
+
+
+def drive(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run a scenario, within a bound."""
+    asyncio.run(asyncio.wait_for(scenario, 2 * BOUND_S))
 
 
 class Frames:
