@@ -1,0 +1,51 @@
+"""The same recoveries on a GPU: NCCL, page-locked staging beside the next step, restore to device.
+
+One GPU is enough: the mesh is one rank, or ranks that share nothing. Skips where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .rig import Job, spec
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none"),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    changes = {
+        "nodes": {"min": 1, "max": 1},
+        "workersPerNode": 1,
+        "resources": {"gpu": 1},
+        "parallelism": {},
+    }
+    job = Job(tmp_path, spec("gpu", 400, **changes))
+    job.run()
+    yield job
+    job.end()
+
+
+def test_a_killed_worker_on_a_gpu_goes_on_from_node_memory(job: Job) -> None:
+    view = job.until(lambda view: view.step >= 20)
+    assert view.device_memory_peak_bytes > 0
+    job.kill(job.worker_pids()[0])
+    view = job.wait()
+    assert view.state == "succeeded", job.output()
+    (incident,) = view.incidents
+    assert incident.restored_from == "memory"
+    assert incident.steps_lost is not None and incident.steps_lost <= 1
+
+
+def test_what_a_gpu_job_committed_is_whole(job: Job) -> None:
+    view = job.wait()
+    assert view.state == "succeeded", job.output()
+    assert [one.step for one in view.checkpoints][-1] == 399

@@ -1,0 +1,82 @@
+"""What a recovery must not touch: every step's loss is the one of an undisturbed run.
+
+Owns: whole jobs with real kills, compared loss by loss. Must not: look at times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .rig import Job, spec
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 160
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    job = Job(tmp_path_factory.mktemp("undisturbed"), document())
+    job.run()
+    assert job.wait().state == "succeeded", job.output()
+    losses = losses_of(job)
+    assert sorted(losses) == list(range(STEPS))
+    return losses
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path, document())
+    job.run()
+    yield job
+    job.end()
+
+
+def document() -> dict[str, Any]:
+    return spec("losses", STEPS, recovery={"growDelaySeconds": 0.5})
+
+
+def losses_of(job: Job) -> dict[int, str]:
+    """Loss of every step as rank 0 printed it; a step that was redone must print the same."""
+    found: dict[int, str] = {}
+    for log in sorted(job.directory.path.glob("logs/gen-*/rank-00000.log")):
+        for step, loss in re.findall(r"^step (\d+) loss (\S+)", log.read_text(), re.M):
+            assert found.setdefault(int(step), loss) == loss, f"step {step} changed: {log}"
+    return found
+
+
+def test_kills_of_a_worker_and_of_a_node_leave_every_loss_as_it_was(
+    job: Job, undisturbed: dict[int, str]
+) -> None:
+    job.until(lambda view: view.step >= 20)
+    job.kill(job.worker_pids()[1])
+    job.running(incidents=1, steps=15)
+    job.kill(job.agent_pid("node-1"))
+    job.running(incidents=2, steps=15)
+    job.kill(job.worker_pids()[2])
+    view = job.wait()
+    assert losses_of(job) == undisturbed
+    assert [i.failure_class for i in view.incidents] == ["infrastructure"] * 3
+    assert all(i.restored_from == "memory" for i in view.incidents)
+    assert all(i.steps_lost is not None and i.steps_lost <= 1 for i in view.incidents)
+
+
+def test_a_job_that_shrinks_and_grows_again_learns_the_same(
+    job: Job, undisturbed: dict[int, str]
+) -> None:
+    """Sums run in another order at another world size, so losses agree but for rounding."""
+    view = job.until(lambda view: view.step >= 20)
+    reply = job.ask("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=2)
+    assert reply.ok, reply.detail
+    view = job.wait()
+    assert view.incidents[0].world_size_after == 2
+    assert view.world_size == 4, "it did not grow back"
+    losses = losses_of(job)
+    assert sorted(losses) == list(range(STEPS))
+    for step, loss in undisturbed.items():
+        assert float(losses[step]) == pytest.approx(float(loss), rel=0.02, abs=0.02)

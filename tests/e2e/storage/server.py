@@ -1,0 +1,69 @@
+"""An S3 server on loopback, in a process of its own, that can be killed and come back.
+
+Owns: that process. It forgets everything when it ends, as a store does not; whoever restarts it
+makes the bucket again.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import s3fs
+
+BUCKET = "bucket"
+KEY, SECRET = "AKIADUMMYDUMMYDUMMY1", "dummy/Secret+that/must+never+be/printed1"
+
+_SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
+server.start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class S3:
+    """The server. Its port stays the same over restarts."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it answers, with an empty bucket."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+        self.files().mkdir(BUCKET)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def files(self) -> Any:
+        """What is in it, seen with a driver of our own."""
+        return s3fs.S3FileSystem(
+            key=KEY, secret=SECRET, endpoint_url=self.url, skip_instance_cache=True
+        )
+
+    def steps(self, prefix: str) -> list[str]:
+        """Names of the directories below a prefix of the bucket."""
+        return sorted(p.rpartition("/")[2] for p in self.files().ls(f"{BUCKET}/{prefix}"))

@@ -1,0 +1,205 @@
+"""The storage tier in an S3 store: a real server, real agents, and what happens when it goes away.
+
+Endpoint and credentials are in spec.env only: this process and `holdfast` are started without.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from ..local.rig import Job, spec
+from .server import BUCKET, KEY, SECRET, S3
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = 1_000_000
+TOKENS_PER_STEP = 4 * 16
+
+Make = Callable[..., Job]
+
+
+@pytest.fixture
+def s3() -> Iterator[S3]:
+    server = S3()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def make(tmp_path: Path, s3: S3) -> Iterator[Make]:
+    """A job that writes to s3://bucket/<its name>; another `place` is another home."""
+    jobs: list[Job] = []
+
+    def make(name: str, steps: int, place: str = "a", **storage: Any) -> Job:
+        path = f"s3://{BUCKET}/{name}"
+        tiers = {"path": path, "storage": storage, "retention": {"keepLast": 2}}
+        (tmp_path / place).mkdir()
+        document = spec(name, steps, checkpoint=tiers, env=s3.environment)
+        jobs.append(Job(tmp_path / place, document))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def holdfast(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli.main", *arguments, "--home", str(job.home)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_job_writes_to_s3_and_another_run_of_it_goes_on_from_there(make: Make, s3: S3) -> None:
+    first = make("s3-twice", 30, everySteps=10)
+    first.run()
+    view = first.wait()
+    assert view.state == "succeeded", first.output()
+    assert [one.step for one in view.checkpoints] == [19, 29]
+    assert view.storage_problem == "" and view.storage_failures == 0
+    assert s3.steps("s3-twice") == ["step-00000019-gen-000001", "step-00000029-gen-000001"]
+    _read_it_with_the_commands(first)
+    _the_secret_is_nowhere_to_be_seen(first)
+
+    second = make("s3-twice", 34, place="b", everySteps=10)
+    second.run()
+    again = second.wait()
+    assert (again.state, again.step) == ("succeeded", 33), second.output()
+    assert again.tokens_total == 4 * TOKENS_PER_STEP, "only the steps that were missing"
+
+
+def _read_it_with_the_commands(job: Job) -> None:
+    listed = json.loads(holdfast(job, "checkpoint", "list", job.name, "--json").stdout)
+    assert [one["step"] for one in listed] == [19, 29]
+    verified = holdfast(job, "checkpoint", "verify", job.name)
+    assert verified.returncode == 0 and "is good" in verified.stdout, verified.stderr
+    target = job.place / "exported"
+    exported = holdfast(job, "checkpoint", "export", job.name, str(target))
+    assert exported.returncode == 0, exported.stderr
+    with safe_open(target / "model.safetensors", framework="np") as file:
+        assert len(file.keys()) > 5
+
+
+def _the_secret_is_nowhere_to_be_seen(job: Job) -> None:
+    """Only where it must be kept, and there for its owner alone."""
+    keepers = set()
+    for path in filter(Path.is_file, job.place.rglob("*")):
+        if SECRET.encode() in path.read_bytes() or KEY.encode() in path.read_bytes():
+            keepers.add(path.name)
+            private = path == job.file or stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert private, f"{path} can be read by others"
+    assert keepers == {"job.yaml", "job.json", "journal"}
+    plan = holdfast(job, "plan", str(job.file))
+    for verb in ("plan", "events", "report", "status"):
+        what = str(job.file) if verb == "plan" else job.name
+        for more in ((), ("--json",)):
+            said = holdfast(job, verb, what, *more)
+            assert SECRET not in said.stdout + said.stderr, f"{verb} {more} prints it"
+    assert plan.returncode == 0 and "AWS_ENDPOINT_URL" in plan.stdout
+
+
+def test_a_suspended_job_resumes_from_s3(make: Make) -> None:
+    job = make("s3-pause", ENDLESS, everySteps=1000)
+    job.run()
+    job.running(incidents=0)
+    assert job.ask("suspend").ok
+    held = job.until(lambda v: v.state == "suspended")
+    assert [one.step for one in held.checkpoints] == [held.step]
+    assert held.nodes == [], "no memory is left to restore from"
+    assert job.ask("resume").ok
+    after = job.until(lambda v: v.state == "running" and v.step > held.step)
+    assert after.incidents[-1].restored_from == "storage"
+    assert after.incidents[-1].steps_lost == 0
+
+
+def test_training_goes_on_while_the_store_is_away_and_the_last_checkpoint_waits_for_it(
+    make: Make, s3: S3
+) -> None:
+    job = make("s3-away", 600, everySteps=10)
+    job.run()
+    job.until(lambda v: v.commits >= 2)
+    s3.kill()
+    bad = job.until(lambda v: bool(v.storage_problem))
+    assert s3.url in bad.storage_problem, "which endpoint did not answer"
+    assert "could not be written" in bad.storage_problem
+    said = " ".join(holdfast(job, "status", job.name).stdout.split())
+    assert f"s3://{BUCKET}/s3-away cannot be written" in said
+    # Neither a new controller nor a dead worker needs the store.
+    job.kill(job.command.pid)
+    job.command.wait()
+    job.attach()
+    job.running(incidents=0)
+    job.kill(job.worker_pids()[1])
+    after = job.running(incidents=1)
+    assert after.incidents[-1].restored_from == "memory"
+    waiting = job.until(lambda v: v.state == "finishing")
+    assert waiting.step == 599
+    s3.start()
+    view = job.wait()
+    assert view.state == "succeeded", job.output()
+    assert view.storage_problem == ""
+    assert view.storage_failures > 0
+    assert s3.steps("s3-away") == [f"step-00000599-gen-{after.generation:06d}"]
+
+
+def test_a_job_whose_last_checkpoint_cannot_be_written_says_so_and_has_failed(
+    make: Make, s3: S3
+) -> None:
+    job = make("s3-lost", 60, everySteps=10, finalTimeoutSeconds=3)
+    job.run()
+    job.until(lambda v: v.commits >= 1)
+    s3.kill()
+    view = job.wait()
+    assert (view.state, job.command.returncode) == ("failed", 1)
+    assert view.step == 59
+    assert "step 59 was not written to storage in 3 s" in view.reason
+    assert "storage holds step" in view.reason
+    report = " ".join(job.output().split())
+    assert f"s3://{BUCKET}/s3-lost cannot be written: " in report
+    assert s3.url in report
+    assert job.processes() == []
+
+
+def test_a_store_that_does_not_answer_is_a_mistake_to_be_read_before_anything_starts(
+    make: Make, s3: S3
+) -> None:
+    job = make("s3-dead", 10)
+    s3.kill()
+    job.run()
+    assert job.command.wait() == 2
+    assert "spec.checkpoint.path: got s3://bucket/s3-dead" in job.output()
+    assert s3.url in job.output()
+    assert "Traceback" not in job.output()
+    assert not job.directory.path.exists()
+
+
+def test_a_bucket_that_is_not_there_is_named(make: Make, s3: S3) -> None:
+    job = make("s3-nobucket", 10)
+    s3.files().rmdir(BUCKET)
+    job.run()
+    assert job.command.wait() == 2
+    assert "spec.checkpoint.path: got s3://bucket/s3-nobucket" in job.output()
+    assert "Traceback" not in job.output()
+
+
+def test_ctrl_c_does_not_wait_for_a_store_that_is_away(make: Make, s3: S3) -> None:
+    job = make("s3-cancel", ENDLESS, everySteps=10)
+    job.run()
+    job.until(lambda v: v.commits >= 1)
+    s3.kill()
+    job.until(lambda v: bool(v.storage_problem))
+    job.command.send_signal(signal.SIGINT)
+    assert job.wait().state == "cancelled"
+    assert job.processes() == []
