@@ -279,6 +279,7 @@ class Host:
                         step=message.step,
                         shard=message.shard,
                         detail=message.detail,
+                        tried=message.tried,
                     )
                 )
 

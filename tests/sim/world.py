@@ -46,7 +46,7 @@ class World(Clockwork):
         self.step_s = self.between(0.2, 0.8)
         self.poison: int | None = None
         if self.chance(0.05):
-            self.poison = self.rng.randrange(0, self.total_steps)
+            self.poison = self.rng.randrange(self.total_steps - 1)
         self.capacity = self.document["spec"]["nodes"]["max"] + 3
         self.nodes: dict[str, SimNode] = {}
         self.hidden: dict[str, None] = {}

@@ -1,0 +1,188 @@
+"""Hangs, budgets, strikes, repeated mistakes, announced losses and failed launches."""
+
+from __future__ import annotations
+
+from orchestrator.core.actions import (
+    FinishJob,
+    LaunchGroup,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from orchestrator.core.events import (
+    HangDetected,
+    PreemptionNoticed,
+    WorkerExited,
+)
+from orchestrator.protocol.facts import Exit
+
+from .story import Story, spec, stack
+
+
+def test_a_hang_is_stopped_with_stacks_and_names_its_culprit() -> None:
+    story = Story().started(step=10)
+    story.tell(HangDetected(generation=1, ranks=(3, 0, 1, 2), evidence="rank 3 is stopped"))
+    stops = story.of(StopGroup)
+    assert all(stop.stacks for stop in stops)
+    story.stopped("a", 10)
+    story.stopped("b", 10, stacks=(stack(3), stack(2, True)))
+    incident = story.state.incidents[0]
+    assert (incident.failure_class, incident.culprit_node, incident.culprit_rank) == (
+        "hang",
+        "b",
+        3,
+    )
+    assert incident.stacks == {3: "stack of 3", 2: "stack of 2"}
+    assert story.state.restarts == {"hang": 1}
+
+
+def test_a_hang_of_an_old_generation_is_nothing() -> None:
+    story = Story().started()
+    story.exits(0, signal=9)
+    story.all_stopped(3)
+    assert not story.tell(HangDetected(generation=1, ranks=(0,), evidence="late"))
+
+
+def test_the_same_exception_at_the_same_step_twice_fails_fast_with_its_traceback() -> None:
+    story = Story().started()
+    crash = {
+        "code": 1,
+        "step": 41,
+        "error_type": "ValueError",
+        "error_message": "bad sample",
+        "traceback": 'Traceback\n  File "train.py", line 7, in step\nValueError: bad sample',
+    }
+    story.exits(1, **crash)
+    story.all_stopped(41)
+    assert len(story.of(LaunchGroup)) == 2
+    story.succeed(LaunchGroup)
+    story.exits(3, **crash)
+    story.all_stopped(41)
+    finish = story.one(FinishJob)
+    assert finish.outcome == "failed" and finish.reason.code == "user-error"
+    assert "ValueError after step 41 twice" in finish.reason.text
+    assert "line 7" in story.state.traceback
+
+
+def test_the_same_exception_at_another_step_is_only_charged() -> None:
+    story = Story().started()
+    for step in (4, 5, 6):
+        story.exits(1, code=1, step=step, error_type="ValueError", error_message="x")
+        story.all_stopped(step)
+        assert story.of(LaunchGroup)
+        story.succeed(LaunchGroup)
+    assert story.state.restarts == {"user": 3}
+    story.exits(1, code=1, step=7, error_type="ValueError", error_message="x")
+    story.all_stopped(7)
+    assert story.one(FinishJob).reason.code == "budget"
+
+
+def test_a_budget_is_a_window() -> None:
+    story = Story(
+        spec(recovery={"budgets": {"infrastructure": {"restarts": 1, "windowSeconds": 60}}})
+    ).started()
+    for _ in range(3):
+        story.exits(2, signal=9)
+        story.all_stopped(5)
+        assert story.of(LaunchGroup), story.state.reason
+        story.succeed(LaunchGroup)
+        story.wait(61)
+    story.exits(2, signal=9)
+    story.all_stopped(5)
+    story.succeed(LaunchGroup)
+    story.exits(2, signal=9)
+    story.all_stopped(5)
+    assert story.one(FinishJob).outcome == "failed"
+    assert "infrastructure budget is used up" in story.state.reason.text
+
+
+def test_ten_lost_nodes_are_not_the_users_fault() -> None:
+    story = Story(spec({"min": 1, "max": 2})).started()
+    for number in range(10):
+        story.lose(story.state.members[0])
+        story.succeed(RequestNodes)
+        story.all_stopped(number)
+        story.join(f"n{number}")
+        assert story.of(LaunchGroup)
+        story.succeed(LaunchGroup)
+    assert story.state.restarts == {"infrastructure": 10}
+
+
+def test_a_node_blamed_again_and_again_is_not_used_again() -> None:
+    story = Story(spec({"min": 1, "max": 2}, recovery={"badNodeStrikes": 2})).started()
+    story.exits(2, signal=9)
+    story.all_stopped(3)
+    story.succeed(LaunchGroup)
+    story.step(4)
+    story.exits(3, signal=9)
+    story.stopped("a", 5)
+    story.stopped("b", 5)
+    request = story.one(RequestNodes)
+    assert (request.count, request.avoid) == (1, ("b",))
+    story.succeed(RequestNodes)
+    story.join("c")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
+    story.succeed(LaunchGroup)
+    story.step(6)
+    assert story.one(ReleaseNode).node == "b"
+
+
+def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> None:
+    from orchestrator.core.events import ChaosInjected
+
+    story = Story().started()
+    story.tell(ChaosInjected(kind="kill-worker", node="b", rank=2))
+    story.exits(2, signal=9)
+    story.all_stopped(3)
+    assert story.state.incidents[0].rehearsal
+    assert story.state.restarts == {} and story.state.strikes == {}
+
+
+def test_an_announced_loss_is_replaced_before_it_happens() -> None:
+    story = Story().started()
+    story.tell(PreemptionNoticed(node="b", detail="spot"))
+    assert story.one(RequestNodes).count == 1
+    assert not story.of(StopGroup), "it trains on until somebody can take its place"
+    story.succeed(RequestNodes)
+    story.join("c")
+    assert [stop.reason.code for stop in story.of(StopGroup)] == ["preemption"] * 2
+    story.all_stopped(30)
+    launches = story.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "c"]
+    story.succeed(LaunchGroup)
+    story.step(31)
+    assert story.one(ReleaseNode).node == "b", "given back once nobody needs its memory"
+    assert story.state.restarts == {"preemption": 1}
+
+
+def test_a_failed_launch_is_charged_to_its_node() -> None:
+    story = Story().started(step=None)
+    story.exits(0, signal=9)
+    story.all_stopped(None)
+    story.fail(story.of(LaunchGroup)[1], "cannot fork")
+    story.all_stopped(None)
+    incident = story.state.incidents[-1]
+    assert (incident.rule, incident.culprit_node) == ("launch-failed", "b")
+
+
+def test_a_launch_without_an_answer_is_said_again_and_then_given_up() -> None:
+    story = Story()
+    story.submit()
+    story.succeed(RequestNodes)
+    story.join("a", "b")
+    story.wait(15.1)
+    assert len(story.of(LaunchGroup)) == 2
+    story.wait(15.1)
+    assert len(story.of(StopGroup)) == 2
+
+
+def test_facts_of_an_old_generation_are_noted_and_nothing_else() -> None:
+    story = Story().started()
+    story.exits(0, signal=9)
+    story.all_stopped(3)
+    before = len(story.actions)
+    late = Exit(rank=0, signal=9)
+    story.tell(WorkerExited(node="a", generation=1, exit=late))
+    assert story.persisted(3, 0, generation=1) == []
+    assert len(story.actions) == before
+    assert len(story.state.notes) == 2
