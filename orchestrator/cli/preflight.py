@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..protocol.errors import Problem, SpecError
 from ..protocol.spec import TrainingJob, load_job
+from ..protocol.store import make_directory
 from ..runtime.surroundings import (
     CHECKPOINT_FIELD,
     job_environment,
@@ -106,7 +107,7 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
     made = _missing(Path(url)) if "://" not in path else []
     try:
         files, root = fsspec.core.url_to_fs(url)
-        files.makedirs(root, exist_ok=True)
+        make_directory(files, root)
         name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"
         files.pipe_file(name, b"probe")
         files.rm_file(name)

@@ -116,7 +116,7 @@ def checkpoints(view: JobView) -> str:
 def storage_problem(view: JobView) -> str:
     """Which place, what went wrong, and that it is not the end."""
     end = "" if view.state in FINISHED else "; tried again with the next checkpoint"
-    return f"{view.checkpoint_path} cannot be written: {view.storage_problem}{end}"
+    return f"{view.checkpoint_path}: {view.storage_problem}{end}"
 
 
 def nodes(view: JobView) -> Table:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from ..core import actions as a
 from ..core import events as e
 from ..core.controller import Controller
 from ..protocol.facts import Exit
+from ..protocol.spec.env import shown_document
 from .output import date, duration, plural, print_json_line, size
 
 
@@ -34,6 +36,8 @@ class Narrator:
     def tell(self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool) -> None:
         actions = self._controller.step(now_ns, event)
         if as_json:
+            if isinstance(event, e.JobSubmitted):
+                event = replace(event, spec=shown_document(event.spec))
             print_json_line({"at_ns": now_ns, "event": event, "actions": actions})
             return
         at = date(now_ns)

@@ -153,7 +153,7 @@ def _give_up(turn: Turn, drain: Drain) -> None:
     newest = newest_committed(turn.state)
     text = (
         f"step {drain.step} was not written to storage in {final_timeout_s(turn.state):g} s "
-        f"({drain.problem or 'no node has answered'}); storage holds "
+        f"({drain.problem or 'the store has not answered'}); storage holds "
         f"{f'step {newest.step}' if newest else 'no checkpoint'}"
     )
     turn.note(text)

@@ -167,6 +167,8 @@ class PersistFailed(Event, frozen=True, kw_only=True, tag="persist-failed"):
     step: int
     shard: int
     detail: str
+    tried: bool = True
+    """False: nothing was written because there was nothing to write, or no time for it."""
 
 
 class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refused"):

@@ -12,6 +12,7 @@ from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
 from ..protocol.spec import TrainingJob
+from ..protocol.spec.env import shown
 from . import communication, memory
 from .choose import choose_mesh, num_nodes_used
 from .model import count_parameters, flops_per_token
@@ -140,7 +141,12 @@ def _environment(job: TrainingJob, mesh: Mesh, used: int, facts: NodeFacts) -> l
         restart_count=0,
     )
     seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
-    return explain_environment(job, membership, seat, 0, facts)
+    settings = explain_environment(job, membership, seat, 0, facts)
+    return [_shown(one) if one.source == "user" else one for one in settings]
+
+
+def _shown(setting: Setting) -> Setting:
+    return msgspec.structs.replace(setting, value=shown(setting.name, setting.value))
 
 
 def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[Size, ...]:

@@ -92,6 +92,8 @@ class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     step: int
     shard: int
     detail: str
+    tried: bool = True
+    """False: nothing was written because there was nothing to write, or no time for it."""
 
 
 class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):

@@ -182,6 +182,9 @@ METRICS: tuple[Spec, ...] = (
     Spec("holdfast_checkpoint_failures_total", "counter",
          "Shards and manifests that could not be written to storage.",
          lambda v: _one(v.storage_failures)),
+    Spec("holdfast_checkpoint_skipped_total", "counter",
+         "Shards passed over because an older one was still being written: storage is slower than "
+         "the cadence.", lambda v: _one(v.storage_skipped)),
     Spec("holdfast_checkpoint_age_seconds", "gauge", "Since the last commit.", _age),
     Spec("holdfast_controller_restarts_total", "counter", "Times that a controller took over.",
          lambda v: _one(v.controller_restarts)),

@@ -115,6 +115,7 @@ class Relay:
                         step=message.step,
                         shard=message.shard,
                         detail=message.detail,
+                        tried=message.tried,
                     )
                 )
             case wire.AgentEvent():

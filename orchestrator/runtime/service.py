@@ -25,7 +25,7 @@ from ..backends.local import LocalBackend, LocalPaths
 from ..core.actions import AnyAction
 from ..core.events import ActionUnknown, CancelRequested, ControllerStarted, JobSubmitted
 from ..protocol import messages as wire
-from ..protocol.errors import Problem, UserError
+from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
 from ..protocol.spec import TrainingJob, job_to_mapping
@@ -185,8 +185,17 @@ class Service:
         if fresh:
             # First, because the machine host takes the longest to come up.
             await self.backend.open(self._relay.node_gone)
-        await loop.run_in_executor(None, storage.prepare)
-        manifests = await loop.run_in_executor(None, storage.manifests)
+        try:
+            await loop.run_in_executor(None, storage.prepare)
+            manifests = await loop.run_in_executor(None, storage.manifests)
+        except HoldfastError as error:
+            # A job that trains needs its controller more than its storage: what the journal knows
+            # of checkpoints has to do until the next commit.
+            if fresh:
+                raise
+            log.warning("taking over without looking into storage: %s", error)
+            self._on_note(f"storage does not answer; taking over all the same ({error})")
+            manifests = []
         self._refuse_foreign(manifests)
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)

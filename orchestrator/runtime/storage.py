@@ -26,6 +26,7 @@ from ..protocol.manifest import (
     parse_directory_name,
 )
 from ..protocol.mesh import Mesh
+from ..protocol.store import make_directory
 from .journal import sync_directory
 from .surroundings import CHECKPOINT_FIELD, missing_driver
 
@@ -55,15 +56,14 @@ class Storage:
         """Make the place and prove that it can be written. Raises UserError."""
         probe = f"{self.root}/.holdfast-{uuid.uuid4().hex}"
         try:
-            self.fs.makedirs(self.root, exist_ok=True)
+            make_directory(self.fs, self.root)
             self.fs.pipe_file(probe, b"")
             self.fs.rm_file(probe)
         # fsspec's drivers raise what their libraries raise; here every one of them means the same.
         except Exception as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             problem = Problem(
-                "spec.checkpoint.path",
-                f"{self.path} ({why})",
+                CHECKPOINT_FIELD,
+                f"{self.path} ({_why(error)})",
                 "a place that can be written",
                 "choose another, or fix its permissions",
             )
@@ -130,8 +130,17 @@ class Storage:
             self.fs.rm(directory, recursive=True)
 
     def manifests(self) -> list[Manifest]:
-        """What is committed, oldest step first. A manifest that cannot be read commits nothing."""
+        """What is committed, oldest step first. A manifest that is damaged commits nothing.
+
+        Raises HoldfastError when the store does not answer: what is committed is not known then.
+        """
         self.fs.invalidate_cache()
+        try:
+            return self._manifests()
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
+
+    def _manifests(self) -> list[Manifest]:
         try:
             paths = self.fs.ls(self.root, detail=False)
         except FileNotFoundError:
@@ -151,3 +160,7 @@ class Storage:
             return decode_manifest(bytes(data))
         except (FileNotFoundError, ValueError):
             return None
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -32,6 +32,9 @@ from .ledger import NS, TERMINAL, TimeLedger
 from .peaks import peak_flops
 from .view import CheckpointView, Incident, JobView, NodeView, WorkerView
 
+PASSED_OVER_LIMIT = 3
+"""Checkpoints in a row that were not tried because an older one was still being written."""
+
 
 class Beat(NamedTuple):
     at_ns: int
@@ -54,6 +57,9 @@ class Story:
         self._durable_s = 0.0
         self._storage_problem = ""
         self._storage_failures = 0
+        self._storage_skipped = 0
+        self._passed_over: set[int] = set()
+        """Steps that were not written, since the last commit, because others were."""
         self._finished_ns: int | None = None
         self._state: JobState | None = None
         self._beats: dict[str, Beat] = {}
@@ -76,9 +82,12 @@ class Story:
                 self._commits += 1
                 self._durable_s = self._committing.pop(event.action_id)
                 self._storage_problem = ""
+                self._passed_over.clear()
             case ActionFailed() if event.action_id in self._committing:
                 del self._committing[event.action_id]
                 self._storage_failed(f"a manifest could not be written: {event.detail}")
+            case PersistFailed(tried=False):
+                self._skip(event)
             case PersistFailed():
                 what = f"shard {event.shard} of step {event.step} ({event.node})"
                 self._storage_failed(f"{what} could not be written: {event.detail}")
@@ -104,6 +113,14 @@ class Story:
     def _storage_failed(self, text: str) -> None:
         self._storage_problem = text
         self._storage_failures += 1
+
+    def _skip(self, event: PersistFailed) -> None:
+        """Once or twice is a slow store; more often, one that may not answer at all."""
+        self._storage_skipped += event.shard >= 0
+        self._passed_over.add(event.step)
+        many = len(self._passed_over)
+        if many >= PASSED_OVER_LIMIT and not self._storage_problem:
+            self._storage_problem = f"{many} checkpoints were passed over: {event.detail}"
 
     def beat(self, now_ns: int, heartbeat: Heartbeat) -> None:
         """A heartbeat: newer than any event, and forgotten with this process."""
@@ -161,6 +178,7 @@ class Story:
         view.durable_s = self._durable_s
         view.storage_problem = self._storage_problem
         view.storage_failures = self._storage_failures
+        view.storage_skipped = self._storage_skipped
         if self._first_step_ns is not None:
             view.first_step_s = (self._first_step_ns - state.submitted_ns) / NS
         self._fill_progress(view, state)

@@ -114,6 +114,8 @@ class JobView(msgspec.Struct, kw_only=True):
     """Why the newest checkpoint that was tried is not in storage; empty when it is."""
     storage_failures: int = 0
     """Shards and manifests that could not be written so far."""
+    storage_skipped: int = 0
+    """Shards passed over so far because an older one was still being written."""
     memory_step: int = -1
     """Newest step complete in the memory tier."""
     checkpoints: list[CheckpointView] = []

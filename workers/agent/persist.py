@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import xxhash
 
+from orchestrator.protocol.store import is_local, make_directory
+
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -24,15 +26,11 @@ def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, n
     """
     try:
         system, root = fsspec.url_to_fs(checkpoint_path)
-        if "file" in _protocols(system):
+        if is_local(system):
             return _write_local(fd, num_bytes, Path(root) / directory, name)
         return _write_store(fd, num_bytes, system, f"{root.rstrip('/')}/{directory}/{name}")
     finally:
         os.close(fd)
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
 
 
 def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
@@ -55,9 +53,17 @@ def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
 
 def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:
     """Object stores show an object when its upload is complete."""
-    system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-    with system.open(path, "wb") as file:
-        return _copy(fd, num_bytes, file)
+    make_directory(system, path.rsplit("/", 1)[0])
+    file = system.open(path, "wb")
+    try:
+        checksum = _copy(fd, num_bytes, file)
+    except BaseException:
+        # Closing would complete the upload of half a shard.
+        with contextlib.suppress(Exception):
+            file.discard()
+        raise
+    file.close()
+    return checksum
 
 
 def _copy(fd: int, num_bytes: int, file: Any) -> str:

@@ -42,5 +42,5 @@ def stopped(
 
 def cannot_persist(message: m.Persist, detail: str) -> m.PersistFailed:
     return m.PersistFailed(
-        generation=message.generation, step=message.step, shard=-1, detail=detail
+        generation=message.generation, step=message.step, shard=-1, detail=detail, tried=False
     )

@@ -308,9 +308,10 @@ class Tiers:
         return f.ToRank(group.generation, rank, wire.NoShard(shard=shard, detail=detail))
 
     def _cannot(self, group: Group, seat: WorkerSeat, step: int, detail: str) -> f.Output:
-        return f.Send(
-            PersistFailed(generation=group.generation, step=step, shard=seat.shard, detail=detail)
+        failed = PersistFailed(
+            generation=group.generation, step=step, shard=seat.shard, detail=detail, tried=False
         )
+        return f.Send(failed)
 
 
 def _on_modulo(group: Group, before: int, step: int) -> bool:

@@ -1,11 +1,12 @@
-"""Environment variables that a job may not set: who a worker is, is not for the user to say.
+"""Environment variables of a job: those that it may not set, and those that nobody may read.
 
-Owns: that list. Must not: know values; environment.py computes them.
+Owns: these lists. Must not: know values; environment.py computes them.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 CONTRACT_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -13,6 +14,24 @@ CONTRACT_NAMES = (
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 RESERVED_PREFIXES = ("TORCHELASTIC_", "HOLDFAST_")
+
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|KEY|AUTH|^FSSPEC_", re.IGNORECASE)
+
+
+def shown(name: str, value: str) -> str:
+    """A variable's value as it may be printed: not that of a name that speaks of a secret."""
+    return HIDDEN if _SECRET.search(name) else value
+
+
+def shown_document(document: dict[str, Any]) -> dict[str, Any]:
+    """A job's document as it may be printed."""
+    spec = document.get("spec", {})
+    if not spec.get("env"):
+        return document
+    env = {name: shown(name, value) for name, value in spec["env"].items()}
+    return {**document, "spec": {**spec, "env": env}}
 
 
 def problem_of_name(name: str) -> str:

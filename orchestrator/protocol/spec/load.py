@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import Problem, SpecError, UserError
+from .env import shown
 from .job import PATTERNS, TrainingJob
 
 
@@ -79,10 +80,13 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(field, "nothing", "a value: this key is required", "add it")
     if kind == "string_pattern_mismatch":
         return Problem(field, _show(details["input"]), PATTERNS[context["pattern"]])
+    got = _show(details["input"])
+    if len(location) == 3 and location[:2] == ["spec", "env"]:
+        got = shown(str(location[2]), got)
     expected = re.sub(r"^(Input|Value|String|Tuple) should (be|have) ", "", details["msg"])
     expected = expected.partition(", unable to parse")[0].replace("'", "")
     fix = "put it in quotes" if kind == "string_type" and _is_scalar(details["input"]) else ""
-    return Problem(field, _show(details["input"]), expected, fix)
+    return Problem(field, got, expected, fix)
 
 
 def _is_scalar(value: Any) -> bool:
