@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from .rig import Job, spec
@@ -35,7 +36,9 @@ def incidents(job: Job) -> int:
 
 def test_a_killed_worker_costs_at_most_one_step(job: Job) -> None:
     before = incidents(job)
-    job.kill(job.worker_pids()[1])
+    victim = job.worker_pids()[1]
+    assert psutil.Process(victim).name() == "hf-rank-1"
+    job.kill(victim)
     incident = job.running(incidents=before + 1).incidents[-1]
     assert incident.culprit_rank == 1
     assert incident.failure_class == "infrastructure"
