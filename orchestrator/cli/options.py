@@ -41,7 +41,7 @@ def read_view(directory: JobDirectory) -> JobView:
     """The job as its controller sees it now, or as its journal tells when there is none."""
     import msgspec
 
-    from ..runtime.story import read_view as fold
+    from ..runtime.record import read_view as fold
     from ..runtime.view import JobView
     from .client import ControllerGone, ask
 

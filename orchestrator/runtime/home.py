@@ -150,6 +150,14 @@ class JobDirectory:
             shutil.rmtree(self.path)
 
 
+class NameTaken(UserError):
+    """A job of this name exists."""
+
+    def __init__(self, directory: JobDirectory) -> None:
+        super().__init__(f"metadata.name: got {directory.name}; expected a name that is free")
+        self.directory = directory
+
+
 class Home:
     """All jobs of one person on this machine."""
 
@@ -185,7 +193,7 @@ class Home:
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
             if directory.path.exists():
-                raise UserError(self._taken(directory)) from None
+                raise NameTaken(directory) from None
             raise UserError(str(self._unwritable(error))) from None
         return directory
 
@@ -202,28 +210,6 @@ class Home:
         token = secrets.token_hex(limits.TOKEN_BYTES)
         write_atomically(path / "token", token.encode() + b"\n")
         (path / "lock").touch(mode=0o600)
-
-    def _taken(self, directory: JobDirectory) -> str:
-        # Late, because the story needs the journal and the core, which no directory needs.
-        from .story import read_view
-
-        name = directory.name
-        try:
-            state: str = read_view(directory).state
-        except HoldfastError as error:
-            state = f"unreadable ({error})"
-        alive = directory.controller_alive()
-        if alive:
-            fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
-        elif state in ("succeeded", "failed", "cancelled"):
-            fix = f"remove it with `holdfast delete {name}`, or choose another metadata.name"
-        else:
-            fix = (
-                f"its controller is gone: take it over with `holdfast run --attach {name}`, or "
-                f"choose another metadata.name"
-            )
-        where = f"{name}, which exists in {self.path} and is {state}"
-        return str(Problem("metadata.name", where, "a name that is free", fix))
 
     def _unwritable(self, error: OSError) -> Problem:
         return Problem(

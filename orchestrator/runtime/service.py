@@ -37,6 +37,7 @@ from .executor import Executor
 from .home import Home, JobDirectory
 from .journal import Journal
 from .metrics import MetricsServer
+from .record import create_job
 from .relay import Relay
 from .storage import Storage
 from .surroundings import job_environment
@@ -71,7 +72,7 @@ def run_job(
         with directory.locked(), job_environment(directory.job()):
             service = Service(directory, on_view, note)
             return asyncio.run(service.run())
-    directory = where.create(job, spec_directory)
+    directory = create_job(where, job, spec_directory)
     try:
         with directory.locked(), job_environment(job):
             return asyncio.run(Service(directory, on_view, note).run())

@@ -26,8 +26,7 @@ from ..core.events import (
 from ..core.state import IncidentRecord, JobState, Node
 from ..protocol.facts import WorkerBeat
 from ..protocol.spec import TrainingJob
-from .home import JobDirectory
-from .journal import JournalReader, Record
+from .journal import Record
 from .ledger import NS, TERMINAL, TimeLedger
 from .peaks import peak_flops
 from .view import CheckpointView, Incident, JobView, NodeView, WorkerView
@@ -341,18 +340,4 @@ def replay(job: TrainingJob, records: Iterable[Record]) -> Story:
     return story
 
 
-def read_view(directory: JobDirectory) -> JobView:
-    """The view of a job whose controller is not asked: as of the last event in its journal.
-
-    Raises HoldfastError when the job's files cannot be read.
-    """
-    job = directory.job()
-    records = JournalReader(directory.journal).read() if directory.journal.exists() else []
-    story = replay(job, records)
-    view = story.view(story.now_ns, live=False, checkpoint_path=directory.checkpoint_path(job))
-    view.job_id = view.job_id or directory.job_id
-    view.controller_alive = directory.controller_alive()
-    return view
-
-
-__all__ = ["TERMINAL", "Beat", "Story", "read_view", "replay"]
+__all__ = ["TERMINAL", "Beat", "Story", "replay"]

@@ -22,7 +22,7 @@ import yaml
 
 from orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from orchestrator.runtime.home import Home, JobDirectory
-from orchestrator.runtime.story import read_view
+from orchestrator.runtime.record import read_view
 from orchestrator.runtime.view import JobView
 
 BOUND_S = 120.0

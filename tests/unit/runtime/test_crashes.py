@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.runtime.journal import JournalReader
-from orchestrator.runtime.story import read_view
+from orchestrator.runtime.record import read_view
 from orchestrator.runtime.view import JobView
 
 from .world import BOUND_S, World, make_job

@@ -13,6 +13,7 @@ from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
 from orchestrator.runtime.home import HOME_VARIABLE, Home
 from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.record import create_job
 
 
 def make_job(name: str = "tiny") -> TrainingJob:
@@ -52,13 +53,13 @@ def test_a_name_that_is_taken_says_its_state_and_how_to_go_on(tmp_path: Path) ->
     journal.append(1, JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/"))
     journal.close()
     with pytest.raises(UserError) as raised:
-        home.create(make_job(), tmp_path)
+        create_job(home, make_job(), tmp_path)
     assert "metadata.name: got tiny" in str(raised.value)
     assert "is pending" in str(raised.value)
     assert "holdfast run --attach tiny" in str(raised.value)
     assert raised.value.exit_code == 2
     with directory.locked(), pytest.raises(UserError, match="holdfast status tiny"):
-        home.create(make_job(), tmp_path)
+        create_job(home, make_job(), tmp_path)
     assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
 
 
@@ -67,7 +68,7 @@ def test_a_name_that_is_taken_by_a_damaged_job_is_said_too(tmp_path: Path) -> No
     directory = home.create(make_job(), tmp_path)
     directory.journal.write_bytes(b"no journal at all, but long enough")
     with pytest.raises(UserError, match=r"unreadable .*damaged at byte 0"):
-        home.create(make_job(), tmp_path)
+        create_job(home, make_job(), tmp_path)
 
 
 def test_there_is_one_controller(tmp_path: Path) -> None:

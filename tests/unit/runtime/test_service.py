@@ -19,7 +19,8 @@ from orchestrator.core.events import (
 )
 from orchestrator.protocol import messages as wire
 from orchestrator.runtime.journal import JournalReader
-from orchestrator.runtime.story import read_view, replay
+from orchestrator.runtime.record import read_view
+from orchestrator.runtime.story import replay
 from orchestrator.runtime.view import JobView
 
 from .world import BOUND_S, Frames, World, drive, make_job, node_facts

@@ -1,0 +1,56 @@
+"""A job's record as somebody reads it who is not its controller: its last view, and its name.
+
+Owns: the fold of a journal on disk, and what is said when a name is taken. Must not: write.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..protocol.errors import HoldfastError, Problem, UserError
+from ..protocol.spec import TrainingJob
+from .home import Home, JobDirectory, NameTaken
+from .journal import JournalReader
+from .story import replay
+from .view import JobView
+
+
+def read_view(directory: JobDirectory) -> JobView:
+    """The view of a job whose controller is not asked: as of the last event in its journal.
+
+    Raises HoldfastError when the job's files cannot be read.
+    """
+    job = directory.job()
+    records = JournalReader(directory.journal).read() if directory.journal.exists() else []
+    story = replay(job, records)
+    view = story.view(story.now_ns, live=False, checkpoint_path=directory.checkpoint_path(job))
+    view.job_id = view.job_id or directory.job_id
+    view.controller_alive = directory.controller_alive()
+    return view
+
+
+def create_job(home: Home, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
+    """A new job's directory. Raises UserError, saying what there is, when the name is taken."""
+    try:
+        return home.create(job, spec_directory)
+    except NameTaken as taken:
+        raise UserError(str(_taken(home, taken.directory))) from None
+
+
+def _taken(home: Home, directory: JobDirectory) -> Problem:
+    name = directory.name
+    try:
+        state: str = read_view(directory).state
+    except HoldfastError as error:
+        state = f"unreadable ({error})"
+    if directory.controller_alive():
+        fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
+    elif state in ("succeeded", "failed", "cancelled"):
+        fix = f"remove it with `holdfast delete {name}`, or choose another metadata.name"
+    else:
+        fix = (
+            f"its controller is gone: take it over with `holdfast run --attach {name}`, or "
+            f"choose another metadata.name"
+        )
+    where = f"{name}, which exists in {home.path} and is {state}"
+    return Problem("metadata.name", where, "a name that is free", fix)
