@@ -148,7 +148,7 @@ def _conclude(turn: Turn) -> None:
         ending.trained(turn, stop)
     elif state.intent == "run" and why_fail:
         budget = "budget is used up" in why_fail
-        ending.finish(turn, "failed", "budget" if budget else "user-error", why_fail)
+        ending.end_early(turn, "failed", "budget" if budget else "user-error", why_fail)
     else:
         state.placing = True
         if state.intent == "run" and state.phase == "suspending":

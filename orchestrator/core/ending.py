@@ -39,6 +39,24 @@ def _compute_again(turn: Turn, text: str) -> None:
     turn.move("recovering", "infrastructure", text)
 
 
+def end_early(turn: Turn, outcome: Outcome, code: ReasonCode, text: str) -> None:
+    """The job ends before its last step. What was trained is not lost with it: the newest state in
+    memory goes to storage first."""
+    state = turn.state
+    state.verdict, state.drain, state.placing = Reason(code, text), None, False
+    state.outcome = outcome
+    turn.disarm("gather", "replacement", "grow", "preempt", "rejoin", "deadline", "cadence")
+    turn.move("finishing", code, text)
+    start_drain(turn, "end")
+
+
+def end_now(turn: Turn, why: str) -> None:
+    """Somebody does not want to wait for the last checkpoint of a job that ends early."""
+    verdict, outcome = turn.state.verdict, turn.state.outcome
+    assert verdict is not None and outcome is not None
+    finish(turn, outcome, verdict.code, f"{verdict.text}; not waiting for storage: {why}")
+
+
 def start_drain(turn: Turn, kind: DrainKind) -> None:
     """Nothing runs any more. What memory holds and storage does not, is written now."""
     state = turn.state
@@ -51,8 +69,11 @@ def start_drain(turn: Turn, kind: DrainKind) -> None:
         return
     (step, generation), num_shards = held
     state.drain = Drain(kind, step, generation, num_shards)
+    text = f"writing step {step} to storage"
     code: ReasonCode = "finish" if kind == "finish" else "suspend"
-    turn.move(state.phase, code, f"writing step {step} to storage")
+    if state.verdict is not None:
+        code, text = state.verdict.code, f"{state.verdict.text}; {text}"
+    turn.move(state.phase, code, text)
     turn.arm("persist", final_timeout_s(state))
     ask(turn)
 
@@ -168,6 +189,11 @@ def _drained(turn: Turn, kind: DrainKind, text: str) -> None:
     state = turn.state
     state.drain = None
     turn.disarm("persist", "drain")
+    if kind == "end":
+        verdict, outcome = state.verdict, state.outcome
+        assert verdict is not None and outcome is not None
+        finish(turn, outcome, verdict.code, f"{verdict.text}; {text}".rstrip("; "))
+        return
     if kind == "finish":
         finish(
             turn, "succeeded", "finish", f"all workers ended with exit code 0; {text}".rstrip("; ")

@@ -32,6 +32,8 @@ DEVICE_WORDS = (
 )  # fmt: skip
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
+HOPELESS_TYPES = ("OtherModel",)
+"""What no restart can change, not even once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,10 @@ def _where(exit: Exit, node: str) -> str:
     return f"worker {exit.rank} on {node}"
 
 
-def _when(exit: Exit) -> str:
-    return f"after step {exit.step}" if exit.step >= 0 else "before its first step"
+def when(exit: Exit) -> str:
+    """At which point of its work it ended."""
+    # A script may be at any step without ever saying so.
+    return f"after step {exit.step}" if exit.step >= 0 else "before it reported a step"
 
 
 def _signal(exit: Exit) -> str:
@@ -115,7 +119,8 @@ def _signal(exit: Exit) -> str:
 
 def _others(facts: Facts, exit: Exit) -> str:
     secondary = sum(1 for _n, e in facts.exits if is_failure(e) and is_secondary(e) and e != exit)
-    return f"; {secondary} peers then lost their connection to it" if secondary else ""
+    who = f"{secondary} peers" if secondary != 1 else "1 peer"
+    return f"; {who} then lost the connection to it" if secondary else ""
 
 
 def _launch(facts: Facts) -> Failure | None:
@@ -149,7 +154,7 @@ def _left_early(facts: Facts) -> Failure | None:
     node, exit = early[0]
     title = f"{_where(exit, node)} ended with exit code 0 while others went on"
     still = facts.world_size - len(early)
-    evidence = f"it left {_when(exit)}; {still} of {facts.world_size} workers had not ended"
+    evidence = f"it left {when(exit)}; {still} of {facts.world_size} workers had not ended"
     return Failure("user", "left-early", title, evidence, node, exit.rank, exit)
 
 
@@ -173,7 +178,7 @@ def _lost(facts: Facts) -> Failure | None:
         return None
     node, cause, detail = facts.lost[0]
     more = f" and {len(facts.lost) - 1} more" if len(facts.lost) > 1 else ""
-    title = f"{node}{more} was lost ({cause})"
+    title = f"{node}{more} {'were' if more else 'was'} lost ({cause})"
     return Failure("infrastructure", "node-lost", title, detail or cause, node)
 
 
@@ -183,7 +188,7 @@ def _oom_kill(facts: Facts) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} was killed: out of memory"
-    evidence = f"{_signal(exit)} {_when(exit)}, sent because memory ran out{_others(facts, exit)}"
+    evidence = f"{_signal(exit)} {when(exit)}, sent because memory ran out{_others(facts, exit)}"
     return Failure("infrastructure", "out-of-memory-kill", title, evidence, node, exit.rank, exit)
 
 
@@ -193,7 +198,7 @@ def _outside_signal(facts: Facts) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} was killed by {_signal(exit)}"
-    evidence = f"{_signal(exit)} {_when(exit)}, not sent by Holdfast{_others(facts, exit)}"
+    evidence = f"{_signal(exit)} {when(exit)}, not sent by Holdfast{_others(facts, exit)}"
     return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
 
 
@@ -207,7 +212,7 @@ def _raised(
         if found is None:
             return None
         node, exit = found
-        title = f"{_where(exit, node)} raised {exit.error_type} {_when(exit)}"
+        title = f"{_where(exit, node)} raised {exit.error_type} {when(exit)}"
         frame = last_frame(exit.traceback)
         evidence = f"{exit.error_type}: {exit.error_message}" + (f" at {frame}" if frame else "")
         return Failure(
@@ -229,7 +234,7 @@ def _crash(facts: Facts) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} crashed with {_signal(exit)}"
-    evidence = f"{_signal(exit)} {_when(exit)} in native code{_others(facts, exit)}"
+    evidence = f"{_signal(exit)} {when(exit)} in native code{_others(facts, exit)}"
     return Failure("infrastructure", "native-crash", title, evidence, node, exit.rank, exit)
 
 
@@ -239,7 +244,7 @@ def _exit_code(facts: Facts) -> Failure | None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} ended with exit code {exit.code}"
-    evidence = f"exit code {exit.code} {_when(exit)} without an exception{_others(facts, exit)}"
+    evidence = f"exit code {exit.code} {when(exit)} without an exception{_others(facts, exit)}"
     return Failure("user", "exit-code", title, evidence, node, exit.rank, exit)
 
 

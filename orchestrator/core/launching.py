@@ -136,6 +136,14 @@ def _begin_generation(
         turn.arm_once("deadline", deadline)
 
 
+def _nodes(count: int) -> str:
+    return f"{count} nodes" if count != 1 else "1 node"
+
+
+def _same(count: int) -> str:
+    return f"the same {_nodes(count)}" if count != 1 else "the same node"
+
+
 def _describe(
     state: JobState, before: tuple[str, ...], after: tuple[str, ...], restore: Restore | None
 ) -> str:
@@ -143,15 +151,18 @@ def _describe(
     new = [name for name in after if name not in before]
     out = [name for name in before if name not in after]
     if not before:
-        what = f"launch on {len(after)} nodes"
+        what = f"launch on {_nodes(len(after))}"
     elif len(after) < len(before):
-        what = f"shrink from {len(before)} to {len(after)} nodes"
+        what = f"shrink from {len(before)} to {_nodes(len(after))}"
     elif len(after) > len(before):
-        what = f"grow from {len(before)} to {len(after)} nodes"
+        what = f"grow from {len(before)} to {_nodes(len(after))}"
     elif out:
         what = f"{', '.join(new)} in the place of {', '.join(out)}"
     else:
-        what = f"restart on the same {len(after)} nodes"
+        what = f"restart on {_same(len(after))}"
+    if restore is None and state.job.spec.entrypoint.recipe is None:
+        # A script may have a checkpoint of its own, which only it knows.
+        return f"{what}; Holdfast has no state to restore" if before else what
     if restore is None:
         return f"{what}, from the beginning"
     tier = "storage" if restore.directory else "memory"
@@ -193,7 +204,8 @@ def all_launched(turn: Turn) -> None:
     if incident is not None and incident.started_ns is None:
         incident.started_ns = turn.now
     if state.job.spec.entrypoint.recipe is None and state.phase in ("starting", "recovering"):
-        turn.move("running", state.reason.code, f"{len(state.members)} nodes run their workers")
+        where = _nodes(len(state.members))
+        turn.move("running", state.reason.code, f"all workers run, on {where}")
 
 
 def say_again(turn: Turn) -> None:

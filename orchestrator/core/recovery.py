@@ -12,7 +12,16 @@ from ..protocol.spec import Budget
 from .actions import Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER
 from .events import GroupStopped
-from .failure import Facts, Failure, attribute, is_failure, is_secondary, signature
+from .failure import (
+    HOPELESS_TYPES,
+    Facts,
+    Failure,
+    attribute,
+    is_failure,
+    is_secondary,
+    signature,
+    when,
+)
 from .state import FailureClass, IncidentRecord, JobState, Purpose, Stop
 from .transitions import Phase
 from .turn import MAX_INCIDENTS, Turn, seconds
@@ -217,12 +226,15 @@ def _strike(turn: Turn, failure: Failure) -> None:
 
 
 def _same_mistake(turn: Turn, failure: Failure) -> str:
-    """The same exception at the same step twice is a bug, not bad luck."""
+    """Why a restart is no use: the same exception at the same step twice is a bug, not bad luck."""
     state, exit = turn.state, failure.exit
     if exit is None or not exit.error_type or is_secondary(exit):
         return ""
     if failure.rule not in ("user-exception", "out-of-memory"):
         return ""
+    if exit.error_type in HOPELESS_TYPES:
+        state.traceback = exit.traceback
+        return f"{exit.error_type} {when(exit)}: {exit.error_message}"
     key = signature(exit)
     count = state.user_errors.get(key, 0) + 1
     state.user_errors[key] = count
@@ -231,8 +243,7 @@ def _same_mistake(turn: Turn, failure: Failure) -> str:
     if count < 2:
         return ""
     state.traceback = exit.traceback
-    when = f"after step {exit.step}" if exit.step >= 0 else "before the first step"
-    return f"the same {exit.error_type} {when} twice: {exit.error_message}"
+    return f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
 
 
 def budget_of(state: JobState, failure_class: FailureClass) -> Budget:

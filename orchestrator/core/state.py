@@ -20,7 +20,7 @@ FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
 Purpose = Literal["failure", "resize", "preemption", "suspend", "cancel", "deadline", "finish"]
 
-DrainKind = Literal["finish", "suspend"]
+DrainKind = Literal["finish", "suspend", "end"]
 
 StepKey = tuple[int, int]
 """(step, generation that wrote it): names one state of the training."""
@@ -175,6 +175,9 @@ class JobState:
     finish_action: int | None = None
     """FinishJob without a result."""
     outcome: Outcome | None = None
+    """Set when the end is certain; the phase says when it has come."""
+    verdict: Reason | None = None
+    """Why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0
     next_action_id: int = 1
     inflight: dict[int, AnyAction] = field(default_factory=dict)

@@ -37,7 +37,11 @@ def resume(turn: Turn, event: ResumeRequested) -> None:
 
 
 def cancel(turn: Turn, event: CancelRequested) -> None:
-    turn.state.intent, turn.state.asked = "cancel", _by("cancel", event.by)
+    state = turn.state
+    if state.verdict is not None:
+        ending.end_now(turn, _by("cancel", event.by))
+    else:
+        state.intent, state.asked = "cancel", _by("cancel", event.by)
 
 
 def _by(what: str, who: str) -> str:
@@ -58,10 +62,12 @@ def follow_intent(turn: Turn) -> None:
     if state.active:
         if state.stop is None:
             recovery.interrupt(turn, state.intent, Reason(PURPOSE_CODE[state.intent], state.asked))
+    elif state.verdict is not None:
+        return
     elif state.intent == "cancel":
-        ending.finish(turn, "cancelled", "cancel", state.asked)
+        ending.end_early(turn, "cancelled", "cancel", state.asked)
     elif state.intent == "deadline":
-        ending.finish(turn, "failed", "deadline", state.asked)
+        ending.end_early(turn, "failed", "deadline", state.asked)
     elif state.drain is None and state.phase != "suspended":
         state.placing = False
         ending.start_drain(turn, "suspend")

@@ -108,7 +108,7 @@ class Oracle:
     def _budgets(self, state: JobState) -> None:
         charged = sum(state.restarts.values())
         classed = [i for i in state.incidents if i.failure_class is not None and not i.rehearsal]
-        over = 1 if state.phase == "failed" else 0
+        over = 1 if state.outcome == "failed" else 0
         self.require(
             charged in (len(classed), len(classed) - over) or state.num_incidents > 400,
             f"{charged} restarts charged, {len(classed)} incidents with a class",

@@ -33,8 +33,8 @@ class StorageTier(Part):
     every_s: Seconds | None = None
     """Write when this long has passed since the last one."""
     final_timeout_s: Seconds = limits.PERSIST_TIMEOUT_S
-    """How long a finishing or suspending job tries to write its last checkpoint. A job that has
-    trained to its end but cannot write it has failed."""
+    """How long a job that ends or is suspended tries to write its last checkpoint, whatever it ends
+    for. A job that has trained to its end but cannot write it has failed."""
 
     @model_validator(mode="after")
     def _one_cadence(self) -> StorageTier:

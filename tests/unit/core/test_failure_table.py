@@ -76,7 +76,7 @@ def test_the_row_is_found_with_its_class_and_evidence(row: str) -> None:
 def test_the_culprit_is_the_one_whose_error_is_its_own() -> None:
     failure = attribute(CASES["user-exception"])
     assert (failure.culprit_node, failure.culprit_rank) == ("node-0", 1)
-    assert "1 peers then lost their connection to it" in failure.evidence
+    assert "1 peer then lost the connection to it" in failure.evidence
 
 
 def test_the_suspect_of_a_hang_is_named_with_its_node() -> None:

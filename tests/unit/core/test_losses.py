@@ -120,7 +120,7 @@ def test_without_a_replacement_the_job_shrinks_and_grows_again_later() -> None:
     story.wait(2.1)
     launch = story.one(LaunchGroup)
     assert launch.node == "a" and launch.membership.mesh.describe() == "shard 2"
-    assert "shrink from 2 to 1 nodes" in launch.reason.text
+    assert "shrink from 2 to 1 node" in launch.reason.text
     story.succeed(LaunchGroup)
     story.step(6)
     story.join("c")

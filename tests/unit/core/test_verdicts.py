@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.core.actions import (
     FinishJob,
     LaunchGroup,
+    PersistStep,
     ReleaseNode,
     RequestNodes,
     StopGroup,
@@ -58,9 +59,12 @@ def test_the_same_exception_at_the_same_step_twice_fails_fast_with_its_traceback
     story.succeed(LaunchGroup)
     story.exits(3, **crash)
     story.all_stopped(41)
+    assert not story.of(LaunchGroup)
+    assert story.one(PersistStep).step == 41, "what was trained is not lost with the job"
+    story.commit(41)
     finish = story.one(FinishJob)
     assert finish.outcome == "failed" and finish.reason.code == "user-error"
-    assert "ValueError after step 41 twice" in finish.reason.text
+    assert "ValueError after step 41, twice" in finish.reason.text
     assert "line 7" in story.state.traceback
 
 
@@ -74,7 +78,17 @@ def test_the_same_exception_at_another_step_is_only_charged() -> None:
     assert story.state.restarts == {"user": 3}
     story.exits(1, code=1, step=7, error_type="ValueError", error_message="x")
     story.all_stopped(7)
+    story.commit(7)
     assert story.one(FinishJob).reason.code == "budget"
+
+
+def test_a_checkpoint_of_another_model_is_not_tried_twice() -> None:
+    story = Story().started(step=None)
+    story.exits(0, code=1, step=-1, error_type="OtherModel", error_message="F32[64], not F32[32]")
+    story.all_stopped()
+    finish = story.one(FinishJob)
+    assert (finish.outcome, finish.reason.code) == ("failed", "user-error")
+    assert "F32[64], not F32[32]" in finish.reason.text
 
 
 def test_a_budget_is_a_window() -> None:
@@ -92,6 +106,7 @@ def test_a_budget_is_a_window() -> None:
     story.succeed(LaunchGroup)
     story.exits(2, signal=9)
     story.all_stopped(5)
+    story.commit(5)
     assert story.one(FinishJob).outcome == "failed"
     assert "infrastructure budget is used up" in story.state.reason.text
 

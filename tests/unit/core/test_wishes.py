@@ -116,9 +116,44 @@ def test_a_job_can_be_cancelled_at_any_moment(moment: str) -> None:
     story.tell(CancelRequested(by="bob"))
     if story.state.stop is not None:
         story.all_stopped(9)
+    if story.state.drain is not None:
+        assert story.one(PersistStep).step == 9, "what was trained is not lost with the job"
+        story.commit(9)
     assert story.last(FinishJob).outcome == "cancelled"
     assert "bob" in story.last(FinishJob).reason.text
     assert story.state.phase == "cancelled"
+
+
+def test_who_cancels_twice_does_not_wait_for_storage() -> None:
+    story = Story().started()
+    story.tell(CancelRequested(by="bob"))
+    story.all_stopped(3)
+    assert story.state.phase == "finishing" and story.of(PersistStep)
+    story.tell(CancelRequested(by="ann"))
+    finish = story.one(FinishJob)
+    assert finish.outcome == "cancelled"
+    assert "bob" in finish.reason.text and "ann" in finish.reason.text
+
+
+def test_a_job_that_fails_while_storage_is_out_of_reach_fails_in_the_end() -> None:
+    story = Story(spec(checkpoint={"storage": {"finalTimeoutSeconds": 30}})).started()
+    for step in (4, 5, 6, 7):
+        story.exits(1, code=3, step=step)
+        story.all_stopped(step)
+        story.succeed(LaunchGroup)
+    assert story.state.phase == "finishing"
+    story.wait(31)
+    assert story.state.phase == "failed"
+    assert "budget is used up" in story.state.reason.text
+    assert "step 7 was not written" in story.state.reason.text
+
+
+def test_the_last_checkpoint_of_a_failed_job_survives_the_controller() -> None:
+    story = Story().started()
+    story.tell(CancelRequested(by="bob"))
+    story.all_stopped(3)
+    again = story.replayed()
+    assert again.state == story.state and again.state.verdict is not None
 
 
 def test_a_cancelled_job_is_finished_once() -> None:
@@ -176,6 +211,7 @@ def test_a_job_that_runs_past_its_deadline_fails() -> None:
     story.wait(61)
     assert len(story.of(StopGroup)) == 2
     story.all_stopped(9)
+    story.commit(9)
     finish = story.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "deadline")
 
