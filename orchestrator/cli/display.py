@@ -132,9 +132,10 @@ class LineDisplay(SilentDisplay):
             if was_open is None:
                 rehearsal = " (rehearsal)" if incident.rehearsal else ""
                 lines.append(f"incident {incident.number}: {incident.title}{rehearsal}")
-            if was_open is not False and not is_open(incident):
+            still_open = is_open(incident) and incident.overtaken_by is None
+            if was_open is not False and not still_open:
                 lines.append(f"incident {incident.number} over: {outcome(incident)}")
-            self._open[incident.number] = is_open(incident)
+            self._open[incident.number] = still_open
         if view.generation != last.generation and view.world_size:
             world = plural(view.world_size, "worker")
             mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""

@@ -159,8 +159,11 @@ def is_open(incident: Incident) -> bool:
 def outcome(incident: Incident, *, ended: bool = False) -> str:
     """What became of it, in one line. `ended`: so has the job."""
     if is_open(incident):
+        if incident.overtaken_by is not None:
+            return f"overtaken by incident {incident.overtaken_by}"
         return "the job ended" if ended else incident.decision or "being handled"
-    parts = [f"next step after {duration(incident.seconds['total'])}"]
+    again = "all workers run again" if incident.no_steps else "next step"
+    parts = [f"{again} after {duration(incident.seconds['total'])}"]
     if incident.steps_lost is not None:
         parts.append(f"{plural(incident.steps_lost, 'step')} lost")
     if incident.restored_from and incident.restored_from != "nothing":

@@ -18,18 +18,26 @@ from .render import FINISHED, ledger, outcome, storage_problem
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
 
-def print_report(console: Console, view: JobView) -> None:
-    console.print(report(view), soft_wrap=not console.is_terminal)
+STACK_LINES = 15
+"""Of the culprit's main thread; the innermost frames tell what it was doing."""
 
 
-def report(view: JobView) -> Group:
+def print_report(console: Console, view: JobView, *, stacks: bool = False) -> None:
+    console.print(report(view, stacks=stacks), soft_wrap=not console.is_terminal)
+
+
+def report(view: JobView, *, stacks: bool = False) -> Group:
+    """`stacks`: all of them in full, not only the culprit's main thread."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
-        parts += ["", Text(f"goodput {view.goodput:.1%}", style="bold"), ledger(view)]
+        goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
+        goodput.append(" of the time since the first launch", style="not bold")
+        parts += ["", goodput, ledger(view)]
     if view.incidents:
         parts += ["", Text(plural(len(view.incidents), "incident"), style="bold")]
         ended = view.state in FINISHED
-        parts += [_incident(incident, ended=ended) for incident in view.incidents]
+        told = {view.traceback: "at the end of this report"} if view.traceback else {}
+        parts += [_incident(one, told, ended=ended, stacks=stacks) for one in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
     parts += ["", *_checkpoints(view)]
@@ -70,17 +78,26 @@ def _summary(view: JobView) -> Iterator[str]:
         yield f"controller taken over {plural(view.controller_restarts, 'time')}"
 
 
-def _incident(incident: Incident, *, ended: bool) -> RenderableType:
+def _incident(
+    incident: Incident, told: dict[str, str], *, ended: bool, stacks: bool
+) -> RenderableType:
+    """`told`: traceback -> where it is printed; none is printed twice."""
     head = Text(f"{incident.number}. {clock(incident.at_ns)}  ")
     head.append(incident.title, style="bold")
     label = f"  {incident.failure_class}" + (", rehearsal" if incident.rehearsal else "")
     head.append(label, style="dim")
-    lines = (textwrap.indent(line, "   ") for line in incident_lines(incident, ended=ended))
-    return Group(head, *lines)
+    lines = [*incident_lines(incident, ended=ended)]
+    if where := told.get(incident.traceback):
+        lines.append(f"traceback: {where}")
+    elif incident.traceback:
+        told[incident.traceback] = f"as in incident {incident.number}"
+        lines.append(incident.traceback.rstrip())
+    lines += _stacks(incident, full=stacks)
+    return Group(head, *(textwrap.indent(line, "   ") for line in lines))
 
 
 def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
-    """What is known of it, one fact per line."""
+    """What is known of it, one fact per line; tracebacks and stacks aside."""
     culprit = incident.culprit_node
     if incident.culprit_rank is not None:
         culprit = f"rank {incident.culprit_rank}" + (f" on {culprit}" if culprit else "")
@@ -95,16 +112,37 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
     known += [name for name in incident.seconds if name not in (*PHASES, "total")]
     if known:
         yield "phases: " + ", ".join(f"{name} {duration(incident.seconds[name])}" for name in known)
-    if incident.traceback:
-        yield incident.traceback.rstrip()
-    # Victims all wait in the same collective; the culprit's stack is the one that tells.
-    culprits = {str(incident.culprit_rank)} & incident.stacks.keys() or incident.stacks.keys()
-    for who, stack in incident.stacks.items():
-        if who not in culprits:
-            continue
-        yield f"stack of rank {who}:\n{stack.rstrip()}"
-    if left := len(incident.stacks) - len(culprits):
-        yield f"{plural(left, 'more stack')} in --json"
+
+
+def _stacks(incident: Incident, *, full: bool) -> Iterator[str]:
+    """Victims all wait in the same collective; the culprit's stack is the one that tells."""
+    if not incident.stacks:
+        return
+    if full:
+        for who, stack in incident.stacks.items():
+            yield f"stack of rank {who}:\n{stack.rstrip()}"
+        return
+    culprit = str(incident.culprit_rank)
+    who = culprit if culprit in incident.stacks else next(iter(incident.stacks))
+    lines = main_thread(incident.stacks[who])
+    yield f"stack of rank {who}, innermost call first:\n" + "\n".join(lines[:STACK_LINES])
+    hidden = [f"{len(lines) - STACK_LINES} more frames"] if len(lines) > STACK_LINES else []
+    others = len(incident.stacks) - 1
+    hidden += [f"the stacks of {plural(others, 'other rank')}"] if others else []
+    if hidden:
+        yield f"({' and '.join(hidden)}: --stacks)"
+
+
+def main_thread(stack: str) -> list[str]:
+    """Its frames, innermost first. py-spy says `MainThread`; faulthandler, `Current thread`."""
+    frames: list[str] = []
+    inside = False
+    for line in stack.splitlines():
+        if line.startswith(("Thread ", "Current thread ", "Process ")):
+            inside = "MainThread" in line or line.startswith("Current thread ")
+        elif inside and line.startswith(" "):
+            frames.append(f"  {line.strip()}")
+    return frames or stack.rstrip().splitlines()
 
 
 def _checkpoints(view: JobView) -> Iterator[str | Text]:

@@ -150,8 +150,11 @@ METRICS: tuple[Spec, ...] = (
          lambda v: _one(v.device_memory_peak_bytes or None)),
     Spec("holdfast_goodput_ratio", "gauge",
          "Productive time over time since the first launch, 0 to 1.", lambda v: _one(v.goodput)),
-    Spec("holdfast_time_seconds_total", "counter",
-         "Time since submission by cause; the causes add up to it.",
+    # No counter: what training time has bought is known only when steps are reported, and a
+    # counter that falls looks like a restart.
+    Spec("holdfast_job_time_seconds", "gauge",
+         "Time since submission by cause; the causes add up to it. Time may move from productive "
+         "to another cause when it becomes known what it bought.",
          lambda v: [({"cause": cause}, seconds) for cause, seconds in v.ledger.items()],
          ("cause",)),
     Spec("holdfast_job_restarts_total", "counter",

@@ -9,6 +9,7 @@ controller's state it reads is a function of the journal too. Only what comes fr
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..core.actions import AnyAction, CommitManifest
@@ -166,7 +167,7 @@ class Story:
                 if not one.refused
             ],
             checkpoint_path=checkpoint_path,
-            incidents=[_incident(one) for one in state.incidents],
+            incidents=self._incidents(state),
             ledger=self._ledger.seconds(until),
             goodput=self._ledger.goodput(until),
             traceback=state.traceback,
@@ -181,12 +182,22 @@ class Story:
         if self._first_step_ns is not None:
             view.first_step_s = (self._first_step_ns - state.submitted_ns) / NS
         self._fill_progress(view, state)
+        if state.terminal:
+            return view  # its nodes are given back, and their memory with them
         view.memory_step = next((key[0] for key, _ in in_memory(state)), -1)
         beats = self._current_beats(state) if live else {}
         view.nodes = _nodes(state, beats, now_ns)
-        if beats and not state.terminal:
+        if beats:
             _overlay(view, state, beats)
         return view
+
+    def _incidents(self, state: JobState) -> list[Incident]:
+        silent = self._job.spec.entrypoint.recipe is None and self._first_step_ns is None
+        found = [_incident(one, no_steps=silent) for one in state.incidents]
+        for one, after in pairwise(found):
+            if "total" not in one.seconds:
+                one.overtaken_by = after.number
+        return found
 
     def _fill_progress(self, view: JobView, state: JobState) -> None:
         progress = self._progress
@@ -251,9 +262,12 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     view.state = "running" if running else "starting"
     view.step = state.step
     if beat is not None:
-        view.phase, view.step = beat.phase, beat.step
+        # A script that does not use workers.session has neither phases nor a pulse.
+        speaks = beat.ticks > 0
+        view.phase, view.step = beat.phase if speaks else "", beat.step
         view.state = "running" if beat.phase == "train" or running else "starting"
-        if beat.stopped or beat.pulse_age_s > state.job.spec.recovery.heartbeat_timeout_s:
+        limit_s = state.job.spec.recovery.heartbeat_timeout_s
+        if beat.stopped or (speaks and beat.pulse_age_s > limit_s):
             view.state = "suspect"
     hang = state.stop.hang if state.stop is not None else None
     if hang is not None and rank in hang[0]:
@@ -283,9 +297,9 @@ def _overlay(view: JobView, state: JobState, beats: dict[str, Beat]) -> None:
 
 
 # -- incidents --------------------------------------------------------------------------------
-def _incident(record: IncidentRecord) -> Incident:
+def _incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
     lost = None
-    if record.resumed_after_step is not None:
+    if record.resumed_after_step is not None and not no_steps:
         lost = max(0, record.step_before - record.resumed_after_step)
     planned = record.purpose if record.purpose not in ("failure", "preemption") else ""
     return Incident(
@@ -305,13 +319,14 @@ def _incident(record: IncidentRecord) -> Incident:
         resumed_after_step=record.resumed_after_step,
         restored_from=record.restored_from,
         steps_lost=lost,
-        seconds=_seconds(record),
+        seconds=_seconds(record, no_steps=no_steps),
+        no_steps=no_steps,
         traceback=record.traceback,
         stacks={str(rank): text for rank, text in record.stacks.items()},
     )
 
 
-def _seconds(record: IncidentRecord) -> dict[str, float]:
+def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
     """By phase, in order; the phases so far add up to the time so far."""
     ends = {
         "stop": record.stopped_ns,
@@ -325,8 +340,9 @@ def _seconds(record: IncidentRecord) -> dict[str, float]:
         if end_ns is not None:
             seconds[phase] = max(0, end_ns - at_ns) / NS
             at_ns = max(at_ns, end_ns)
-    if record.first_step_ns is not None:
-        seconds["total"] = (record.first_step_ns - record.at_ns) / NS
+    over_ns = record.started_ns if no_steps else record.first_step_ns
+    if over_ns is not None:
+        seconds["total"] = (over_ns - record.at_ns) / NS
     return seconds
 
 

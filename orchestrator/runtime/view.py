@@ -66,6 +66,11 @@ class Incident(msgspec.Struct, kw_only=True):
     """Finished steps that have to be computed again."""
     seconds: dict[str, float] = {}
     """By phase: stop, place, launch, first-step; and total."""
+    overtaken_by: int | None = None
+    """The next incident, where it came before all ranks had finished a step."""
+    no_steps: bool = False
+    """The workers report no steps (a script that does not use workers.session): it is over once
+    all of them run again, and nobody here knows what was lost."""
     traceback: str = ""
     stacks: dict[str, str] = {}
 

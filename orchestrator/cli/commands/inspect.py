@@ -84,7 +84,14 @@ def _list(home: object, as_json: bool) -> None:
     stdout().print(table)
 
 
-def report(job: JobArgument, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def report(
+    job: JobArgument,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="All stacks taken, not only the culprit's.")
+    ] = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Say how a job went: goodput, where the time went, each incident with cause and cost.
 
     Example: `holdfast report stdlib-bytes`
@@ -96,7 +103,7 @@ def report(job: JobArgument, home: HomeOption = None, as_json: JsonOption = Fals
     if as_json:
         print_json(view)
         return
-    print_report(stdout(), view)
+    print_report(stdout(), view, stacks=stacks)
     _remark_if_unattended(view)
 
 

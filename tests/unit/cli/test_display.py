@@ -11,7 +11,7 @@ from rich.console import Console
 from orchestrator.cli import output
 from orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
 from orchestrator.cli.render import status
-from orchestrator.cli.report import print_report, report
+from orchestrator.cli.report import main_thread, print_report, report
 from orchestrator.runtime.view import CheckpointView, JobView, NodeView
 
 from .views import NS, T0, make_incident, make_view
@@ -119,7 +119,7 @@ def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
     view = make_view(state="succeeded", incidents=[make_incident()], finished_ns=T0 + 71 * NS)
     lines = list(report_lines(view))
     assert lines[0] == "demo  succeeded after 1 min 11 s"
-    assert "goodput 90.9%" in lines
+    assert "goodput 90.9% of the time since the first launch" in lines
     for part in (
         "culprit: rank 2 on node-1",
         "evidence: exit by signal 9",
@@ -133,13 +133,62 @@ def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
 
 
 def test_the_report_of_a_failed_job_has_its_traceback_and_stacks() -> None:
-    incident = make_incident(stacks={"2": "File x", "3": "File y"}, traceback="ValueError: no")
-    view = make_view(state="failed", traceback="Traceback: boom", incidents=[incident])
+    first = make_incident(stacks={"2": "File x", "3": "File y"}, traceback="ValueError: no")
+    again = make_incident(number=2, traceback="ValueError: no")
+    last = make_incident(number=3, traceback="Traceback: boom")
+    view = make_view(state="failed", traceback="Traceback: boom", incidents=[first, again, last])
     text = "\n".join(report_lines(view))
-    assert "stack of rank 2:" in text
-    assert "stack of rank 3:" not in text
-    assert "1 more stack in --json" in text
-    assert "Traceback: boom" in text
+    assert "stack of rank 2, innermost call first:" in text
+    assert "stack of rank 3" not in text
+    assert "(the stacks of 1 other rank: --stacks)" in text
+    assert text.count("ValueError: no") == 1, "the same traceback is printed once"
+    assert "traceback: as in incident 1" in text
+    assert text.count("Traceback: boom") == 1
+    assert "traceback: at the end of this report" in text
+
+
+PY_SPY = """Process 866: python -m workers.agent.host
+Python v3.11.7
+Thread 867 (idle): "holdfast-pulse"
+    wait (threading.py:331)
+Thread 866 (idle): "MainThread"
+    all_gather (torch/distributed/x.py:1)
+""" + "".join(f"    frame_{n} (train.py:{n})\n" for n in range(20))
+FAULTHANDLER = """Thread 0x1 (most recent call first):
+  File "threading.py", line 331 in wait
+
+Current thread 0x2 (most recent call first):
+  File "train.py", line 7 in step
+"""
+
+
+def test_only_the_innermost_frames_of_the_culprits_main_thread_are_shown() -> None:
+    view = make_view(incidents=[make_incident(stacks={"2": PY_SPY, "3": "File y"})])
+    lines = list(report_lines(view))
+    begin = lines.index("stack of rank 2, innermost call first:")
+    assert lines[begin + 1] == "all_gather (torch/distributed/x.py:1)"
+    assert lines[begin + 15] == "frame_13 (train.py:13)"
+    assert lines[begin + 16] == "(6 more frames and the stacks of 1 other rank: --stacks)"
+    assert "wait (threading.py:331)" not in lines
+    assert main_thread(FAULTHANDLER) == ['  File "train.py", line 7 in step']
+    to = console()
+    print_report(to, view, stacks=True)
+    for part in ("frame_19", "holdfast-pulse", "stack of rank 3:\n", "File y"):
+        assert part in text_of(to)
+
+
+def test_an_incident_that_the_next_one_overtook_says_so() -> None:
+    first = make_incident(over=False, overtaken_by=2)
+    view = make_view(state="failed", incidents=[first, make_incident(number=2, over=False)])
+    lines = [line for line in report_lines(view) if line.startswith("outcome")]
+    assert lines == ["outcome: overtaken by incident 2", "outcome: the job ended"]
+
+
+def test_an_incident_of_workers_that_report_no_steps_is_over_when_all_run_again() -> None:
+    incident = make_incident(no_steps=True, steps_lost=None, restored_from="nothing")
+    assert "outcome: all workers run again after 0.67 s" in list(
+        report_lines(make_view(incidents=[incident]))
+    )
 
 
 def test_text_of_the_job_is_never_taken_for_markup() -> None:

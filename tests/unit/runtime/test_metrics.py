@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_view() -> None:
         ("holdfast_job_recovery_duration_seconds_sum", ("stop",)): 0.4,
         ("holdfast_job_recovery_duration_seconds_count", ("total",)): 1,
         ("holdfast_job_steps_lost_total", ()): 2,
-        ("holdfast_time_seconds_total", ("waiting",)): 4,
+        ("holdfast_job_time_seconds", ("waiting",)): 4,
         ("holdfast_goodput_ratio", ()): 0.6,
         ("holdfast_checkpoint_age_seconds", ()): 6,
         ("holdfast_checkpoint_storage_bytes", ()): 77,
