@@ -95,6 +95,7 @@ class Endpoint:
         self._peers: set[Peer] = set()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def open(
         self, address: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None
@@ -110,6 +111,7 @@ class Endpoint:
         self.address, self.port = self._server.sockets[0].getsockname()[:2]
 
     async def close(self) -> None:
+        self._closed = True
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -122,7 +124,10 @@ class Endpoint:
 
     # -- called by peers -----------------------------------------------------------------------
     def opened(self, peer: Peer) -> None:
-        self._peers.add(peer)
+        if self._closed:  # accepted just before: nobody would ever answer it
+            peer.close()
+        else:
+            self._peers.add(peer)
 
     def lost(self, peer: Peer) -> None:
         self._peers.discard(peer)

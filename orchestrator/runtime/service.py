@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from ..backends.base import Backend, NodeGone
+from ..backends.base import Backend
 from ..backends.local import LocalBackend, LocalPaths
 from ..core.actions import AnyAction
 from ..core.events import ActionUnknown, CancelRequested, ControllerStarted, JobSubmitted
@@ -206,10 +206,11 @@ class Service:
         if journal.cut_bytes:
             log.warning("the journal ended in %d bytes of half a record", journal.cut_bytes)
         replayed = self.driver.open(journal)
-        self._begin(replayed, tuple(file for one in manifests for file in one.files))
+        existing: tuple[str, ...] | None = None
         if not fresh:
             await self.backend.open(self._relay.node_gone)
-            await self._miss_nodes()
+            existing = await self.backend.list_nodes()
+        self._begin(replayed, tuple(file for one in manifests for file in one.files), existing)
         # From here on agents find us.
         stack.callback(self._directory.remove_controller)
         self._directory.write_controller(
@@ -228,7 +229,9 @@ class Service:
             )
             raise UserError(str(problem))
 
-    def _begin(self, replayed: int, committed: tuple[ShardFile, ...]) -> None:
+    def _begin(
+        self, replayed: int, committed: tuple[ShardFile, ...], nodes: tuple[str, ...] | None
+    ) -> None:
         """The events that every incarnation starts with, and the results that it will not get."""
         inflight: dict[int, AnyAction] = {}
         incarnation = 1
@@ -245,7 +248,9 @@ class Service:
                 )
             )
         log.info("controller %d starts, %d events replayed", incarnation, replayed)
-        self.driver.submit(ControllerStarted(incarnation=incarnation, committed=committed))
+        self.driver.submit(
+            ControllerStarted(incarnation=incarnation, committed=committed, nodes=nodes)
+        )
         for action_id, action in inflight.items():
             lost = ActionUnknown(
                 action_id=action_id,
@@ -253,13 +258,6 @@ class Service:
                 detail="the controller ended before the result came",
             )
             self.driver.submit(lost)
-
-    async def _miss_nodes(self) -> None:
-        """Nodes that ended while there was no controller."""
-        existing = await self.backend.list_nodes()
-        for node in self.driver.controller.state.nodes:
-            if node not in existing:
-                self._relay.node_gone(NodeGone(node, "ended while there was no controller"))
 
     # -- showing -------------------------------------------------------------------------------
     def _on_change(self) -> None:

@@ -17,6 +17,8 @@ from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 
 CONNECT_TIMEOUT_S = 5.0
+WELCOME_TIMEOUT_S = 10.0
+"""A controller that accepts and says nothing is gone or stuck: dial again."""
 
 
 class ControllerLink:
@@ -71,13 +73,15 @@ class ControllerLink:
         spoken = False
         try:
             while True:
-                length = m.frame_length(await reader.readexactly(4))
+                header = reader.readexactly(4)
+                patience_s = None if spoken else WELCOME_TIMEOUT_S
+                length = m.frame_length(await asyncio.wait_for(header, patience_s))
                 message = m.decode(await reader.readexactly(length))
                 if not isinstance(message, m.ToAgent):
                     raise m.BadFrame(f"{type(message).__name__} is not for agents")
                 spoken = True
                 self._on_message(message)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass
         except m.BadFrame as error:
             print(f"controller: {error}; closing the connection", file=sys.stderr)
