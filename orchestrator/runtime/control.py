@@ -83,6 +83,10 @@ class Control:
         state = self._driver.controller.state
         if problem := check_resize(state.job, nodes):
             raise UserError(problem)
+        limit: int | None = getattr(self._backend, "node_limit", lambda: None)()
+        if limit is not None and nodes > limit:
+            expected = f"at most {limit} at {state.job.spec.workers_per_node} workers per node"
+            raise UserError(str(Problem("nodes", f"{nodes}", f"{expected}, on this machine")))
         before = state.target_nodes
         await self._wish(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
         return wire.Reply(ok=True, detail=f"from {before} to {nodes} nodes")

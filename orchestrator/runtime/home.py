@@ -144,9 +144,21 @@ class JobDirectory:
     def remove_controller(self) -> None:
         self.controller_file.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Forget the job, its logs and the checkpoints in its directory."""
+    def remove(self, keep_checkpoints: Path | None = None) -> None:
+        """Forget the job, its logs and the checkpoints in its directory; or move these to a
+        directory that does not exist. Raises UserError when that cannot be."""
         with self.locked():
+            if keep_checkpoints is not None:
+                try:
+                    keep_checkpoints.parent.mkdir(parents=True, exist_ok=True)
+                    if keep_checkpoints.exists():
+                        raise FileExistsError(17, "exists")
+                    shutil.move(self.path / "checkpoints", keep_checkpoints)
+                except OSError as error:
+                    raise UserError(
+                        f"--keep-checkpoints: got {keep_checkpoints} ({error.strerror or error}); "
+                        "expected a directory that does not exist yet and can be written"
+                    ) from None
             shutil.rmtree(self.path)
 
 

@@ -11,6 +11,7 @@ from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.spec import TrainingJob
 from .home import Home, JobDirectory, NameTaken
 from .journal import JournalReader
+from .ledger import NS
 from .story import replay
 from .view import JobView
 
@@ -27,6 +28,22 @@ def read_view(directory: JobDirectory) -> JobView:
     view.job_id = view.job_id or directory.job_id
     view.controller_alive = directory.controller_alive()
     return view
+
+
+def expire(home: Home, now_ns: int) -> list[str]:
+    """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago."""
+    deleted = []
+    for directory in home.list():
+        try:
+            ttl_s = directory.job().spec.ttl_s_after_finished
+            finished_ns = read_view(directory).finished_ns if ttl_s is not None else None
+            if ttl_s is None or finished_ns is None or now_ns < finished_ns + ttl_s * NS:
+                continue
+            directory.remove()
+        except HoldfastError:
+            continue  # damaged, or a controller is still about: not ours to delete
+        deleted.append(directory.name)
+    return deleted
 
 
 def create_job(home: Home, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
@@ -46,7 +63,10 @@ def _taken(home: Home, directory: JobDirectory) -> Problem:
     if directory.controller_alive():
         fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
     elif state in ("succeeded", "failed", "cancelled"):
-        fix = f"remove it with `holdfast delete {name}`, or choose another metadata.name"
+        fix = (
+            f"remove it with `holdfast delete {name}`, or choose another metadata.name (to go on "
+            f"from its checkpoints: `holdfast delete {name} --keep-checkpoints DIRECTORY`)"
+        )
     else:
         fix = (
             f"its controller is gone: take it over with `holdfast run --attach {name}`, or "

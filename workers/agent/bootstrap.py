@@ -62,6 +62,8 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
         code = _leave(_exit_code(error))
     except BaseException as error:
         error.__traceback__ = _without_launcher(error.__traceback__)
+        if isinstance(error, SyntaxError) and _is_ours(error.__traceback__):
+            error.__traceback__ = None  # the script was never run; the error says where it is
         _tell(link, error)
         traceback.print_exception(error)
         _flush()
@@ -186,6 +188,10 @@ def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
             return frame
         frame = frame.tb_next
     return begin
+
+
+def _is_ours(begin: TracebackType | None) -> bool:
+    return begin is not None and begin.tb_frame.f_code.co_filename == __file__
 
 
 def is_secondary(error: BaseException) -> bool:

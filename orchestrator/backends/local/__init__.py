@@ -1,5 +1,5 @@
 """Nodes as processes of this machine, forked by one warm machine host per job."""
 
-from .backend import LocalBackend, LocalPaths
+from .backend import LocalBackend, LocalPaths, node_limit
 
-__all__ = ["LocalBackend", "LocalPaths"]
+__all__ = ["LocalBackend", "LocalPaths", "node_limit"]

@@ -31,8 +31,16 @@ says nothing for this long, the end alone must do."""
 HOST_ATTEMPTS = 3
 """Hosts that died one after the other before any of them started a node that was asked for."""
 
+WORKERS_PER_CORE = 16
+"""More of them starve each other's heartbeats, and then the machine."""
+
 END_TIMEOUT_S = 10.0
 """SIGKILL to reaped, for the host and all nodes together; then they are killed one by one."""
+
+
+def node_limit(job: TrainingJob) -> int:
+    """Nodes of this job that this machine can bear."""
+    return WORKERS_PER_CORE * len(os.sched_getaffinity(0)) // job.spec.workers_per_node
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,9 @@ class LocalBackend:
         if self._link is not None:
             self._link.close()
             await asyncio.wait([self._link.closed], timeout=END_TIMEOUT_S)
+
+    def node_limit(self) -> int:
+        return node_limit(self._job)
 
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:

@@ -5,6 +5,7 @@ Owns: these verbs. Must not: change anything itself; the controller does.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -64,12 +65,19 @@ def cancel(job: JobArgument, home: HomeOption = None, as_json: JsonOption = Fals
 
 def delete(
     job: JobArgument,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep-checkpoints", metavar="DIRECTORY", help="Move them there first."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     home: HomeOption = None,
 ) -> None:
     """Delete the record of a finished job: journal, logs, and checkpoints in its directory.
 
-    Checkpoints at a spec.checkpoint.path outside of the job's directory stay.
+    Checkpoints at a spec.checkpoint.path outside of the job's directory stay where they are. To go
+    on from them, run a job of the same name with that path.
+
+    Example: `holdfast delete my-job --keep-checkpoints my-checkpoints`
     """
     from ...protocol.errors import UserError
     from ..options import read_view
@@ -83,6 +91,10 @@ def delete(
             f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with `holdfast cancel {job}`"
         )
     if not yes:
-        typer.confirm(f"Delete {directory.path} with its logs and checkpoints?", abort=True)
-    directory.remove()
+        what = "logs" if keep is not None else "logs and checkpoints"
+        typer.confirm(f"Delete {directory.path} with its {what}?", abort=True)
+    kept = keep.absolute() if keep is not None else None
+    directory.remove(kept)
     typer.echo(f"job {job}: deleted")
+    if kept is not None:
+        typer.echo(f"to go on from its checkpoints: spec.checkpoint.path: {kept}")

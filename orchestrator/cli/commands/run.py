@@ -50,7 +50,9 @@ def run(
 
 def _run(file: Path | None, attach: str | None, home: Path | None, as_json: bool) -> int:
     """The exit code."""
+    from ...runtime.clock import Clock
     from ...runtime.home import Home
+    from ...runtime.record import expire
     from ...runtime.service import run_job
     from ..display import SilentDisplay, make_display
     from ..output import print_json, stderr, stdout
@@ -58,6 +60,8 @@ def _run(file: Path | None, attach: str | None, home: Path | None, as_json: bool
 
     place = Home(home)
     job, spec_directory = _job(file, attach, place)
+    for name in expire(place, Clock().now_ns()) if attach is None else ():
+        stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
     console = stderr() if as_json else stdout()
     notes: list[str] = []
     display = SilentDisplay(console) if as_json else make_display(console)
@@ -96,4 +100,19 @@ def _job(file: Path | None, attach: str | None, place: Home) -> tuple[TrainingJo
         return directory.job(), Path(directory.spec_directory)
     if file is None:
         raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or --attach JOB")
-    return load_checked(file), file.absolute().parent
+    job = load_checked(file)
+    _check_size(job)
+    return job, file.absolute().parent
+
+
+def _check_size(job: TrainingJob) -> None:
+    """Raises SpecError for more nodes than this machine can bear."""
+    from ...backends.local import node_limit
+    from ...protocol.errors import Problem, SpecError
+
+    nodes, limit = job.spec.nodes, node_limit(job)
+    wanted = nodes.max + nodes.spares
+    if wanted > limit:
+        workers = job.spec.workers_per_node
+        expected = f"at most {limit} nodes of {workers} workers, spares included, on this machine"
+        raise SpecError([Problem("spec.nodes.max", f"{wanted} with spares", expected)])

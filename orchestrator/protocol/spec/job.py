@@ -82,7 +82,8 @@ class JobSpec(Part):
     active_deadline_s: Seconds | None = None
     """The job fails when it has run for this long."""
     ttl_s_after_finished: int | None = Field(default=None, ge=0, alias="ttlSecondsAfterFinished")
-    """How long a finished job's record is kept."""
+    """How long a finished job's record is kept, and the checkpoints in its directory. On one
+    machine the first `holdfast run` after that deletes them."""
 
     @model_validator(mode="after")
     def _names_are_free(self) -> JobSpec:

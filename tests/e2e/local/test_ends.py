@@ -56,16 +56,24 @@ def test_a_job_that_is_through_succeeds_and_its_last_step_is_in_storage(make: Ma
     assert_nothing_is_left(job)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("raise ValueError('no such luck')\n", "ValueError: no such luck"),
+        ("def train(:\n", "SyntaxError: invalid syntax"),
+    ],
+)
 def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(
-    make: Make, tmp_path: Path
+    make: Make, tmp_path: Path, text: str, error: str
 ) -> None:
-    job = make(script(tmp_path, "raise ValueError('no such luck')\n"))
+    job = make(script(tmp_path, text))
     job.run()
     view = job.wait()
     assert (view.state, job.command.returncode) == ("failed", 1)
-    assert "ValueError: no such luck" in view.traceback
+    assert error in view.traceback and "train.py" in view.traceback
+    assert "bootstrap.py" not in view.traceback, "how we came to run it helps nobody"
     assert len(view.incidents) == 2
-    assert "no such luck" in job.output()
+    assert error in job.output()
     assert_nothing_is_left(job)
 
 

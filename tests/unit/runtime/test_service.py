@@ -207,6 +207,9 @@ def test_what_people_ask_for_is_answered_and_done(tmp_path: Path) -> None:
         await world.running()
         status = await world.ask("status")
         assert msgspec.convert(status.body, JobView).state == "running"
+        world.backend.node_limit = lambda: 4
+        refused = await world.ask("resize", nodes=99)
+        assert not refused.ok and "nodes: got 99; expected at most 4" in refused.detail
         refused = await world.ask("resize", nodes=0)
         assert not refused.ok and "expected" in refused.detail
         assert (

@@ -242,6 +242,7 @@ class FakeBackend:
         self.number = 0
         self.auto = False
         self.room = True
+        self.node_limit: Callable[[], int | None] = lambda: None
         self.changed = asyncio.Event()
         self.on_node_gone: Callable[[NodeGone], None] = lambda gone: None
 

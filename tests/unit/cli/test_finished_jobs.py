@@ -1,0 +1,88 @@
+"""What becomes of the record of a job that has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.core.events import CancelRequested, JobSubmitted
+from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+from orchestrator.runtime.home import Home, JobDirectory
+from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.record import expire, read_view
+
+from .conftest import Holdfast
+
+SECOND = 1_000_000_000
+
+
+def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobDirectory:
+    """A job that was cancelled ten seconds after its submission, with a checkpoint."""
+    entry = {"entrypoint": {"script": "train.py"}}
+    job = job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": name},
+            "spec": {**entry, **more},
+        }
+    )
+    directory = Home(home).create(job, home)
+    (directory.path / "checkpoints" / "shard").write_text("data")
+    journal = Journal(directory.journal)
+    journal.append(0, JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/"))
+    if ended:
+        journal.append(10 * SECOND, CancelRequested())
+    journal.close()
+    assert read_view(directory).state == ("cancelled" if ended else "pending")
+    return directory
+
+
+def test_the_record_of_a_finished_job_goes_when_its_time_is_over(tmp_path: Path) -> None:
+    ended_job(tmp_path, "soon", ttlSecondsAfterFinished=5)
+    ended_job(tmp_path, "later", ttlSecondsAfterFinished=60)
+    ended_job(tmp_path, "never")
+    ended_job(tmp_path, "alive", ended=False, ttlSecondsAfterFinished=0)
+    assert expire(Home(tmp_path), 14 * SECOND) == []
+    assert expire(Home(tmp_path), 15 * SECOND) == ["soon"]
+    assert [one.name for one in Home(tmp_path).list()] == ["alive", "later", "never"]
+
+
+def test_a_job_that_a_controller_still_ends_is_not_deleted(tmp_path: Path) -> None:
+    directory = ended_job(tmp_path, "soon", ttlSecondsAfterFinished=0)
+    with directory.locked():
+        assert expire(Home(tmp_path), 99 * SECOND) == []
+    assert expire(Home(tmp_path), 99 * SECOND) == ["soon"]
+
+
+def test_checkpoints_can_be_kept_when_the_record_goes(tmp_path: Path, holdfast: Holdfast) -> None:
+    ended_job(tmp_path / "home", "done")
+    kept = tmp_path / "kept"
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", kept)
+    assert result.code == 0
+    assert f"spec.checkpoint.path: {kept}" in result.out
+    assert (kept / "shard").read_text() == "data"
+    assert Home(tmp_path / "home").list() == []
+
+
+def test_checkpoints_never_overwrite_what_is_there(tmp_path: Path, holdfast: Holdfast) -> None:
+    directory = ended_job(tmp_path / "home", "done")
+    (tmp_path / "kept").mkdir()
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
+    assert result.code == 2
+    assert "--keep-checkpoints: got" in result.err and "does not exist yet" in result.err
+    assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_a_job_that_is_too_big_for_this_machine_is_not_started(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "apiVersion: holdfast.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: big}\n"
+        "spec: {entrypoint: {script: train.py}, nodes: {max: 100000}}\n"
+    )
+    result = holdfast("run", path)
+    assert result.code == 2
+    assert "spec.nodes.max: got 100000" in result.err and "on this machine" in result.err
+    assert holdfast("validate", path).code == 0, "it may be meant for another one"
