@@ -33,6 +33,8 @@ def report(view: JobView, *, stacks: bool = False) -> Group:
         goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
         goodput.append(" of the time since the first launch", style="not bold")
         parts += ["", goodput, ledger(view)]
+        if view.step < 0 and view.ledger.get("productive"):
+            parts.append("no step was reported: all the time that the workers ran is productive")
     if view.incidents:
         parts += ["", Text(plural(len(view.incidents), "incident"), style="bold")]
         ended = view.state in FINISHED

@@ -151,6 +151,7 @@ def conclude(turn: Turn) -> str:
     steps = [exit.step for _node, exit in state.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
+        state.step = max(state.step, incident.step_before)
     incident.stacks = {stack.rank: stack.text for stack in stop.stacks}
     if stop.purpose == "preemption":
         incident.failure_class = "preemption"

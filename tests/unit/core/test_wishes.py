@@ -20,6 +20,7 @@ from orchestrator.core.events import (
     SuspendRequested,
 )
 from orchestrator.core.ranks import check_resize
+from orchestrator.protocol.facts import Exit
 from orchestrator.protocol.spec import job_from_mapping
 
 from .story import Story, spec
@@ -146,6 +147,15 @@ def test_a_job_that_fails_while_storage_is_out_of_reach_fails_in_the_end() -> No
     assert story.state.phase == "failed"
     assert "budget is used up" in story.state.reason.text
     assert "step 7 was not written" in story.state.reason.text
+
+
+def test_steps_that_were_finished_while_the_stop_was_under_way_count() -> None:
+    story = Story().started(step=5)
+    story.tell(CancelRequested())
+    for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=9) for rank in ranks)
+        story.stopped(node, 9, exits=exits)
+    assert story.state.step == 9 == story.state.incidents[-1].step_before
 
 
 def test_the_last_checkpoint_of_a_failed_job_survives_the_controller() -> None:
