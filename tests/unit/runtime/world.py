@@ -136,7 +136,10 @@ class FakeAgent:
                 offered_port=4000,
             )
         )  # fmt: skip
-        while (message := await self.frames.receive()) is not None:
+        # As the real agent: who is not welcomed soon dials again.
+        patience_s: float | None = 1.0
+        while (message := await asyncio.wait_for(self.frames.receive(), patience_s)) is not None:
+            patience_s = None
             self.received.append(message)
             self._obey(message)
             self.on_change()
