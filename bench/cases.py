@@ -22,7 +22,7 @@ from .contestants.base import Contestant, Workload
 from .contestants.holdfast import Holdfast
 from .contestants.torchrun import Bare, Torchrun
 
-FAULT_STEP = 24
+FAULT_STEP = 14
 """Mid-interval of a checkpoint every 10 steps, so that what a checkpoint loses is seen."""
 
 
@@ -66,7 +66,7 @@ def run(case: Case) -> Result:
         before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
         first = before.finished_by_all(before.first_step)
         launch = first - started if first else None
-        steps = timeline.step_seconds(before, 8, FAULT_STEP - 1)
+        steps = timeline.step_seconds(before, 4, FAULT_STEP - 1)
         base = Result(case.name, case.contestant, None, None, launch, median(steps))
         time.sleep(median(steps) / 2)  # in the middle of a step
         asked = time.time()
@@ -167,7 +167,7 @@ def controller_killed() -> Result:
     try:
         contestant.start()
         before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
-        typical = median(timeline.step_seconds(before, 8, FAULT_STEP - 1))
+        typical = median(timeline.step_seconds(before, 4, FAULT_STEP - 1))
         at = before.last_step
         os.kill(contestant.controller.pid, signal.SIGKILL)
         timeline.wait_for_step(contestant.workload.timeline, at + 15, 60)

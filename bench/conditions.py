@@ -36,7 +36,7 @@ def describe() -> dict[str, str]:
     }
 
 
-def wait_until_quiet(cores: float = 0.2, bound_s: float = 60) -> float:
+def wait_until_quiet(cores: float = 0.2, bound_s: float = 10) -> float:
     """Busy cores over the last second; waits until they are few, at most `bound_s` seconds."""
     deadline = time.monotonic() + bound_s
     while True:

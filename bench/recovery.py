@@ -46,7 +46,7 @@ def plan(only: str, repetition: int) -> Iterable[Any]:
             yield lambda case=case: cases.run(case)
     if not only or only in "undisturbed":
         for build in cases.UNDISTURBED:
-            yield lambda build=build: cases.run_without_fault(build, 60)
+            yield lambda build=build: cases.run_without_fault(build, 40)
     if not only or only in "controller killed":
         yield cases.controller_killed
 
