@@ -26,6 +26,9 @@ FAULT_STEP = 14
 """Mid-interval of a checkpoint every 10 steps, so that what a checkpoint loses is seen."""
 
 
+START_BOUND_S = 90.0
+
+
 @dataclass
 class Result:
     """One run. `seconds` is None when nothing happened within the bound."""
@@ -63,7 +66,11 @@ def run(case: Case) -> Result:
     try:
         started = time.time()
         contestant.start()
-        before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, 120)
+        try:
+            before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, START_BOUND_S)
+        except TimeoutError:
+            note = f"did not reach step {FAULT_STEP} in {START_BOUND_S:g} s; no fault yet"
+            return Result(case.name, case.contestant, None, note=note)
         first = before.finished_by_all(before.first_step)
         launch = first - started if first else None
         steps = timeline.step_seconds(before, 4, FAULT_STEP - 1)
