@@ -137,7 +137,7 @@ def cases() -> list[Case]:
         Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
         Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
         Case("node lost, replaced", "Holdfast, no spare", ours, lose_node),
-        Case("node lost, shrink", "torchrun", elastic, lose_node_for_good),
+        Case("node lost, shrink", "torchrun", elastic, lose_node_for_good, repeat=False),
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
         Case("store's node lost", "torchrun", plain, lose_store_node, 60, repeat=False),

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
 
 from bench.timeline import Recorder
-from orchestrator.protocol.spec import Pretrain, job_from_mapping
+from orchestrator.protocol.spec import Pretrain
 from workers import session
-from workers.recipes.pretrain import Trainer, build, train_step
+from workers.data import Text, share
+from workers.models.transformer import Transformer
+from workers.parallel import fill
 
 
 def main() -> None:
@@ -36,44 +40,63 @@ def main() -> None:
 
     torch.set_num_threads(1)
     s = session.init(shard=options.shard)
-    trainer = build_trainer(s, options.steps)
+    trainer = Plain(s, options.steps)
     keeper = Dcp(trainer, options.checkpoints) if options.engine == "dcp" else None
     if keeper:
         start = keeper.load()
     elif options.engine == "holdfast":
-        start = s.restore(trainer.parallel.model, trainer.optimizer)
+        start = s.restore(trainer.model, trainer.optimizer)
     else:
         start = 0
     recorder = Recorder(options.timeline)
     for step in range(start, options.steps):
-        loss, _norm = train_step(trainer, step)
+        loss = trainer.step(step)
         if options.engine == "holdfast":
-            s.step(step, loss=loss, tokens=trainer.tokens_per_step)
+            s.step(step, loss=loss, tokens=trainer.tokens)
         recorder.finished(step)
         if keeper and (step + 1) % options.save_every == 0:
             keeper.save(step)
     s.finish()
 
 
-def build_trainer(s: session.Session, steps: int) -> Trainer:
-    """3.3 M parameters: dim 256, 4 layers, sequence 128, global batch 8."""
-    recipe = {"name": "pretrain", "config": {"steps": steps}}
-    job = job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "bench"},
-            "spec": {"entrypoint": {"recipe": recipe}},
-        }
-    )
-    return build(job, Pretrain(steps=steps), s)
+class Plain:
+    """A training loop as many people write it: FSDP2 per block, AdamW over the sharded parameters,
+    gradients clipped to norm 1. 3.3 M parameters: dim 256, 4 layers, sequence 128, batch 8."""
+
+    def __init__(self, s: session.Session, steps: int) -> None:
+        self.config = Pretrain(steps=steps)
+        self.session = s
+        with torch.device("meta"):
+            self.model = Transformer(self.config.model)
+        for part in [*self.model.blocks, self.model.embedding, [self.model.norm, self.model.head]]:
+            fully_shard(part, mesh=s.fsdp_mesh)
+        fully_shard(self.model, mesh=s.fsdp_mesh)
+        self.model.to_empty(device=s.device)
+        for name, parameter in self.model.named_parameters():
+            fill(parameter, 0, name, self.model.standard_deviation(name))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        length = self.config.data.sequence_length
+        self.text = Text("stdlib", ".", length, 0)
+        self.tokens = self.config.global_batch * length
+
+    def step(self, step: int) -> float:
+        s = self.session
+        part = share(step, self.config.global_batch, s.data_parallel_rank, s.data_parallel_size)
+        inputs_bt, targets_bt = self.text.batch(part.indices)
+        logits_btv = self.model(inputs_bt)
+        loss = F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
 
 
 class Dcp:
     """Distributed checkpoints as a careful user of torchrun would write them."""
 
-    def __init__(self, trainer: Trainer, directory: Path) -> None:
-        self._model, self._optimizer = trainer.parallel.model, trainer.optimizer
+    def __init__(self, trainer: Plain, directory: Path) -> None:
+        self._model, self._optimizer = trainer.model, trainer.optimizer
         self._directory = directory
         self._group = dist.new_group(backend="gloo")
         self._pending: Any = None
