@@ -41,6 +41,7 @@ def warm(job: TrainingJob) -> None:
             session.meshes = Meshes(mesh, "cpu", prefix="rehearsed_")
             trainer = pretrain.build(job, recipe.config, session)
             session.restore(trainer.parallel.model, trainer.optimizer)
+            trainer.parallel.refuse_non_finite = False
             pretrain.train_step(trainer, 0)
     except Exception:
         print("the rehearsal of a first step failed; the real one follows", file=sys.stderr)

@@ -17,6 +17,7 @@ from ..core import events
 from ..core.ranks import check_resize
 from ..protocol import messages as wire
 from ..protocol.errors import Problem, UserError
+from .changes import Changes
 from .driver import Driver
 from .endpoint import AgentLink, Stream
 from .view import JobView
@@ -42,10 +43,10 @@ class Control:
         backend: Backend,
         links: Mapping[str, AgentLink],
         view: Callable[[], JobView],
-        changed: asyncio.Condition,
+        changes: Changes,
     ) -> None:
         self._driver, self._backend, self._links = driver, backend, links
-        self._view, self._changed = view, changed
+        self._view, self._changes = view, changes
         self._verbs: dict[str, Callable[[dict[str, Any]], Awaitable[wire.Reply]]] = {
             "status": self._status,
             "resize": self._resize,
@@ -72,10 +73,10 @@ class Control:
     async def _watch(self, stream: Stream) -> None:
         """A view whenever something has changed, until the client or the job ends."""
         while not stream.closed:
+            seen = self._changes.count
             stream.reply(wire.Reply(ok=True, body=view_body(self._view())))
             await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
-            async with self._changed:
-                await self._changed.wait()
+            await self._changes.after(seen)
 
     # -- wishes --------------------------------------------------------------------------------
     async def _resize(self, arguments: dict[str, Any]) -> wire.Reply:

@@ -36,6 +36,9 @@ from .storage import Storage
 
 NodeAction = LaunchGroup | StopGroup
 
+SETTLE_S = 5.0
+"""How long the end of a job waits for its storage to carry out what was asked of it."""
+
 
 class Executor:
     """One job's actions."""
@@ -202,10 +205,16 @@ class Executor:
         return ""
 
     async def _finish(self, action: FinishJob) -> str:
+        await self._settle_storage()
         for link in self._links.values():
             link.send(wire.Shutdown(detail=f"the job has {action.outcome}"))
         await self._backend.close(release=True)
         return ""
+
+    async def _settle_storage(self) -> None:
+        """Deletions under way, so that retention holds when the job has ended; not for long."""
+        settled = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+        await asyncio.wait([settled], timeout=SETTLE_S)
 
     # -- results -------------------------------------------------------------------------------
     def _succeeded(self, action: AnyAction, detail: str) -> None:

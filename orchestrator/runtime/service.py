@@ -29,6 +29,7 @@ from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
 from ..protocol.spec import TrainingJob, job_to_mapping
+from .changes import Changes
 from .clock import Clock
 from .control import Control
 from .driver import Driver
@@ -124,7 +125,7 @@ class Service:
     async def run(self) -> JobView:
         """Until the job has ended. Raises UserError, leaving nothing running, when it cannot begin;
         JournalError, leaving the job running, when its journal cannot be written any more."""
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._dirty = asyncio.Event()
         storage = Storage(self._checkpoint_path, self.job.name)
         self._assemble(storage)
@@ -161,7 +162,7 @@ class Service:
             lambda: self.driver.controller.state,
             self.driver.submit,
         )
-        self._control = Control(self.driver, self.backend, links, self.view, self._changed)
+        self._control = Control(self.driver, self.backend, links, self.view, self._changes)
         self.endpoint = Endpoint(
             job_name=self.job.name,
             token=self._directory.token(),
@@ -268,8 +269,7 @@ class Service:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            async with self._changed:
-                self._changed.notify_all()
+            self._changes.tell()
             if self._on_view is not None:
                 self._on_view(self.view())
             await asyncio.sleep(VIEW_INTERVAL_S)

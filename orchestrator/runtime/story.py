@@ -164,7 +164,7 @@ class Story:
                     committed_ns=one.committed_ns,
                 )
                 for one in state.ledger.committed
-                if not one.refused
+                if not one.refused and one.key not in state.ledger.deleting
             ],
             checkpoint_path=checkpoint_path,
             incidents=self._incidents(state),

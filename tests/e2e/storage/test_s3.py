@@ -127,7 +127,7 @@ def test_a_suspended_job_resumes_from_s3(make: Make) -> None:
 
 
 def test_training_and_recovery_go_on_while_the_store_is_away(make: Make, s3: S3) -> None:
-    job = make("s3-away", ENDLESS, everySteps=10)
+    job = make("s3-away", ENDLESS, everySteps=10, finalTimeoutSeconds=3)
     job.run()
     job.until(lambda v: v.commits >= 2)
     s3.kill()
@@ -151,7 +151,7 @@ def test_training_and_recovery_go_on_while_the_store_is_away(make: Make, s3: S3)
     s3.kill()
     job.until(lambda v: bool(v.storage_problem))
     job.command.send_signal(signal.SIGINT)
-    assert job.wait().state == "cancelled", "Ctrl-C does not wait for the store"
+    assert job.wait().state == "cancelled", "Ctrl-C does not wait longer for the store"
     assert job.processes() == []
 
 
