@@ -50,9 +50,8 @@ def plan(only: str, repetition: int) -> Iterable[Any]:
             if build is Torchrun and repetition:
                 continue  # its launch is seen in every other row
             yield lambda build=build: cases.run_without_fault(build, 40)
-    if not only or only in "controller killed":
-        if repetition == 0:
-            yield cases.controller_killed
+    if (not only or only in "controller killed") and repetition == 0:
+        yield cases.controller_killed
 
 
 def describe(result: Result) -> str:
