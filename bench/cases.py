@@ -130,16 +130,21 @@ def cases() -> list[Case]:
     elastic_tuned = lambda w: Torchrun(w, elastic=True, tuned=True)  # noqa: E731
     ours = lambda w: Holdfast(w)  # noqa: E731
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
+    recipe = lambda w: Holdfast(w, engine="recipe")  # noqa: E731
+    recipe_spare = lambda w: Holdfast(w, engine="recipe", spares=1)  # noqa: E731
     return [
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
+        Case("worker killed", "Holdfast, recipe", recipe, kill_worker),
         Case("node lost, replaced", "torchrun", plain, lose_node, repeat=False),
         Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
         Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
+        Case("node lost, replaced", "Holdfast, recipe, spare", recipe_spare, lose_node),
         Case("node lost, replaced", "Holdfast, no spare", ours, lose_node),
         Case("node lost, shrink", "torchrun", elastic, lose_node_for_good, repeat=False),
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
+        Case("node lost, shrink", "Holdfast, recipe", recipe, lose_node_for_good),
         Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
         Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
         Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),

@@ -1,6 +1,7 @@
 """The training script of every contestant: the same model, data, mesh and optimizer.
 
 Owns: what is trained, and how each engine keeps its state: `holdfast` through workers.session,
+`recipe` likewise with the step of Holdfast's own recipe (whose optimizer works on local shards),
 `dcp` as PyTorch's documentation has it for torchrun (async_save on a group of
 its own, dcp.load at start), `none` not at all. Must not: time anything but write down finished
 steps.
@@ -21,16 +22,17 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from bench.timeline import Recorder
-from orchestrator.protocol.spec import Pretrain
+from orchestrator.protocol.spec import Pretrain, job_from_mapping
 from workers import session
 from workers.data import Text, share
 from workers.models.transformer import Transformer
 from workers.parallel import fill
+from workers.recipes.pretrain import build, train_step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["holdfast", "dcp", "none"], required=True)
+    parser.add_argument("--engine", choices=["holdfast", "recipe", "dcp", "none"], required=True)
     parser.add_argument("--timeline", required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -40,18 +42,21 @@ def main() -> None:
 
     torch.set_num_threads(1)
     s = session.init(shard=options.shard)
-    trainer = Plain(s, options.steps)
+    ours = options.engine in ("holdfast", "recipe")
+    fresh = not s.restoring and not Dcp.saved(options.checkpoints)
+    make = Recipe if options.engine == "recipe" else Plain
+    trainer = make(s, options.steps, fresh)
     keeper = Dcp(trainer, options.checkpoints) if options.engine == "dcp" else None
     if keeper:
         start = keeper.load()
-    elif options.engine == "holdfast":
+    elif ours:
         start = s.restore(trainer.model, trainer.optimizer)
     else:
         start = 0
     recorder = Recorder(options.timeline)
     for step in range(start, options.steps):
         loss = trainer.step(step)
-        if options.engine == "holdfast":
+        if ours:
             s.step(step, loss=loss, tokens=trainer.tokens)
         recorder.finished(step)
         if keeper and (step + 1) % options.save_every == 0:
@@ -63,7 +68,8 @@ class Plain:
     """A training loop as many people write it: FSDP2 per block, AdamW over the sharded parameters,
     gradients clipped to norm 1. 3.3 M parameters: dim 256, 4 layers, sequence 128, batch 8."""
 
-    def __init__(self, s: session.Session, steps: int) -> None:
+    def __init__(self, s: session.Session, steps: int, fresh: bool) -> None:
+        """`fresh`: no state will be restored, so first values are needed."""
         self.config = Pretrain(steps=steps)
         self.session = s
         with torch.device("meta"):
@@ -72,7 +78,7 @@ class Plain:
             fully_shard(part, mesh=s.fsdp_mesh)
         fully_shard(self.model, mesh=s.fsdp_mesh)
         self.model.to_empty(device=s.device)
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters() if fresh else ():
             fill(parameter, 0, name, self.model.standard_deviation(name))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         length = self.config.data.sequence_length
@@ -92,6 +98,28 @@ class Plain:
         return float(loss.detach())
 
 
+class Recipe:
+    """The same model and data in the loop of Holdfast's recipe."""
+
+    def __init__(self, s: session.Session, steps: int, fresh: bool) -> None:
+        config = Pretrain(steps=steps)
+        entry = {"recipe": {"name": "pretrain", "config": {"steps": steps}}}
+        job = job_from_mapping(
+            {
+                "apiVersion": "holdfast.dev/v1alpha1",
+                "kind": "TrainingJob",
+                "metadata": {"name": "bench"},
+                "spec": {"entrypoint": entry},
+            }
+        )
+        self._trainer = build(job, config, s)
+        self.model, self.optimizer = self._trainer.parallel.model, self._trainer.optimizer
+        self.tokens = self._trainer.tokens_per_step
+
+    def step(self, step: int) -> float:
+        return train_step(self._trainer, step)[0]
+
+
 class Dcp:
     """Distributed checkpoints as a careful user of torchrun would write them."""
 
@@ -101,9 +129,14 @@ class Dcp:
         self._group = dist.new_group(backend="gloo")
         self._pending: Any = None
 
+    @staticmethod
+    def saved(directory: Path) -> list[Path]:
+        """What marks each checkpoint that is complete, oldest first."""
+        return sorted(directory.glob("step-*/.metadata"))
+
     def load(self) -> int:
         """The step to go on with; 0 where nothing was saved."""
-        done = sorted(self._directory.glob("step-*/.metadata"))
+        done = self.saved(self._directory)
         if not done:
             return 0
         model, optimizer = get_state_dict(self._model, self._optimizer)

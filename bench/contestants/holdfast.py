@@ -22,7 +22,9 @@ class Holdfast(Contestant):
 
     name = "Holdfast"
 
-    def __init__(self, workload: Workload, *, spares: int = 0, min_nodes: int = 1) -> None:
+    def __init__(
+        self, workload: Workload, *, spares: int = 0, min_nodes: int = 1, engine: str = "holdfast"
+    ) -> None:
         super().__init__(workload)
         self._spec = {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -33,7 +35,7 @@ class Holdfast(Contestant):
                 "workersPerNode": 2,
                 "entrypoint": {
                     "script": str(TRAIN),
-                    "args": ["--engine", "holdfast", *workload.arguments()],
+                    "args": ["--engine", engine, *workload.arguments()],
                 },
                 "resources": {"cpu": 1},
                 "parallelism": {"shard": workload.shard},
