@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Workload:
         ]  # fmt: skip
 
 
-class Contestant:
+class Contestant(ABC):
     """One way to run the workload. Subclasses start processes and know which belong to a node."""
 
     name = ""
@@ -50,12 +51,13 @@ class Contestant:
         self.processes: list[subprocess.Popen[bytes]] = []
         workload.timeline.mkdir(parents=True, exist_ok=True)
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Launch all nodes; returns before they train."""
 
+    @abstractmethod
     def kill_node(self, worker_pid: int) -> None:
         """SIGKILL everything of the node that the worker belongs to, at once."""
-        raise NotImplementedError
 
     def replace_node(self) -> None:
         """Bring a replacement, if this contestant needs to be told."""

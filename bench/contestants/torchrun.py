@@ -60,3 +60,6 @@ class Bare(Contestant):
                 RANK=str(rank), LOCAL_RANK=str(rank % 2), WORLD_SIZE="4", LOCAL_WORLD_SIZE="2",
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
+
+    def kill_node(self, worker_pid: int) -> None:
+        kill_trees([worker_pid])
