@@ -59,7 +59,7 @@ class Contestant(ABC):
     def kill_node(self, worker_pid: int) -> None:
         """SIGKILL everything of the node that the worker belongs to, at once."""
 
-    def replace_node(self) -> None:
+    def replace_node(self) -> None:  # noqa: B027 (most need not be told)
         """Bring a replacement, if this contestant needs to be told."""
 
     def phases(self) -> dict[str, float]:
