@@ -41,7 +41,7 @@ _TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog"
 _NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
 
 
-def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
+def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoReturn:
     """Everything from the fork to the end of the process."""
     link = socket.socket(fileno=wire_fd)
     code = 1
@@ -49,7 +49,7 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob) -> NoReturn:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
         if not select.select([link], [], [], 0)[0]:  # a standby: its seat is not waiting yet
-            _warm(job)
+            _warm(job, directory)
         assign, _ = wire.receive(link)
         if assign is None:  # the agent ended, or has no use for this standby
             os._exit(0)
@@ -78,10 +78,10 @@ def _reset_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _warm(job: TrainingJob) -> None:
-    """Work of a standby that can be done before it has a seat: workers.warm.warm(job), if any."""
+def _warm(job: TrainingJob, directory: str) -> None:
+    """Work of a standby that can be done before it has a seat: workers.warm.warm, if there."""
     if importlib.util.find_spec("workers.warm") is not None:
-        importlib.import_module("workers.warm").warm(job)
+        importlib.import_module("workers.warm").warm(job, directory)
 
 
 def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int) -> None:

@@ -50,7 +50,7 @@ class Crew:
         self._loop = loop
         self._tell = tell
         self._server: socket.socket | None = None
-        self._spec: dict[str, Any] | None = None
+        self._job: forklink.Configure | None = None
         self._processes: dict[int, Process] = {}
         self._seats: dict[Seat, Process] = {}
         self._next = 0
@@ -63,9 +63,9 @@ class Crew:
         self._server = server
         self._loop.add_reader(server, self._from_server)
 
-    def configure(self, spec: dict[str, Any]) -> None:
-        self._spec = spec
-        self._request(forklink.Configure(spec=spec))
+    def configure(self, spec: dict[str, Any], directory: str) -> None:
+        self._job = forklink.Configure(spec=spec, directory=directory)
+        self._request(self._job)
 
     # -- commands -----------------------------------------------------------------------------
     def refill(self, count: int) -> None:
@@ -199,8 +199,8 @@ class Crew:
         )
         theirs.close()
         self.attach(ours)
-        if self._spec is not None:
-            self.configure(self._spec)
+        if self._job is not None:
+            self._request(self._job)
         self._mourning = self._loop.create_task(self._mourn(lost))
 
     async def _mourn(self, lost: list[Process]) -> None:

@@ -23,6 +23,8 @@ class Configure(ForkMessage, frozen=True, kw_only=True, tag="configure"):
     """The job, parsed once here and inherited by every worker."""
 
     spec: dict[str, Any]
+    directory: str
+    """What the spec's relative paths are relative to."""
 
 
 class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):

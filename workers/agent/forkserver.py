@@ -48,6 +48,7 @@ class Forkserver:
         self._workers: dict[int, int] = {}
         """Worker number -> pid."""
         self._job: TrainingJob | None = None
+        self._directory = "."
 
     def serve(self) -> NoReturn:
         os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the command line only
@@ -70,6 +71,7 @@ class Forkserver:
                 self._end()
             case forklink.Configure():
                 self._job = job_from_mapping(message.spec)
+                self._directory = message.directory
             case forklink.ForkWorker():
                 self._fork(message.worker, *fds)
             case forklink.SignalWorker():
@@ -98,7 +100,7 @@ class Forkserver:
                 kernel.name_process("standby")
                 os.setsid()
                 _close_all_but(wire_fd, stack_fd)
-                bootstrap.run(wire_fd, stack_fd, self._job)
+                bootstrap.run(wire_fd, stack_fd, self._job, self._directory)
             finally:
                 os._exit(1)
         os.close(wire_fd)

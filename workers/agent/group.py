@@ -127,8 +127,6 @@ class Group:
     stopped: bool = False
     advanced: bool = False
     """Every local worker has finished a step of this generation."""
-    refill_ns: int | None = None
-    """When to fork standbys for the next launch."""
 
     @property
     def membership(self) -> Membership:

@@ -21,10 +21,8 @@ from workers import wire
 from . import ending, reports
 from . import facts as f
 from .group import NS, SIGKILL, SIGSTOP, Group, Worker
+from .standbys import Standbys
 from .tiers import Tiers
-
-REFILL_DELAY_S = 1.0
-"""Standbys are forked this long after the first step, when start-up no longer needs the cores."""
 
 
 class AgentMachine:
@@ -37,6 +35,7 @@ class AgentMachine:
         self.tiers = Tiers()
         self.group: Group | None = None
         self.welcome: m.Welcome | None = None
+        self._standbys = Standbys(slots)
         self._token = token
         self._fence = 0
         """The highest generation that may never be launched (again)."""
@@ -63,13 +62,13 @@ class AgentMachine:
 
     def next_deadline_ns(self) -> int | None:
         """When to give Tick at the latest."""
-        group, due = self.group, [self._ending_ns]
+        group, due = self.group, [self._ending_ns, self._standbys.due_ns]
         if self._talking:
             due.append(self._beat_ns)
         elif self._absent_since_ns is not None:
             due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * NS))
         if group is not None:
-            due += [group.refill_ns, group.stop.deadline_ns if group.stop else None]
+            due += [group.stop.deadline_ns if group.stop else None]
         known = [at for at in due if at is not None]
         return None if self._ended else min(known, default=None)
 
@@ -175,7 +174,9 @@ class AgentMachine:
     def _welcomed(self, now_ns: int, message: m.Welcome) -> list[f.Output]:
         first, self.welcome = self.welcome is None, message
         self._talking = True
-        out: list[f.Output] = [f.Configure(), f.RefillStandbys(self.slots)] if first else []
+        out: list[f.Output] = [f.Configure()] if first else []
+        if first:
+            self._standbys.welcomed(now_ns)
         out += map(f.Send, self._outbox)
         self._outbox = []
         group = self.group
@@ -201,10 +202,8 @@ class AgentMachine:
         group = self.group
         if self._talking and self._beat_ns is not None and now_ns >= self._beat_ns:
             out += self._beat(now_ns)
+        out += self._standbys.refill(now_ns, group)
         if group is not None:
-            if group.refill_ns is not None and now_ns >= group.refill_ns:
-                group.refill_ns = None
-                out.append(f.RefillStandbys(len(group.workers)))
             stop = group.stop
             if stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
                 out += ending.carry_on(now_ns, group, stop)
@@ -235,6 +234,7 @@ class AgentMachine:
     def _begin(self, now_ns: int, message: m.Launch) -> list[f.Output]:
         membership = message.membership
         self._fence, self._waiting = membership.generation - 1, None
+        self._standbys.launching()
         workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
         group = self.group = Group(message, workers, [message.action_id])
         self._stopped_ranks = frozenset()
@@ -295,7 +295,7 @@ class AgentMachine:
         if group.advanced or group.min_step() <= group.after_step:
             return []
         group.advanced = True
-        group.refill_ns = now_ns + int(REFILL_DELAY_S * NS)
+        self._standbys.advanced(now_ns)
         return self._beat(now_ns) if self._talking else []
 
     def _worker_ended(self, now_ns: int, given: f.WorkerEnded) -> list[f.Output]:

@@ -179,9 +179,10 @@ class Node:
                     self.ended.set_result(output.detail)
 
     def _configure(self) -> None:
-        assert self._machine.welcome is not None
-        self._job = job_from_mapping(self._machine.welcome.spec)
-        self._crew.configure(self._machine.welcome.spec)
+        welcome = self._machine.welcome
+        assert welcome is not None
+        self._job = job_from_mapping(welcome.spec)
+        self._crew.configure(welcome.spec, welcome.spec_directory)
 
     def _fork(self, fork: f.Fork) -> None:
         welcome, job, facts = self._machine.welcome, self._job, self._facts

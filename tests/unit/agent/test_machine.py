@@ -19,6 +19,7 @@ from orchestrator.protocol.mesh import Mesh
 from workers import wire
 from workers.agent import facts as f
 from workers.agent.machine import AgentMachine
+from workers.agent.standbys import REFILL_DELAY_S, SPARE_DELAY_S
 
 NS = 1_000_000_000
 FACTS = NodeFacts(hostname="h", address="127.0.0.1", data_port=1, slots=2)
@@ -378,3 +379,27 @@ def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
     assert not bench.ends(0, signal=9, generation=1)
     assert bench.machine.group is not None
     assert len(bench.machine.group.alive) == 2
+
+
+# -- standbys ---------------------------------------------------------------------------------
+def refills(bench: Bench, until_s: float) -> list[tuple[float, int]]:
+    """(second, how many) of the standbys asked for, waking the machine when it wants to be."""
+    found = []
+    while (due := bench.machine.next_deadline_ns()) is not None and due <= until_s * NS:
+        bench.now_ns = due
+        out = bench.give(f.Tick())
+        found += [(due / NS, o.count) for o in of(f.RefillStandbys, out)]
+    return found
+
+
+def test_a_node_without_seats_forks_standbys_once_the_others_have_had_time_to_start() -> None:
+    assert refills(Bench(), until_s=30) == [(SPARE_DELAY_S, 2)]
+
+
+def test_a_node_with_seats_forks_standbys_after_its_first_step_and_not_before() -> None:
+    bench = Bench()
+    bench.launch()
+    assert refills(bench, until_s=10) == []
+    for rank in range(2):
+        bench.says(rank, wire.Progress(step=0, step_s=0.1))
+    assert refills(bench, until_s=30) == [(10 + REFILL_DELAY_S, 2)]

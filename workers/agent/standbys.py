@@ -1,0 +1,42 @@
+"""When a node forks standbys for the next launch, and how many.
+
+Owns: this decision. Pure: time is an argument. Must not: fork; crew.py does.
+"""
+
+from __future__ import annotations
+
+from . import facts as f
+from .group import NS, Group
+
+REFILL_DELAY_S = 1.0
+"""Standbys are forked this long after the first step, when start-up no longer needs the cores."""
+
+SPARE_DELAY_S = 4.0
+"""And this long after the welcome on a node that gets no seats. A spare often joins because another
+node was just lost, and where nodes share cores its rehearsals would delay that recovery."""
+
+
+class Standbys:
+    """`slots` is the number of workers that fit on the node."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self.due_ns: int | None = None
+        """When to give `refill` the next time."""
+
+    def welcomed(self, now_ns: int) -> None:
+        self.due_ns = now_ns + int(SPARE_DELAY_S * NS)
+
+    def launching(self) -> None:
+        self.due_ns = None
+
+    def advanced(self, now_ns: int) -> None:
+        self.due_ns = now_ns + int(REFILL_DELAY_S * NS)
+
+    def refill(self, now_ns: int, group: Group | None) -> list[f.Output]:
+        """What to fork now, for a launch as large as the running one."""
+        if self.due_ns is None or now_ns < self.due_ns:
+            return []
+        self.due_ns = None
+        running = group is not None and not group.stopped
+        return [f.RefillStandbys(len(group.workers) if group and running else self._slots)]
