@@ -1,0 +1,127 @@
+"""TLS between the parts of one job: mutual, version 1.3, one certificate that everybody presents.
+
+Owns: how the contexts are set up, on both sides and in every process. Must not: make certificates,
+or open connections.
+
+A job has one self-signed certificate with its key. The controller's endpoint, the agents and the
+agents' data ports all present it, and trust nothing else: who holds the key belongs to the job. The
+name in the certificate is the job's, not a host's; clients give it as `server_hostname`, and a
+server of many jobs picks the job's context by it (SNI). In a directory the two are `tls.crt` and
+`tls.key`, the names that Kubernetes gives them.
+
+There are no session tickets: a resumed session would skip the client's proof that it has the key,
+and a server of many jobs has one ticket key for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .errors import HoldfastError
+
+CERTIFICATE_NAME = "tls.crt"
+KEY_NAME = "tls.key"
+
+Choose = Callable[[str], ssl.SSLContext | None]
+"""Server name -> the job's server context; None: there is no such job."""
+
+
+class TlsUnusable(HoldfastError):
+    """A certificate or key cannot be used."""
+
+
+def files(directory: str | Path) -> tuple[Path, Path]:
+    """(certificate, key) of a directory."""
+    return Path(directory) / CERTIFICATE_NAME, Path(directory) / KEY_NAME
+
+
+def server_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
+    """For a server of one job, from PEM files. Raises TlsUnusable."""
+    return _load(_server(), Path(certificate), Path(key))
+
+
+def client_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
+    """For clients of a job, from PEM files; connect with `server_hostname` = the job's name in the
+    certificate. Raises TlsUnusable."""
+    return _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), Path(certificate), Path(key))
+
+
+def server_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
+    """As server_context, from what a Secret holds. Raises TlsUnusable."""
+    with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
+        return server_context(certificate_file, key_file)
+
+
+def client_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
+    """As client_context, from what a Secret holds. Raises TlsUnusable."""
+    with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
+        return client_context(certificate_file, key_file)
+
+
+def choosing_context(choose: Choose) -> ssl.SSLContext:
+    """For a server of many jobs: `choose` gives the context of the job that the client names. A
+    client that names none, or an unknown one, is turned away in the handshake."""
+    context = _server()
+    _harden(context)
+
+    def pick(
+        connection: ssl.SSLObject, name: str | None, _context: ssl.SSLContext
+    ) -> ssl.AlertDescription | None:
+        chosen = choose(name) if name else None
+        if chosen is None:
+            return ssl.AlertDescription.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+        # Certificate and trust anchor change with it; that a client certificate is required, and
+        # the TLS version, stay as set on the context that accepted: both say the same.
+        connection.context = chosen
+        return None
+
+    context.sni_callback = pick  # type: ignore[assignment]
+    return context
+
+
+def _server() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0
+    return context
+
+
+def _harden(context: ssl.SSLContext) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_NO_TICKET
+
+
+def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> ssl.SSLContext:
+    _harden(context)
+    try:
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(certificate)
+    except OSError as error:  # ssl.SSLError is one
+        raise TlsUnusable(
+            f"{certificate}, {key}: got a certificate and key that cannot be used "
+            f"({error.strerror or error}); expected both in PEM, the key fitting the certificate"
+        ) from None
+    return context
+
+
+@contextlib.contextmanager
+def _private_file(data: bytes) -> Iterator[Path]:
+    """A file that nobody else can read and that is gone afterwards; in memory where that can be."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("holdfast-tls", os.MFD_CLOEXEC)
+        try:
+            with open(fd, "wb", closefd=False) as file:  # noqa: PTH123
+                file.write(data)
+            yield Path(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        return
+    with tempfile.NamedTemporaryFile() as named:  # mode 0600
+        named.write(data)
+        named.flush()
+        yield Path(named.name)
