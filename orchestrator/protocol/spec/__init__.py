@@ -1,6 +1,7 @@
 """TrainingJob: the one definition of what a user asks for."""
 
 from .job import API_VERSION, KIND, JobSpec, TrainingJob
+from .kubernetes import Kubernetes
 from .load import job_from_mapping, job_to_mapping, load_job, parse_job
 from .recipe import Pretrain, Recipe
 from .resilience import Budget, Budgets, Checkpoint, Recovery
@@ -8,6 +9,6 @@ from .workload import Entrypoint, Fabric, Nodes, Parallelism, Precision, Resourc
 
 __all__ = [
     "API_VERSION", "KIND", "Budget", "Budgets", "Checkpoint", "Entrypoint", "Fabric", "JobSpec",
-    "Nodes", "Parallelism", "Precision", "Pretrain", "Recipe", "Recovery", "Resources",
-    "TrainingJob", "job_from_mapping", "job_to_mapping", "load_job", "parse_job",
+    "Kubernetes", "Nodes", "Parallelism", "Precision", "Pretrain", "Recipe", "Recovery",
+    "Resources", "TrainingJob", "job_from_mapping", "job_to_mapping", "load_job", "parse_job",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from .base import Part
 from .env import problem_of_name
+from .kubernetes import RESOURCE_PATTERN, Kubernetes
 from .resilience import Checkpoint, Recovery, Seconds
 from .workload import Entrypoint, Fabric, Nodes, Parallelism, Resources
 
@@ -25,6 +26,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
 
 PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, beginning and ending with no dash",
+    RESOURCE_PATTERN: "a name such as nvidia.com/gpu: letters, digits, dashes, dots, one slash",
 }
 """What a pattern means, for error messages."""
 
@@ -73,6 +75,7 @@ class JobSpec(Part):
     checkpoint: Checkpoint = Checkpoint()
     recovery: Recovery = Recovery()
     metrics: Metrics = Metrics()
+    kubernetes: Kubernetes = Kubernetes()
     priority: int = 0
     """Higher runs first where jobs compete."""
     queue: str | None = None

@@ -116,6 +116,8 @@ def _kind(schema: dict[str, Any], node: dict[str, Any]) -> str:
     """A type in words."""
     if "x-kubernetes-int-or-string" in node:
         return "quantity"
+    if "x-kubernetes-preserve-unknown-fields" in node:
+        return "mapping"
     if "const" in node:
         return f"`{node['const']}`"
     if "enum" in node:
