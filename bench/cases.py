@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from . import timeline
 from .contestants.base import Contestant, Workload
 from .contestants.holdfast import Holdfast
@@ -105,17 +107,25 @@ def hang_worker(contestant: Contestant, job: timeline.Incarnation) -> None:
 
 def lose_node(contestant: Contestant, job: timeline.Incarnation) -> None:
     """The node that does not host torchrun's store; a replacement is at hand at once."""
-    contestant.kill_node(job.pids[job.world_size - 1])
+    contestant.kill_node(job.pids[ordinary_rank(contestant, job)])
     contestant.replace_node()
 
 
 def lose_store_node(contestant: Contestant, job: timeline.Incarnation) -> None:
-    contestant.kill_node(job.pids[0])
+    host = contestant.store_host()
+    ranks = [rank for rank, pid in job.pids.items() if psutil.Process(pid).ppid() == host]
+    contestant.kill_node(job.pids[min(ranks, default=0)])
     contestant.replace_node()
 
 
+def ordinary_rank(contestant: Contestant, job: timeline.Incarnation) -> int:
+    """The last rank that does not run beside the contestant's store."""
+    host = contestant.store_host()
+    return max(rank for rank, pid in job.pids.items() if psutil.Process(pid).ppid() != host)
+
+
 def lose_node_for_good(contestant: Contestant, job: timeline.Incarnation) -> float | None:
-    rank = job.world_size - 1
+    rank = ordinary_rank(contestant, job)
     if isinstance(contestant, Holdfast):
         return contestant.lose_for_good(rank, job.pids[rank])
     contestant.kill_node(job.pids[rank])

@@ -59,6 +59,10 @@ class Contestant(ABC):
     def kill_node(self, worker_pid: int) -> None:
         """SIGKILL everything of the node that the worker belongs to, at once."""
 
+    def store_host(self) -> int | None:
+        """The process (a node's agent) that everybody's rendezvous hangs on, where there is one."""
+        return None
+
     def replace_node(self) -> None:  # noqa: B027 (most need not be told)
         """Bring a replacement, if this contestant needs to be told."""
 

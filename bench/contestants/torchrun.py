@@ -45,6 +45,14 @@ class Torchrun(Contestant):
     def kill_node(self, worker_pid: int) -> None:
         kill_trees([psutil.Process(worker_pid).ppid()])
 
+    def store_host(self) -> int | None:
+        """Of the agents the one that came first to the port: either may be it."""
+        for process in self.processes:
+            for one in psutil.Process(process.pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN and one.laddr.port == self._port:
+                    return process.pid
+        return None
+
 
 class Bare(Contestant):
     """Four plain processes with the torchrun environment and nobody to look after them."""
