@@ -78,6 +78,8 @@ class Monitor:
         self._recipe = job.spec.entrypoint.recipe is not None
         self._controller = controller
         self._heard: dict[str, int] = {}
+        self._arrived: dict[str, int] = {}
+        """News that is there and was not given to `observe` yet."""
         self._now = _Generation()
 
     @property
@@ -85,6 +87,11 @@ class Monitor:
         return self._controller.state
 
     # -- in -----------------------------------------------------------------------------------
+    def arrived(self, now_ns: int, node: str) -> None:
+        """Something of this node has come and will be observed in its turn: the node is not silent,
+        however long that takes."""
+        self._arrived[node] = now_ns
+
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; the verdicts are events of their own."""
         out: list[AnyEvent] = []
@@ -117,7 +124,11 @@ class Monitor:
         timeout = seconds(self._recovery.heartbeat_timeout_s)
         if not self._controller.submitted or self._state.terminal:
             return None
-        due = [at + timeout for node, at in self._heard.items() if node in self._state.nodes]
+        due = [
+            max(at, self._arrived.get(node, 0)) + timeout
+            for node, at in self._heard.items()
+            if node in self._state.nodes
+        ]
         hang = self._hang_due()
         if hang is not None:
             due.append(hang[0])
@@ -127,6 +138,7 @@ class Monitor:
     def _follow(self) -> None:
         state = self._state
         self._heard = {node: at for node, at in self._heard.items() if node in state.nodes}
+        self._arrived = {node: at for node, at in self._arrived.items() if node in state.nodes}
         if self._now.number == state.generation:
             return
         step = state.step
@@ -204,7 +216,8 @@ class Monitor:
         out: list[AnyEvent] = []
         if self._state.terminal:
             return out
-        for node, at in list(self._heard.items()):
+        for node, heard_ns in list(self._heard.items()):
+            at = max(heard_ns, self._arrived.get(node, 0))
             if now_ns - at >= seconds(timeout_s):
                 del self._heard[node]
                 quiet = (now_ns - at) / SECOND_NS

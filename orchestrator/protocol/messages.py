@@ -96,6 +96,14 @@ class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     """False: nothing was written because there was nothing to write, or no time for it."""
 
 
+class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
+    """This node will be taken away (SIGTERM). It serves on until it is told Shutdown, or until
+    `grace_s` seconds from now; said again after every Welcome."""
+
+    detail: str
+    grace_s: float
+
+
 class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
     """Something worth telling that decides nothing (a forkserver was restarted ...)."""
 
@@ -188,6 +196,8 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
 
     version: int = limits.PROTOCOL_VERSION
     token: str
+    job: str = ""
+    """Empty: the only job of this controller."""
     verb: str
     """status, watch, resize, suspend, resume, cancel, chaos, checkpoint."""
     arguments: dict[str, Any] = {}
@@ -200,8 +210,9 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 FromAgent = (
-    Hello | Heartbeat | Launched | WorkerExited | Stopped | Persisted | PersistFailed | AgentEvent
-)
+    Hello | Heartbeat | Launched | WorkerExited | Stopped | Persisted | PersistFailed | Leaving
+    | AgentEvent
+)  # fmt: skip
 ToAgent = Welcome | Refused | Launch | Stop | Persist | Committed | Prune | Chaos | Shutdown
 
 _ENCODER = msgspec.msgpack.Encoder()

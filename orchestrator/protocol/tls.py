@@ -80,7 +80,7 @@ def choosing_context(choose: Choose) -> ssl.SSLContext:
         connection.context = chosen
         return None
 
-    context.sni_callback = pick  # type: ignore[assignment]
+    context.sni_callback = pick
     return context
 
 
@@ -115,7 +115,7 @@ def _private_file(data: bytes) -> Iterator[Path]:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("holdfast-tls", os.MFD_CLOEXEC)
         try:
-            with open(fd, "wb", closefd=False) as file:  # noqa: PTH123
+            with open(fd, "wb", closefd=False) as file:
                 file.write(data)
             yield Path(f"/proc/self/fd/{fd}")
         finally:

@@ -61,11 +61,16 @@ class Control:
         if request.verb == "watch":
             await self._watch(stream)
             return
-        verb = self._verbs.get(request.verb)
-        if verb is None:
+        stream.reply(await self.perform(request.verb, request.arguments))
+
+    async def perform(self, verb: str, arguments: dict[str, Any]) -> wire.Reply:
+        """Carry out a verb, but `watch`; the answer comes when it is durable. Raises UserError for
+        what cannot be done as asked."""
+        act = self._verbs.get(verb)
+        if act is None:
             known = ", ".join(sorted([*self._verbs, "watch"]))
-            raise UserError(str(Problem("verb", request.verb, f"one of {known}")))
-        stream.reply(await verb(request.arguments))
+            raise UserError(str(Problem("verb", verb, f"one of {known}")))
+        return await act(arguments)
 
     async def _status(self, arguments: dict[str, Any]) -> wire.Reply:
         return wire.Reply(ok=True, body=view_body(self._view()))

@@ -2,6 +2,9 @@
 
 Owns: the order (persist, then act), the queue, the timers and the replay. It is the only loop of
 the control plane. Must not: decide, or do anything slow; the executor and the endpoint do the IO.
+
+Events carry the time at which they came, not the one at which they are taken in: while a commit is
+under way they wait, and neither a node's silence nor a hang may be concluded from our own waiting.
 """
 
 from __future__ import annotations
@@ -9,19 +12,27 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..core.actions import AnyAction
 from ..core.controller import Controller
-from ..core.events import AnyEvent, Heartbeat, Tick
+from ..core.events import AnyEvent, Heartbeat, NodeJoined, Tick
 from ..core.health import Monitor
+from ..core.journal import Journal
+from ..core.transitions import Phase
 from ..protocol.spec import TrainingJob
 from .clock import Clock
-from .journal import Journal
 from .story import Story
 
 NS = 1_000_000_000
 SPIN_GUARD_NS = 10_000_000
 """A deadline that stays in the past after its Tick would keep the loop busy for ever."""
+
+
+class Queued(NamedTuple):
+    at_ns: int
+    event: AnyEvent
+    done: asyncio.Future[None] | None
 
 
 class Driver:
@@ -40,10 +51,10 @@ class Driver:
         self.controller = Controller()
         self._monitor = Monitor(job, self.controller)
         self.story = Story(job)
-        self._queue: deque[tuple[AnyEvent, asyncio.Future[None] | None]] = deque()
+        self._queue: deque[Queued] = deque()
         self._wake = asyncio.Event()
         self._stopping = self._ended = False
-        self._quiet_until_ns = 0
+        self._quiet_until_ns = self._last_ns = 0
 
     def open(self, journal: Journal) -> int:
         """Bring the core to where the journal ends, and write there from now on; returns the number
@@ -55,15 +66,14 @@ class Driver:
             self.story.observe(now_ns, event, actions, self.controller.state)
             # Its verdicts of that time are in the journal themselves.
             self._monitor.observe(now_ns, event)
-        if count:
-            self._clock.not_before(journal.records[-1].now_ns)
+        self._last_ns = self.story.now_ns
+        self._clock.not_before(self._last_ns)
         journal.records.clear()
         return count
 
     def submit(self, event: AnyEvent) -> None:
         """Queue an event."""
-        self._queue.append((event, None))
-        self._wake.set()
+        self._put(event, None)
 
     async def submit_durable(self, event: AnyEvent) -> None:
         """Queue an event and wait until it is in the journal for good and its actions run.
@@ -72,9 +82,15 @@ class Driver:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._ended:
             done.cancel()
-        self._queue.append((event, done))
-        self._wake.set()
+        self._put(event, done)
         await done
+
+    def _put(self, event: AnyEvent, done: asyncio.Future[None] | None) -> None:
+        now_ns = self._clock.now_ns()
+        if isinstance(event, Heartbeat | NodeJoined):
+            self._monitor.arrived(now_ns, event.node)
+        self._queue.append(Queued(now_ns, event, done))
+        self._wake.set()
 
     def stop(self) -> None:
         """End `run` after the batch at hand."""
@@ -82,16 +98,17 @@ class Driver:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until `stop`, or until an error of our own: then training goes on without us."""
+        """Until `stop` or the job's end. Raises JournalLost when another controller has taken over,
+        JournalError when nothing can be written down any more: training goes on without us."""
         try:
             while not self._stopping:
                 await self._wait()
-                self.turn()
+                await self.turn()
         finally:
             self._ended = True
-            for _event, done in self._queue:
-                if done is not None:
-                    done.cancel()
+            for queued in self._queue:
+                if queued.done is not None:
+                    queued.done.cancel()
 
     async def _wait(self) -> None:
         if self._queue:
@@ -114,19 +131,25 @@ class Driver:
         first = min((time for time in times if time is not None), default=None)
         return None if first is None else max(first, self._quiet_until_ns)
 
-    def turn(self) -> None:
+    async def turn(self) -> None:
         """Everything that is queued or due: into the core, into the journal, then the actions."""
-        assert self._journal is not None
         waiters: list[asyncio.Future[None]] = []
         actions: list[AnyAction] = []
-        while self._queue:
-            event, done = self._queue.popleft()
-            if done is not None:
-                waiters.append(done)
-            actions += self._absorb(event)
-        actions += self._tick()
-        if actions or waiters:
-            self._journal.sync()
+        phase = self._phase()
+        try:
+            while self._queue:
+                at_ns, event, done = self._queue.popleft()
+                if done is not None:
+                    waiters.append(done)
+                actions += self._absorb(event, at_ns)
+            actions += self._tick()
+            # Decisions, and what people are told.
+            if actions or waiters or self._phase() != phase:
+                await self._commit()
+        except BaseException:
+            for waiter in waiters:
+                waiter.cancel()
+            raise
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -137,14 +160,21 @@ class Driver:
         if state.terminal and state.finish_action is None:
             self.stop()
 
-    def _absorb(self, first: AnyEvent) -> list[AnyAction]:
+    def _phase(self) -> Phase | None:
+        return self.controller.state.phase if self.controller.submitted else None
+
+    async def _commit(self) -> None:
+        assert self._journal is not None
+        await self._journal.commit()
+
+    def _absorb(self, first: AnyEvent, at_ns: int) -> list[AnyAction]:
         """One event and what the monitor concludes from it."""
         assert self._journal is not None
+        now_ns = self._last_ns = max(at_ns, self._last_ns)
         actions: list[AnyAction] = []
         pending = deque([first])
         while pending:
             event = pending.popleft()
-            now_ns = self._clock.now_ns()
             if isinstance(event, Heartbeat):
                 self.story.beat(now_ns, event)
             else:
@@ -159,7 +189,7 @@ class Driver:
         now_ns = self._clock.now_ns()
         due = self.controller.next_deadline_ns()
         if due is not None and due <= now_ns:
-            actions = self._absorb(Tick())
+            actions = self._absorb(Tick(), now_ns)
             if self.controller.next_deadline_ns() == due:
                 self._quiet_until_ns = now_ns + SPIN_GUARD_NS
             return actions
@@ -169,5 +199,5 @@ class Driver:
         # The monitor's own deadline: the core and the journal only hear of its verdicts.
         actions = []
         for verdict in self._monitor.observe(now_ns, Tick()):
-            actions += self._absorb(verdict)
+            actions += self._absorb(verdict, now_ns)
         return actions

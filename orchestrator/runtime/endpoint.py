@@ -1,7 +1,7 @@
 """Where agents and the command line dial in: an asyncio server of length-prefixed msgpack frames.
 
-Owns: connections, who may speak (token, version, job), and one link per node. Must not: decide what
-a message means; it hands agents' messages and requests on.
+Owns: connections, who may speak (TLS, token, version, job), and one link per node of every job that
+is registered. Must not: decide what a message means; it hands agents' messages and requests on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import errno
 import hmac
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..protocol import limits
 from ..protocol import messages as wire
 from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.facts import NodeFacts
+from ..protocol.tls import choosing_context
 
 GREETING_TIMEOUT_S = 10.0
 """A connection that has not said who it is by then is closed."""
@@ -73,68 +75,124 @@ class Stream:
         self._peer.send(reply)
 
 
-class Endpoint:
-    """The server."""
+@dataclass(eq=False)
+class Guest:
+    """A job that is spoken for here, and its connections."""
 
-    def __init__(
-        self,
-        *,
-        job_name: str,
-        token: str,
-        welcome: wire.Welcome,
-        links: dict[str, AgentLink],
-        sink: Sink,
-        handler: Handler,
-    ) -> None:
-        """`links` is kept up to date: the nodes that are connected."""
-        self._job_name, self._token = job_name, token.encode()
-        self._welcome, self.sink, self._handler = welcome, sink, handler
-        self.links = links
+    job: str
+    token: bytes
+    welcome: wire.Welcome
+    links: dict[str, AgentLink]
+    sink: Sink
+    handler: Handler
+    tls_name: str
+    context: ssl.SSLContext | None
+    peers: set[Peer] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Endpoint:
+    """The server: one port, however many jobs.
+
+    Without TLS (one job of this machine, on loopback) whoever dials in names its job in the first
+    message. With TLS it has named it in the handshake before (SNI) and has proved that it holds
+    that job's key; the first message must name the same one.
+    """
+
+    def __init__(self) -> None:
         self.port = 0
         self.address = ""
-        self._peers: set[Peer] = set()
+        self._guests: dict[str, Guest] = {}
+        self._by_tls_name: dict[str, Guest] = {}
+        self._strangers: set[Peer] = set()
+        """Connections that have not said yet who they are."""
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def open(
-        self, address: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None
-    ) -> None:
-        """Listen; TLS with `context`. Raises UserError when the port cannot be had."""
+    async def open(self, address: str = "127.0.0.1", port: int = 0, *, tls: bool = False) -> None:
+        """Listen; with `tls`, only to those who hold the key of a registered job. Raises UserError
+        when the port cannot be had."""
         loop = asyncio.get_running_loop()
+        context = choosing_context(self._context) if tls else None
         try:
             self._server = await loop.create_server(
-                lambda: Peer(self), address, port, ssl=context, backlog=4096
+                lambda: Peer(self),
+                address,
+                port,
+                ssl=context,
+                ssl_handshake_timeout=GREETING_TIMEOUT_S if tls else None,
+                backlog=4096,
             )
         except OSError as error:
             raise cannot_listen("the agents' port", address, port, error) from None
         self.address, self.port = self._server.sockets[0].getsockname()[:2]
 
+    def register(
+        self,
+        job: str,
+        *,
+        token: str,
+        welcome: wire.Welcome,
+        links: dict[str, AgentLink],
+        sink: Sink,
+        handler: Handler,
+        tls_name: str = "",
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Let the agents of a job in from now on. `links` is kept up to date: its nodes that are
+        connected. `tls_name` and `context` (protocol.tls.server_context) where TLS is spoken."""
+        assert job not in self._guests, f"{job} is registered twice"
+        assert bool(tls_name) == (context is not None), "a context and the name that picks it"
+        guest = Guest(job, token.encode(), welcome, links, sink, handler, tls_name, context)
+        self._guests[job] = guest
+        if tls_name:
+            self._by_tls_name[tls_name] = guest
+
+    def unregister(self, job: str) -> None:
+        """Close all connections of a job and let nobody of it in any more. What was sent before
+        still goes out. An unknown job is unregistered already."""
+        guest = self._guests.pop(job, None)
+        if guest is None:
+            return
+        if self._by_tls_name.get(guest.tls_name) is guest:
+            del self._by_tls_name[guest.tls_name]
+        for task in guest.tasks:
+            task.cancel()
+        guest.links.clear()
+        for peer in list(guest.peers):
+            peer.close()
+
     async def close(self) -> None:
         self._closed = True
         if self._server is not None:
             self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        self.links.clear()
-        for peer in list(self._peers):
+        for job in list(self._guests):
+            self.unregister(job)
+        for peer in list(self._strangers):
             peer.close()
         if self._server is not None:
             await self._server.wait_closed()
+
+    def _context(self, tls_name: str) -> ssl.SSLContext | None:
+        guest = self._by_tls_name.get(tls_name)
+        return guest.context if guest is not None else None
 
     # -- called by peers -----------------------------------------------------------------------
     def opened(self, peer: Peer) -> None:
         if self._closed:  # accepted just before: nobody would ever answer it
             peer.close()
         else:
-            self._peers.add(peer)
+            self._strangers.add(peer)
 
     def lost(self, peer: Peer) -> None:
-        self._peers.discard(peer)
-        link = peer.link
-        if link is not None and self.links.get(link.node) is link:
-            del self.links[link.node]
-            self.sink.disconnected(link.node)
+        self._strangers.discard(peer)
+        guest, link = peer.guest, peer.link
+        if guest is None:
+            return
+        guest.peers.discard(peer)
+        if link is not None and guest.links.get(link.node) is link:
+            del guest.links[link.node]
+            guest.sink.disconnected(link.node)
 
     def greeted(self, peer: Peer, message: wire.AnyMessage) -> None:
         """The first message of a connection."""
@@ -145,48 +203,70 @@ class Endpoint:
         else:
             peer.close()
 
+    def _admit(self, peer: Peer, guest: Guest) -> None:
+        self._strangers.discard(peer)
+        peer.guest = guest
+        guest.peers.add(peer)
+
     def _hello(self, peer: Peer, hello: wire.Hello) -> None:
-        refusal = self._refusal(hello.version, hello.token)
-        if not refusal and hello.job != self._job_name:
-            refusal = f"job: got {hello.job}; this is the controller of {self._job_name}"
-        refusal = refusal or self.sink.refusal(hello)
-        if refusal:
-            peer.send(wire.Refused(detail=refusal, final=True))
+        guest = self._guest(peer, hello.job)
+        refusal = self._refusal(guest, hello.version, hello.token, hello.job)
+        if guest is not None and not refusal:
+            refusal = guest.sink.refusal(hello)
+        if guest is None or refusal:
+            # A job that is not known here may be so soon: its controller may just be on its way.
+            peer.send(wire.Refused(detail=refusal, final=guest is not None))
             peer.close()
             return
-        old = self.links.get(hello.node)
-        peer.link = self.links[hello.node] = AgentLink(hello.node, hello.facts, peer)
+        self._admit(peer, guest)
+        old = guest.links.get(hello.node)
+        peer.link = guest.links[hello.node] = AgentLink(hello.node, hello.facts, peer)
         if old is not None:
             old.close()
-            self.sink.replaced(hello.node)
-        peer.send(self._welcome)
-        self.sink.joined(peer.link, hello)
+            guest.sink.replaced(hello.node)
+        peer.send(guest.welcome)
+        guest.sink.joined(peer.link, hello)
 
     def _request(self, peer: Peer, request: wire.Request) -> None:
-        if refusal := self._refusal(request.version, request.token):
+        guest = self._guest(peer, request.job)
+        refusal = self._refusal(guest, request.version, request.token, request.job)
+        if guest is None or refusal:
             peer.send(wire.Reply(ok=False, detail=refusal))
             peer.close()
             return
-        task = asyncio.get_running_loop().create_task(self._answer(peer, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._admit(peer, guest)
+        task = asyncio.get_running_loop().create_task(self._answer(guest, peer, request))
+        guest.tasks.add(task)
+        task.add_done_callback(guest.tasks.discard)
 
-    async def _answer(self, peer: Peer, request: wire.Request) -> None:
+    async def _answer(self, guest: Guest, peer: Peer, request: wire.Request) -> None:
         try:
-            await self._handler(Stream(peer), request)
+            await guest.handler(Stream(peer), request)
         except HoldfastError as error:
             peer.send(wire.Reply(ok=False, detail=str(error)))
         finally:
             peer.close()
 
-    def _refusal(self, version: int, token: str) -> str:
+    def _guest(self, peer: Peer, job: str) -> Guest | None:
+        """The job that a connection is for. Who names none means the only one there is."""
+        if not job and len(self._guests) == 1:
+            job = next(iter(self._guests))
+        guest = self._guests.get(job)
+        if guest is not None and guest.context is not peer.context:
+            return None  # the key of one job does not open another
+        return guest
+
+    def _refusal(self, guest: Guest | None, version: int, token: str, job: str) -> str:
         if version != limits.PROTOCOL_VERSION:
             return (
                 f"protocol version: got {version}; expected {limits.PROTOCOL_VERSION}; use the "
                 f"same Holdfast on both sides"
             )
+        if guest is None:
+            # Strangers do not learn which jobs there are.
+            return f"job: got {job or 'none'}; this is not its controller, or not yet"
         # Every comparison takes the same time, so that a token cannot be guessed byte by byte.
-        if not hmac.compare_digest(token.encode(), self._token):
+        if not hmac.compare_digest(token.encode(), guest.token):
             return "token: not the one of this job"
         return ""
 
@@ -200,12 +280,20 @@ class Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self.closed = False
+        self.guest: Guest | None = None
         self.link: AgentLink | None = None
-        self._timeout = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self.close)
+        self.context: ssl.SSLContext | None = None
+        """The job's, as the client has named it in the handshake; None: no TLS."""
+        self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """With TLS: after the handshake."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        connection = transport.get_extra_info("ssl_object")
+        self.context = connection.context if connection is not None else None
+        loop = asyncio.get_running_loop()
+        self._timeout = loop.call_later(GREETING_TIMEOUT_S, self.close)
         self._endpoint.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -233,17 +321,21 @@ class Peer(asyncio.Protocol):
             return
         if not self._greeted:
             self._greeted = True
-            self._timeout.cancel()
+            self._patience_ends()
             self._endpoint.greeted(self, message)
-        elif self.link is not None and isinstance(message, wire.FromAgent):
-            self._endpoint.sink.received(self.link.node, message)
+        elif self.guest and self.link and isinstance(message, wire.FromAgent):
+            self.guest.sink.received(self.link.node, message)
         else:
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        self._timeout.cancel()
+        self._patience_ends()
         self._endpoint.lost(self)
+
+    def _patience_ends(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
 
     def send(self, message: wire.Message) -> None:
         if self._transport is not None and not self.closed:

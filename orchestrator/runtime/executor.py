@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..backends.base import Backend
@@ -32,7 +31,7 @@ from ..core.events import (
 )
 from ..protocol import messages as wire
 from .endpoint import AgentLink
-from .storage import Storage
+from .tier import Tier
 
 NodeAction = LaunchGroup | StopGroup
 
@@ -46,17 +45,15 @@ class Executor:
     def __init__(
         self,
         backend: Backend,
-        storage: Storage,
+        tier: Tier,
         links: Mapping[str, AgentLink],
         submit: Callable[[AnyEvent], None],
     ) -> None:
-        self._backend, self._storage, self._links = backend, storage, links
+        self._backend, self._tier, self._links = backend, tier, links
         self._submit = submit
         self._waiting: dict[int, NodeAction] = {}
         """Sent to a node that has not answered yet."""
         self._tasks: set[asyncio.Task[None]] = set()
-        # One thread: a commit and a deletion never overtake each other.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
 
     def carry_out(self, action: AnyAction) -> None:
         """Start an action; its result arrives through `submit`. Never blocks."""
@@ -79,11 +76,12 @@ class Executor:
                 self._run(action, self._finish(action))
 
     async def close(self) -> None:
+        """Returns when nothing of this job is under way any more, in storage either."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._thread.shutdown(wait=True)
+        await self._tier.settle()
 
     # -- over a node's link --------------------------------------------------------------------
     def _launch(self, action: LaunchGroup) -> None:
@@ -188,20 +186,14 @@ class Executor:
         return ""
 
     async def _commit(self, action: CommitManifest) -> str:
-        loop = asyncio.get_running_loop()
-        num_bytes = await loop.run_in_executor(
-            self._thread, self._storage.commit, action.step, action.mesh, action.files
-        )
+        num_bytes = await self._tier.commit(action.step, action.mesh, action.files)
         committed = wire.Committed(generation=action.files[0].generation, step=action.step)
         for link in self._links.values():
             link.send(committed)
         return f"{num_bytes} bytes"
 
     async def _delete(self, action: DeleteCheckpoint) -> str:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(
-            self._thread, self._storage.delete, action.step, action.written_by
-        )
+        await self._tier.delete(action.step, action.written_by)
         return ""
 
     async def _finish(self, action: FinishJob) -> str:
@@ -213,8 +205,9 @@ class Executor:
 
     async def _settle_storage(self) -> None:
         """Deletions under way, so that retention holds when the job has ended; not for long."""
-        settled = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+        settled = asyncio.get_running_loop().create_task(self._tier.settle())
         await asyncio.wait([settled], timeout=SETTLE_S)
+        settled.cancel()
 
     # -- results -------------------------------------------------------------------------------
     def _succeeded(self, action: AnyAction, detail: str) -> None:

@@ -1,12 +1,9 @@
-"""The journal: every durable event with its time, append-only, the only state of a controller.
+"""The journal of a job on this machine: a file that only grows at its end.
 
 Owns: the file format, what "durable" means, and telling a torn tail from damage. Must not: know
 what an event means, or repair damage by leaving something out.
 
-A file is a 20-byte header (16 bytes magic, 4 bytes format version) and records. A record is 12
-bytes (length, crc32 of the length, crc32 of the body; little-endian) and a msgpack body
-[time_ns, event]. The length has a checksum of its own, because a damaged length would otherwise
-look like a tail that was cut off and everything after it would be lost without a word.
+A file is a 20-byte header (16 bytes magic, 4 bytes format version) and records (core/journal.py).
 
 A writer that dies leaves a prefix of what it wrote; a machine that dies may also leave zeros at the
 end. Both are a torn tail: nothing was done on its account yet, so it is cut off. Everything else
@@ -21,29 +18,23 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import msgspec
 
 from ..core.events import AnyEvent
-from ..protocol.errors import HoldfastError
+from ..core.journal import (
+    FRAME,
+    JournalError,
+    JournalLost,
+    Record,
+    decode_body,
+    encode_record,
+)
 
 MAGIC = b"holdfast journal"
 VERSION = 1
 HEADER = MAGIC + struct.pack("<I", VERSION)
-FRAME = struct.Struct("<III")
 ZERO_TAIL_BYTES = 16
 """So many zero bytes at the end of a file are blocks that never reached the disk; no event ends in
 them."""
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[tuple[int, AnyEvent]] = msgspec.msgpack.Decoder(
-    tuple[int, AnyEvent]
-)
-
-
-class JournalError(HoldfastError):
-    """The journal cannot be used."""
 
 
 class JournalDamaged(JournalError):
@@ -56,17 +47,6 @@ class JournalDamaged(JournalError):
             f"affected; restore the file from a copy, or remove the job and start it again from "
             f"its checkpoint"
         )
-
-
-class Record(NamedTuple):
-    now_ns: int
-    event: AnyEvent
-
-
-def encode_record(now_ns: int, event: AnyEvent) -> bytes:
-    body = _ENCODER.encode((now_ns, event))
-    length = struct.pack("<I", len(body))
-    return FRAME.pack(len(body), zlib.crc32(length), zlib.crc32(body)) + body
 
 
 class JournalReader:
@@ -96,12 +76,12 @@ class JournalReader:
         while (end := self._record_end(data, at, base)) is not None:
             body = data[at + FRAME.size : end]
             try:
-                record = _DECODER.decode(body)
-            except msgspec.MsgspecError as error:
-                raise JournalDamaged(self._path, base + at, f"not an event: {error}") from None
+                record = decode_body(body)
+            except ValueError as error:
+                raise JournalDamaged(self._path, base + at, str(error)) from None
             at = end
             self.offset = base + end
-            yield Record(*record)
+            yield record
 
     def _check_header(self, data: bytes) -> bool:
         """False when the header is not whole yet."""
@@ -138,8 +118,12 @@ class JournalReader:
         return end
 
 
-class Journal:
-    """The one writer. `append` buffers in the kernel, `sync` makes durable."""
+class FileJournal:
+    """The one writer (core.journal.Journal). `append` buffers in the kernel, `commit` makes
+    durable: an fdatasync, which is short on one machine and so done in the loop."""
+
+    snapshot: bytes | None = None
+    full = False
 
     def __init__(self, path: Path) -> None:
         """Open or create, read what is there into `records` and cut off a torn tail.
@@ -156,7 +140,7 @@ class Journal:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise JournalError(f"{path}: another controller writes it") from None
+                raise JournalLost(f"{path}: another controller writes it") from None
             self.records, self.cut_bytes = self._recover()
         except BaseException:
             os.close(self._fd)
@@ -180,7 +164,7 @@ class Journal:
         return records, max(0, size - self._end)
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
-        """Add a record. It survives this process from now on, the machine after `sync`.
+        """Add a record. It survives this process from now on, the machine after `commit`.
 
         Raises JournalError, leaving the file as it was, when it cannot be written.
         """
@@ -194,8 +178,15 @@ class Journal:
         self._end += len(data)
         self._dirty = True
 
-    def sync(self) -> None:
+    async def commit(self) -> None:
         """Make everything appended durable. Raises JournalError."""
+        self.sync()
+
+    async def compact(self, snapshot: bytes) -> None:
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """As `commit`."""
         if not self._dirty:
             return
         try:

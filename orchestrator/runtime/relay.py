@@ -20,7 +20,7 @@ from ..protocol import messages as wire
 from .endpoint import AgentLink
 from .executor import Executor
 
-log = logging.getLogger("holdfast.relay")
+Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class Relay:
@@ -32,9 +32,10 @@ class Relay:
         executor: Executor,
         state: Callable[[], JobState],
         submit: Callable[[AnyEvent], None],
+        log: Log,
     ) -> None:
         self._backend, self._executor = backend, executor
-        self._state, self._submit = state, submit
+        self._state, self._submit, self._log = state, submit, log
         self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -46,7 +47,7 @@ class Relay:
         if node in self._gone:
             return
         self._gone.add(node)
-        log.info("%s: %s: %s", node, cause, detail)
+        self._log.info("%s: %s: %s", node, cause, detail)
         self._submit(events.NodeLost(node=node, cause=cause, detail=detail))
         self._executor.forget(node, f"{node} was lost")
 
@@ -62,7 +63,7 @@ class Relay:
         return ""
 
     def joined(self, link: AgentLink, hello: wire.Hello) -> None:
-        log.info("%s joined, generation %d", hello.node, hello.generation)
+        self._log.info("%s joined, generation %d", hello.node, hello.generation)
         self._submit(
             events.NodeJoined(
                 node=hello.node,
@@ -77,7 +78,7 @@ class Relay:
         self._executor.forget(hello.node, f"{hello.node} came back over a new link")
 
     def replaced(self, node: str) -> None:
-        log.info("%s dialled in again over a new link", node)
+        self._log.info("%s dialled in again over a new link", node)
 
     def received(self, node: str, message: wire.Message) -> None:
         match message:
@@ -119,14 +120,14 @@ class Relay:
                     )
                 )
             case wire.AgentEvent():
-                log.info("%s: %s", node, message.text)
+                self._log.info("%s: %s", node, message.text)
             case _:
-                log.warning("%s: unexpected %s", node, type(message).__name__)
+                self._log.warning("%s: unexpected %s", node, type(message).__name__)
 
     def disconnected(self, node: str) -> None:
         if self._state().terminal:
             return
-        log.info("%s: the link closed", node)
+        self._log.info("%s: the link closed", node)
         task = asyncio.get_running_loop().create_task(self._look(node))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,8 @@
-"""One job from its directory to its end: what `holdfast run` and `holdfast run --attach` do.
+"""One job of this machine from its directory to its end: `holdfast run`, attached to it or anew.
 
-Owns: putting the parts together, in order, and taking them apart; the signals of the terminal.
-Must not: decide anything about the job.
+Owns: what is local about a job around its Assembly: its files, its journal's file, the port that
+agents dial, /metrics, the log file, the display, the signals of the terminal. Must not: decide
+anything about the job.
 
 When this process is killed, the job goes on without it: machine host and agents are sessions of
 their own, agents look for the next controller, and everything that was decided is in the journal.
@@ -22,26 +23,19 @@ from typing import Any
 
 from ..backends.base import Backend
 from ..backends.local import LocalBackend, LocalPaths
-from ..core.actions import AnyAction
-from ..core.events import ActionUnknown, CancelRequested, ControllerStarted, JobSubmitted
-from ..protocol import messages as wire
-from ..protocol.errors import HoldfastError, Problem, UserError
-from ..protocol.facts import ShardFile
-from ..protocol.manifest import Manifest
-from ..protocol.spec import TrainingJob, job_to_mapping
-from .changes import Changes
-from .clock import Clock
-from .control import Control
+from ..core.events import CancelRequested
+from ..protocol.spec import TrainingJob
+from .assembly import Assembly
 from .driver import Driver
-from .endpoint import AgentLink, Endpoint
-from .executor import Executor
+from .endpoint import Endpoint
 from .home import Home, JobDirectory
-from .journal import Journal
+from .journal import FileJournal
 from .metrics import MetricsServer
 from .record import create_job
-from .relay import Relay
 from .storage import Storage
+from .strand import Strand
 from .surroundings import job_environment
+from .tier import ThreadedTier
 from .view import JobView
 
 VIEW_INTERVAL_S = 0.25
@@ -96,7 +90,7 @@ def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
 
 
 class Service:
-    """The parts of one job. The directory's lock is held by the caller."""
+    """One job of this machine. The directory's lock is held by the caller."""
 
     def __init__(
         self,
@@ -107,169 +101,80 @@ class Service:
     ) -> None:
         self._directory = directory
         self._on_view, self._on_note = on_view, on_note
-        self.job = directory.job()
-        self._checkpoint_path = directory.checkpoint_path(self.job)
-        self.backend = make_backend(self.job, directory)
-        self._clock = Clock()
+        self.job = job = directory.job()
         self.metrics_port = 0
         self._interrupts = 0
+        self._dirty = asyncio.Event()
+        self.endpoint = Endpoint()
+        path = directory.checkpoint_path(job)
+        self.assembly = Assembly(
+            job,
+            key=job.name,
+            job_id=directory.job_id,
+            spec_directory=directory.spec_directory,
+            checkpoint_path=path,
+            log_directory=str(directory.logs),
+            token=directory.token(),
+            backend=make_backend(job, directory),
+            endpoint=self.endpoint,
+            storage=ThreadedTier(Storage(path, job.name), Strand()),
+            on_change=self._dirty.set,
+            on_note=on_note,
+        )
+
+    @property
+    def driver(self) -> Driver:
+        return self.assembly.driver
 
     def view(self, *, live: bool = True) -> JobView:
-        return self.driver.story.view(
-            self._clock.now_ns(),
-            live=live,
-            checkpoint_path=self._checkpoint_path,
-            metrics_port=self.metrics_port,
-        )
+        return self.assembly.view(live=live, metrics_port=self.metrics_port)
 
     async def run(self) -> JobView:
         """Until the job has ended. Raises UserError, leaving nothing running, when it cannot begin;
         JournalError, leaving the job running, when its journal cannot be written any more."""
-        self._changes = Changes()
-        self._dirty = asyncio.Event()
-        storage = Storage(self._checkpoint_path, self.job.name)
-        self._assemble(storage)
         async with AsyncExitStack() as stack:
             self._log_to_file(stack)
             try:
-                await self._open(stack, storage)
+                await self._open(stack)
             except BaseException:
                 # A mistake of the user, or Ctrl-C before anything was written down: leave nothing.
-                await self.backend.close(release=not self._directory.journal.exists())
+                await self.assembly.close(release=not self._directory.journal.exists())
                 raise
-            stack.push_async_callback(self.backend.close, release=False)
+            stack.push_async_callback(self.assembly.close)
+            # First of all, so that nobody who dials again is told that there is no such job.
+            stack.push_async_callback(self.endpoint.close)
             self._handle_signals(stack)
             self._background(stack, self._show())
-            await self.driver.run()
+            await self.assembly.run()
         view = self.view(live=False)
         if self._on_view is not None:
             self._on_view(view)
         return view
 
-    # -- opening, in order ---------------------------------------------------------------------
-    def _assemble(self, storage: Storage) -> None:
-        links: dict[str, AgentLink] = {}
-        self.driver = Driver(
-            self.job,
-            self._clock,
-            lambda action: self._executor.carry_out(action),
-            self._on_change,
-        )
-        self._executor = Executor(self.backend, storage, links, self.driver.submit)
-        self._relay = Relay(
-            self.backend,
-            self._executor,
-            lambda: self.driver.controller.state,
-            self.driver.submit,
-        )
-        self._control = Control(self.driver, self.backend, links, self.view, self._changes)
-        self.endpoint = Endpoint(
-            job_name=self.job.name,
-            token=self._directory.token(),
-            welcome=wire.Welcome(
-                spec=job_to_mapping(self.job),
-                spec_directory=self._directory.spec_directory,
-                checkpoint_path=self._checkpoint_path,
-                log_directory=str(self._directory.logs),
-                heartbeat_interval_s=self.job.spec.recovery.heartbeat_interval_s,
-            ),
-            links=links,
-            sink=self._relay,
-            handler=self._control.handle,
-        )
-
-    async def _open(self, stack: AsyncExitStack, storage: Storage) -> None:
-        loop = asyncio.get_running_loop()
-        fresh = not self._directory.journal.exists()
+    async def _open(self, stack: AsyncExitStack) -> None:
         metrics = MetricsServer(self.job, self._metrics_view)
         self.metrics_port = metrics.open(self.job.spec.metrics.port)
         stack.callback(metrics.close)
-        if fresh:
-            # First, because the machine host takes the longest to come up.
-            await self.backend.open(self._relay.node_gone)
-        try:
-            await loop.run_in_executor(None, storage.prepare)
-            manifests = await loop.run_in_executor(None, storage.manifests)
-        except HoldfastError as error:
-            # A job that trains needs its controller more than its storage: what the journal knows
-            # of checkpoints has to do until the next commit.
-            if fresh:
-                raise
-            log.warning("taking over without looking into storage: %s", error)
-            self._on_note(f"storage does not answer; taking over all the same ({error})")
-            manifests = []
-        self._refuse_foreign(manifests)
+        await self.assembly.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
-        stack.push_async_callback(self._executor.close)
-        journal = Journal(self._directory.journal)
+        journal = FileJournal(self._directory.journal)
         stack.callback(journal.close)
         if journal.cut_bytes:
             log.warning("the journal ended in %d bytes of half a record", journal.cut_bytes)
-        replayed = self.driver.open(journal)
-        existing: tuple[str, ...] | None = None
-        if not fresh:
-            await self.backend.open(self._relay.node_gone)
-            existing = await self.backend.list_nodes()
-        self._begin(replayed, tuple(file for one in manifests for file in one.files), existing)
+        await self.assembly.begin(journal)
         # From here on agents find us.
         stack.callback(self._directory.remove_controller)
         self._directory.write_controller(
             self.endpoint.address, self.endpoint.port, self.metrics_port
         )
 
-    def _refuse_foreign(self, manifests: list[Manifest]) -> None:
-        """Two jobs that share a place would write into each other's directories."""
-        others = sorted({one.job for one in manifests} - {self.job.name})
-        if others:
-            problem = Problem(
-                "spec.checkpoint.path",
-                f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
-                "a place of its own",
-                "choose another directory or URL",
-            )
-            raise UserError(str(problem))
-
-    def _begin(
-        self, replayed: int, committed: tuple[ShardFile, ...], nodes: tuple[str, ...] | None
-    ) -> None:
-        """The events that every incarnation starts with, and the results that it will not get."""
-        inflight: dict[int, AnyAction] = {}
-        incarnation = 1
-        if replayed:
-            state = self.driver.controller.state
-            inflight = dict(state.inflight)
-            incarnation = state.incarnation + 1
-        else:
-            self.driver.submit(
-                JobSubmitted(
-                    job_id=self._directory.job_id,
-                    spec=job_to_mapping(self.job),
-                    spec_directory=self._directory.spec_directory,
-                )
-            )
-        log.info("controller %d starts, %d events replayed", incarnation, replayed)
-        self.driver.submit(
-            ControllerStarted(incarnation=incarnation, committed=committed, nodes=nodes)
-        )
-        for action_id, action in inflight.items():
-            lost = ActionUnknown(
-                action_id=action_id,
-                generation=action.generation,
-                detail="the controller ended before the result came",
-            )
-            self.driver.submit(lost)
-
     # -- showing -------------------------------------------------------------------------------
-    def _on_change(self) -> None:
-        self._dirty.set()
-
     async def _show(self) -> None:
-        """Views for the display and for those who watch; no more often than an eye can follow."""
+        """Views for the display; no more often than an eye can follow."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            self._changes.tell()
             if self._on_view is not None:
                 self._on_view(self.view())
             await asyncio.sleep(VIEW_INTERVAL_S)
@@ -324,9 +229,10 @@ class Service:
 
     async def _force(self) -> None:
         """End every node, so that the core has nothing left to wait for."""
-        for node in await self.backend.list_nodes():
-            await self.backend.release_node(node)
+        backend = self.assembly.backend
+        for node in await backend.list_nodes():
+            await backend.release_node(node)
         await asyncio.sleep(FORCED_END_S)
         # The core should have ended the job long ago. Whatever it waits for, end everything.
-        await self.backend.close(release=True)
-        self.driver.stop()
+        await backend.close(release=True)
+        self.assembly.stop()

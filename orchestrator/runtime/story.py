@@ -24,10 +24,10 @@ from ..core.events import (
     ShardPersisted,
     StepsAdvanced,
 )
+from ..core.journal import Record
 from ..core.state import IncidentRecord, JobState, Node
 from ..protocol.facts import WorkerBeat
 from ..protocol.spec import TrainingJob
-from .journal import Record
 from .ledger import NS, TERMINAL, TimeLedger
 from .peaks import peak_flops
 from .view import CheckpointView, Incident, JobView, NodeView, WorkerView

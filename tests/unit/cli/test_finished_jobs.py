@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrator.core.events import CancelRequested, JobSubmitted
 from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
 from orchestrator.runtime.home import Home, JobDirectory
-from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.journal import FileJournal
 from orchestrator.runtime.record import expire, read_view
 
 from .conftest import Holdfast
@@ -28,7 +28,7 @@ def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobD
     )
     directory = Home(home).create(job, home)
     (directory.path / "checkpoints" / "shard").write_text("data")
-    journal = Journal(directory.journal)
+    journal = FileJournal(directory.journal)
     journal.append(0, JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/"))
     if ended:
         journal.append(10 * SECOND, CancelRequested())

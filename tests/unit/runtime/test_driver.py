@@ -19,7 +19,7 @@ from orchestrator.core.events import (
 from orchestrator.protocol.spec import job_to_mapping
 from orchestrator.runtime.clock import Clock
 from orchestrator.runtime.driver import Driver
-from orchestrator.runtime.journal import Journal, JournalError, JournalReader
+from orchestrator.runtime.journal import FileJournal, JournalError, JournalReader
 
 from .world import make_job
 
@@ -31,7 +31,7 @@ class Rig:
     """A driver whose actions are only counted, with what the journal held at that moment."""
 
     def __init__(self, path: Path) -> None:
-        self.journal = Journal(path)
+        self.journal = FileJournal(path)
         self.syncs = 0
         self.actions: list[AnyAction] = []
         self.durable: list[bool] = []
@@ -56,7 +56,7 @@ def test_decisions_are_durable_before_they_are_carried_out(tmp_path: Path) -> No
     rig = Rig(tmp_path / "journal")
     rig.driver.submit(SUBMITTED)
     rig.driver.submit(ControllerStarted(incarnation=1))
-    rig.driver.turn()
+    asyncio.run(rig.driver.turn())
     assert rig.actions and all(rig.durable)
     assert rig.events() == [SUBMITTED, ControllerStarted(incarnation=1)]
 
@@ -66,16 +66,16 @@ def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
     rig.driver.submit(SUBMITTED)
     for incarnation in range(1, 5):
         rig.driver.submit(ControllerStarted(incarnation=incarnation))
-    rig.driver.turn()
+    asyncio.run(rig.driver.turn())
     assert rig.syncs == 1 and len(rig.events()) == 5
 
 
 def test_heartbeats_are_not_journaled(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     rig.driver.submit(SUBMITTED)
-    rig.driver.turn()
+    asyncio.run(rig.driver.turn())
     rig.driver.submit(Heartbeat(node="node-0", generation=1))
-    rig.driver.turn()
+    asyncio.run(rig.driver.turn())
     assert rig.events() == [SUBMITTED] and rig.syncs == 1
 
 
@@ -88,7 +88,7 @@ def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
     rig.journal.sync = fail  # type: ignore[method-assign]
     rig.driver.submit(SUBMITTED)
     with pytest.raises(JournalError):
-        rig.driver.turn()
+        asyncio.run(rig.driver.turn())
     assert rig.actions == []
 
 
@@ -122,7 +122,7 @@ def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig = Rig(tmp_path / "journal")
         rig.driver.submit(SUBMITTED)
-        rig.driver.turn()
+        await rig.driver.turn()
         state = rig.driver.controller.state
         state.timers["request"] = state.now_ns + 1_000_000
         running = asyncio.create_task(rig.driver.run())
@@ -136,11 +136,11 @@ def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
 
 def test_time_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
     far = Clock().now_ns() + 3_600_000_000_000
-    journal = Journal(tmp_path / "journal")
+    journal = FileJournal(tmp_path / "journal")
     journal.append(far, SUBMITTED)
     journal.close()
     rig = Rig(tmp_path / "journal")
     rig.driver.submit(ControllerStarted(incarnation=1))
-    rig.driver.turn()
+    asyncio.run(rig.driver.turn())
     times = [now_ns for now_ns, _ in JournalReader(rig.journal.path).read()]
     assert far <= times[1] < far + 60_000_000_000

@@ -12,7 +12,7 @@ from orchestrator.core.events import JobSubmitted
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
 from orchestrator.runtime.home import HOME_VARIABLE, Home
-from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.journal import FileJournal
 from orchestrator.runtime.record import create_job
 
 
@@ -49,7 +49,7 @@ def test_the_token_is_secret_and_new_for_every_job(tmp_path: Path) -> None:
 def test_a_name_that_is_taken_says_its_state_and_how_to_go_on(tmp_path: Path) -> None:
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
-    journal = Journal(directory.journal)
+    journal = FileJournal(directory.journal)
     journal.append(1, JobSubmitted(job_id="x", spec=job_to_mapping(make_job()), spec_directory="/"))
     journal.close()
     with pytest.raises(UserError) as raised:

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.core.events import ActionSucceeded, AnyEvent, NodeLost, Tick
 from orchestrator.runtime.journal import (
     HEADER,
-    Journal,
+    FileJournal,
     JournalDamaged,
     JournalError,
     JournalReader,
@@ -30,7 +30,7 @@ RECORDS = [Record(1000 + number, event) for number, event in enumerate(EVENTS)]
 
 def write(path: Path, records: list[Record] = RECORDS) -> list[int]:
     """A journal with these records; returns where each one ends."""
-    journal, ends = Journal(path), []
+    journal, ends = FileJournal(path), []
     for record in records:
         journal.append(*record)
         journal.sync()
@@ -41,7 +41,7 @@ def write(path: Path, records: list[Record] = RECORDS) -> list[int]:
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     write(tmp_path / "journal")
-    journal = Journal(tmp_path / "journal")
+    journal = FileJournal(tmp_path / "journal")
     assert journal.records == RECORDS
     assert journal.cut_bytes == 0
     journal.close()
@@ -55,7 +55,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> N
         path.write_bytes(data[:length])
         kept = sum(end <= length for end in ends)
         assert list(JournalReader(path).read()) == RECORDS[:kept]
-        journal = Journal(path)
+        journal = FileJournal(path)
         assert journal.records == RECORDS[:kept]
         journal.append(5000, Tick())
         journal.close()
@@ -70,7 +70,7 @@ def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
     data = path.read_bytes()
     for whole in (len(data), ends[1] + 3, ends[1] + 20):
         path.write_bytes(data[:whole] + bytes(512))
-        journal = Journal(path)
+        journal = FileJournal(path)
         assert journal.records == RECORDS[: sum(end <= whole for end in ends)]
         assert journal.cut_bytes > 0
         journal.close()
@@ -88,7 +88,7 @@ def test_a_flipped_bit_anywhere_is_reported_with_its_record_and_changes_nothing(
         damaged[position] ^= 0x10
         path.write_bytes(damaged)
         with pytest.raises(JournalDamaged) as raised:
-            Journal(path)
+            FileJournal(path)
         record = max(start for start in starts if start <= position)
         assert raised.value.offset == record
         assert f"byte {record}" in str(raised.value)
@@ -100,7 +100,7 @@ def test_a_damaged_header_is_reported(tmp_path: Path) -> None:
     write(path)
     path.write_bytes(b"X" + path.read_bytes()[1:])
     with pytest.raises(JournalDamaged, match="byte 0"):
-        Journal(path)
+        FileJournal(path)
 
 
 def test_a_journal_of_another_version_names_both(tmp_path: Path) -> None:
@@ -110,20 +110,20 @@ def test_a_journal_of_another_version_names_both(tmp_path: Path) -> None:
     data[16] = 9
     path.write_bytes(data)
     with pytest.raises(JournalError, match="got format version 9; expected 1"):
-        Journal(path)
+        FileJournal(path)
 
 
 def test_there_is_one_writer(tmp_path: Path) -> None:
-    first = Journal(tmp_path / "journal")
+    first = FileJournal(tmp_path / "journal")
     with pytest.raises(JournalError, match="another controller writes it"):
-        Journal(tmp_path / "journal")
+        FileJournal(tmp_path / "journal")
     first.close()
-    Journal(tmp_path / "journal").close()
+    FileJournal(tmp_path / "journal").close()
 
 
 def test_a_reader_follows_while_another_writes(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    journal, reader = Journal(path), JournalReader(path)
+    journal, reader = FileJournal(path), JournalReader(path)
     for record in RECORDS:
         assert list(reader.read()) == []
         journal.append(*record)
@@ -139,10 +139,10 @@ def test_a_full_disk_is_reported_and_leaves_whole_records(tmp_path: Path) -> Non
 import resource, signal, sys
 from pathlib import Path
 from orchestrator.core.events import Tick
-from orchestrator.runtime.journal import Journal, JournalError
+from orchestrator.runtime.journal import FileJournal, JournalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
-journal = Journal(path)
+journal = FileJournal(path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, resource.RLIM_INFINITY))
 try:
     for number in range(10):
@@ -164,8 +164,8 @@ def test_a_writer_killed_in_the_middle_leaves_a_journal_that_opens(tmp_path: Pat
 import sys
 from pathlib import Path
 from orchestrator.core.events import NodeLost
-from orchestrator.runtime.journal import Journal
-journal = Journal(Path(sys.argv[1]))
+from orchestrator.runtime.journal import FileJournal
+journal = FileJournal(Path(sys.argv[1]))
 print("open", flush=True)
 number = 0
 while True:
@@ -182,6 +182,6 @@ while True:
     process.kill()
     process.wait()
     process.stdout.close()
-    journal = Journal(path)
+    journal = FileJournal(path)
     assert [now_ns for now_ns, _ in journal.records] == list(range(len(journal.records)))
     journal.close()

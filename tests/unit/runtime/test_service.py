@@ -118,7 +118,7 @@ def test_a_new_controller_takes_over_without_disturbing_training(tmp_path: Path)
         dead = read_view(world.directory)
         assert (dead.state, dead.controller_alive) == ("running", False)
         world.start()
-        await world.until(lambda view: len(world.service.endpoint.links) == 2)
+        await world.until(lambda view: len(world.service.assembly.links) == 2)
         for agent in world.members():
             agent.advance(7)
         view = await world.until(lambda view: view.step == 7)
@@ -309,7 +309,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
 
         assert (await hello(token="0" * 64)).detail == "token: not the one of this job"
         assert "expected 1" in (await hello(version=99)).detail
-        assert "this is the controller of tiny" in (await hello(job="other")).detail
+        assert "this is not its controller" in (await hello(job="other")).detail
         frames = await Frames.dial(place["address"], place["port"])
         frames.send(wire.Request(token="wrong", verb="cancel"))
         assert not (await frames.receive()).ok

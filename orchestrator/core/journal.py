@@ -1,0 +1,103 @@
+"""What a journal is: every durable event of a job with its time, and from time to time a snapshot.
+
+Owns: the interface that every keeper of a journal implements (a file, a Kubernetes object), the
+form of a record, and the errors. Must not: do IO, or know what an event means.
+
+A record is 12 bytes (length, crc32 of the length, crc32 of the body; little-endian) and a msgpack
+body [time_ns, event]. The length has a checksum of its own, because a damaged length would
+otherwise look like a tail that was cut off and everything after it would be lost without a word.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from ..protocol.errors import HoldfastError
+from .events import AnyEvent
+
+FRAME = struct.Struct("<III")
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[tuple[int, AnyEvent]] = msgspec.msgpack.Decoder(
+    tuple[int, AnyEvent]
+)
+
+
+class JournalError(HoldfastError):
+    """The journal cannot be used."""
+
+
+class JournalLost(JournalError):
+    """Somebody else writes this journal: another controller has taken the job over. Whoever gets
+    this has lost the right to act; nothing that it decided since its last commit counts."""
+
+
+class Record(NamedTuple):
+    now_ns: int
+    event: AnyEvent
+
+
+class Journal(Protocol):
+    """The one writer of a job's journal.
+
+    `snapshot` and `records` are what was there when it was opened: the newest snapshot (None:
+    there never was one) and the records since. Whoever has read them may clear `records`.
+    """
+
+    snapshot: bytes | None
+    records: list[Record]
+
+    @property
+    def full(self) -> bool:
+        """It has grown so much that the next commit should be a `compact`."""
+
+    def append(self, now_ns: int, event: AnyEvent) -> None:
+        """Add a record after the others. It need not be durable yet, and must not block."""
+
+    async def commit(self) -> None:
+        """Make everything appended durable. Raises JournalLost when another controller writes, any
+        other JournalError when it cannot be done: in both cases the controller ends."""
+
+    async def compact(self, snapshot: bytes) -> None:
+        """Make durable that the job is as in `snapshot`, which covers everything appended so far,
+        instead of what was there: either all of it happens or nothing. Raises as `commit`."""
+
+
+def encode_record(now_ns: int, event: AnyEvent) -> bytes:
+    return frame(_ENCODER.encode((now_ns, event)))
+
+
+def frame(body: bytes) -> bytes:
+    length = struct.pack("<I", len(body))
+    return FRAME.pack(len(body), zlib.crc32(length), zlib.crc32(body)) + body
+
+
+def decode_body(body: bytes) -> Record:
+    """The record in a frame's body. Raises ValueError."""
+    try:
+        return Record(*_DECODER.decode(body))
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not an event: {error}") from None
+
+
+def decode_records(data: bytes) -> list[Record]:
+    """All records of a run of frames that must be whole, as a store that writes atomically gives
+    them back. Raises ValueError, with the offset, for anything else."""
+    found, at = [], 0
+    while at < len(data):
+        if len(data) - at < FRAME.size:
+            raise ValueError(f"byte {at}: half a record")
+        length, length_crc, body_crc = FRAME.unpack_from(data, at)
+        end = at + FRAME.size + length
+        if zlib.crc32(data[at : at + 4]) != length_crc or end > len(data):
+            raise ValueError(f"byte {at}: the length of a record is wrong")
+        body = data[at + FRAME.size : end]
+        if zlib.crc32(body) != body_crc:
+            raise ValueError(f"byte {at}: the checksum of a record does not match")
+        found.append(decode_body(body))
+        at = end
+    return found
