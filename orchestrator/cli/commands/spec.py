@@ -101,6 +101,9 @@ def schema(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The reference page (docs/spec.md) instead.")
     ] = False,
+    crd: Annotated[
+        bool, typer.Option("--crd", help="The CustomResourceDefinition for Kubernetes instead.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file.")
     ] = None,
@@ -111,14 +114,19 @@ def schema(
     """
     import json
 
+    from ...protocol.errors import Problem, UserError
+    from ...protocol.spec.crd import definition_text
     from ...protocol.spec.schema import json_schema, reference_page
 
-    text = reference_page() if markdown else json.dumps(json_schema(), indent=2) + "\n"
+    if markdown and crd:
+        raise UserError(str(Problem("--markdown", "it beside --crd", "at most one of them")))
+    if crd:
+        text = definition_text()
+    else:
+        text = reference_page() if markdown else json.dumps(json_schema(), indent=2) + "\n"
     if output is None:
         typer.echo(text, nl=False)
         return
-    from ...protocol.errors import Problem, UserError
-
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -14,7 +14,7 @@ _SUFFIXES = {
     "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
 }  # fmt: skip
-_PATTERN = r"^([0-9]+(\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+PATTERN = r"^([0-9]+(\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 
 
 def parse_quantity(value: Any) -> float:
@@ -26,7 +26,7 @@ def parse_quantity(value: Any) -> float:
         raise ValueError("expected a quantity such as 2, 500m or 4Gi")
     if isinstance(value, (int, float)) and value >= 0:
         return float(value)
-    match = re.match(_PATTERN, value) if isinstance(value, str) else None
+    match = re.match(PATTERN, value) if isinstance(value, str) else None
     if match is None:
         raise ValueError("expected a quantity such as 2, 500m or 4Gi")
     return float(match[1]) * _SUFFIXES[match[3] or ""]
