@@ -91,6 +91,9 @@ def run(case: Case) -> Result:
         base.seconds = done - fault
         base.steps_lost = max(0, old.last_step + 1 - after.first_step)
         base.phases = contestant.phases()
+        if "total" in base.phases:
+            # What its own account leaves out: from the fault to the moment it knew.
+            base.phases["detect"] = max(0.0, base.seconds - base.phases["total"])
         return base
     finally:
         contestant.stop()
