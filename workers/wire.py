@@ -102,7 +102,8 @@ class Assign(Wire, frozen=True, kw_only=True, tag="assign"):
     node: str = ""
     spec_directory: str = ""
     log_file: str = ""
-    """Where stdout and stderr go; the bootstrap opens it before the entrypoint runs."""
+    """Where stdout and stderr go; the bootstrap opens it before the entrypoint runs. Empty: to the
+    file descriptor that comes with this message."""
 
 
 class Buffer(Wire, frozen=True, kw_only=True, tag="buffer"):

@@ -17,6 +17,10 @@ RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
 """Agent back-off to a controller that is gone: quick while it restarts, then sparing."""
 
+LINK_TIMEOUT_S = 5.0
+"""An agent drops a link whose data is not acknowledged for so long: past the heartbeat timeout the
+controller has given the node up anyway, and a new controller waits to hear of it."""
+
 CONTROLLER_ABSENCE_S = 900.0
 """An agent whose controller stays away this long ends its workers: none will collect them."""
 

@@ -1,38 +1,86 @@
 """A stand-alone agent: `python -m workers.agent` on a host of a cluster or in a pod.
 
 Owns: its command line. Must not: differ in behaviour from an agent that the machine host forks.
+
+In a pod it is usually process 1. SIGTERM begins a hand-over (leaving.py); until the agent has
+started, it simply ends. What the downward API puts into POD_IP and NODE_NAME are
+the defaults of --address and --failure-domain.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrator.protocol.errors import HoldfastError, Problem, UserError
+
 from . import preload
+from .dial import parse_endpoints
 
 
-def main() -> NoReturn:
-    parser = argparse.ArgumentParser(prog="python -m workers.agent", description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m workers.agent")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
     parser.add_argument("--slots", type=int, default=1, help="workers that fit here")
     parser.add_argument("--token-file", type=Path, required=True, help="file with the job's token")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--endpoint",
+        default="",
+        metavar="HOST:PORT[,...]",
+        help="where controllers may listen; every address of every name is tried",
+    )
+    where.add_argument(
         "--endpoint-file",
         type=Path,
-        required=True,
         help="JSON file with address and port of the controller; read at every reconnect",
     )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIRECTORY",
+        help="the job's tls.crt and tls.key; needed for everything beyond loopback",
+    )
+    parser.add_argument("--tls-name", default="", help="the name in that certificate")
     parser.add_argument("--bind", default="", help="address of the data port; default: all")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("POD_IP", ""),
+        help="where other nodes reach this one; default: the address that dials the controller",
+    )
+    parser.add_argument(
+        "--failure-domain",
+        default=os.environ.get("NODE_NAME", ""),
+        help="nodes with the same value may be lost together; default: this node alone",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="from SIGTERM to SIGKILL; default: spec.recovery.terminationGraceSeconds",
+    )
+    return parser
+
+
+def main() -> NoReturn:
+    arguments = parser().parse_args()
+    # Nothing has been begun yet. Process 1 would otherwise not even hear it.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(0))
     missing = {k: v for k, v in preload.SINGLE_THREADED.items() if os.environ.get(k) != v}
     if missing:
         # Too late for this interpreter if anything imported numpy already: start once more.
         command = [sys.executable, "-m", "workers.agent", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **missing})
+    try:
+        endpoints = _check(arguments)
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
     preload.preload()
     from .node import NodeOptions, run_node  # after the preload, which must come first
 
@@ -43,9 +91,32 @@ def main() -> NoReturn:
             slots=arguments.slots,
             token_file=arguments.token_file,
             endpoint_file=arguments.endpoint_file,
+            endpoints=endpoints,
+            tls_directory=arguments.tls,
+            tls_name=arguments.tls_name,
             bind_address=arguments.bind,
+            address=arguments.address,
+            failure_domain=arguments.failure_domain,
+            grace_s=arguments.grace,
         )
     )
+
+
+def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
+    """The endpoints. Raises HoldfastError for what can be seen to be wrong before torch loads."""
+    from orchestrator.protocol import tls
+
+    if bool(arguments.tls) != bool(arguments.tls_name):
+        got = "--tls without --tls-name" if arguments.tls else "--tls-name without --tls"
+        raise UserError(str(Problem("--tls", got, "both or none")))
+    if not arguments.token_file.is_file():
+        expected = "a file with the job's token"
+        raise UserError(str(Problem("--token-file", str(arguments.token_file), expected)))
+    if arguments.grace is not None and arguments.grace <= 0:
+        raise UserError(str(Problem("--grace", f"{arguments.grace:g}", "seconds above 0")))
+    if arguments.tls:
+        tls.client_context(*tls.files(arguments.tls))
+    return parse_endpoints(arguments.endpoint) if arguments.endpoint else ()
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
         if not select.select([link], [], [], 0)[0]:  # a standby: its seat is not waiting yet
             _warm(job, directory)
-        assign, _ = wire.receive(link)
+        assign, output = wire.receive(link)
         if assign is None:  # the agent ended, or has no use for this standby
             os._exit(0)
         assert isinstance(assign, wire.Assign)
-        _become(assign, job, wire_fd)
+        _become(assign, job, wire_fd, output)
         wire.attached = wire.Attached(link=link, assign=assign, job=job)
         _run_entrypoint(job)
         code = _leave(0)
@@ -84,9 +84,9 @@ def _warm(job: TrainingJob, directory: str) -> None:
         importlib.import_module("workers.warm").warm(job, directory)
 
 
-def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int) -> None:
+def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int, output: int | None) -> None:
     kernel.name_process(f"rank-{assign.seat.rank}")
-    _open_streams(assign.log_file)
+    _open_streams(assign.log_file, output)
     os.environ.update(assign.environment)
     os.environ[wire.AGENT_FD] = str(wire_fd)
     os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
@@ -99,10 +99,15 @@ def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _open_streams(log_file: str) -> None:
-    """stdout and stderr to one file, appended line by line; nothing to read on stdin."""
+def _open_streams(log_file: str, output: int | None) -> None:
+    """stdout and stderr to one file, appended line by line, or to `output`; nothing on stdin."""
     null = os.open(os.devnull, os.O_RDWR)
-    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log_file else null
+    if output is not None:
+        target = output
+    elif log_file:
+        target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    else:
+        target = null
     os.dup2(null, 0)
     os.dup2(target, 1)
     os.dup2(target, 2)

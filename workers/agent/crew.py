@@ -74,15 +74,15 @@ class Crew:
         for _ in range(count - standing):
             self._fork()
 
-    def seat(self, assign: wire.Assign) -> None:
-        """Give a seat to a standby, or to a worker forked for it."""
+    def seat(self, assign: wire.Assign, output: int | None) -> None:
+        """Give a seat to a standby, or to a worker forked for it; `output` goes along."""
         seat = (assign.membership.generation, assign.seat.rank)
         standing = (p for p in self._processes.values() if p.seat is None)
         # Those that were forked already first: they may be warm.
         process = min(standing, key=lambda p: (p.pid == 0, p.number), default=None) or self._fork()
         process.seat = seat
         self._seats[seat] = process
-        self._send(process, assign, None)
+        self._send(process, assign, output)
         if process.pid:
             self._tell(f.WorkerForked(*seat, process.pid))
 

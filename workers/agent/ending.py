@@ -1,4 +1,5 @@
-"""How the workers of a generation are ended: stacks, SIGTERM, grace, SIGKILL. Pure.
+"""How the workers of a generation are ended: stacks, SIGTERM, grace, SIGKILL, or a rehearsed
+failure. Pure.
 
 Owns: the order. Must not: report; the machine does when the last worker is reaped.
 """
@@ -9,7 +10,7 @@ from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 
 from . import facts as f
-from .group import NS, SIGKILL, SIGTERM, Group, Stopping, Worker
+from .group import NS, SIGKILL, SIGSTOP, SIGTERM, Group, Stopping, Worker
 
 STACK_MARGIN_S = 0.5
 """Past limits.STACK_TIMEOUT_S, what takes the stacks is itself stuck: kill without them."""
@@ -48,6 +49,19 @@ def kill_all(group: Group) -> list[f.Output]:
         group.stop = Stopping([], 0.0)
     group.stop.stage, group.stop.deadline_ns = "kill", None
     return [_signal(group, worker, SIGKILL) for worker in group.alive]
+
+
+def rehearse(group: Group | None, message: m.Chaos) -> list[f.Output]:
+    """A failure that a person asked for."""
+    if message.kind == "kill-node":
+        return [f.KillNode()]
+    signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
+    worker = group.workers.get(message.rank) if group else None
+    if signal is None or group is None or worker is None or worker.ended:
+        text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
+        return [f.Send(m.AgentEvent(text=text))]
+    # Not in worker.signals: the exit must look as if somebody else had done it.
+    return [f.Kill(group.generation, message.rank, signal)]
 
 
 def _signal(group: Group, worker: Worker, signal: int) -> f.Output:

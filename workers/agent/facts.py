@@ -47,6 +47,13 @@ class Received(Fact, frozen=True):
     message: ToAgent
 
 
+class Terminated(Fact, frozen=True):
+    """SIGTERM: this node will be taken away after `grace_s`, whatever it does."""
+
+    grace_s: float
+    detail: str = "got SIGTERM"
+
+
 # -- inputs: workers --------------------------------------------------------------------------
 class WorkerForked(Fact, frozen=True):
     generation: int
@@ -153,7 +160,7 @@ class Tick(Fact, frozen=True):
 
 
 Input = (
-    LinkUp | LinkDown | Received | WorkerForked | ForkFailed | FromRank | WorkerEnded
+    LinkUp | LinkDown | Received | Terminated | WorkerForked | ForkFailed | FromRank | WorkerEnded
     | ForkserverDied | StoppedRanks | StacksTaken | PortOffered | WriteDone | PushDone
     | CopyOffered | CopyDone | PeerAsked | ServeDone | Tick
 )  # fmt: skip
@@ -308,5 +315,6 @@ __all__ = [
     "Input", "Kill", "KillNode", "LinkDown", "LinkUp", "MakeBuffer", "Note", "OfferPort", "Output",
     "PeerAsked", "PortOffered", "PushDone", "PushToBuddy", "Received", "RefillStandbys",
     "RefuseCopy", "RefusePeer", "Send", "ServeDone", "ServePeer", "StacksTaken", "StoppedRanks",
-    "TakeStacks", "Tick", "ToRank", "WorkerEnded", "WorkerForked", "WriteDone", "WriteStorage",
+    "TakeStacks", "Terminated", "Tick", "ToRank", "WorkerEnded", "WorkerForked", "WriteDone",
+    "WriteStorage",
 ]  # fmt: skip

@@ -1,22 +1,23 @@
 """The agent's connection to the controller: it dials in, again and again.
 
-Owns: connecting, framing, back-off, and the reserved port for the next MASTER_PORT. Must not:
-understand messages.
+Owns: framing, back-off, and the reserved port for the next MASTER_PORT. Must not: know addresses
+(dial.py does) or understand messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import random
 import socket
+import ssl
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 
-CONNECT_TIMEOUT_S = 5.0
+from .dial import Endpoint, dial
+
 WELCOME_TIMEOUT_S = 10.0
 """A controller that accepts and says nothing is gone or stuck: dial again."""
 
@@ -26,31 +27,42 @@ class ControllerLink:
 
     def __init__(
         self,
-        endpoint_file: Path,
+        endpoints: Callable[[], tuple[Endpoint, ...]],
         on_up: Callable[[str], None],
         on_message: Callable[[m.ToAgent], None],
         on_down: Callable[[], None],
+        *,
+        context: ssl.SSLContext | None = None,
+        server_name: str = "",
     ) -> None:
-        self._endpoint_file = endpoint_file
+        """`endpoints` is asked at every attempt; it may raise OSError, ValueError or KeyError."""
+        self._endpoints = endpoints
         self._on_up, self._on_message, self._on_down = on_up, on_message, on_down
+        self._context, self._server_name = context, server_name
         self._writer: asyncio.StreamWriter | None = None
+        self._told = ""
 
     async def run(self) -> None:
         """For ever: connect, hear, wait a little longer after each failure."""
         pause_s = limits.RECONNECT_MIN_S
         while True:
             try:
-                # Read again each time: a new controller has a new port.
-                address, port = self._endpoint()
-                opening = asyncio.open_connection(address, port)
-                reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
-            except (OSError, ValueError, KeyError, TimeoutError):
-                await asyncio.sleep(pause_s)
+                streams = await dial(self._endpoints(), self._context, self._server_name)
+            except (OSError, ValueError, KeyError) as error:
+                self._tell(f"no controller yet: {error}")
+                await asyncio.sleep(_jittered(pause_s))
                 pause_s = min(2 * pause_s, limits.RECONNECT_MAX_S)
                 continue
-            welcomed = await self._hear(reader, writer)
+            self._tell("")
+            welcomed = await self._hear(*streams)
             pause_s = limits.RECONNECT_MIN_S if welcomed else min(2 * pause_s, 1.0)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(_jittered(pause_s))
+
+    def _tell(self, text: str) -> None:
+        """Each reason once, not at every attempt."""
+        if text and text != self._told:
+            print(text, file=sys.stderr)
+        self._told = text
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
@@ -60,26 +72,20 @@ class ControllerLink:
         if self._writer is not None:
             self._writer.close()
 
-    def _endpoint(self) -> tuple[str, int]:
-        document = json.loads(self._endpoint_file.read_text(encoding="utf-8"))
-        return str(document["address"]), int(document["port"])
-
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Until the connection ends; whether the controller has spoken."""
-        own = writer.get_extra_info("socket")
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Until the connection ends; whether the controller has welcomed us."""
         self._writer = writer
-        self._on_up(own.getsockname()[0])
-        spoken = False
+        self._on_up(str(writer.get_extra_info("sockname")[0]))
+        welcomed = False
         try:
             while True:
                 header = reader.readexactly(4)
-                patience_s = None if spoken else WELCOME_TIMEOUT_S
+                patience_s = None if welcomed else WELCOME_TIMEOUT_S
                 length = m.frame_length(await asyncio.wait_for(header, patience_s))
                 message = m.decode(await reader.readexactly(length))
                 if not isinstance(message, m.ToAgent):
                     raise m.BadFrame(f"{type(message).__name__} is not for agents")
-                spoken = True
+                welcomed = welcomed or isinstance(message, m.Welcome)
                 self._on_message(message)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass
@@ -88,7 +94,12 @@ class ControllerLink:
         self._writer = None
         writer.close()
         self._on_down()
-        return spoken
+        return welcomed
+
+
+def _jittered(pause_s: float) -> float:
+    """All agents of a controller that has ended dial again: not all in the same millisecond."""
+    return pause_s * random.uniform(0.5, 1.0)
 
 
 class ReservedPort:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
-from orchestrator.protocol.facts import WorkerBeat
 from workers import wire
 
 from . import ending, reports
 from . import facts as f
-from .group import NS, SIGKILL, SIGSTOP, Group, Worker
+from .group import NS, Group, Worker
+from .leaving import Leaving
 from .standbys import Standbys
 from .tiers import Tiers
 
@@ -52,6 +52,7 @@ class AgentMachine:
         self._ending: str = ""
         self._ending_ns: int | None = None
         self._ended = False
+        self._leaving: Leaving | None = None
 
     # -- the two entry points -----------------------------------------------------------------
     def step(self, now_ns: int, given: f.Input) -> tuple[f.Output, ...]:
@@ -67,8 +68,9 @@ class AgentMachine:
             due.append(self._beat_ns)
         elif self._absent_since_ns is not None:
             due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * NS))
-        if group is not None:
-            due += [group.stop.deadline_ns if group.stop else None]
+        due += [group.stop.deadline_ns if group and group.stop else None]
+        if self._leaving is not None and not self._ending:
+            due += [self._leaving.due_ns(self._talking)]
         known = [at for at in due if at is not None]
         return None if self._ended else min(known, default=None)
 
@@ -88,6 +90,8 @@ class AgentMachine:
                 self._link_up = self._talking = False
                 self._absent_since_ns = now_ns
                 return []
+            case f.Terminated():
+                return self._terminated(now_ns, given)
             case f.WorkerForked():
                 return self._forked(given)
             case f.ForkFailed():
@@ -138,7 +142,7 @@ class AgentMachine:
             case m.Prune():
                 return self.tiers.prune(self.group, message.below_step)
             case m.Chaos():
-                return self._chaos(message)
+                return ending.rehearse(self.group, message)
             case m.Shutdown():
                 return self._end(now_ns, message.detail)
 
@@ -172,21 +176,16 @@ class AgentMachine:
         return [f.Send(hello)]
 
     def _welcomed(self, now_ns: int, message: m.Welcome) -> list[f.Output]:
-        first, self.welcome = self.welcome is None, message
-        self._talking = True
+        first, self.welcome, self._talking = self.welcome is None, message, True
         out: list[f.Output] = [f.Configure()] if first else []
         if first:
             self._standbys.welcomed(now_ns)
         out += map(f.Send, self._outbox)
         self._outbox = []
-        group = self.group
-        if group is not None and not group.stopped:
-            out += [
-                f.Send(reports.exited(group, worker))
-                for worker in group.workers.values()
-                if worker.exit
-            ]
+        out += reports.exits_again(self.group)
         out += map(f.Send, self.tiers.unacknowledged.values())
+        if self._leaving is not None:
+            out.append(f.Send(self._leaving.message(now_ns)))
         return [*out, *self._beat(now_ns)]
 
     def _beat(self, now_ns: int) -> list[f.Output]:
@@ -195,7 +194,7 @@ class AgentMachine:
         group = self.group
         alive = group.alive if group and not group.stopped else []
         beats = (worker.beat(now_ns, worker.seat.rank in self._stopped_ranks) for worker in alive)
-        return [f.Send(self._heartbeat(tuple(beats)))]
+        return [reports.heartbeat(group, tuple(beats), self.tiers.staged_step())]
 
     def _tick(self, now_ns: int) -> list[f.Output]:
         out: list[f.Output] = []
@@ -203,15 +202,15 @@ class AgentMachine:
         if self._talking and self._beat_ns is not None and now_ns >= self._beat_ns:
             out += self._beat(now_ns)
         out += self._standbys.refill(now_ns, group)
-        if group is not None:
-            stop = group.stop
-            if stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
-                out += ending.carry_on(now_ns, group, stop)
-                out += self._settle_stop(now_ns, group)
+        stop = group.stop if group else None
+        if group and stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
+            out += ending.carry_on(now_ns, group, stop)
+            out += self._settle_stop(now_ns, group)
         absent = self._absent_since_ns
         if absent is not None and now_ns >= absent + int(limits.CONTROLLER_ABSENCE_S * NS):
             detail = f"no controller for {limits.CONTROLLER_ABSENCE_S:g} s"
             out += self._end(now_ns, detail) if not self._ending else []
+        out += self._leave_in_time(now_ns)
         if self._ending_ns is not None and now_ns >= self._ending_ns and not self._ended:
             out += self._leave()
         return out
@@ -313,16 +312,9 @@ class AgentMachine:
         if group.stop is not None:
             return self._settle_stop(now_ns, group)
         # The last steps of a finished worker must not wait for a beat that no longer shows it.
-        out: list[f.Output] = self._last_words(now_ns, worker) if self._talking else []
-        return [*out, f.Send(reports.exited(group, worker))]
-
-    def _last_words(self, now_ns: int, worker: Worker) -> list[f.Output]:
-        return [f.Send(self._heartbeat((worker.beat(now_ns, stopped=False),)))]
-
-    def _heartbeat(self, beats: tuple[WorkerBeat, ...]) -> m.Heartbeat:
-        generation = self.group.generation if self.group and not self.group.stopped else 0
-        staged = self.tiers.staged_step()
-        return m.Heartbeat(generation=generation, workers=beats, staged_step=staged)
+        last = (worker.beat(now_ns, stopped=False),)
+        words = reports.heartbeat(group, last, self.tiers.staged_step())
+        return [*([words] if self._talking else []), f.Send(reports.exited(group, worker))]
 
     # -- stop ---------------------------------------------------------------------------------
     def _stop(self, now_ns: int, message: m.Stop) -> list[f.Output]:
@@ -365,18 +357,25 @@ class AgentMachine:
         staged = self.tiers.inventory()
         return reports.stopped(action_id, generation, group, staged, self._port)
 
-    # -- rehearsals and the end ---------------------------------------------------------------
-    def _chaos(self, message: m.Chaos) -> list[f.Output]:
-        if message.kind == "kill-node":
-            return [f.KillNode()]
-        signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
-        group = self.group
-        worker = group.workers.get(message.rank) if group else None
-        if signal is None or group is None or worker is None or worker.ended:
-            text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
-            return [f.Send(m.AgentEvent(text=text))]
-        # Not in worker.signals: the exit must look as if somebody else had done it.
-        return [f.Kill(group.generation, message.rank, signal)]
+    # -- the end ------------------------------------------------------------------------------
+    def _terminated(self, now_ns: int, given: f.Terminated) -> list[f.Output]:
+        if self._leaving is not None or self._ending:
+            return []  # whoever ends containers may say so more than once
+        self._leaving = Leaving(given.detail, now_ns, given.grace_s)
+        self._standbys.retire()
+        if self._talking:
+            return [f.Send(self._leaving.message(now_ns))]
+        used = (self.group is not None and not self.group.stopped) or self.tiers.inventory()
+        return [] if used else self._end(now_ns, given.detail)
+
+    def _leave_in_time(self, now_ns: int) -> list[f.Output]:
+        leaving = self._leaving
+        if leaving is None or self._ending or now_ns < leaving.due_ns(self._talking):
+            return []
+        if now_ns >= leaving.end_ns:
+            return self._end(now_ns, leaving.verdict)
+        leaving.saved = True
+        return self.tiers.save()
 
     def _end(self, now_ns: int, detail: str) -> list[f.Output]:
         if self._ending:
@@ -387,6 +386,8 @@ class AgentMachine:
         if group is None or group.stopped or not group.alive:
             return self._leave()
         self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * NS)
+        if self._leaving is not None:
+            self._ending_ns = min(self._ending_ns, max(now_ns, self._leaving.last_ns))
         return ending.kill_all(group)
 
     def _leave(self) -> list[f.Output]:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
+from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 from orchestrator.protocol.environment import worker_environment
 from orchestrator.protocol.facts import NodeFacts, StagedShard
@@ -31,11 +32,17 @@ from workers import wire
 from . import facts as f
 from . import forkserver, inventory, kernel, memory, peers, persist, stacks
 from .crew import Crew
+from .dial import Endpoint, endpoint_in
+from .echo import TO_OUTPUT, Echo
 from .link import ControllerLink, ReservedPort
 from .machine import AgentMachine
 
 IO_THREADS = 8
 """Transfers at once: uploads, pushes and fetches wait for disks and networks, not for cores."""
+
+REAP_EVERY_S = 10.0
+MIN_GRACE_S = 5.0
+"""A job whose workers get no time to end still gives its nodes some."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,22 @@ class NodeOptions:
     node: str
     slots: int
     token_file: Path
-    endpoint_file: Path
+    endpoint_file: Path | None = None
+    """Where the controller is; read at every reconnect."""
+    endpoints: tuple[Endpoint, ...] = ()
+    """Used where there is no file."""
+    tls_directory: Path | None = None
+    """The job's tls.crt and tls.key; without them nothing is dialled or served beyond loopback."""
+    tls_name: str = ""
+    """The name in that certificate."""
     bind_address: str = ""
     """Where the data port listens; empty: on all interfaces."""
+    address: str = ""
+    """Where other nodes reach this one; empty: the address that the controller is dialled from."""
+    failure_domain: str = ""
+    """What this node may be lost together with; empty: it stands alone."""
+    grace_s: float | None = None
+    """From SIGTERM to SIGKILL; None: as the job's spec says for its workers."""
 
 
 class Node:
@@ -56,19 +76,26 @@ class Node:
 
     def __init__(self, options: NodeOptions, server: socket.socket) -> None:
         self._options = options
-        self._token = options.token_file.read_text(encoding="ascii").strip()
+        token = options.token_file.read_text(encoding="ascii").strip()
+        self._credentials = peers.credentials(token, options.tls_directory, options.tls_name)
         self._loop = asyncio.get_running_loop()
         self._machine = AgentMachine(
-            job=options.job, node=options.node, token=self._token, slots=options.slots
+            job=options.job, node=options.node, token=token, slots=options.slots
         )
         self._memory = memory.Memory()
         self._crew = Crew(self._loop, self._give)
         self._crew.attach(server)
         self._data = peers.DataPort(
-            self._token, self._on_get, self._on_put, address=options.bind_address
+            self._credentials, self._on_get, self._on_put, address=options.bind_address
         )
+        file = options.endpoint_file
         self._link = ControllerLink(
-            options.endpoint_file, self._on_link, self._on_message, lambda: self._give(f.LinkDown())
+            endpoint_in(file) if file is not None else lambda: options.endpoints,
+            self._on_link,
+            self._on_message,
+            lambda: self._give(f.LinkDown()),
+            context=self._credentials.client,
+            server_name=options.tls_name,
         )
         self._ports = ReservedPort()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="holdfast-io")
@@ -81,13 +108,40 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: dict[int, asyncio.Future[f.Output]] = {}
         self._next_question = 0
+        self._echo: Echo | None = None
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> str:
         """Until the machine ends the node; returns why."""
+        self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         self._spawn(self._data.run())
         self._spawn(self._link.run())
-        return await self.ended
+        self._spawn(self._reap_orphans())
+        try:
+            return await self.ended
+        finally:
+            if self._echo is not None:
+                self._echo.finish()
+
+    def _on_sigterm(self) -> None:
+        grace_s = self._options.grace_s
+        if grace_s is None:
+            job = self._job
+            asked = job.spec.recovery.termination_grace_s if job else limits.TERMINATION_GRACE_S
+            grace_s = max(asked, MIN_GRACE_S)
+        self._give(f.Terminated(grace_s))
+
+    async def _reap_orphans(self) -> None:
+        """As process 1 of a container one gets every orphan in it, such as what `kubectl exec` left
+        behind. Whoever waits for its own child does so at once, so a zombie that is still there the
+        next time is nobody's."""
+        seen: set[int] = set()
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            zombies = {pid for pid in kernel.children() if kernel.state_of(pid) == "Z"}
+            for pid in zombies & seen:
+                os.waitpid(pid, os.WNOHANG)
+            seen = zombies - seen
 
     # -- the machine --------------------------------------------------------------------------
     def _give(self, given: f.Input) -> None:
@@ -122,13 +176,14 @@ class Node:
     def _on_message(self, message: m.ToAgent) -> None:
         self._give(f.Received(message))
 
-    def _on_link(self, address: str) -> None:
+    def _on_link(self, own_address: str) -> None:
+        address = self._options.address or own_address
         if self._facts is None:
             self._facts = inventory.node_facts(
                 slots=self._options.slots,
                 address=address,
                 data_port=self._data.port,
-                failure_domain=self._options.node,
+                failure_domain=self._options.failure_domain or self._options.node,
             )
         self._facts = replace(self._facts, address=address)
         self._give(f.LinkUp(self._facts, self._ports.take()))
@@ -187,10 +242,12 @@ class Node:
     def _fork(self, fork: f.Fork) -> None:
         welcome, job, facts = self._machine.welcome, self._job, self._facts
         assert welcome is not None and job is not None and facts is not None
-        logs = Path(welcome.log_directory) / f"gen-{fork.membership.generation:04d}"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = ""
+        if welcome.log_directory != TO_OUTPUT:
+            logs = f"{welcome.log_directory}/gen-{fork.membership.generation:04d}"
+            Path(logs).mkdir(parents=True, exist_ok=True)
         environment = worker_environment(
-            job, fork.membership, fork.seat, fork.node_rank, facts, log_directory=str(logs)
+            job, fork.membership, fork.seat, fork.node_rank, facts, log_directory=logs
         )
         assign = wire.Assign(
             membership=fork.membership,
@@ -200,9 +257,15 @@ class Node:
             checkpoint_path=welcome.checkpoint_path,
             node=self._options.node,
             spec_directory=welcome.spec_directory,
-            log_file=str(logs / f"rank-{fork.seat.rank:05d}.log"),
+            log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",
         )
-        self._crew.seat(assign)
+        if logs:
+            self._crew.seat(assign, None)
+            return
+        self._echo = self._echo or Echo()
+        output = self._echo.pipe(f"[rank {fork.seat.rank}] ")
+        self._crew.seat(assign, output)
+        os.close(output)
 
     def _make_buffer(self, make: f.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
@@ -241,7 +304,7 @@ class Node:
             self._give(replace(done, checksum=checksum, seconds=seconds))
 
     async def _push(self, order: f.PushToBuddy, fd: int) -> None:
-        target = (order.address, order.port, self._token, order.staged, fd)
+        target = (order.address, order.port, self._credentials, order.staged, fd)
         detail = ""
         try:
             await self._in_thread(peers.push, *target)
@@ -252,7 +315,7 @@ class Node:
     async def _fetch(self, order: f.FetchFromPeer) -> None:
         shard, details = order.wanted.shard, []
         for source in order.sources:
-            where = (source.address, source.data_port, self._token, order.wanted)
+            where = (source.address, source.data_port, self._credentials, order.wanted)
             try:
                 fd, num_bytes = await self._in_thread(peers.fetch, *where)
             except peers.PeerError as error:

@@ -6,10 +6,23 @@ Owns: how a record becomes a message. Must not: hold state.
 from __future__ import annotations
 
 from orchestrator.protocol import messages as m
-from orchestrator.protocol.facts import StagedShard
+from orchestrator.protocol.facts import StagedShard, WorkerBeat
 
 from . import facts as f
 from .group import Group, Worker
+
+
+def exits_again(group: Group | None) -> list[f.Output]:
+    """What a controller may have missed of the generation that runs."""
+    if group is None or group.stopped:
+        return []
+    return [f.Send(exited(group, worker)) for worker in group.workers.values() if worker.exit]
+
+
+def heartbeat(group: Group | None, beats: tuple[WorkerBeat, ...], staged_step: int) -> f.Output:
+    generation = group.generation if group and not group.stopped else 0
+    beat = m.Heartbeat(generation=generation, workers=beats, staged_step=staged_step)
+    return f.Send(beat)
 
 
 def launched(action_id: int, generation: int, *, ok: bool, detail: str = "") -> f.Output:

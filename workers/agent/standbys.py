@@ -23,15 +23,23 @@ class Standbys:
         self._slots = slots
         self.due_ns: int | None = None
         """When to give `refill` the next time."""
+        self._retired = False
 
     def welcomed(self, now_ns: int) -> None:
-        self.due_ns = now_ns + int(SPARE_DELAY_S * NS)
+        self._in(now_ns, SPARE_DELAY_S)
 
     def launching(self) -> None:
         self.due_ns = None
 
     def advanced(self, now_ns: int) -> None:
-        self.due_ns = now_ns + int(REFILL_DELAY_S * NS)
+        self._in(now_ns, REFILL_DELAY_S)
+
+    def retire(self) -> None:
+        """The node leaves: no other launch will come."""
+        self._retired, self.due_ns = True, None
+
+    def _in(self, now_ns: int, delay_s: float) -> None:
+        self.due_ns = None if self._retired else now_ns + int(delay_s * NS)
 
     def refill(self, now_ns: int, group: Group | None) -> list[f.Output]:
         """What to fork now, for a launch as large as the running one."""

@@ -158,6 +158,18 @@ class Tiers:
         told = [f.Send(report) for report in done if report is not None]
         return [*told, *(output for buffer in held for output in self._write(buffer))]
 
+    def save(self) -> list[f.Output]:
+        """The node leaves and nobody says what with: write the newest step that it holds whole,
+        unasked. It counts if a controller comes back in time to be told."""
+        newest = next(iter(self.buffers.complete()), None)
+        held = [b for b in self.buffers.buffers.values() if b.content]
+        return [
+            output
+            for buffer in held
+            if version(_content(buffer)) == newest
+            for output in self._write(buffer)
+        ]
+
     def write_done(self, group: Group | None, done: f.WriteDone) -> list[f.Output]:
         copy = self.copies.copies.get(done.buffer)
         if copy is not None:

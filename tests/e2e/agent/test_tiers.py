@@ -120,7 +120,7 @@ def fetch_when_there(port: int, wanted: peers.StagedShard) -> tuple[int, int]:
     """The push runs beside training; ask until it is through."""
     for _ in range(200):
         try:
-            return peers.fetch("127.0.0.1", port, TOKEN, wanted)
+            return peers.fetch("127.0.0.1", port, peers.Credentials(TOKEN), wanted)
         except peers.PeerError as error:
             last = error
     raise AssertionError(last)
@@ -132,7 +132,7 @@ def test_the_data_port_serves_nobody_without_the_token(rig: Rig, node: str) -> N
     staged(rig, node, 31)
     wanted = peers.StagedShard(3, 31, 0, 2, 0)
     with pytest.raises(peers.PeerError, match="wrong token"):
-        peers.fetch("127.0.0.1", data_port(rig, node), "guess", wanted)
+        peers.fetch("127.0.0.1", data_port(rig, node), peers.Credentials("guess"), wanted)
     with socket.create_connection(("127.0.0.1", data_port(rig, node))) as sock:
         sock.sendall(struct.pack(">I", 2**31) + b"nonsense")
         with contextlib.suppress(ConnectionResetError):

@@ -41,7 +41,7 @@ def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> N
         ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         crew = Crew(asyncio.get_running_loop(), tell)
         crew.attach(ours)
-        crew.seat(ASSIGN)
+        crew.seat(ASSIGN, None)
         request, fds = forklink.receive(server)
         assert isinstance(request, forklink.ForkWorker)
         forklink.send(server, forklink.Forked(worker=request.worker, pid=1))

@@ -1,0 +1,156 @@
+"""Where a controller may be, and how one gets a connection to it.
+
+Owns: reading the list or the file of endpoints, resolving names to all their addresses (IPv4 and
+IPv6), trying them, TLS. Must not: try again later, or understand messages; link.py does.
+
+With several operator replicas only the leader listens: the others refuse, which costs a round trip.
+An address that does not answer at all (a lost machine) delays the next one by STAGGER_S only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.protocol import limits
+from orchestrator.protocol.errors import Problem, UserError
+from orchestrator.protocol.fabric import is_loopback
+
+Endpoint = tuple[str, int]
+"""(host name or IP address, port)."""
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+CONNECT_TIMEOUT_S = 5.0
+"""All addresses together, name resolution and the TLS handshake included."""
+STAGGER_S = 0.25
+"""RFC 8305: a second address is tried this long after a first one that says nothing."""
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """`HOST:PORT[,HOST:PORT...]`, an IPv6 address in brackets. Raises UserError."""
+    found = []
+    for part in text.split(","):
+        host, colon, port = part.strip().rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        bracketed = host.startswith("[") and host.endswith("]")
+        good = colon and bare and port.isdecimal() and 0 < int(port) < 65536
+        if not good or (":" in bare and not bracketed):
+            expected = "HOST:PORT[,HOST:PORT...], an IPv6 address in brackets"
+            raise UserError(str(Problem("--endpoint", part.strip() or "nothing", expected)))
+        found.append((bare, int(port)))
+    return tuple(found)
+
+
+def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
+    """Reads the file at every call: a new controller has a new port. Raises OSError, ValueError or
+    KeyError while there is none."""
+
+    def read() -> tuple[Endpoint, ...]:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        return ((str(document["address"]), int(document["port"])),)
+
+    return read
+
+
+async def dial(
+    endpoints: tuple[Endpoint, ...], context: ssl.SSLContext | None, server_name: str
+) -> Streams:
+    """A connection to the first address that takes one, with TLS where there is a context.
+
+    Raises OSError, naming every address and what was wrong with it.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            addresses = await _resolve(endpoints)
+            return await _race(addresses, context, server_name)
+    except TimeoutError:
+        names = ", ".join(f"{host}:{port}" for host, port in endpoints)
+        raise OSError(f"{names}: no connection within {CONNECT_TIMEOUT_S:g} s") from None
+
+
+async def _resolve(endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
+    """Every address of every name, in the order given. Raises OSError when no name has any."""
+    loop = asyncio.get_running_loop()
+    asked = [
+        loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        for host, port in endpoints
+    ]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found: dict[Endpoint, None] = {}
+    problems = []
+    for (host, _port), answer in zip(endpoints, answers, strict=True):
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, OSError):
+                raise answer
+            problems.append(f"{host}: {answer.strerror or answer}")
+            continue
+        found.update({(str(entry[4][0]), int(entry[4][1])): None for entry in answer})
+    if not found:
+        raise OSError("; ".join(problems))
+    return list(found)
+
+
+async def _race(
+    addresses: list[Endpoint], context: ssl.SSLContext | None, server_name: str
+) -> Streams:
+    """The next address is tried when the ones before have failed, or say nothing."""
+    problems: list[str] = []
+    waiting = list(addresses)
+    trying: dict[asyncio.Task[Streams], Endpoint] = {}
+    try:
+        while waiting or trying:
+            if waiting:
+                address = waiting.pop(0)
+                task = asyncio.create_task(_attempt(address, context, server_name))
+                trying[task] = address
+            patience_s = STAGGER_S if waiting else None
+            done, _ = await asyncio.wait(
+                trying, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                address = trying.pop(task)
+                error = task.exception()
+                if error is None:
+                    return task.result()
+                if not isinstance(error, OSError):
+                    raise error
+                problems.append(f"{address[0]}: {error.strerror or error}")
+    finally:
+        for task in trying:
+            task.cancel()
+            task.add_done_callback(_close_late)
+    raise OSError("; ".join(problems))
+
+
+async def _attempt(address: Endpoint, context: ssl.SSLContext | None, server_name: str) -> Streams:
+    host, port = address
+    if context is None and not is_loopback(host):
+        raise PermissionError(
+            "not dialled: without TLS the job's token would go over the network in clear; "
+            "give --tls and --tls-name"
+        )
+    if context is None:
+        reader, writer = await asyncio.open_connection(host, port)
+    else:
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=context, server_hostname=server_name
+        )
+    own = writer.get_extra_info("socket")
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Heartbeats are always under way, so a controller whose machine lost power, which closes no
+    # connection, is noticed by what it does not acknowledge.
+    patience_ms = int(limits.LINK_TIMEOUT_S * 1000)
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+    return reader, writer
+
+
+def _close_late(task: asyncio.Task[Streams]) -> None:
+    """An attempt that was through just before it was cancelled."""
+    with contextlib.suppress(asyncio.CancelledError):
+        if task.exception() is None:
+            task.result()[1].close()
