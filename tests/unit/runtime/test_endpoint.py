@@ -122,8 +122,7 @@ def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> No
         await endpoint.open(tls=True)
         one.register(endpoint)
         two.register(endpoint)
-        heard = 0
-        for job, other in ((one, two), (two, one)):
+        for heard, (job, other) in enumerate(((one, two), (two, one))):
             frames = await job.dial(endpoint)
             frames.send(job.hello())
             assert (await frames.receive()).spec == {"name": job.name}
@@ -131,7 +130,6 @@ def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> No
             await until(lambda job=job: ("Heartbeat", "n") in job.sink.news)
             assert list(job.links) == ["n"] and not other.links
             assert sum(kind == "Heartbeat" for kind, _node in other.sink.news) <= heard
-            heard += 1
             frames.close()
             await until(lambda job=job: not job.links)
         await endpoint.close()
