@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run test bench lint clean
+.PHONY: help install run test bench lint kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,10 @@ test: $(STAMP)  ## everything that is checked before a change lands
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
+
+# Real Kubernetes programs for tests/e2e/kubernetes, built once into ~/.cache/holdfast/kubernetes.
+kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once
+	$(PYTHON) tests/e2e/kubernetes/binaries/build.py
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

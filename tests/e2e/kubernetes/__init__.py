@@ -1,0 +1,1 @@
+"""Tests on a real Kubernetes: its API server, its scheduler, its kubelets, real pods."""

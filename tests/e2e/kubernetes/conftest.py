@@ -1,0 +1,98 @@
+"""Fixtures: a control plane, a cluster with nodes, a namespace for one test.
+
+Owns the decision where tests run and the words of a skip. Two tiers: `control_plane` needs only
+the binaries (or any cluster, by HOLDFAST_TEST_KUBECONFIG), `cluster` needs root and namespaces too.
+They are separate clusters, so that a test of the API never meets a node.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.cluster import Cluster
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import Run
+
+NUM_NODES = 3
+
+
+def skip_without(binaries: programs.Binaries, names: tuple[str, ...]) -> None:
+    if refusal := binaries.refusal(names):
+        pytest.skip(refusal)
+
+
+@pytest.fixture(scope="session")
+def binaries() -> programs.Binaries:
+    """Where the programs are; skips nothing by itself."""
+    return programs.locate()
+
+
+@pytest.fixture(scope="session")
+def node_binaries(binaries: programs.Binaries) -> programs.Binaries:
+    """The programs of a cluster with nodes, on a machine that can hold it."""
+    if refusal := programs.machine_refusal():
+        pytest.skip(refusal)
+    skip_without(binaries, (*programs.CONTROL_PLANE, *programs.NODE))
+    return binaries
+
+
+@pytest.fixture(scope="session")
+def control_plane(
+    binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane | GivenCluster]:
+    """An API server without nodes, at Kubernetes' default settings; needs no privileges."""
+    if given := os.environ.get(VARIABLE):
+        skip_without(binaries, ("kubectl",))
+        yield GivenCluster(binaries, Path(given), tmp_path_factory.mktemp("kubectl"))
+        return
+    skip_without(binaries, programs.CONTROL_PLANE)
+    with Run() as run:
+        plane = ControlPlane(run, binaries)
+        plane.start()
+        yield plane
+        plane.stop()
+
+
+@pytest.fixture(scope="session")
+def own_control_plane(control_plane: ControlPlane | GivenCluster) -> ControlPlane:
+    """The control plane, if it is one whose processes a test may kill."""
+    if isinstance(control_plane, GivenCluster):
+        pytest.skip(f"this test kills the API server; unset {VARIABLE} to run it")
+    return control_plane
+
+
+@pytest.fixture(scope="session")
+def cluster(node_binaries: programs.Binaries) -> Iterator[Cluster]:
+    """Three nodes at Kubernetes' default settings. A test that loses one adds another."""
+    with Run() as run:
+        made = Cluster(run, node_binaries)
+        made.start(NUM_NODES)
+        yield made
+        made.stop()
+
+
+def fresh(kubectl: Kubectl) -> Iterator[Kubectl]:
+    name = f"test-{secrets.token_hex(4)}"
+    kubectl.run("create", "namespace", name)
+    yield kubectl.inside(name)
+    kubectl.run("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane | GivenCluster) -> Iterator[Kubectl]:
+    """kubectl in a namespace of its own on the control plane without nodes."""
+    yield from fresh(control_plane.kubectl())
+
+
+@pytest.fixture
+def cluster_namespace(cluster: Cluster) -> Iterator[Kubectl]:
+    """kubectl in a namespace of its own on the cluster with nodes."""
+    yield from fresh(cluster.kubectl())

@@ -1,0 +1,90 @@
+"""Finds the programs that the rig runs, and says in words what is missing and how to get it.
+
+Looks, in this order, at HOLDFAST_KUBERNETES_BINARIES, KUBEBUILDER_ASSETS, the cache that
+`make kubernetes-binaries` fills, PATH, and the usual places of CNI plugins. Builds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.kubernetes.binaries import build
+
+CONTROL_PLANE = (
+    "etcd",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubectl",
+)
+NODE = (
+    "kubelet",
+    "containerd",
+    "containerd-shim-runc-v2",
+    "ctr",
+    "runc",
+    "bridge",
+    "host-local",
+    "loopback",
+    "pause",
+)
+VARIABLES = ("HOLDFAST_KUBERNETES_BINARIES", "KUBEBUILDER_ASSETS")
+CNI_PLACES = ("/opt/cni/bin", "/usr/lib/cni", "/usr/libexec/cni")
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """Where to look, best place first."""
+
+    places: tuple[Path, ...]
+
+    def find(self, name: str) -> Path | None:
+        for place in self.places:
+            path = place / name
+            if path.is_file() and os.access(path, os.X_OK):
+                return path.absolute()
+        return None
+
+    def path(self, name: str) -> Path:
+        found = self.find(name)
+        assert found is not None, f"{name} is missing; ask `refusal` first"
+        return found
+
+    def refusal(self, names: tuple[str, ...]) -> str | None:
+        """Why these programs cannot be run, and the fix; None when all are there."""
+        missing = [name for name in names if self.find(name) is None]
+        if not missing:
+            return None
+        looked = ", ".join(str(place) for place in self.places[:3])
+        return (
+            f"{', '.join(missing)} not found (looked in {looked}, ... and PATH). Run "
+            "`make kubernetes-binaries` once: it needs Go 1.26 and takes about five minutes; "
+            "or set HOLDFAST_KUBERNETES_BINARIES to a directory that holds them"
+        )
+
+
+def locate() -> Binaries:
+    named = [Path(value) for variable in VARIABLES if (value := os.environ.get(variable))]
+    path = [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
+    cni = [Path(place) for place in CNI_PLACES]
+    return Binaries((*named, build.cache(), *path, *cni))
+
+
+def machine_refusal() -> str | None:
+    """Why this machine cannot hold nodes, and the fix; None when it can."""
+    if os.uname().sysname != "Linux":
+        return "nodes need the namespaces of Linux"
+    if os.geteuid() != 0:
+        return "nodes need namespaces and cgroups, so the tests have to run as root"
+    tools = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
+    if tools:
+        return f"{', '.join(tools)} not found; install iproute2, util-linux and mount"
+    if not Path("/sys/fs/cgroup/memory").is_dir():
+        return (
+            "the nodes of this rig have been made to work on cgroup v1 only; boot with "
+            "systemd.unified_cgroup_hierarchy=0, or point HOLDFAST_TEST_KUBECONFIG at a cluster"
+        )
+    return None

@@ -1,0 +1,70 @@
+"""A control plane with nodes on one network. Owns which nodes there are, and their images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.e2e.kubernetes.rig import images
+from tests.e2e.kubernetes.rig.binaries import Binaries
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.network import Network
+from tests.e2e.kubernetes.rig.node import Node
+from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.settings import DEFAULT, Settings
+
+# The kubelet puts KUBERNETES_SERVICE_HOST and this port into every container; there is no
+# kube-proxy, so the API server itself listens there, on the address of its own service.
+SERVICE_PORT = 443
+
+
+class Cluster:
+    """Nodes are numbered from 1 and a number is never used again."""
+
+    def __init__(self, run: Run, binaries: Binaries, *, settings: Settings = DEFAULT) -> None:
+        self.run = run
+        self.network = Network(run.name)
+        self.control_plane = ControlPlane(
+            run,
+            binaries,
+            address=self.network.address,
+            port=SERVICE_PORT,
+            services=self.network.services,
+            settings=settings,
+        )
+        self.nodes: dict[str, Node] = {}
+        self._num_made = 0
+        archives = run.directory / "images"
+        archives.mkdir()
+        self._images = (archives / "pause.tar", archives / "holdfast.tar")
+        images.write_pause(self._images[0], binaries.path("pause"))
+        images.write_holdfast(self._images[1])
+
+    def start(self, num_nodes: int) -> None:
+        """Returns when all nodes are ready."""
+        self.control_plane.start()
+        for node in [self.add_node(wait=False) for _ in range(num_nodes)]:
+            node.wait_ready()
+
+    def add_node(self, labels: Mapping[str, str] | None = None, *, wait: bool = True) -> Node:
+        self._num_made += 1
+        node = Node(self.control_plane, self.network, self._num_made, self._images, labels or {})
+        self.nodes[node.name] = node
+        node.start()
+        if wait:
+            node.wait_ready()
+        return node
+
+    def remove_node(self, node: Node) -> None:
+        """Ends a node and takes it off the list of Kubernetes, as a cloud provider would."""
+        node.remove()
+        del self.nodes[node.name]
+        self.kubectl().run("delete", "node", node.name, "--ignore-not-found", "--wait=false")
+
+    def stop(self) -> None:
+        for node in self.nodes.values():
+            node.remove()
+        self.control_plane.stop()
+
+    def kubectl(self, namespace: str = "") -> Kubectl:
+        return self.control_plane.kubectl(namespace)

@@ -1,0 +1,185 @@
+"""One node: a machine within the machine, with containerd and kubelet, and the faults it can have.
+
+Owns the node's namespaces (by way of its first process), its cgroups and its directory. It knows
+the API server only by address; it must not write anything outside its directory and namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from tests.e2e.kubernetes.rig import cgroups, node_config
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.kubectl import condition
+from tests.e2e.kubernetes.rig.network import Network
+from tests.e2e.kubernetes.rig.process import Server
+from tests.e2e.kubernetes.rig.waiting import until
+
+INIT = Path(__file__).with_name("node_init.sh")
+# A process joins its cgroups before it makes the namespace whose root they become.
+ENTER = (
+    'for directory in "$@"; do echo $$ >"$directory/cgroup.procs"; done; '
+    "exec unshare --cgroup --net --mount --uts --ipc --pid --fork --kill-child --mount-proc "
+    'bash "$NODE_INIT"'
+)
+PROGRAMS = ("kubelet", "containerd", "ctr", "runc", "containerd-shim-runc-v2")
+READY_TIMEOUT_S = 60
+
+
+class Node:
+    """Start it, cut it off, take its power, remove it."""
+
+    def __init__(
+        self,
+        control_plane: ControlPlane,
+        network: Network,
+        index: int,
+        images: tuple[Path, ...],
+        labels: Mapping[str, str],
+    ) -> None:
+        self.run = control_plane.run
+        self.control_plane = control_plane
+        self.network = network
+        self.index = index
+        self.name = f"node{index}"
+        self.address = network.node_address(index)
+        self.directory = self.run.directory / self.name
+        self.directory.mkdir()
+        self._write_configuration()
+        hierarchies = cgroups.make(self.run.name, self.name)
+        self._server = Server(
+            self.run,
+            self.name,
+            ["sh", "-c", ENTER, "enter", *hierarchies.values()],
+            environment={
+                "NODE_INIT": str(INIT),
+                "NODE_NAME": self.name,
+                "NODE_ADDRESS": self.address,
+                "NODE_DIRECTORY": str(self.directory),
+                "NODE_HIERARCHIES": " ".join(hierarchies),
+                "NODE_IMAGES": " ".join(str(image) for image in images),
+                "NODE_LABELS": ",".join(f"{key}={value}" for key, value in labels.items()),
+                "GOMAXPROCS": "2",
+                "PATH": self._path(),
+            },
+        )
+
+    def _path(self) -> str:
+        binaries = self.control_plane.binaries
+        places = {str(binaries.path(name).parent) for name in PROGRAMS}
+        return os.pathsep.join([*sorted(places), os.environ["PATH"]])
+
+    def _write_configuration(self) -> None:
+        binaries = self.control_plane.binaries
+        self._write(
+            "containerd.toml",
+            node_config.containerd(
+                self.directory,
+                plugins=binaries.path("bridge").parent,
+                runc=binaries.path("runc"),
+            ),
+        )
+        (self.directory / "cni").mkdir()
+        pods = self.network.pod_range(self.index)
+        network = node_config.cni(str(self.network.subnet), *pods)
+        self._write("cni/rig.conflist", json.dumps(network))
+        kubelet = node_config.kubelet(
+            self.address,
+            self.control_plane.authority.file,
+            self.control_plane.settings.kubelet,
+        )
+        self._write("kubelet.yaml", yaml.safe_dump(kubelet))
+        default = subprocess.run(
+            [binaries.path("ctr"), "oci", "spec"], capture_output=True, text=True, check=True
+        )
+        spec = node_config.base_spec(json.loads(default.stdout))
+        self._write("base-spec.json", json.dumps(spec))
+        pair = self.control_plane.authority.sign(
+            self.name, f"system:node:{self.name}", organization="system:nodes"
+        )
+        config = self.control_plane.write_kubeconfig(self.name, pair=pair)
+        (self.directory / "kubeconfig").symlink_to(config)
+
+    def _write(self, name: str, text: str) -> None:
+        (self.directory / name).write_text(text)
+
+    def start(self) -> None:
+        """Returns when the node has its cable; `wait_ready` waits for the rest."""
+        self._server.start()
+        pid = self._server.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        until(
+            lambda: self._server.running and children.read_text().strip(),
+            f"the first process of {self.name}",
+            timeout_s=10,
+            every_s=0.01,
+            last=self._server.tail,
+        )
+        self._init_pid = int(children.read_text().split()[0])
+        self.run.record(f"{self.name}-init", self._init_pid)
+        self.network.plug(self.index, self._init_pid)
+
+    def wait_ready(self, expected: str = "True", *, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Waits until the API server thinks so of the node: "True", "False" or "Unknown"."""
+
+        def reached() -> bool:
+            if expected == "True" and not self._server.running:
+                raise AssertionError(f"{self.name} ended:\n{self.story()}")
+            return self.readiness() == expected
+
+        until(
+            reached,
+            f"{self.name} to be Ready={expected}",
+            timeout_s=timeout_s,
+            every_s=0.2,
+            last=self.story,
+        )
+
+    def readiness(self) -> str:
+        text = self.control_plane.request(f"/api/v1/nodes/{self.name}")
+        return condition(json.loads(text), "Ready") if text else ""
+
+    def story(self) -> str:
+        """The last lines of the node's logs."""
+        parts = [f"{self._server.log.name}:\n{self._server.tail()}"]
+        for name in ("containerd.log", "kubelet.log"):
+            path = self.directory / name
+            if path.exists():
+                tail = path.read_text(errors="replace").splitlines()[-15:]
+                parts.append("\n".join([f"{name}:", *tail]))
+        return "\n".join(parts)
+
+    def cut(self) -> None:
+        """The network partition: from now on silence, in both directions."""
+        self.network.cut(self.index)
+
+    def heal(self) -> None:
+        self.network.heal(self.index)
+
+    def lose_power(self) -> None:
+        """The cable first, so that no dying socket says goodbye; then everything at once."""
+        self.cut()
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills all that runs on the node; returns when it is gone."""
+        if self._server.running:
+            os.kill(self._init_pid, signal.SIGKILL)
+            self._server.kill()
+            self.run.forget(f"{self.name}-init")
+        cgroups.remove(self.run.name, self.name)
+
+    def processes(self) -> list[int]:
+        """All that runs on the node, by the process ids of this machine."""
+        return cgroups.processes(self.run.name, self.name)
+
+    def remove(self) -> None:
+        self.kill()
+        self.network.unplug(self.index)

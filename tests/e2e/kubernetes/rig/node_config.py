@@ -1,0 +1,110 @@
+"""The configuration of a node's programs, as documents. Pure: what goes in says what comes out.
+
+Owns every setting of containerd, kubelet and the CNI plugins, each with its reason where Kubernetes
+would choose otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.kubernetes.rig import images
+
+CONTAINERD = """\
+version = 2
+root = "/var/lib/containerd"
+state = "/run/containerd"
+oom_score = 0
+
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause}"
+  disable_tcp_service = true
+  enable_unprivileged_ports = true
+  enable_unprivileged_icmp = true
+  # Without CAP_SYS_RESOURCE nobody may lower the score of a process, and runc fails.
+  restrict_oom_score_adj = true
+
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{plugins}"
+    conf_dir = "{directory}/cni"
+
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "runc"
+
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      base_runtime_spec = "{directory}/base-spec.json"
+
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+        BinaryName = "{runc}"
+        SystemdCgroup = false
+"""
+
+
+def containerd(directory: Path, *, plugins: Path, runc: Path) -> str:
+    return CONTAINERD.format(pause=images.PAUSE, directory=directory, plugins=plugins, runc=runc)
+
+
+def cni(subnet: str, first: str, last: str) -> dict[str, Any]:
+    """Pods are ports of the node's bridge; the range of each node is its own."""
+    return {
+        "cniVersion": "1.0.0",
+        "name": "rig",
+        "plugins": [
+            {
+                "type": "bridge",
+                "bridge": "cni0",
+                "isGateway": False,
+                "ipMasq": False,
+                "ipam": {
+                    "type": "host-local",
+                    "ranges": [[{"subnet": subnet, "rangeStart": first, "rangeEnd": last}]],
+                },
+            }
+        ],
+    }
+
+
+def kubelet(address: str, authority: Path, changes: Mapping[str, object]) -> dict[str, Any]:
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": address,
+        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(authority)},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "cgroupfs",
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "oomScoreAdj": 0,
+        # The disk is the machine's: how full it is is not this node's affair.
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+        "localStorageCapacityIsolation": False,
+        "evictionHard": {"memory.available": "100Mi"},
+        "makeIPTablesUtilChains": False,
+        "healthzPort": 0,
+        "resolvConf": "",
+        "maxPods": 100,
+        **changes,
+    }
+
+
+def base_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """The runtime's own default, plus the directories that the Holdfast image would hold."""
+    binds = [
+        {
+            "destination": str(directory),
+            "type": "bind",
+            "source": str(directory),
+            "options": ["rbind", "ro", "nosuid", "nodev"],
+        }
+        for directory in images.host_directories()
+    ]
+    return {**spec, "mounts": [*spec["mounts"], *binds]}

@@ -1,0 +1,94 @@
+"""One server process of the rig: start, log file, kill -9, start again.
+
+Owns the process; knows nothing of what it serves. A process is recorded with its run as soon as it
+is there, so that it can be removed when the tests are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.waiting import Waited, until
+
+
+class Server:
+    """A process with a name in its run and a log that survives restarts."""
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = run.directory / f"{name}.log"
+        self._run = run
+        self._command = [str(word) for word in command]
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        assert not self.running, f"{self.name} runs already"
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=self._run.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._run.record(self.name, self._process.pid)
+
+    def wait_ready(self, ready: Callable[[], bool], *, timeout_s: float) -> None:
+        """Waits for the server to answer; a server that ended instead is an error at once."""
+
+        def check() -> bool:
+            if not self.running:
+                raise Waited(f"{self.name} ended while starting:\n{self.tail()}")
+            return ready()
+
+        until(check, f"{self.name} to be ready", timeout_s=timeout_s, last=self.tail)
+
+    def kill(self) -> None:
+        """SIGKILL, and the process is gone when this returns."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(timeout=20)
+        self._run.forget(self.name)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL if that did not help."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._run.forget(self.name)
+
+    def tail(self, num_lines: int = 15) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-num_lines:])

@@ -1,0 +1,164 @@
+"""The rig itself: what it brings up is a real Kubernetes, its faults are real, and nothing is left.
+
+The cluster of these tests has short node-monitor settings; all other tests have the defaults.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.cluster import Cluster
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, leftovers
+from tests.e2e.kubernetes.rig.settings import SHORT
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.rig.workloads import phase, pod
+
+pytestmark = pytest.mark.e2e
+
+# A program that brings up a whole cluster, says its name and waits to be killed.
+KILLED_LATER = """
+import signal
+from tests.e2e.kubernetes.rig.binaries import locate
+from tests.e2e.kubernetes.rig.cluster import Cluster
+from tests.e2e.kubernetes.rig.run import Run
+run = Run()
+Cluster(run, locate()).start(1)
+print(run.name, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def short(node_binaries: programs.Binaries) -> Iterator[Cluster]:
+    with Run() as run:
+        made = Cluster(run, node_binaries, settings=SHORT)
+        made.start(2)
+        yield made
+        made.stop()
+
+
+@pytest.fixture
+def kubectl(short: Cluster) -> Iterator[Kubectl]:
+    yield from fresh(short.kubectl())
+
+
+def test_the_control_plane_serves_the_api_and_takes_pods(namespace: Kubectl) -> None:
+    served = namespace.json("version")["serverVersion"]
+    assert served["major"] == "1"
+    namespace.create(pod("waiting", "true"))
+    assert phase(namespace.get("pod", "waiting")) == "Pending"
+
+
+def test_a_killed_api_server_comes_back_with_all_objects(
+    own_control_plane: ControlPlane, namespace: Kubectl
+) -> None:
+    namespace.run("create", "configmap", "kept", "--from-literal=key=value")
+    own_control_plane.kill_api_server()
+    assert not own_control_plane.answers()
+    assert namespace.attempt("get", "configmaps").returncode != 0
+    own_control_plane.start_api_server()
+    kept = namespace.get("configmap", "kept")
+    assert kept and kept["data"] == {"key": "value"}
+
+
+def test_a_pod_of_the_holdfast_image_imports_torch(kubectl: Kubectl) -> None:
+    program = "import torch, os; print('torch', torch.__version__, 'as user', os.getuid())"
+    kubectl.create(pod("torch", "python", "-c", program))
+    ended = kubectl.wait(
+        "pod", "torch", lambda p: phase(p) in ("Succeeded", "Failed"), "to end", timeout_s=90
+    )
+    log = kubectl.run("logs", "torch")
+    assert phase(ended) == "Succeeded", log
+    assert log.startswith("torch ") and log.rstrip().endswith("as user 65532")
+
+
+def test_a_node_whose_link_is_cut_goes_unknown_and_returns_when_it_heals(short: Cluster) -> None:
+    node = short.nodes["node1"]
+    node.cut()
+    node.wait_ready("Unknown", timeout_s=60)
+    node.heal()
+    node.wait_ready("True", timeout_s=60)
+
+
+def test_processes_on_a_cut_off_node_go_on_running(short: Cluster, kubectl: Kubectl) -> None:
+    """The zombie of a partition: Kubernetes calls the pod deleted, and it runs."""
+    node = short.nodes["node2"]
+    kubectl.create(pod("zombie", "sleep", "600", node=node.name))
+    kubectl.wait("pod", "zombie", lambda p: phase(p) == "Running", "to run")
+    node.cut()
+    kubectl.wait(
+        "pod",
+        "zombie",
+        lambda p: p is not None and "deletionTimestamp" in p["metadata"],
+        "to be evicted",
+        timeout_s=90,
+    )
+    assert "sleep 600" in commands(node.processes())
+    node.heal()
+    kubectl.wait("pod", "zombie", lambda p: p is None, "to be gone", timeout_s=60)
+    until(
+        lambda: "sleep 600" not in commands(node.processes()),
+        "the process of the pod to end",
+        timeout_s=30,
+    )
+
+
+def commands(pids: list[int]) -> list[str]:
+    found = []
+    for pid in pids:
+        done = subprocess.run(
+            ["ps", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False
+        )
+        found.append(done.stdout.strip())
+    return found
+
+
+def test_a_node_that_loses_power_is_gone_and_its_replacement_joins(short: Cluster) -> None:
+    lost = short.add_node()
+    lost.lose_power()
+    assert lost.processes() == []
+    lost.wait_ready("Unknown", timeout_s=60)
+    replacement = short.add_node()
+    assert replacement.readiness() == "True"
+    short.remove_node(lost)
+    until(lambda: lost.readiness() == "", "the lost node to be off the list", timeout_s=30)
+    short.remove_node(replacement)
+
+
+def test_nothing_is_left_of_a_control_plane_that_was_stopped(
+    control_plane: ControlPlane | GivenCluster, binaries: programs.Binaries
+) -> None:
+    if refusal := binaries.refusal(programs.CONTROL_PLANE):
+        pytest.skip(refusal)
+    with Run() as run:
+        ControlPlane(run, binaries).start()
+        assert leftovers(run.name) != []
+    assert leftovers(run.name) == []
+
+
+def test_nothing_is_left_of_a_cluster_whose_tests_were_killed(
+    node_binaries: programs.Binaries,
+) -> None:
+    tests = subprocess.Popen(
+        [sys.executable, "-c", KILLED_LATER], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert tests.stdout is not None
+    name = tests.stdout.readline().strip()
+    assert name and any("cgroup" in left for left in leftovers(name))
+    tests.kill()
+    tests.wait()
+    until(
+        lambda: leftovers(name) == [],
+        "the keeper to remove everything",
+        timeout_s=60,
+        last=lambda: leftovers(name),
+    )
