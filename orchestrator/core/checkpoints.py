@@ -21,10 +21,14 @@ DISTRUST_AFTER = 2
 
 
 # -- the memory tier --------------------------------------------------------------------------
-def in_memory(state: JobState) -> list[tuple[StepKey, int]]:
-    """((step, generation), num_shards) of every state whose shards all live, newest first."""
+def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKey, int]]:
+    """((step, generation), num_shards) of every state whose shards all live, newest first.
+
+    Without `leaving_too`: on nodes that stay."""
     found: dict[tuple[int, int, int], dict[int, None]] = {}
     for node in state.nodes.values():
+        if node.preempting and not leaving_too:
+            continue
         for shard in node.staged:
             key = (shard.step, shard.generation, shard.num_shards)
             found.setdefault(key, {})[shard.shard] = None

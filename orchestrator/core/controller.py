@@ -59,8 +59,9 @@ FINISH_RETRY_S = 5.0
 class Controller:
     """One job. `state` is None until JobSubmitted, then one object for ever; only read it."""
 
-    def __init__(self) -> None:
-        self._state: JobState | None = None
+    def __init__(self, state: JobState | None = None) -> None:
+        """`state`: go on from there, as a snapshot has kept it."""
+        self._state = state
 
     @property
     def state(self) -> JobState:
@@ -162,6 +163,7 @@ _LOOKS: tuple[Callable[[Turn], None], ...] = (
     ending.check_drain,
     membership.request_missing,
     launching.place,
+    ending.park,
     membership.release_surplus,
 )
 

@@ -78,6 +78,40 @@ def start_drain(turn: Turn, kind: DrainKind) -> None:
     ask(turn)
 
 
+def park(turn: Turn) -> None:
+    """Nothing can be launched yet, and a node with a part of the newest state leaves: it goes to
+    storage, unless the memory of the nodes that stay has all of it."""
+    state = turn.state
+    if not state.placing or state.intent != "run" or state.drain is not None:
+        return
+    held, newest = next(iter(in_memory(state)), None), newest_committed(state)
+    if held is None or (newest is not None and newest.step >= held[0][0]):
+        return
+    if held in in_memory(state, leaving_too=False):
+        return
+    (step, generation), num_shards = held
+    state.drain = Drain("park", step, generation, num_shards)
+    turn.note(f"writing step {step} to storage: a node that has a part of it leaves")
+    ask(turn)
+
+
+def end_parking(turn: Turn) -> None:
+    """The next generation begins from memory, or somebody wants something else."""
+    if turn.state.drain is not None and turn.state.drain.kind == "park":
+        turn.state.drain = None
+        turn.disarm("drain")
+
+
+def _parked(turn: Turn, drain: Drain) -> None:
+    """Is it there, or out of reach? Then `park` looks for another."""
+    newest = newest_committed(turn.state)
+    if newest is not None and newest.step >= drain.step:
+        turn.note(f"step {newest.step} is in storage; the leaving nodes are free to go")
+        end_parking(turn)
+    elif _out_of_reach(turn.state, drain):
+        end_parking(turn)
+
+
 def final_timeout_s(state: JobState) -> float:
     return state.job.spec.checkpoint.storage.final_timeout_s
 
@@ -143,7 +177,9 @@ def check_drain(turn: Turn) -> None:
     if drain is None:
         return
     newest = newest_committed(state)
-    if drain.kind == "suspend" and state.intent == "run":
+    if drain.kind == "park":
+        _parked(turn, drain)
+    elif drain.kind == "suspend" and state.intent == "run":
         state.drain, state.placing = None, True
         turn.disarm("persist", "drain")
         turn.move("recovering", "resume", "resumed before it was suspended")
@@ -155,8 +191,7 @@ def check_drain(turn: Turn) -> None:
 
 def _still_possible(turn: Turn, drain: Drain) -> None:
     state = turn.state
-    reachable = dict.fromkeys(s for n in state.nodes.values() for s in _held(n.staged, drain))
-    gone = [shard for shard in _missing(state, drain) if shard not in reachable]
+    gone = _out_of_reach(state, drain)
     if gone:
         turn.note(f"step {drain.step}: shards {gone} were lost before they were written")
         if drain.kind == "finish":
@@ -166,6 +201,12 @@ def _still_possible(turn: Turn, drain: Drain) -> None:
             start_drain(turn, drain.kind)
     elif turn.due("persist"):
         _give_up(turn, drain)
+
+
+def _out_of_reach(state: JobState, drain: Drain) -> list[int]:
+    """Shards that are neither written nor in anybody's memory."""
+    reachable = dict.fromkeys(s for n in state.nodes.values() for s in _held(n.staged, drain))
+    return [shard for shard in _missing(state, drain) if shard not in reachable]
 
 
 def _give_up(turn: Turn, drain: Drain) -> None:

@@ -79,6 +79,8 @@ class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-notice
 
     node: str
     detail: str = ""
+    grace_s: float = 0.0
+    """It is there for so long at least; 0: nobody knows."""
 
 
 # -- workers ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ SIGNALS = {
 }  # fmt: skip
 # A process raises these on itself when its native code breaks; the others come from outside.
 CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
+TAKEN_AWAY_SIGNALS = (9, 15)
 # What a worker sees when a peer has gone: consequences, even when its bootstrap did not say so.
 NETWORK_TYPES = (
     "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError",
@@ -51,6 +52,8 @@ class Facts:
     """(node, detail)."""
     refused: str = ""
     """What a reader found wrong with the checkpoint that this generation started from."""
+    leaving: tuple[tuple[str, str], ...] = ()
+    """(node, why) of nodes that were announced to be taken away."""
     node_of: Callable[[int], str] = lambda rank: ""
     world_size: int = 0
 
@@ -142,6 +145,14 @@ def _preempted(facts: Facts) -> Failure | None:
     for node, cause, detail in facts.lost:
         if cause == "preempted":
             return Failure("preemption", "preempted", f"{node} was preempted", detail, node)
+    announced = dict(facts.leaving)
+    for node, exit in facts.exits:
+        # Whoever takes a machine away ends what runs on it.
+        if node in announced and is_failure(exit) and exit.signal in TAKEN_AWAY_SIGNALS:
+            evidence = f"{announced[node]}; worker {exit.rank} got {_signal(exit)} {when(exit)}"
+            return Failure(
+                "preemption", "preempted", f"{node} was preempted", evidence, node, exit.rank, exit
+            )
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..protocol.facts import Membership, Restore
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
+from .ending import end_parking
 from .events import StepsAdvanced
 from .membership import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
 from .ranks import (
@@ -119,6 +120,7 @@ def _begin_generation(
     turn: Turn, membership: Membership, members: tuple[str, ...], restore: Restore | None
 ) -> None:
     state = turn.state
+    end_parking(turn)
     state.launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh

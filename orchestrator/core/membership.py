@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..protocol import limits
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes, StopGroup
+from .checkpoints import in_memory, newest_committed
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .ranks import best_size, mesh_for
 from .state import JobState, Node
@@ -29,6 +30,11 @@ def usable(state: JobState) -> list[Node]:
         and (node.generation == 0 or (state.active and node.name in state.members))
         and node.facts.slots >= state.job.spec.workers_per_node
     ]  # fmt: skip
+
+
+def members_here(state: JobState) -> list[Node]:
+    """Nodes of the current generation that are not lost."""
+    return [state.nodes[name] for name in state.members if name in state.nodes]
 
 
 def full_size(state: JobState) -> int:
@@ -158,12 +164,18 @@ def rejoin_expired(turn: Turn) -> list[NodeLost]:
 
 
 def preemption_noticed(turn: Turn, event: PreemptionNoticed) -> None:
+    """What is done about it is a planned interruption: wishes.planned."""
     node = turn.state.nodes.get(event.node)
-    if node is not None and not node.preempting:
-        node.preempting = True
-        turn.note(f"{event.node} will be taken away: {event.detail or 'no detail given'}")
-        if event.node in turn.state.members and turn.state.active:
-            turn.arm_once("preempt", turn.state.job.spec.recovery.replacement_wait_s)
+    if node is None:
+        return
+    if event.grace_s > 0:
+        leaves_ns = turn.now + seconds(event.grace_s)
+        node.leaves_ns = min(node.leaves_ns or leaves_ns, leaves_ns)
+    if node.preempting:
+        return
+    node.preempting, node.leaving = True, event.detail or "no detail given"
+    grace = f", in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
+    turn.note(f"{event.node} will be taken away{grace}: {node.leaving}")
 
 
 # -- asking and giving back -------------------------------------------------------------------
@@ -275,7 +287,7 @@ def release_surplus(turn: Turn) -> None:
     for node in idle:
         if node.name in state.cordoned and settled:
             release(turn, node.name, "bad-node", state.cordoned[node.name])
-        elif node.preempting and settled:
+        elif node.preempting and (settled or not _needed(state, node)):
             release(turn, node.name, "preemption", f"{node.name} is free to be taken away")
     # Memory of idle nodes may be what the next generation starts from: never before a first step.
     if not settled or full_size(state) > len(state.members):
@@ -286,6 +298,16 @@ def release_surplus(turn: Turn) -> None:
         if surplus > 0 and node.name in state.nodes:
             release(turn, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
             surplus -= 1
+
+
+def _needed(state: JobState, node: Node) -> bool:
+    """While nothing runs: whether the next generation may begin from this node's memory."""
+    if state.active or awaiting_rejoin(state):
+        return True
+    newest, committed = next(iter(in_memory(state)), None), newest_committed(state)
+    if newest is None or (committed is not None and committed.step >= newest[0][0]):
+        return False
+    return any((s.step, s.generation) == newest[0] for s in node.staged)
 
 
 def controller_started(turn: Turn, existing: tuple[str, ...] | None) -> list[NodeLost]:

@@ -24,7 +24,7 @@ from .failure import (
 )
 from .state import FailureClass, IncidentRecord, JobState, Purpose, Stop
 from .transitions import Phase
-from .turn import MAX_INCIDENTS, Turn, seconds
+from .turn import MAX_INCIDENTS, SECOND_NS, Turn, seconds
 
 REHEARSAL_WINDOW_S = 60.0
 """A failure on a node this soon after somebody injected one there is the rehearsed one."""
@@ -64,6 +64,11 @@ def interrupt(
     planned = purpose not in ("failure", "finish")
     own_loop = spec.entrypoint.recipe is None
     grace_s = spec.recovery.termination_grace_s if planned and own_loop else 0.0
+    if purpose == "preemption":
+        # Half of what the leaving nodes have: the hand-over comes after it.
+        known = [n.leaves_ns for n in state.nodes.values() if n.leaves_ns is not None]
+        left_s = (min(known) - turn.now) / SECOND_NS if known else grace_s
+        grace_s = max(0.0, min(grace_s, left_s / 2 if known else left_s))
     stop = Stop(purpose, reason, turn.now, stacks, grace_s)
     state.stop = stop
     if purpose != "finish":
@@ -154,7 +159,11 @@ def conclude(turn: Turn) -> str:
         state.step = max(state.step, incident.step_before)
     incident.stacks = {stack.rank: stack.text for stack in stop.stacks}
     if stop.purpose == "preemption":
-        incident.failure_class = "preemption"
+        names = ", ".join(node for node, _why in stop.leaving)
+        incident.failure_class, incident.rule = "preemption", "preempted"
+        incident.title = f"{names} will be taken away"
+        incident.evidence = "; ".join(dict.fromkeys(why for _node, why in stop.leaving))
+        incident.culprit_node = stop.leaving[0][0] if stop.leaving else ""
         return _charge(turn, "preemption")
     if stop.purpose != "failure":
         return ""
@@ -171,6 +180,7 @@ def _judge(turn: Turn, stop: Stop, incident: IncidentRecord) -> str:
             hang=stop.hang,
             launch_failure=stop.launch_failure,
             refused=stop.refused,
+            leaving=tuple((n.name, n.leaving) for n in state.nodes.values() if n.preempting),
             node_of=state.node_of,
             world_size=incident.world_size_before,
         )

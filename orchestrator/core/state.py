@@ -20,7 +20,7 @@ FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
 Purpose = Literal["failure", "resize", "preemption", "suspend", "cancel", "deadline", "finish"]
 
-DrainKind = Literal["finish", "suspend", "end"]
+DrainKind = Literal["finish", "suspend", "end", "park"]
 
 StepKey = tuple[int, int]
 """(step, generation that wrote it): names one state of the training."""
@@ -43,6 +43,10 @@ class Node:
     """Heard of since the controller started."""
     preempting: bool = False
     """It will be taken away; no new generation uses it."""
+    leaving: str = ""
+    """Why, as far as it was told."""
+    leaves_ns: int | None = None
+    """When, as far as it was told."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Stop:
     hang: tuple[tuple[int, ...], str] | None = None
     launch_failure: tuple[str, str] | None = None
     refused: str = ""
+    leaving: list[tuple[str, str]] = field(default_factory=list)
+    """(node, why) of members that are given up because they will be taken away."""
 
 
 @dataclass(slots=True)
@@ -143,7 +149,8 @@ class Ledger:
 
 @dataclass(slots=True)
 class Drain:
-    """The last checkpoint of a job that ends or is suspended, on its way to storage."""
+    """The last checkpoint of a job that ends, is suspended, or waits for nodes while one with a
+    part of it leaves (park), on its way to storage."""
 
     kind: DrainKind
     step: int

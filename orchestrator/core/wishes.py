@@ -9,8 +9,8 @@ from . import ending, membership, recovery
 from .actions import Reason
 from .events import CancelRequested, ResizeRequested, ResumeRequested, SuspendRequested
 from .ranks import check_resize, resized
-from .state import PURPOSE_CODE, JobState
-from .turn import Turn
+from .state import PURPOSE_CODE, JobState, Node
+from .turn import SECOND_NS, Turn
 
 
 def resize(turn: Turn, event: ResizeRequested) -> None:
@@ -68,7 +68,7 @@ def follow_intent(turn: Turn) -> None:
         ending.end_early(turn, "cancelled", "cancel", state.asked)
     elif state.intent == "deadline":
         ending.end_early(turn, "failed", "deadline", state.asked)
-    elif state.drain is None and state.phase != "suspended":
+    elif (state.drain is None or state.drain.kind == "park") and state.phase != "suspended":
         state.placing = False
         ending.start_drain(turn, "suspend")
 
@@ -78,20 +78,24 @@ def _all_done(state: JobState) -> bool:
     return len(state.exits) == size and all(e.code == 0 for _n, e in state.exits.values())
 
 
+TRAINING = ("starting", "recovering", "running")
+LEAVE_SHARE = 1 / 3
+"""Of the time that a leaving node has: how long training goes on while its replacement comes. The
+rest is for the hand-over, and for storage where nobody can take over."""
+
+
 def planned(turn: Turn) -> None:
     """Another size, or a node that will be taken away: a planned interruption."""
     state = turn.state
-    if state.phase != "running" or not state.active or state.stop is not None:
+    if state.phase not in TRAINING or not state.active or state.stop is not None:
         return
     size, full = len(state.members), membership.full_size(state)
     possible = membership.possible_size(state)
-    leaving = [n for n in state.members if n in state.nodes and state.nodes[n].preempting]
+    leaving = [n for n in membership.members_here(state) if n.preempting]
     if leaving:
-        if possible >= min(size, full) or turn.due("preempt"):
-            text = f"{', '.join(leaving)} will be taken away; {possible} nodes are usable"
-            recovery.interrupt(turn, "preemption", Reason("preemption", text))
-        else:
-            turn.arm_once("preempt", state.job.spec.recovery.replacement_wait_s)
+        _make_way(turn, leaving, possible, min(size, full))
+    elif state.phase != "running":
+        return
     elif size > full:
         text = f"from {size} to {full} nodes, as asked"
         recovery.interrupt(turn, "resize", Reason("resize", text))
@@ -102,3 +106,23 @@ def planned(turn: Turn) -> None:
             recovery.interrupt(turn, "resize", Reason("resize", text))
     else:
         turn.disarm("grow")
+
+
+def _make_way(turn: Turn, leaving: list[Node], possible: int, wanted: int) -> None:
+    """Go on without the leaving nodes as soon as others can take their places. Until then training
+    goes on with them, but only as long as it is safe to."""
+    state = turn.state
+    turn.arm_once("preempt", _patience_s(turn, leaving))
+    hopeless = possible > 0 and state.no_room and not state.expected_nodes
+    if possible >= wanted or hopeless or turn.due("preempt"):
+        names = ", ".join(node.name for node in leaving)
+        text = f"{names} will be taken away ({leaving[0].leaving}); {possible} nodes are usable"
+        stop = recovery.interrupt(turn, "preemption", Reason("preemption", text))
+        if stop is not None:
+            stop.leaving = [(node.name, node.leaving) for node in leaving]
+
+
+def _patience_s(turn: Turn, leaving: list[Node]) -> float:
+    wait_s = turn.state.job.spec.recovery.replacement_wait_s
+    known = [node.leaves_ns - turn.now for node in leaving if node.leaves_ns is not None]
+    return max(wait_s, LEAVE_SHARE * min(known) / SECOND_NS) if known else wait_s

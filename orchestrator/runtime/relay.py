@@ -119,6 +119,12 @@ class Relay:
                         tried=message.tried,
                     )
                 )
+            case wire.Leaving():
+                self._submit(
+                    events.PreemptionNoticed(
+                        node=node, detail=message.detail, grace_s=message.grace_s
+                    )
+                )
             case wire.AgentEvent():
                 self._log.info("%s: %s", node, message.text)
             case _:

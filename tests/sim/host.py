@@ -271,6 +271,10 @@ class Host:
                 self.handle(
                     e.ShardPersisted(node=node, generation=message.generation, shard=message.shard)
                 )
+            case m.Leaving():
+                self.handle(
+                    e.PreemptionNoticed(node=node, detail=message.detail, grace_s=message.grace_s)
+                )
             case m.PersistFailed():
                 self.handle(
                     e.PersistFailed(

@@ -51,6 +51,7 @@ def test_the_faults_are_not_imagined() -> None:
     states = [world.host.controller.state for world in worlds]
     rules = {incident.rule for state in states for incident in state.incidents}
     assert {"outside-signal", "hang", "node-lost", "native-crash"} <= rules | {"lost-first"}
+    assert "preempted" in rules
     assert sum(world.host.crashes for world in worlds) > 20
     assert max(state.generation for state in states) > 6
     restored = {incident.restored_from for state in states for incident in state.incidents}

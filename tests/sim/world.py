@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.core import events as e
 from orchestrator.protocol.facts import Membership
+from workers.agent import facts as f
 
 from .clockwork import NS, Clockwork
 from .host import Host
@@ -54,6 +55,7 @@ class World(Clockwork):
         self._named = 0
         self._gangs: dict[int, Gang] = {}
         self._healed: dict[str, int] = {}
+        self._leaving: dict[str, None] = {}
         self.write_failures = 0.0
         self.fork_failures = 0.0
         self.num_faults = 0
@@ -173,7 +175,7 @@ class World(Clockwork):
             (1, self._forks_fail),
             (2, self._writes_fail),
             (2, self._no_room),
-            (1, self._preempt),
+            (3, self._preempt),
             (2, self._resize),
             (1, self._suspend),
             (1, self._rot),
@@ -263,12 +265,17 @@ class World(Clockwork):
 
     def _preempt(self) -> str:
         node = self._live()
-        if node is None:
+        if node is None or node.name in self._leaving:
             return ""
-        self.host.handle(e.PreemptionNoticed(node=node.name, detail="spot"))
-        seconds = self.between(0.5, 8.0)
-        self.after(seconds, lambda: self.node_dies(node, visible=True, why="preempted"))
-        return f"{node.name} will be preempted in {seconds:.1f} s"
+        self._leaving[node.name] = None
+        grace_s = self.rng.choice((self.between(0.5, 8.0), 30.0))
+        node.feed(f.Terminated(grace_s))
+        self.after(grace_s, lambda: self._taken_away(node))
+        return f"{node.name} gets SIGTERM and has {grace_s:.1f} s"
+
+    def _taken_away(self, node: SimNode) -> None:
+        """Nothing but a worker that the kernel cannot end may keep a node until the last moment."""
+        self.oracle.require(not node.alive, f"{node.name} has not ended within its grace")
 
     def _resize(self) -> str:
         top = self.document["spec"]["nodes"]["max"]
