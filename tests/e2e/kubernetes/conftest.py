@@ -58,7 +58,6 @@ def control_plane(
         plane = ControlPlane(run, binaries)
         plane.start()
         yield plane
-        plane.stop()
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +75,6 @@ def cluster(node_binaries: programs.Binaries) -> Iterator[Cluster]:
         made = Cluster(run, node_binaries)
         made.start(NUM_NODES)
         yield made
-        made.stop()
 
 
 def fresh(kubectl: Kubectl) -> Iterator[Kubectl]:

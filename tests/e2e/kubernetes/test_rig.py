@@ -43,7 +43,6 @@ def short(node_binaries: programs.Binaries) -> Iterator[Cluster]:
         made = Cluster(run, node_binaries, settings=SHORT)
         made.start(2)
         yield made
-        made.stop()
 
 
 @pytest.fixture

@@ -61,10 +61,5 @@ class Cluster:
         del self.nodes[node.name]
         self.kubectl().run("delete", "node", node.name, "--ignore-not-found", "--wait=false")
 
-    def stop(self) -> None:
-        for node in self.nodes.values():
-            node.remove()
-        self.control_plane.stop()
-
     def kubectl(self, namespace: str = "") -> Kubectl:
         return self.control_plane.kubectl(namespace)

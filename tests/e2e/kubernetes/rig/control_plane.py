@@ -110,10 +110,6 @@ class ControlPlane:
     def kill_api_server(self) -> None:
         self.api_server.kill()
 
-    def stop(self) -> None:
-        for server in (self.scheduler, self.controller_manager, self.api_server, self.etcd):
-            server.stop()
-
     def answers(self) -> bool:
         return self.request("/readyz") == b"ok"
 

@@ -1,4 +1,4 @@
-"""One server process of the rig: start, log file, kill -9, start again.
+"""One server process of the rig: start, log file, kill -9, start again. It ends with its run.
 
 Owns the process; knows nothing of what it serves. A process is recorded with its run as soon as it
 is there, so that it can be removed when the tests are killed.
@@ -77,17 +77,6 @@ class Server:
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             os.kill(self.pid, number)
-
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL if that did not help."""
-        if self._process is None:
-            return
-        self.signal(signal.SIGTERM)
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._run.forget(self.name)
 
     def tail(self, num_lines: int = 15) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
