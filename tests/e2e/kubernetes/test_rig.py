@@ -20,7 +20,7 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, leftovers
 from tests.e2e.kubernetes.rig.settings import SHORT
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.rig.workloads import phase, pod
+from tests.e2e.kubernetes.rig.workloads import phase, pod, shared_storage
 
 pytestmark = pytest.mark.e2e
 
@@ -34,6 +34,22 @@ run = Run()
 Cluster(run, locate()).start(1)
 print(run.name, flush=True)
 signal.pause()
+"""
+
+# Lists pods with nothing but what a pod is given; prints the answer, whatever it is.
+ASK = """
+import os, ssl, urllib.error, urllib.request
+from pathlib import Path
+account = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+url = f"https://{host}:{port}/api/v1/pods"
+headers = {"Authorization": "Bearer " + (account / "token").read_text()}
+context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+try:
+    request = urllib.request.Request(url, headers=headers)
+    print(urllib.request.urlopen(request, context=context).read().decode())
+except urllib.error.HTTPError as refused:
+    print(__import__("json").load(refused)["message"])
 """
 
 
@@ -78,6 +94,50 @@ def test_a_pod_of_the_holdfast_image_imports_torch(kubectl: Kubectl) -> None:
     log = kubectl.run("logs", "torch")
     assert phase(ended) == "Succeeded", log
     assert log.startswith("torch ") and log.rstrip().endswith("as user 65532")
+
+
+def test_a_pod_writes_to_storage_that_this_machine_reads(short: Cluster, kubectl: Kubectl) -> None:
+    directory = short.run.directory / "shared"
+    kubectl.apply(*shared_storage(kubectl.namespace, directory))
+    writing = pod("writing", "sh", "-c", "echo kept > /storage/file")
+    claim = {"persistentVolumeClaim": {"claimName": kubectl.namespace}, "name": "storage"}
+    writing["spec"]["volumes"] = [claim]
+    mount = {"name": "storage", "mountPath": "/storage"}
+    writing["spec"]["containers"][0]["volumeMounts"] = [mount]
+    kubectl.create(writing)
+    kubectl.wait("pod", "writing", lambda p: phase(p) == "Succeeded", "to end")
+    assert (directory / "file").read_text() == "kept\n"
+    kubectl.run("delete", "pod,pvc,pv", "--all", "--wait=false")
+
+
+def test_a_pod_that_takes_too_much_memory_is_killed_for_it(kubectl: Kubectl) -> None:
+    greedy = pod("greedy", "python", "-c", "print(len(bytes([1]) * 10**9))")
+    greedy["spec"]["containers"][0]["resources"] = {"limits": {"memory": "64Mi"}}
+    kubectl.create(greedy)
+    ended = kubectl.wait("pod", "greedy", lambda p: phase(p) == "Failed", "to fail")
+    state = ended["status"]["containerStatuses"][0]["state"]["terminated"]
+    assert (state["reason"], state["exitCode"]) == ("OOMKilled", 137)
+
+
+def test_a_pod_is_told_the_api_server_and_may_ask_it(kubectl: Kubectl) -> None:
+    """Without kube-proxy: the API server listens on the address of its own service."""
+    asking = pod("asking", "python", "-c", ASK)
+    asking["spec"]["automountServiceAccountToken"] = True
+    kubectl.create(asking)
+    kubectl.wait("pod", "asking", lambda p: phase(p) in ("Succeeded", "Failed"), "to end")
+    user = f"system:serviceaccount:{kubectl.namespace}:default"
+    assert f'User "{user}" cannot list resource "pods"' in kubectl.run("logs", "asking")
+
+
+def test_a_pod_asks_for_gpus_and_gets_the_node_that_claims_them(
+    short: Cluster, kubectl: Kubectl
+) -> None:
+    short.nodes["node2"].advertise("nvidia.com/gpu", 8)
+    asking = pod("asking", "sleep", "600")
+    asking["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "8"}}
+    kubectl.create(asking)
+    running = kubectl.wait("pod", "asking", lambda p: phase(p) == "Running", "to run")
+    assert running["spec"]["nodeName"] == "node2"
 
 
 def test_a_node_whose_link_is_cut_goes_unknown_and_returns_when_it_heals(short: Cluster) -> None:

@@ -134,7 +134,10 @@ def run_go(directory: Path, *arguments: str, what: str, environment: dict[str, s
 def explain(what: str, tail: list[str]) -> str:
     text = "\n".join(f"    {line}" for line in tail[-15:])
     advice = "The lines above are what go said."
-    unreachable = ("dial tcp", "no such host", "i/o timeout", "connection refused", "proxyconnect")
+    unreachable = (
+        *("dial tcp", "no such host", "i/o timeout", "connection refused", "proxyconnect"),
+        "disabled by GOPROXY",
+    )
     if any(word in line for line in tail for word in unreachable):
         advice = (
             "The Go module proxy could not be reached: check the network, and what "

@@ -27,7 +27,8 @@ def main() -> int:
     if refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell ignores SIGINT for what it puts aside
+        signal.signal(ending, signal.default_int_handler)
     settings = SHORT if options.short else DEFAULT
     with Run() as run:
         try:

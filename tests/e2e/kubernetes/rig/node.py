@@ -146,6 +146,13 @@ class Node:
         text = self.control_plane.request(f"/api/v1/nodes/{self.name}")
         return condition(json.loads(text), "Ready") if text else ""
 
+    def advertise(self, resource: str, amount: int) -> None:
+        """Claims devices that are not there, such as nvidia.com/gpu; the scheduler believes it."""
+        patch = {"status": {"capacity": {resource: str(amount)}}}
+        self.control_plane.kubectl().run(
+            *("patch", "node", self.name, "--subresource=status", "--patch", json.dumps(patch))
+        )
+
     def story(self) -> str:
         """The last lines of the node's logs."""
         parts = [f"{self._server.log.name}:\n{self._server.tail()}"]

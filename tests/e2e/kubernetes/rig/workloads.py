@@ -1,6 +1,11 @@
-"""Pod documents that tests of the rig start. Owns no process; the operator makes its own pods."""
+"""Documents that tests hand to the API server: pods of the rig's own image, shared storage.
+
+Owns no process, and no document of Holdfast: the operator makes its own pods.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from tests.e2e.kubernetes.rig import images
 from tests.e2e.kubernetes.rig.kubectl import Document
@@ -35,6 +40,41 @@ def pod(name: str, *command: str, node: str = "") -> Document:
             **({"nodeSelector": {"kubernetes.io/hostname": node}} if node else {}),
         },
     }
+
+
+def shared_storage(name: str, directory: Path) -> list[Document]:
+    """A volume that all nodes can write to, as a file server would give it, and a claim on it.
+
+    The volume belongs to no namespace: its name has to be free in the whole cluster.
+    """
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o777)
+    common = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "",
+    }
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **common,
+            "capacity": {"storage": "1Gi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "hostPath": {"path": str(directory)},
+        },
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {
+            **common,
+            "volumeName": name,
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    return [volume, claim]
 
 
 def phase(document: Document | None) -> str:

@@ -1,0 +1,62 @@
+"""What a person reads who lacks the programs: the build's errors and the words of the skips."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.kubernetes.binaries import build
+from tests.e2e.kubernetes.rig.binaries import CONTROL_PLANE, Binaries
+
+
+def run_build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, build.__file__],
+        env={"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_go_the_build_says_what_to_install(tmp_path: Path) -> None:
+    done = run_build(tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "error: `go` was not found on PATH" in done.stderr
+    assert "HOLDFAST_KUBERNETES_BINARIES" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_module_proxy_the_build_says_where_to_look(tmp_path: Path) -> None:
+    """A stand-in for go, because it must fail in the same words on every machine."""
+    go = tmp_path / "go"
+    go.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = env ]; then echo {tmp_path}; exit; fi\n'
+        "echo 'go: k8s.io/api@v0.36.2: Get: dial tcp: lookup proxy: no such host'; exit 1\n"
+    )
+    go.chmod(0o755)
+    done = run_build(tmp_path, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert "no such host" in done.stderr
+    assert "The Go module proxy could not be reached" in done.stderr
+
+
+def test_a_finished_build_is_not_built_again(tmp_path: Path) -> None:
+    place = tmp_path / "cache" / "holdfast" / "kubernetes" / build.key()
+    place.mkdir(parents=True)
+    (place / "complete").touch()
+    done = run_build(tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 0
+    assert str(place) in done.stdout
+
+
+def test_a_skip_names_the_missing_programs_and_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "kubectl").touch(mode=0o755)
+    refusal = Binaries((tmp_path,)).refusal(CONTROL_PLANE)
+    assert refusal is not None
+    assert refusal.startswith("etcd, kube-apiserver, kube-controller-manager, kube-scheduler not")
+    assert "make kubernetes-binaries" in refusal
+    assert Binaries((tmp_path,)).refusal(("kubectl",)) is None
