@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -87,7 +88,7 @@ async def _resolve(endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
         if isinstance(answer, BaseException):
             if not isinstance(answer, OSError):
                 raise answer
-            problems.append(f"{host}: {answer.strerror or answer}")
+            problems.append(f"{host}: {_why(answer)}")
             continue
         found.update({(str(entry[4][0]), int(entry[4][1])): None for entry in answer})
     if not found:
@@ -119,7 +120,7 @@ async def _race(
                     return task.result()
                 if not isinstance(error, OSError):
                     raise error
-                problems.append(f"{address[0]}: {error.strerror or error}")
+                problems.append(f"{address[0]}: {_why(error)}")
     finally:
         for task in trying:
             task.cancel()
@@ -154,3 +155,10 @@ def _close_late(task: asyncio.Task[Streams]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         if task.exception() is None:
             task.result()[1].close()
+
+
+def _why(error: OSError) -> str:
+    """asyncio's own text of a refused connection repeats the address instead of the reason."""
+    if error.errno is None or isinstance(error, ssl.SSLError | socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
