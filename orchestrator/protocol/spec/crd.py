@@ -10,7 +10,7 @@ JSON schema that editors use:
 * Unknown fields: `kubectl` asks for strict validation and is refused; from other clients the API
   server drops (prunes) them, with a warning. They never reach the operator.
 * `auto | integer` is Kubernetes' int-or-string. A number or a word, or a boolean or an integer, has
-  no structural type: such a field has none, and its values are restricted instead (`_of_kind`).
+  no structural type: such a field has none, and its values are restricted instead (`_untyped`).
 * Texts, lists and maps have bounds, so that the cost of the CEL rules has one.
 * null is no value: leave the field out instead.
 """
@@ -135,7 +135,7 @@ def openapi_schema() -> Node:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": spec,
             "status": _Converter(status).convert(status, "status"),
         },
@@ -153,7 +153,7 @@ class _Converter:
         made = self._shape(node, path)
         if text := node.get("description"):
             made = {"description": _plain(text), **made}
-        default = _default(node.get("default"), made)
+        default = _default(node.get("default"))
         if default is not None:
             made["default"] = default
         return _with_rules(path, made)
@@ -224,7 +224,8 @@ class _Converter:
         return _untyped(choices)
 
 
-# A value that has a length, elements or keys never satisfies its pair; any other always does.
+# A bound says nothing about a value of another type, so that pairs which nothing of one type meets
+# exclude that type. Structural schemas have no other way to say "no list".
 _NO_TEXT = {"minLength": 1, "maxLength": 0}
 _NO_LIST = {"minItems": 1, "maxItems": 0}
 _NO_MAP = {"minProperties": 1, "maxProperties": 0}
@@ -233,29 +234,22 @@ _NO_BOOLEAN = {"not": {"enum": [True, False]}}
 
 
 def _untyped(choices: list[Node]) -> Node:
-    """A field without a type, with the values that each choice allows."""
-    return {
-        "x-kubernetes-preserve-unknown-fields": True,
-        "anyOf": [_of_kind(choice) for choice in choices],
-    }
-
-
-def _of_kind(choice: Node) -> Node:
-    """What a value of one type satisfies, said without naming the type: structural schemas forbid
-    types inside anyOf, and bounds of one type hold for every value of another."""
-    if "const" in choice or "enum" in choice:
-        return {"enum": choice.get("enum", [choice.get("const")])}
-    match choice["type"]:
-        case "boolean":
-            return {"enum": [True, False]}
-        case "string":
-            own = {"maxLength": MAX_TEXT, **_bounds(choice)}
-            return {**own, **_NO_LIST, **_NO_MAP, **_NO_NUMBER, **_NO_BOOLEAN}
-        case "integer" | "number":
-            whole = {"multipleOf": 1} if choice["type"] == "integer" else {}
-            own = {**whole, **_bounds(choice)}
-            return {**own, **_NO_TEXT, **_NO_LIST, **_NO_MAP, **_NO_BOOLEAN}
-    raise AssertionError(f"no way to say {choice} without a type")
+    """A field without a type, with what each choice allows, all at once: numbers obey the bounds of
+    the number, texts the pattern of the text."""
+    made: Node = {"x-kubernetes-preserve-unknown-fields": True}
+    kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
+    for choice in choices:
+        made |= {"pattern": f"^{choice['const']}$"} if "const" in choice else _bounds(choice)
+    if kinds & {"integer", "number"}:
+        made |= {} if "number" in kinds else {"multipleOf": 1}
+    else:
+        made |= _NO_NUMBER
+    if "string" in kinds:
+        made |= {"maxLength": MAX_WORD}
+    else:
+        made |= _NO_TEXT
+    made |= {} if "boolean" in kinds else _NO_BOOLEAN
+    return {**made, **_NO_LIST, **_NO_MAP}
 
 
 def _bounds(node: Node) -> Node:
@@ -271,20 +265,14 @@ def _bounds(node: Node) -> Node:
     return made
 
 
-def _default(value: Any, made: Node) -> Any:
-    """What the API server fills in; of an object only what its fields do not fill in themselves."""
+def _default(value: Any) -> Any:
+    """What the API server fills in. Whole objects, although their fields have defaults too: rules
+    are tried on a default before those are filled in."""
     if value is None or value == []:
         return None
     if isinstance(value, dict):
-        if "properties" not in made:
-            return value or None
-        fields = made["properties"]
-        own = {name: _default(child, fields[name]) for name, child in value.items()}
-        return {
-            name: child
-            for name, child in own.items()
-            if child is not None and child != fields[name].get("default")
-        }
+        own = {name: _default(child) for name, child in value.items()}
+        return {name: child for name, child in own.items() if child is not None}
     return _number(value) if isinstance(value, float) else value
 
 
@@ -300,7 +288,11 @@ def _with_rules(path: str, made: Node) -> Node:
 
 
 def _rule(rule: Rule) -> Node:
-    made: Node = {"rule": rule.rule, "messageExpression": rule.message}
+    made: Node = {"rule": rule.rule}
+    if rule.values:
+        made["messageExpression"] = rule.message_expression()
+    else:
+        made["message"] = rule.message
     if rule.field:
         made["fieldPath"] = rule.field
     if rule.optional_old:

@@ -106,7 +106,7 @@ class JobSpec(Part):
         inner = mesh.tensor * mesh.context * mesh.pipeline
         if world % inner:
             raise ValueError(
-                f"parallelism: tensor x context x pipeline: got {inner}; expected a divisor of "
+                f"parallelism: got {inner} for tensor x context x pipeline; expected a divisor of "
                 f"{world} workers (nodes.max {nodes.max} x workersPerNode {self.workers_per_node})"
             )
         room = world // inner

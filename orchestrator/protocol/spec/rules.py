@@ -15,6 +15,7 @@ the cluster has it, to the chart's validating admission policy:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,17 +27,23 @@ from .job import JobSpec
 class Rule:
     """One rule at one place of the schema.
 
-    `path` is dotted, "" for the whole object; `message` is a CEL expression that yields `field: got
-    X; expected Y; fix`; `update` marks a rule that compares with the old object, and exists for
-    objects that have none too (optionalOldSelf).
+    `path` is dotted, "" for the whole object. `message` has the form `field: got X; expected Y;
+    fix` with a %s for each of `values`, which are CEL expressions. `field` is the place that an API
+    server names, below path. `optional_old`: the rule looks at the old object where there is one.
     """
 
     name: str
     path: str
     rule: str
     message: str
+    values: tuple[str, ...] = ()
     field: str = ""
     optional_old: bool = False
+
+    def message_expression(self) -> str:
+        """The message as CEL. By `format`: the cost of concatenation has no bound there."""
+        values = ", ".join(f"dyn({value})" for value in self.values)
+        return f"{_text(self.message)}.format([{values}])"
 
 
 MUTABLE = (
@@ -60,10 +67,8 @@ def _names(values: tuple[str, ...]) -> str:
 
 
 # -- one field, or fields of one part ----------------------------------------------------------
-_ENTRY = (
-    "((has(self.script) ? ['script'] : []) + (has(self.module) ? ['module'] : []) + "
-    "(has(self.recipe) ? ['recipe'] : []))"
-)
+_KINDS = ("script", "module", "recipe")
+_GIVEN = "[" + ", ".join(f"has(self.{kind})" for kind in _KINDS) + "].filter(given, given)"
 _MODEL = "spec.entrypoint.recipe.config.model"
 _KV_HEADS = "(has(self.numKvHeads) ? self.numKvHeads : self.numHeads)"
 _RESERVED = " || ".join(f"name.startsWith({_text(prefix)})" for prefix in RESERVED_PREFIXES)
@@ -71,12 +76,23 @@ _TAKEN = f"name in {_names(CONTRACT_NAMES)} || {_RESERVED}"
 _SHAPED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
 
 
+def _entrypoints_given() -> str:
+    """Those that stand there, in words."""
+    expression = "'none of them'"
+    for count in (1, 2, 3):
+        for kinds in itertools.combinations(_KINDS, count):
+            given = " && ".join(f"has(self.{kind})" for kind in kinds)
+            expression = f"{given} ? {_text(' and '.join(kinds))} : {expression}"
+    return expression
+
+
 def _auto_or_positive(path: str, name: str) -> Rule:
     return Rule(
         f"auto-or-number-{name}",
         path,
         f"type(self.{name}) == string ? self.{name} == 'auto' : self.{name} >= 1",
-        f"'{path}.{name}: got ' + string(self.{name}) + '; expected auto or a number >= 1'",
+        f"{path}.{name}: got %s; expected auto or a number >= 1",
+        (f"self.{name}",),
         f".{name}",
     )
 
@@ -87,29 +103,31 @@ PARTS = (
         "",
         "self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$') && "
         "size(self.metadata.name) <= 52",
-        "'metadata.name: got ' + self.metadata.name + '; expected at most 52 lower-case letters, "
-        "digits and dashes, beginning and ending with no dash; pods are named after the job'",
+        "metadata.name: got %s; expected at most 52 lower-case letters, digits and dashes, "
+        "beginning and ending with no dash; pods are named after the job",
+        ("self.metadata.name",),
+        ".metadata.name",
     ),
     Rule(
         "one-entrypoint",
         "spec.entrypoint",
-        f"size({_ENTRY}) == 1",
-        f"'spec.entrypoint: got ' + (size({_ENTRY}) == 0 ? 'none of them' : "
-        f"{_ENTRY}.join(' and ')) + '; expected exactly one of script, module, recipe'",
+        f"size({_GIVEN}) == 1",
+        "spec.entrypoint: got %s; expected exactly one of script, module, recipe",
+        (_entrypoints_given(),),
     ),
     Rule(
         "no-args-beside-a-recipe",
         "spec.entrypoint",
         "!has(self.recipe) || !has(self.args) || size(self.args) == 0",
-        "'spec.entrypoint: got args beside a recipe; expected recipe.config instead'",
-        ".args",
+        "spec.entrypoint: got args beside a recipe; expected recipe.config instead",
+        field=".args",
     ),
     Rule(
         "min-at-most-max",
         "spec.nodes",
         "self.min <= self.max || (oldSelf.hasValue() && oldSelf.value().min == self.min)",
-        "'spec.nodes.max: got ' + string(self.max) + '; expected at least nodes.min (' + "
-        "string(self.min) + ')'",
+        "spec.nodes.max: got %s; expected at least nodes.min (%s)",
+        ("self.max", "self.min"),
         ".max",
         optional_old=True,
     ),
@@ -117,63 +135,64 @@ PARTS = (
         "one-cadence",
         "spec.checkpoint.storage",
         "!has(self.everySteps) || !has(self.everySeconds)",
-        "'spec.checkpoint.storage: got everySteps and everySeconds; expected at most one of them'",
+        "spec.checkpoint.storage: got everySteps and everySeconds; expected at most one of them",
     ),
     Rule(
         "checkpoints-are-shared",
         "spec.checkpoint",
         "!has(self.path) || "
         "!(self.path.startsWith('memory://') || self.path.contains('::memory://'))",
-        "'spec.checkpoint.path: got ' + self.path + '; expected a directory or the URL of a "
-        "store; memory:// is the memory of a single process, and a job has many'",
+        "spec.checkpoint.path: got %s; expected a directory or the URL of a store; memory:// is "
+        "the memory of a single process, and a job has many",
+        ("self.path",),
         ".path",
     ),
     Rule(
         "no-password-in-a-path",
         "spec.checkpoint",
         "!has(self.path) || !self.path.matches('^[^/]*://[^/]*:[^/]*@')",
-        "'spec.checkpoint.path: got a URL with a password in it; expected a URL without; put "
-        "credentials into the environment or spec.env: paths are printed'",
-        ".path",
+        "spec.checkpoint.path: got a URL with a password in it; expected a URL without; put "
+        "credentials into the environment or spec.env: paths are printed",
+        field=".path",
     ),
     Rule(
         "beats-fit",
         "spec.recovery",
         "self.heartbeatTimeoutSeconds >= 2.0 * self.heartbeatIntervalSeconds",
-        "'spec.recovery.heartbeatTimeoutSeconds: got ' + string(self.heartbeatTimeoutSeconds) + "
-        "'; expected at least twice heartbeatIntervalSeconds (' + "
-        "string(2.0 * self.heartbeatIntervalSeconds) + ')'",
+        "spec.recovery.heartbeatTimeoutSeconds: got %s; expected at least twice "
+        "heartbeatIntervalSeconds (%s)",
+        ("self.heartbeatTimeoutSeconds", "2.0 * self.heartbeatIntervalSeconds"),
         ".heartbeatTimeoutSeconds",
     ),
     Rule(
         "no-reserved-variable",
         "spec.env",
         f"!self.exists(name, {_TAKEN})",
-        f"'spec.env.' + self.filter(name, {_TAKEN})[0] + ': got a variable that Holdfast sets for "
-        f"each worker; expected any other name; remove it: ranks and addresses change with every "
-        f"generation'",
+        "spec.env.%s: got a variable that Holdfast sets for each worker; expected any other name; "
+        "remove it: ranks and addresses change with every generation",
+        (f"self.filter(name, {_TAKEN})[0]",),
     ),
     Rule(
         "variables-have-names",
         "spec.env",
         f"self.all(name, {_SHAPED})",
-        f"'spec.env: got the name ' + self.filter(name, !{_SHAPED})[0] + '; expected letters, "
-        f"digits and underscores'",
+        "spec.env: got the name %s; expected letters, digits and underscores",
+        (f"self.filter(name, !{_SHAPED})[0]",),
     ),
     Rule(
         "heads-fit",
         _MODEL,
         "self.dim % (2 * self.numHeads) == 0",
-        f"'{_MODEL}.dim: got ' + string(self.dim) + '; expected a multiple of twice numHeads (' + "
-        "string(2 * self.numHeads) + ')'",
+        f"{_MODEL}.dim: got %s; expected a multiple of twice numHeads (%s)",
+        ("self.dim", "2 * self.numHeads"),
         ".dim",
     ),
     Rule(
         "kv-heads-fit",
         _MODEL,
         f"self.numHeads % {_KV_HEADS} == 0",
-        f"'{_MODEL}.numKvHeads: got ' + string({_KV_HEADS}) + '; expected a divisor of numHeads "
-        "(' + string(self.numHeads) + ')'",
+        f"{_MODEL}.numKvHeads: got %s; expected a divisor of numHeads (%s)",
+        (_KV_HEADS, "self.numHeads"),
         ".numKvHeads",
     ),
     _auto_or_positive("spec.entrypoint.recipe.config", "microBatch"),
@@ -195,35 +214,39 @@ _GROUP = (
 )
 _MIN = "(self.nodes.min < self.nodes.max ? self.nodes.min : self.nodes.max)"
 _COMMON = f"{_DIVISORS}.filter(d, self.workersPerNode % d == 0 && {_GROUP} % d == 0)"
-_NEED = f"{_COMMON}.map(d, {_GROUP} / d).min()"
 
 MESH = (
     Rule(
         "mesh-fits-the-world",
         "spec",
         _FITS,
-        f"'spec.parallelism: tensor x context x pipeline: got ' + string({_INNER}) + '; expected "
-        f"a divisor of ' + string({_WORLD}) + ' workers (nodes.max ' + string(self.nodes.max) + "
-        f"' x workersPerNode ' + string(self.workersPerNode) + ')'",
+        "spec.parallelism: got %s for tensor x context x pipeline; expected a divisor of %s "
+        "workers (nodes.max %s x workersPerNode %s)",
+        (_INNER, _WORLD, "self.nodes.max", "self.workersPerNode"),
         ".parallelism",
     ),
     Rule(
         "shard-divides",
         "spec",
         f"!({_FITS}) || !({_SHARD_GIVEN}) || {_ROOM} % int({_P}.shard) == 0",
-        f"'spec.parallelism.shard: got ' + string({_P}.shard) + '; expected a divisor of ' + "
-        f"string({_ROOM}) + ' workers (nodes.max ' + string(self.nodes.max) + ' x workersPerNode "
-        f"' + string(self.workersPerNode) + ', by the other axes)'",
+        "spec.parallelism.shard: got %s; expected a divisor of %s workers (nodes.max %s x "
+        "workersPerNode %s, by the other axes)",
+        (f"{_P}.shard", _ROOM, "self.nodes.max", "self.workersPerNode"),
         ".parallelism.shard",
     ),
     Rule(
         "replicate-follows-from-shard",
         "spec",
         f"!({_FITS}) || !({_SHARD_GIVEN}) || !({_COPIES_GIVEN}) || "
-        f"{_ROOM} / int({_P}.shard) == int({_P}.replicate)",
-        f"'spec.parallelism.replicate: got ' + string({_P}.replicate) + '; expected ' + "
-        f"string({_ROOM} / int({_P}.shard)) + ' (' + string({_ROOM}) + ' workers / shard ' + "
-        f"string({_P}.shard) + '); use auto or ' + string({_ROOM} / int({_P}.shard))",
+        f"{_ROOM} % int({_P}.shard) != 0 || {_ROOM} / int({_P}.shard) == int({_P}.replicate)",
+        "spec.parallelism.replicate: got %s; expected %s (%s workers / shard %s); use auto or %s",
+        (
+            f"{_P}.replicate",
+            f"{_ROOM} / int({_P}.shard)",
+            _ROOM,
+            f"{_P}.shard",
+            f"{_ROOM} / int({_P}.shard)",
+        ),
         ".parallelism.replicate",
     ),
     Rule(
@@ -231,17 +254,17 @@ MESH = (
         "spec",
         f"!({_FITS}) || ({_SHARD_GIVEN}) || !({_COPIES_GIVEN}) || "
         f"{_ROOM} % int({_P}.replicate) == 0",
-        f"'spec.parallelism.replicate: got ' + string({_P}.replicate) + '; expected a divisor of "
-        f"' + string({_ROOM}) + ' workers'",
+        "spec.parallelism.replicate: got %s; expected a divisor of %s workers",
+        (f"{_P}.replicate", _ROOM),
         ".parallelism.replicate",
     ),
     Rule(
         "groups-fill-nodes",
         "spec",
         f"!({_FITS}) || {_COMMON}.exists(d, {_MIN} * d >= {_GROUP})",
-        f"'spec.nodes.min: got ' + string({_MIN}) + '; expected at least ' + string({_NEED}) + "
-        f"': replica groups of ' + string({_GROUP}) + ' workers, ' + string(self.workersPerNode) + "
-        f"' on each node, fill whole nodes only then; raise nodes.min or lower parallelism.shard'",
+        "spec.nodes.min: got %s; expected at least %s: replica groups of %s workers, %s on each "
+        "node, fill whole nodes only then; raise nodes.min or lower parallelism.shard",
+        (_MIN, f"{_COMMON}.map(d, {_GROUP} / d).min()", _GROUP, "self.workersPerNode"),
         ".nodes.min",
     ),
     *(
@@ -249,9 +272,9 @@ MESH = (
             f"recipe-has-no-{axis}-axis",
             "spec",
             f"!has(self.entrypoint.recipe) || {_P}.{axis} == 1",
-            f"'spec.parallelism.{axis}: got ' + string({_P}.{axis}) + '; expected 1 with the "
-            f"recipe ' + self.entrypoint.recipe.name + ', which splits data and states only; use "
-            f"your own script'",
+            f"spec.parallelism.{axis}: got %s; expected 1 with the recipe %s, which splits data "
+            f"and states only; use your own script",
+            (f"{_P}.{axis}", "self.entrypoint.recipe.name"),
             f".parallelism.{axis}",
         )
         for axis in ("tensor", "context", "pipeline")
@@ -270,10 +293,10 @@ def _immutable() -> Iterator[Rule]:
             f"immutable-{yaml_name}",
             "spec",
             f"has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
-            f"'spec.{yaml_name}: got a changed value; expected the one that the job was created "
+            f"spec.{yaml_name}: got a changed value; expected the one that the job was created "
             f"with; to change it delete the job and apply it again: checkpoints at a path of your "
-            f"own stay'",
-            f".{yaml_name}",
+            f"own stay",
+            field=f".{yaml_name}",
         )
 
 

@@ -1,0 +1,272 @@
+"""The CRD on a real API server: what it accepts, fills in, refuses and in which words.
+
+Owns: these tests. The wrong documents are those of tests/unit/protocol/wrong_jobs.py, which the
+models refuse too: a rule that says something else than its model fails on one side.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.protocol.spec import load_job
+from orchestrator.protocol.spec.crd import NAME, definition_text, job_from_resource
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.unit.protocol.wrong_jobs import (
+    CHANGES,
+    SCRIPT,
+    UNTYPED_RIGHT,
+    UNTYPED_WRONG,
+    WRONG,
+    Change,
+    Wrong,
+    job,
+)
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.fixture(scope="session")
+def crd(control_plane: ControlPlane | GivenCluster) -> dict[str, Any]:
+    kubectl = control_plane.kubectl()
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+    return kubectl.json("get", "crd", NAME)
+
+
+@pytest.fixture
+def jobs(crd: dict[str, Any], namespace: Kubectl) -> Kubectl:
+    """A namespace of a cluster that knows TrainingJobs."""
+    assert crd["spec"]["names"]["kind"] == "TrainingJob"
+    return namespace
+
+
+def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
+    done = kubectl.attempt(*words, stdin=stdin)
+    assert done.returncode != 0, f"accepted: {done.stdout}"
+    return done.stderr
+
+
+def test_the_definition_is_accepted_without_a_complaint(crd: dict[str, Any]) -> None:
+    conditions = {c["type"]: c["status"] for c in crd["status"]["conditions"]}
+    assert conditions["Established"] == conditions["NamesAccepted"] == "True"
+    assert conditions.get("NonStructuralSchema", "False") == "False"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_applies_unchanged_and_means_the_same(jobs: Kubectl, path: Path) -> None:
+    """What the server fills in are the models' own defaults."""
+    jobs.run("apply", "--filename", str(path))
+    stored = jobs.get("trainingjob", load_job(path).name)
+    assert stored is not None
+    ours = load_job(path)
+    theirs = job_from_resource(stored)
+    assert theirs.spec == ours.spec
+    written = ours.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert without_empty(written) == without_empty(stored["spec"])
+
+
+def without_empty(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {k: without_empty(v) for k, v in value.items() if v not in ([], {}, None)}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
+def test_a_wrong_job_is_refused_in_our_words(jobs: Kubectl, case: Wrong) -> None:
+    text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
+    for part in case.told:
+        assert part in text
+    assert "rule evaluation error" not in text
+
+
+@pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.rule)
+def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change) -> None:
+    jobs.create(job(case.before))
+    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
+    for part in case.told:
+        assert part in text
+
+
+@pytest.mark.parametrize("part", ["resources", "parallelism", "kubernetes"])
+def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part: str) -> None:
+    """CEL sees no such field; the comparison of the whole does."""
+    jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": {"spec": {"hostname": "a"}}}}))
+    change = {
+        "resources": {"cpu": 2},
+        "parallelism": {"reshardAfterForward": False},
+        "kubernetes": {"podTemplate": {"spec": {"hostname": "b"}}},
+    }[part]
+    patch = json.dumps({"spec": {part: change}})
+    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", patch)
+    assert f"spec.{part}: got a changed value" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"suspend": True},
+        {"nodes": {"max": 4, "spares": 1}},
+        {"recovery": {"hangTimeoutSeconds": 30, "budgets": {"hang": {"restarts": 1}}}},
+        {"priority": 5, "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60},
+    ],
+    ids=lambda change: "+".join(change),
+)
+def test_a_change_that_can_be_followed_is_taken(jobs: Kubectl, change: dict[str, Any]) -> None:
+    jobs.create(job(SCRIPT))
+    jobs.run("patch", "tj", "right", "--type=merge", "--patch", json.dumps({"spec": change}))
+    stored = jobs.get("tj", "right")
+    assert stored is not None
+    job_from_resource(stored)
+
+
+@pytest.mark.parametrize("spec", UNTYPED_WRONG, ids=str)
+def test_fields_without_a_type_have_their_values_checked(
+    jobs: Kubectl, spec: dict[str, Any]
+) -> None:
+    text = refusal(jobs, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
+    field = next(
+        f"{part}.{name}" for part, inner in spec.items() for name in inner if part != "entrypoint"
+    )
+    assert f"spec.{field}" in text
+
+
+@pytest.mark.parametrize("spec", UNTYPED_RIGHT, ids=str)
+def test_fields_without_a_type_take_every_form_that_a_file_may_have(
+    jobs: Kubectl, spec: dict[str, Any]
+) -> None:
+    assert job_from_resource(jobs.create(job(spec))).spec
+
+
+def test_a_misspelt_key_is_refused_for_people_and_dropped_for_programs(jobs: Kubectl) -> None:
+    document = yaml.safe_dump(job({**SCRIPT, "nodez": {"min": 1}}))
+    assert 'unknown field "spec.nodez"' in refusal(jobs, "apply", "--filename=-", stdin=document)
+    jobs.run("apply", "--validate=ignore", "--filename=-", stdin=document)
+    stored = jobs.get("tj", "right")
+    assert stored is not None and "nodez" not in stored["spec"]
+
+
+def test_a_version_of_the_future_is_refused_with_the_versions_that_there_are(jobs: Kubectl) -> None:
+    document = {**job(SCRIPT), "apiVersion": "holdfast.dev/v9"}
+    text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(document))
+    assert 'no matches for kind "TrainingJob" in version "holdfast.dev/v9"' in text
+
+
+def test_explain_documents_every_part(jobs: Kubectl) -> None:
+    text = jobs.run("explain", "tj.spec.recovery")
+    assert "heartbeatTimeoutSeconds" in text
+    assert "How failures are noticed and what is done about them." in text
+    assert "Silence after which a node counts as lost." in text
+    assert "memory, storage or nothing" in jobs.run("explain", "tj.status.incidents.restoredFrom")
+
+
+def test_scale_resizes_and_takes_the_minimum_along(jobs: Kubectl) -> None:
+    jobs.create(job({**SCRIPT, "nodes": {"min": 2, "max": 3}}))
+    jobs.run("scale", "tj/right", "--replicas=5")
+    assert sizes(jobs) == (2, 5)
+    jobs.run("scale", "tj/right", "--replicas=1")
+    assert sizes(jobs) == (1, 1)
+    jobs.run("patch", "tj", "right", "--type=merge", "--patch", '{"spec":{"suspend":true}}')
+    assert "nodes.max in body should be greater than or equal to 1" in refusal(
+        jobs, "scale", "tj/right", "--replicas=0"
+    )
+    raised = '{"spec":{"nodes":{"min":4}}}'
+    text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", raised)
+    assert "spec.nodes.max: got 1; expected at least nodes.min (4)" in text
+
+
+def sizes(jobs: Kubectl) -> tuple[int, int]:
+    stored = jobs.get("tj", "right")
+    assert stored is not None
+    nodes = job_from_resource(stored).spec.nodes
+    return nodes.min, nodes.max
+
+
+def test_scale_to_a_size_that_splits_a_replica_group_is_refused(jobs: Kubectl) -> None:
+    spec = {
+        **SCRIPT,
+        "nodes": {"min": 2, "max": 4},
+        "workersPerNode": 2,
+        "parallelism": {"shard": 4},
+    }
+    jobs.create(job(spec))
+    text = refusal(jobs, "scale", "tj/right", "--replicas=3")
+    assert "spec.parallelism.shard: got 4; expected a divisor of 6 workers" in text
+    jobs.run("scale", "tj/right", "--replicas=2")
+
+
+def test_get_shows_what_a_person_looks_for(jobs: Kubectl) -> None:
+    jobs.create(job(SCRIPT))
+    status = {
+        "state": "running",
+        "nodes": {"ready": 2, "desired": 4, "summary": "2/4"},
+        "replicas": 2,
+        "selector": "holdfast.dev/job=right",
+        "worldSize": 8,
+        "step": 119,
+        "restarts": 1,
+        "goodput": "98.2%",
+        "conditions": [condition("Ready", "True", "Running")],
+        "incidents": [
+            {
+                "number": 1,
+                "time": "2026-01-01T00:00:00Z",
+                "class": "infrastructure",
+                "title": "worker 3 was killed by SIGKILL",
+                "seconds": {"total": 1.25},
+            }
+        ],
+    }
+    patch = json.dumps({"status": status})
+    jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", patch)
+    head, line = jobs.run("get", "tj", "right").splitlines()
+    assert head.split() == ["NAME", "STATE", "NODES", "WORLD", "STEP", "RESTARTS", "GOODPUT", "AGE"]
+    assert line.split()[:-1] == ["right", "running", "2/4", "8", "119", "1", "98.2%"]
+    jobs.run("wait", "--for=condition=Ready", "tj/right", "--timeout=10s")
+    scale = jobs.json("get", "tj", "right", "--subresource=scale")
+    assert scale["status"] == {"replicas": 2, "selector": "holdfast.dev/job=right"}
+    assert "tj/right" in jobs.run("get", "all", "--output=name").replace(
+        "trainingjob.holdfast.dev", "tj"
+    )
+    assert "worker 3 was killed by SIGKILL" in jobs.run("describe", "tj", "right")
+
+
+def condition(kind: str, status: str, reason: str) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+
+
+def test_conditions_of_two_writers_are_merged_by_type(jobs: Kubectl) -> None:
+    """Server-side apply: the list is keyed, so nobody drops another's condition."""
+    jobs.create(job(SCRIPT))
+    for manager, kind in (("one", "Ready"), ("other", "Succeeded")):
+        document = {**job(SCRIPT), "status": {"conditions": [condition(kind, "False", "Waiting")]}}
+        del document["spec"]
+        jobs.run(
+            "apply", "--server-side", "--subresource=status", f"--field-manager={manager}",
+            "--filename=-", stdin=yaml.safe_dump(document),
+        )  # fmt: skip
+    stored = jobs.get("tj", "right")
+    assert stored is not None
+    assert {c["type"] for c in stored["status"]["conditions"]} == {"Ready", "Succeeded"}
+
+
+def test_a_spec_write_cannot_touch_the_status(jobs: Kubectl) -> None:
+    document = {**job(SCRIPT), "status": {"state": "succeeded"}}
+    jobs.run("apply", "--filename=-", stdin=yaml.safe_dump(document))
+    stored = jobs.get("tj", "right")
+    assert stored is not None and "status" not in stored

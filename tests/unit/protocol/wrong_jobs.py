@@ -1,0 +1,247 @@
+"""One wrong document per CEL rule, with what its user is told.
+
+Owns: the cases. The unit tests give them to the models, the cluster tests to a real API server:
+both must refuse them, with the same words. A rule without a case fails a test.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A spec that the rule refuses. `told`: parts of the text, of server and models alike."""
+
+    rule: str
+    spec: Document
+    told: tuple[str, ...]
+    name: str = "wrong"
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A patch of an accepted job that the rule refuses."""
+
+    rule: str
+    patch: Document
+    told: tuple[str, ...]
+    before: Document = field(default_factory=dict)
+
+
+SCRIPT: Document = {"entrypoint": {"script": "train.py"}}
+
+
+def job(spec: Document, name: str = "right") -> Document:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": copy.deepcopy(spec),
+    }
+
+
+def script(**spec: Any) -> Document:
+    return {**SCRIPT, **spec}
+
+
+def recipe(config: Document | None = None, **spec: Any) -> Document:
+    return {"entrypoint": {"recipe": {"name": "pretrain", "config": config or {}}}, **spec}
+
+
+WRONG = (
+    Wrong("name", SCRIPT, ("metadata.name: got a.b", "lower-case letters"), name="a.b"),
+    Wrong(
+        "one-entrypoint",
+        {"entrypoint": {"script": "train.py", "module": "train"}},
+        ("spec.entrypoint: got script and module; expected exactly one of script, module, recipe",),
+        id="two",
+    ),
+    Wrong("one-entrypoint", {"entrypoint": {}}, ("got none of them; expected exactly one",)),
+    Wrong(
+        "no-args-beside-a-recipe",
+        {"entrypoint": {"recipe": {"name": "pretrain"}, "args": ["-v"]}},
+        ("spec.entrypoint: got args beside a recipe; expected recipe.config instead",),
+    ),
+    Wrong(
+        "min-at-most-max",
+        script(nodes={"min": 3, "max": 2}),
+        ("spec.nodes.max: got 2; expected at least nodes.min (3)",),
+    ),
+    Wrong(
+        "one-cadence",
+        script(checkpoint={"storage": {"everySteps": 10, "everySeconds": 5}}),
+        ("spec.checkpoint.storage: got everySteps and everySeconds; expected at most one of them",),
+    ),
+    Wrong(
+        "checkpoints-are-shared",
+        script(checkpoint={"path": "memory://x"}),
+        ("spec.checkpoint.path: got memory://x; expected a directory or the URL of a store",),
+    ),
+    Wrong(
+        "no-password-in-a-path",
+        script(checkpoint={"path": "s3://user:secret@host/x"}),
+        (
+            "spec.checkpoint.path: got",
+            "with a password in it; expected a URL without",
+        ),
+    ),
+    Wrong(
+        "beats-fit",
+        script(recovery={"heartbeatIntervalSeconds": 2, "heartbeatTimeoutSeconds": 3}),
+        (
+            "spec.recovery.heartbeatTimeoutSeconds: got 3; expected at least twice "
+            "heartbeatIntervalSeconds (4)",
+        ),
+    ),
+    Wrong(
+        "no-reserved-variable",
+        script(env={"WORLD_SIZE": "4"}),
+        ("spec.env.WORLD_SIZE: got a variable that Holdfast sets for each worker", "remove it"),
+        id="exact",
+    ),
+    Wrong(
+        "no-reserved-variable",
+        script(env={"FINE": "1", "TORCHELASTIC_RUN_ID": "x"}),
+        ("spec.env.TORCHELASTIC_RUN_ID: got a variable that Holdfast sets",),
+        id="prefix",
+    ),
+    Wrong(
+        "variables-have-names",
+        script(env={"A-B": "x"}),
+        ("spec.env: got the name ", "A-B", "; expected letters, digits and underscores"),
+    ),
+    Wrong(
+        "heads-fit",
+        recipe({"model": {"dim": 250}}),
+        (
+            "spec.entrypoint.recipe.config.model.dim: got 250; expected a multiple of twice "
+            "numHeads (8)",
+        ),
+    ),
+    Wrong(
+        "kv-heads-fit",
+        recipe({"model": {"numKvHeads": 3}}),
+        ("config.model.numKvHeads: got 3; expected a divisor of numHeads (4)",),
+    ),
+    Wrong(
+        "auto-or-number-microBatch",
+        recipe({"microBatch": 0}),
+        ("spec.entrypoint.recipe.config.microBatch: got 0; expected auto or a number >= 1",),
+    ),
+    Wrong(
+        "auto-or-number-replicate",
+        script(parallelism={"replicate": 0}),
+        ("spec.parallelism.replicate: got 0; expected auto or a number >= 1",),
+    ),
+    Wrong(
+        "auto-or-number-shard",
+        script(parallelism={"shard": -1}),
+        ("spec.parallelism.shard: got -1; expected auto or a number >= 1",),
+    ),
+    Wrong(
+        "mesh-fits-the-world",
+        script(nodes={"max": 2}, parallelism={"tensor": 4}),
+        (
+            "spec.parallelism: got 4 for tensor x context x pipeline; expected a divisor of 2 "
+            "workers (nodes.max 2 x workersPerNode 1)",
+        ),
+    ),
+    Wrong(
+        "shard-divides",
+        script(nodes={"min": 2, "max": 2}, workersPerNode=4, parallelism={"shard": 3}),
+        ("spec.parallelism.shard: got 3; expected a divisor of 8 workers",),
+    ),
+    Wrong(
+        "replicate-follows-from-shard",
+        script(nodes={"max": 2}, workersPerNode=4, parallelism={"shard": 4, "replicate": 4}),
+        ("spec.parallelism.replicate: got 4; expected 2 (8 workers / shard 4); use auto or 2",),
+    ),
+    Wrong(
+        "replicate-divides",
+        script(nodes={"max": 4}, parallelism={"replicate": 3}),
+        ("spec.parallelism.replicate: got 3; expected a divisor of 4 workers",),
+    ),
+    Wrong(
+        "groups-fill-nodes",
+        script(nodes={"max": 4}, parallelism={"shard": 4}),
+        (
+            "spec.nodes.min: got 1; expected at least 4: replica groups of 4 workers, 1 on each "
+            "node, fill whole nodes only then; raise nodes.min or lower parallelism.shard",
+        ),
+        id="shard",
+    ),
+    Wrong(
+        "groups-fill-nodes",
+        script(nodes={"max": 12}, workersPerNode=4, parallelism={"replicate": 8}),
+        (
+            "spec.nodes.min: got 1; expected at least 3: replica groups of 6 workers, 4 on each "
+            "node",
+        ),
+        id="replicate",
+    ),
+    *(
+        Wrong(
+            f"recipe-has-no-{axis}-axis",
+            recipe(workersPerNode=2, parallelism={axis: 2}),
+            (
+                f"spec.parallelism.{axis}: got 2; expected 1 with the recipe pretrain, which "
+                "splits data and states only; use your own script",
+            ),
+        )
+        for axis in ("tensor", "context", "pipeline")
+    ),
+)
+
+
+def _fixed(name: str, value: Any, before: Document | None = None) -> Change:
+    told = f"spec.{name}: got a changed value; expected the one that the job was created with"
+    return Change(f"immutable-{name}", {"spec": {name: value}}, (told,), before or SCRIPT)
+
+
+CHANGES = (
+    _fixed("entrypoint", {"script": "other.py"}),
+    _fixed("workersPerNode", 2),
+    _fixed("resources", {"gpu": 1}),
+    _fixed("image", "other:1"),
+    _fixed("env", {"A": "2"}, script(env={"A": "1"})),
+    _fixed("workingDirectory", "elsewhere"),
+    _fixed("parallelism", {"offload": "cpu"}),
+    _fixed("fabric", {"profile": "ib"}),
+    _fixed(
+        "checkpoint", {"path": "s3://bucket/other"}, script(checkpoint={"path": "s3://bucket/x"})
+    ),
+    _fixed("metrics", {"perRank": True}),
+    _fixed("kubernetes", {"priorityClassName": "high"}),
+    _fixed("queue", "team-b", script(queue="team-a")),
+)
+
+# Fields that a structural schema cannot type: the server's words are its own, the models' ours.
+UNTYPED_WRONG = (
+    script(resources={"cpu": "two"}),
+    script(resources={"memory": "4 gigs"}),
+    script(resources={"cpu": -1}),
+    script(recovery={"hangTimeoutSeconds": "never"}),
+    script(recovery={"hangTimeoutSeconds": 0}),
+    script(recovery={"hangTimeoutSeconds": [3]}),
+    script(parallelism={"reshardAfterForward": "perhaps"}),
+    script(parallelism={"reshardAfterForward": 1.5}),
+    script(parallelism={"reshardAfterForward": {}}),
+)
+UNTYPED_RIGHT = (
+    script(resources={"cpu": 0.5, "memory": "4Gi"}),
+    script(resources={"cpu": "500m", "memory": 1024}),
+    script(recovery={"hangTimeoutSeconds": 2.5}),
+    script(recovery={"hangTimeoutSeconds": "auto"}),
+    script(parallelism={"reshardAfterForward": False}),
+    script(
+        nodes={"min": 2, "max": 4},
+        workersPerNode=2,
+        parallelism={"shard": 4, "reshardAfterForward": 2},
+    ),
+)
