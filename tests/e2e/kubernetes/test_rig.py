@@ -5,6 +5,8 @@ The cluster of these tests has short node-monitor settings; all other tests have
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, leftovers
+from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, is_running, leftovers
 from tests.e2e.kubernetes.rig.settings import SHORT
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.rig.workloads import phase, pod, shared_storage
@@ -50,6 +52,18 @@ try:
     print(urllib.request.urlopen(request, context=context).read().decode())
 except urllib.error.HTTPError as refused:
     print(__import__("json").load(refused)["message"])
+"""
+
+# A run with one process of its own; says the names of both and of the keeper.
+KILLED_WITH_KEEPER = """
+import signal
+from tests.e2e.kubernetes.rig.process import Server
+from tests.e2e.kubernetes.rig.run import Run
+run = Run()
+server = Server(run, "sleeper", ["sleep", "600"])
+server.start()
+print(run.name, run.keeper_pid, server.pid, flush=True)
+signal.pause()
 """
 
 
@@ -221,3 +235,21 @@ def test_nothing_is_left_of_a_cluster_whose_tests_were_killed(
         timeout_s=60,
         last=lambda: leftovers(name),
     )
+
+
+def test_the_next_run_removes_what_a_run_left_whose_keeper_was_killed_too() -> None:
+    tests = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WITH_KEEPER],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert tests.stdout is not None
+    name, keeper, sleeper = tests.stdout.readline().split()
+    os.kill(int(keeper), signal.SIGKILL)
+    tests.kill()
+    tests.wait()
+    assert f"process {sleeper}" in leftovers(name)
+    with Run():
+        assert leftovers(name) == []
+    until(lambda: not is_running(int(sleeper)), "the process to be gone", timeout_s=10)

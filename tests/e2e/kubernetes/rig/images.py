@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import platform
 import sys
 import tarfile
 from pathlib import Path
@@ -22,6 +23,7 @@ PAUSE = "holdfast.test/pause:rig"
 # What the user of a pod names; docs and chart may use another name for the same bytes.
 HOLDFAST = "holdfast.test/holdfast:rig"
 USER = 65532
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\nholdfast:x:{USER}:{USER}::/home/holdfast:/bin/sh\n"
 GROUP = f"root:x:0:\nholdfast:x:{USER}:\n"
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
@@ -78,7 +80,7 @@ class Layer:
 def write_archive(path: Path, reference: str, layer: bytes, config: dict[str, Any]) -> None:
     """A docker archive of one layer, as `docker save` writes it and `ctr images import` reads."""
     document = {
-        "architecture": "amd64",
+        "architecture": ARCHITECTURES.get(platform.machine(), platform.machine()),
         "os": "linux",
         "config": config,
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},

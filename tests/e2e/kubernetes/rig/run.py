@@ -64,6 +64,10 @@ class Run:
         os.close(reads)
         return keeper, writes
 
+    @property
+    def keeper_pid(self) -> int:
+        return self._keeper.pid
+
     def record(self, name: str, pid: int) -> None:
         """Remembers a process of ours, with its start time: process ids are used again."""
         document = {"pid": pid, "started": started(pid)}
