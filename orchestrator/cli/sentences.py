@@ -17,6 +17,8 @@ from ..core import events as e
 from ..core.controller import Controller
 from ..protocol.facts import Exit
 from ..protocol.spec.env import shown_document
+from ..runtime.journal import Snapshot
+from ..runtime.snapshot import decode
 from .output import date, duration, plural, print_json_line, size
 
 
@@ -32,6 +34,22 @@ class Narrator:
     def __init__(self) -> None:
         self._controller = Controller()
         self._actions: dict[int, str] = {}
+
+    def resume(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
+        """Go on after facts that are not kept any more, and say so."""
+        state, memory = decode(snapshot.data)
+        self._controller = Controller(state)
+        self._actions = {number: decision(action) for number, action in state.inflight.items()}
+        if as_json:
+            print_json_line({"at_ns": memory.now_ns, "facts_not_kept": snapshot.num_records})
+            return
+        many = plural(snapshot.num_records, "fact")
+        since = f"{state.phase}, step {state.step}: {state.reason.text}"
+        console.print(
+            f"{date(memory.now_ns)}  {'journal':<12}  {many} up to here are not kept any more; the "
+            f"job was {since}",
+            soft_wrap=True,
+        )
 
     def tell(self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool) -> None:
         actions = self._controller.step(now_ns, event)

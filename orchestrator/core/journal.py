@@ -45,7 +45,7 @@ class Journal(Protocol):
     """The one writer of a job's journal.
 
     `snapshot` and `records` are what was there when it was opened: the newest snapshot (None:
-    there never was one) and the records since. Whoever has read them may clear `records`.
+    there never was one) and the records since. Whoever has read them may let go of both.
     """
 
     snapshot: bytes | None

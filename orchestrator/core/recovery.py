@@ -7,7 +7,7 @@ Must not: choose nodes (launching.py) or write checkpoints.
 from __future__ import annotations
 
 from ..protocol import limits
-from ..protocol.facts import Exit
+from ..protocol.facts import Exit, Stack
 from ..protocol.spec import Budget
 from .actions import Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER
@@ -101,6 +101,9 @@ def _open_incident(turn: Turn, purpose: Purpose, reason: Reason) -> None:
         )
     )
     del state.incidents[:-MAX_INCIDENTS]
+    if len(state.incidents) > limits.MAX_INCIDENTS_IN_FULL:
+        old = state.incidents[-1 - limits.MAX_INCIDENTS_IN_FULL]
+        old.traceback, old.stacks = "", {}
 
 
 def worker_exited(turn: Turn, node: str, exit: Exit) -> None:
@@ -157,7 +160,8 @@ def conclude(turn: Turn) -> str:
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
         state.step = max(state.step, incident.step_before)
-    incident.stacks = {stack.rank: stack.text for stack in stop.stacks}
+    suspects = stop.hang[0] if stop.hang is not None else ()
+    incident.stacks = _within_bound(stop.stacks, suspects)
     if stop.purpose == "preemption":
         names = ", ".join(node for node, _why in stop.leaving)
         incident.failure_class, incident.rule = "preemption", "preempted"
@@ -168,6 +172,19 @@ def conclude(turn: Turn) -> str:
     if stop.purpose != "failure":
         return ""
     return _judge(turn, stop, incident)
+
+
+def _within_bound(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, str]:
+    """By rank. Where they are too many, those are kept that do not wait for their peers, and among
+    the others the likeliest suspects."""
+    likely = {rank: index for index, rank in enumerate(suspects)}
+    room, kept = limits.MAX_INCIDENT_STACK_BYTES, dict[int, None]()
+    telling = sorted(stacks, key=lambda s: (s.in_collective, likely.get(s.rank, len(likely))))
+    for stack in telling:
+        room -= len(stack.text.encode())
+        if room >= 0 or not kept:
+            kept[stack.rank] = None
+    return {stack.rank: stack.text for stack in stacks if stack.rank in kept}
 
 
 def _judge(turn: Turn, stop: Stop, incident: IncidentRecord) -> str:

@@ -95,5 +95,18 @@ PERSIST_TIMEOUT_S = 600.0
 PROGRESS_JOURNAL_INTERVAL_S = 1.0
 """Steps are journaled at most this often, without fsync: they carry no decision."""
 
+JOURNAL_BYTES = 2 * 2**20
+"""Records after which a journal is compacted: four hours of steps, replayed within a second."""
+
+JOURNAL_FILES = 16
+"""Compacted files kept as history for `holdfast events`: 32 MiB, three days of nothing but
+steps."""
+
+MAX_INCIDENTS_IN_FULL = 20
+"""Interruptions whose traceback and stacks are kept; of older ones the rest of the record is."""
+
+MAX_INCIDENT_STACK_BYTES = 128 * 1024
+"""Stacks kept of one interruption: a thousand ranks wait in the same collective, a few tell why."""
+
 MAX_TRACEBACK_BYTES = 16 * 1024
 MAX_STACK_BYTES = 32 * 1024

@@ -21,6 +21,7 @@ from ..core.health import Monitor
 from ..core.journal import Journal
 from ..core.transitions import Phase
 from ..protocol.spec import TrainingJob
+from . import snapshot
 from .clock import Clock
 from .story import Story
 
@@ -45,7 +46,7 @@ class Driver:
         carry_out: Callable[[AnyAction], None],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock = clock
+        self._job, self._clock = job, clock
         self._journal: Journal | None = None
         self._carry_out, self._on_change = carry_out, on_change
         self.controller = Controller()
@@ -60,6 +61,12 @@ class Driver:
         """Bring the core to where the journal ends, and write there from now on; returns the number
         of events replayed. What is queued already comes after them."""
         self._journal = journal
+        if journal.snapshot is not None:
+            state, memory = snapshot.decode(journal.snapshot)
+            self.controller = Controller(state)
+            self._monitor = Monitor(self._job, self.controller)
+            self.story = Story(self._job, memory, state)
+            journal.snapshot = None
         count = len(journal.records)
         for now_ns, event in journal.records:
             actions = self.controller.step(now_ns, event)
@@ -143,9 +150,7 @@ class Driver:
                     waiters.append(done)
                 actions += self._absorb(event, at_ns)
             actions += self._tick()
-            # Decisions, and what people are told.
-            if actions or waiters or self._phase() != phase:
-                await self._commit()
+            await self._commit(bool(actions or waiters) or self._phase() != phase)
         except BaseException:
             for waiter in waiters:
                 waiter.cancel()
@@ -163,9 +168,13 @@ class Driver:
     def _phase(self) -> Phase | None:
         return self.controller.state.phase if self.controller.submitted else None
 
-    async def _commit(self) -> None:
+    async def _commit(self, needed: bool) -> None:
+        """`needed`: for decisions, and for what people are told. Facts alone can wait."""
         assert self._journal is not None
-        await self._journal.commit()
+        if self._journal.full and self.controller.submitted:
+            await self._journal.compact(snapshot.encode(self.controller.state, self.story.memory))
+        elif needed:
+            await self._journal.commit()
 
     def _absorb(self, first: AnyEvent, at_ns: int) -> list[AnyAction]:
         """One event and what the monitor concludes from it."""

@@ -1,155 +1,102 @@
-"""The journal of a job on this machine: a file that only grows at its end.
+"""The journal of a job on this machine: a file that grows at its end, and is compacted.
 
-Owns: the file format, what "durable" means, and telling a torn tail from damage. Must not: know
-what an event means, or repair damage by leaving something out.
-
-A file is a 20-byte header (16 bytes magic, 4 bytes format version) and records (core/journal.py).
+Owns: writing it, what "durable" means, and that there is one writer. Must not: know what an event
+means, or repair damage by leaving something out. The format is in journal_reader.py.
 
 A writer that dies leaves a prefix of what it wrote; a machine that dies may also leave zeros at the
 end. Both are a torn tail: nothing was done on its account yet, so it is cut off. Everything else
 that cannot be read is damage, and reported with its offset.
+
+A compaction writes a new file that begins with a snapshot, makes it durable and gives it the
+journal's name: at every moment that name means a whole journal. The file before stays, under a name
+with its number, as history for people.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import struct
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.events import AnyEvent
-from ..core.journal import (
-    FRAME,
-    JournalError,
-    JournalLost,
-    Record,
-    decode_body,
-    encode_record,
+from ..core.journal import FRAME, JournalError, JournalLost, Record, encode_record, frame
+from ..protocol import limits
+from .journal_reader import (
+    COMPACTED_HEADER,
+    COVERED,
+    HEADER,
+    JournalDamaged,
+    JournalReader,
+    Snapshot,
+    older_files,
 )
 
-MAGIC = b"holdfast journal"
-VERSION = 1
-HEADER = MAGIC + struct.pack("<I", VERSION)
-ZERO_TAIL_BYTES = 16
-"""So many zero bytes at the end of a file are blocks that never reached the disk; no event ends in
-them."""
-
-
-class JournalDamaged(JournalError):
-    """Something before the end of the file is not what was written."""
-
-    def __init__(self, path: Path, offset: int, what: str) -> None:
-        self.path, self.offset = path, offset
-        super().__init__(
-            f"{path}: damaged at byte {offset}: {what}. Nothing was changed. Training is not "
-            f"affected; restore the file from a copy, or remove the job and start it again from "
-            f"its checkpoint"
-        )
-
-
-class JournalReader:
-    """Reads from the beginning to the last whole record; usable while another process writes.
-
-    `read()` may be called again and then goes on where it stopped. `offset` is the end of the last
-    whole record.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.offset = 0
-
-    def read(self) -> Iterator[Record]:
-        """The records that are whole by now. Raises JournalDamaged, JournalError."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read()
-        except OSError as error:
-            raise JournalError(f"{self._path}: cannot be read ({error.strerror})") from None
-        base, at = self.offset, 0
-        if base == 0:
-            if not self._check_header(data):
-                return
-            at = self.offset = len(HEADER)
-        while (end := self._record_end(data, at, base)) is not None:
-            body = data[at + FRAME.size : end]
-            try:
-                record = decode_body(body)
-            except ValueError as error:
-                raise JournalDamaged(self._path, base + at, str(error)) from None
-            at = end
-            self.offset = base + end
-            yield record
-
-    def _check_header(self, data: bytes) -> bool:
-        """False when the header is not whole yet."""
-        if data[: len(HEADER)] == HEADER:
-            return True
-        if HEADER.startswith(data) or not data.strip(b"\0"):
-            return False
-        if data.startswith(MAGIC):
-            (version,) = struct.unpack_from("<I", data.ljust(len(HEADER), b"\0"), len(MAGIC))
-            raise JournalError(
-                f"{self._path}: got format version {version}; expected {VERSION}; use the "
-                f"Holdfast that wrote it"
-            )
-        raise JournalDamaged(self._path, 0, "this is not the header of a journal")
-
-    def _record_end(self, data: bytes, at: int, base: int) -> int | None:
-        """Where the record at `at` ends; None for a tail that is not whole."""
-        if len(data) - at < FRAME.size:
-            return None
-        length, length_crc, body_crc = FRAME.unpack_from(data, at)
-        zeros = data.endswith(bytes(ZERO_TAIL_BYTES))
-        written = len(data.rstrip(b"\0")) if zeros else len(data)
-        if zlib.crc32(data[at : at + 4]) != length_crc:
-            if written < at + FRAME.size:
-                return None
-            raise JournalDamaged(self._path, base + at, "the length of a record is wrong")
-        end: int = at + FRAME.size + length
-        if end > len(data):
-            return None
-        if zlib.crc32(data[at + FRAME.size : end]) != body_crc:
-            if written < end:
-                return None
-            raise JournalDamaged(self._path, base + at, "the checksum of a record does not match")
-        return end
+__all__ = [
+    "HEADER",
+    "FileJournal",
+    "JournalDamaged",
+    "JournalError",
+    "JournalLost",
+    "JournalReader",
+    "Record",
+    "Snapshot",
+    "sync_directory",
+]
 
 
 class FileJournal:
     """The one writer (core.journal.Journal). `append` buffers in the kernel, `commit` makes
     durable: an fdatasync, which is short on one machine and so done in the loop."""
 
-    snapshot: bytes | None = None
-    full = False
+    def __init__(
+        self,
+        path: Path,
+        *,
+        bound_bytes: int = limits.JOURNAL_BYTES,
+        keep_files: int = limits.JOURNAL_FILES,
+    ) -> None:
+        """Open or create, read what is there into `snapshot` and `records` and cut off a torn tail.
 
-    def __init__(self, path: Path) -> None:
-        """Open or create, read what is there into `records` and cut off a torn tail.
-
-        Raises JournalError when somebody else writes it or it cannot be opened, JournalDamaged when
-        it cannot be trusted.
+        Raises JournalLost when somebody else writes it, JournalError when it cannot be opened,
+        JournalDamaged when it cannot be trusted.
         """
         self.path = path
+        self._bound_bytes, self._keep_files = bound_bytes, keep_files
+        self._fd = self._open()
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise JournalError(f"{path}: cannot be opened ({error.strerror})") from None
-        try:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise JournalLost(f"{path}: another controller writes it") from None
-            self.records, self.cut_bytes = self._recover()
+            self._lock(self._fd)
+            self.snapshot: bytes | None = None
+            self.records: list[Record] = []
+            self.cut_bytes = self._recover()
         except BaseException:
             os.close(self._fd)
             raise
         self._dirty = False
 
-    def _recover(self) -> tuple[list[Record], int]:
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"{self.path}: cannot be opened ({error.strerror})") from None
+
+    def _lock(self, fd: int) -> None:
+        """The lock is on the file, not on its name: it must still be the one with the name."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(fd), self.path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:
+            raise JournalLost(f"{self.path}: another controller writes it")
+
+    def _recover(self) -> int:
         reader = JournalReader(self.path)
-        records = list(reader.read())
+        for item in reader.read():
+            if isinstance(item, Snapshot):
+                self.snapshot = item.data
+            else:
+                self.records.append(item)
+        self._num_records = reader.num_records
         size = os.fstat(self._fd).st_size
         if reader.offset == 0:
             os.ftruncate(self._fd, 0)
@@ -158,10 +105,32 @@ class FileJournal:
         else:
             self._end = reader.offset
             os.ftruncate(self._fd, self._end)
+        reader.close()
+        self._full_at = self._begin(self.snapshot) + self._room(self.snapshot)
         if size != self._end:
             os.fsync(self._fd)
             sync_directory(self.path.parent)
-        return records, max(0, size - self._end)
+        self._new_name.unlink(missing_ok=True)
+        return max(0, size - self._end)
+
+    @staticmethod
+    def _begin(snapshot: bytes | None) -> int:
+        """Where the records begin."""
+        covered = 0 if snapshot is None else FRAME.size + COVERED.size + len(snapshot)
+        return len(HEADER) + covered
+
+    def _room(self, snapshot: bytes | None) -> int:
+        """Bytes of records before the next compaction: no less than the snapshot has, so that
+        compacting never costs more than appending."""
+        return max(self._bound_bytes, len(snapshot or b""))
+
+    @property
+    def _new_name(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.new")
+
+    @property
+    def full(self) -> bool:
+        return self._end >= self._full_at
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. It survives this process from now on, the machine after `commit`.
@@ -170,20 +139,16 @@ class FileJournal:
         """
         data = encode_record(now_ns, event)
         try:
-            written = os.pwrite(self._fd, data, self._end)
-            while written < len(data):
-                written += os.pwrite(self._fd, data[written:], self._end + written)
+            _write(self._fd, data, self._end)
         except OSError as error:
             self._fail(error)
         self._end += len(data)
+        self._num_records += 1
         self._dirty = True
 
     async def commit(self) -> None:
         """Make everything appended durable. Raises JournalError."""
         self.sync()
-
-    async def compact(self, snapshot: bytes) -> None:
-        raise NotImplementedError
 
     def sync(self) -> None:
         """As `commit`."""
@@ -194,6 +159,51 @@ class FileJournal:
         except OSError as error:
             self._fail(error)
         self._dirty = False
+
+    async def compact(self, snapshot: bytes) -> None:
+        """Begin a new file with a snapshot of everything so far. Where that cannot be written, the
+        old file goes on, and it is tried again when as much again has been appended."""
+        data = COMPACTED_HEADER + frame(COVERED.pack(self._num_records) + snapshot)
+        try:
+            fd = self._write_new(data)
+        except OSError:
+            self._full_at = self._end + self._bound_bytes
+            self.sync()
+            return
+        try:
+            self._put_aside()
+            self._new_name.replace(self.path)
+            sync_directory(self.path.parent)
+        except OSError as error:
+            # Nobody knows which of the two has the name now: whoever opens it will see.
+            os.close(fd)
+            self._fail(error)
+        os.close(self._fd)
+        self._fd, self._end, self._dirty = fd, len(data), False
+        self._full_at = self._end + self._room(snapshot)
+        for path in older_files(self.path)[: -self._keep_files or None]:
+            path.unlink(missing_ok=True)
+
+    def _write_new(self, data: bytes) -> int:
+        """The new file under its temporary name, durable and locked."""
+        self._new_name.unlink(missing_ok=True)
+        fd = os.open(self._new_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(fd, data, 0)
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            self._new_name.unlink(missing_ok=True)
+            raise
+        return fd
+
+    def _put_aside(self) -> None:
+        """A second name for the file that is about to lose its own."""
+        if self._keep_files:
+            aside = self.path.with_name(f"{self.path.name}.{self._num_records:012d}")
+            aside.unlink(missing_ok=True)
+            os.link(self.path, aside)
 
     def _fail(self, error: OSError) -> None:
         os.ftruncate(self._fd, self._end)
@@ -207,6 +217,13 @@ class FileJournal:
             self.sync()
             os.close(self._fd)
             self._fd = -1
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    """All of it. Raises OSError."""
+    written = os.pwrite(fd, data, at)
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], at + written)
 
 
 def sync_directory(path: Path) -> None:

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from ..protocol.spec import TrainingJob
 from .endpoint import cannot_listen
-from .view import JobState, JobView, NodeState
+from .view import JobState, JobView, NodeState, PhaseTotal
 
 NS = 1e9
 ADDRESS = "127.0.0.1"
@@ -76,23 +76,16 @@ def _restarts(view: JobView) -> Iterator[Sample]:
 
 
 def _incidents(view: JobView) -> Iterator[Sample]:
-    counts: dict[tuple[str, str], int] = {}
-    for incident in view.incidents:
-        scope = "worker" if incident.culprit_rank is not None else "node"
-        if incident.failure_class not in CLASSES:
-            scope = "job"
-        key = (incident.failure_class, scope)
-        counts[key] = counts.get(key, 0) + 1
-    for (name, scope), count in sorted(counts.items()):
-        yield {"class": name, "scope": scope}, float(count)
+    for one in view.incident_counts:
+        yield {"class": one.failure_class, "scope": one.scope}, float(one.count)
 
 
 def _recoveries(view: JobView) -> Iterator[Sample]:
     """Count and sum by phase: what a summary without quantiles holds."""
     for phase in PHASES:
-        seconds = [i.seconds[phase] for i in view.incidents if phase in i.seconds]
-        yield {"phase": phase, "": "count"}, float(len(seconds))
-        yield {"phase": phase, "": "sum"}, float(sum(seconds))
+        total = view.recovery.get(phase, PhaseTotal(count=0, seconds=0.0))
+        yield {"phase": phase, "": "count"}, float(total.count)
+        yield {"phase": phase, "": "sum"}, total.seconds
 
 
 def _first_step(view: JobView) -> list[Sample]:
@@ -166,7 +159,7 @@ METRICS: tuple[Spec, ...] = (
          "Duration of interruptions by phase, from the fact to the next step of all ranks.",
          _recoveries, ("phase",)),
     Spec("holdfast_job_steps_lost_total", "counter", "Finished steps that had to be done again.",
-         lambda v: _one(sum(i.steps_lost or 0 for i in v.incidents))),
+         lambda v: _one(v.steps_lost)),
     Spec("holdfast_checkpoint_stall_seconds", "gauge",
          "Time that staging blocked the training loop, per step.",
          lambda v: _one(v.stall_s if v.step_s else None)),

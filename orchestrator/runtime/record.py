@@ -10,9 +10,10 @@ from pathlib import Path
 from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.spec import TrainingJob
 from .home import Home, JobDirectory, NameTaken
-from .journal import JournalReader
+from .journal import JournalReader, Record, Snapshot
 from .ledger import NS
-from .story import replay
+from .replay import replay
+from .story import Story
 from .view import JobView
 
 
@@ -22,12 +23,28 @@ def read_view(directory: JobDirectory) -> JobView:
     Raises HoldfastError when the job's files cannot be read.
     """
     job = directory.job()
-    records = JournalReader(directory.journal).read() if directory.journal.exists() else []
-    story = replay(job, records)
+    story = _story(job, directory)
     view = story.view(story.now_ns, live=False, checkpoint_path=directory.checkpoint_path(job))
     view.job_id = view.job_id or directory.job_id
     view.controller_alive = directory.controller_alive()
     return view
+
+
+def _story(job: TrainingJob, directory: JobDirectory) -> Story:
+    """The fold of the newest snapshot and of what came after it."""
+    if not directory.journal.exists():
+        return Story(job)
+    reader = JournalReader(directory.journal)
+    try:
+        items = list(reader.read())
+    finally:
+        reader.close()
+    # The last one only counts where this reader was overtaken by a compaction.
+    starts = [index for index, item in enumerate(items) if isinstance(item, Snapshot)]
+    first = starts[-1] if starts else 0
+    records = [item for item in items[first:] if isinstance(item, Record)]
+    start = items[first] if starts else None
+    return replay(job, records, start.data if isinstance(start, Snapshot) else None)
 
 
 def expire(home: Home, now_ns: int) -> list[str]:

@@ -98,8 +98,9 @@ class Service:
         on_view: Callable[[JobView], None] | None = None,
         on_note: Callable[[str], None] = lambda text: None,
         make_backend: Callable[[TrainingJob, JobDirectory], Backend] = local_backend,
+        open_journal: Callable[[Path], FileJournal] = FileJournal,
     ) -> None:
-        self._directory = directory
+        self._directory, self._open_journal = directory, open_journal
         self._on_view, self._on_note = on_view, on_note
         self.job = job = directory.job()
         self.metrics_port = 0
@@ -158,7 +159,7 @@ class Service:
         await self.assembly.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
-        journal = FileJournal(self._directory.journal)
+        journal = self._open_journal(self._directory.journal)
         stack.callback(journal.close)
         if journal.cut_bytes:
             log.warning("the journal ended in %d bytes of half a record", journal.cut_bytes)

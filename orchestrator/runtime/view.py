@@ -75,6 +75,22 @@ class Incident(msgspec.Struct, kw_only=True):
     stacks: dict[str, str] = {}
 
 
+class IncidentCount(msgspec.Struct, kw_only=True):
+    """Interruptions of one class, since the job was submitted."""
+
+    failure_class: str
+    scope: str
+    """What was lost: worker, node, or job (planned ones)."""
+    count: int
+
+
+class PhaseTotal(msgspec.Struct, kw_only=True):
+    """One phase of all interruptions, since the job was submitted."""
+
+    count: int
+    seconds: float
+
+
 class CheckpointView(msgspec.Struct, kw_only=True):
     step: int
     generation: int
@@ -128,6 +144,13 @@ class JobView(msgspec.Struct, kw_only=True):
     checkpoint_path: str = ""
     nodes: list[NodeView] = []
     incidents: list[Incident] = []
+    """The newest ones, oldest first; the counters below are over all."""
+    num_incidents: int = 0
+    incident_counts: list[IncidentCount] = []
+    recovery: dict[str, PhaseTotal] = {}
+    """By phase, and total."""
+    steps_lost: int = 0
+    """Finished steps that had to be done again."""
     ledger: dict[str, float] = {}
     goodput: float = 0.0
     """productive / time since the first launch, 0 to 1."""

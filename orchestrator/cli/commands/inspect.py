@@ -131,23 +131,27 @@ def events(
 ) -> None:
     """Print every fact that the controller was told, and what it decided on it, with the reason.
 
-    Decisions are not stored: they follow from the facts, by the same code that took them. --json
-    prints one document per line.
+    Decisions are not stored: they follow from the facts, by the same code that took them. Of a job
+    that ran for days the oldest facts are gone; a first line says how many. --json prints one
+    document per line.
     """
     import time
 
-    from ...runtime.journal import JournalReader
+    from ...runtime.journal import JournalReader, Snapshot
     from ..output import stdout
     from ..sentences import Narrator
 
     directory = find_job(job, home)
-    reader = JournalReader(directory.journal)
+    reader = JournalReader(directory.journal, history=True)
     console, narrator = stdout(), Narrator()
     while True:
         # Asked before reading: what was written up to a controller's end is then seen.
         alive = directory.controller_alive()
-        for record in reader.read():
-            narrator.tell(console, record.now_ns, record.event, as_json=as_json)
+        for item in reader.read():
+            if isinstance(item, Snapshot):
+                narrator.resume(console, item, as_json=as_json)
+            else:
+                narrator.tell(console, item.now_ns, item.event, as_json=as_json)
         if not follow or not alive:
             return
         time.sleep(FOLLOW_INTERVAL_S)

@@ -9,7 +9,14 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.runtime.metrics import METRICS, MetricsServer, page
-from orchestrator.runtime.view import CheckpointView, Incident, JobView, NodeView, WorkerView
+from orchestrator.runtime.view import (
+    CheckpointView,
+    IncidentCount,
+    JobView,
+    NodeView,
+    PhaseTotal,
+    WorkerView,
+)
 
 from .world import make_job
 
@@ -17,17 +24,16 @@ from .world import make_job
 def make_view() -> JobView:
     workers = [WorkerView(rank=0, state="running", step=9), WorkerView(rank=1, state="hung")]
     node = NodeView(name="node-0", state="member", heartbeat_age_s=0.25, workers=workers)
-    incidents = [
-        Incident(number=1, at_ns=1, failure_class="infrastructure", title="x", culprit_rank=1,
-                 steps_lost=2, seconds={"stop": 0.1, "place": 0.2, "total": 0.3}),
-        Incident(number=2, at_ns=1, failure_class="infrastructure", title="y",
-                 seconds={"stop": 0.3}),
-        Incident(number=3, at_ns=1, failure_class="resize", title="z"),
-    ]  # fmt: skip
+    counts = [("infrastructure", "worker"), ("infrastructure", "node"), ("resize", "job")]
+    incident_counts = [
+        IncidentCount(failure_class=name, scope=scope, count=1) for name, scope in counts
+    ]
+    recovery = {"stop": PhaseTotal(count=2, seconds=0.4), "total": PhaseTotal(count=1, seconds=0.3)}
     return JobView(
         name="tiny", state="running", now_ns=10_000_000_000, step=9, loss=2.5, step_s=0.5,
         tokens_per_s=1024.0, world_size=2, generation=3, restarts={"infrastructure": 2},
-        incidents=incidents, nodes=[node], ledger={"productive": 6.0, "waiting": 4.0},
+        incident_counts=incident_counts, recovery=recovery, steps_lost=2,
+        nodes=[node], ledger={"productive": 6.0, "waiting": 4.0},
         goodput=0.6, memory_step=9, commits=1,
         checkpoints=[CheckpointView(step=5, generation=1, num_bytes=77, committed_ns=4 * 10**9)],
     )  # fmt: skip

@@ -20,7 +20,7 @@ from orchestrator.core.events import (
 from orchestrator.protocol import messages as wire
 from orchestrator.runtime.journal import JournalReader
 from orchestrator.runtime.record import read_view
-from orchestrator.runtime.story import replay
+from orchestrator.runtime.replay import replay
 from orchestrator.runtime.view import JobView
 
 from .world import BOUND_S, Frames, World, drive, make_job, node_facts

@@ -6,7 +6,8 @@ from orchestrator.core.actions import LaunchGroup
 from orchestrator.core.events import CancelRequested, Heartbeat
 from orchestrator.protocol.facts import WorkerBeat
 from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime.story import Story, replay
+from orchestrator.runtime.replay import replay
+from orchestrator.runtime.story import Story
 from orchestrator.runtime.view import JobView
 
 from ..core import story as core

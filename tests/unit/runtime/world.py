@@ -20,6 +20,7 @@ from orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard,
 from orchestrator.protocol.manifest import directory_name, shard_file_name
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from orchestrator.runtime.home import Home, JobDirectory
+from orchestrator.runtime.journal import FileJournal
 from orchestrator.runtime.service import Service
 from orchestrator.runtime.view import JobView
 
@@ -292,8 +293,13 @@ class FakeBackend:
 class World:
     """A job, its agents, and a controller that may be killed."""
 
-    def __init__(self, tmp_path: Path, job: TrainingJob) -> None:
-        self.job = job
+    def __init__(
+        self,
+        tmp_path: Path,
+        job: TrainingJob,
+        open_journal: Callable[[Path], FileJournal] = FileJournal,
+    ) -> None:
+        self.job, self.open_journal = job, open_journal
         self.directory = Home(tmp_path).create(job, tmp_path)
         self.backend = FakeBackend()
         self.backend.directory = self.directory
@@ -304,7 +310,11 @@ class World:
         """A controller, the first or the next one."""
         self._lock = self.directory.locked()
         self._lock.__enter__()
-        self.service = Service(self.directory, make_backend=lambda job, directory: self.backend)
+        self.service = Service(
+            self.directory,
+            make_backend=lambda job, directory: self.backend,
+            open_journal=self.open_journal,
+        )
         self.task = asyncio.create_task(self.service.run())
 
     async def kill_controller(self) -> None:

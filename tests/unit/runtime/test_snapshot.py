@@ -1,0 +1,168 @@
+"""A snapshot and the records after it give what a replay of every event gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.controller import Controller
+from orchestrator.core.events import ControllerStarted, Heartbeat
+from orchestrator.core.health import Monitor
+from orchestrator.core.journal import Record
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from orchestrator.runtime import snapshot
+from orchestrator.runtime.story import Story
+from tests.sim.host import _DECODER as SIM_RECORD
+from tests.sim.story import play
+
+from ..core import story as core
+
+SEEDS = range(0, 40, 3)
+
+
+class Folded:
+    """A journal's fold: controller, monitor and story."""
+
+    def __init__(self, job: TrainingJob, data: bytes | None = None) -> None:
+        state, memory = snapshot.decode(data) if data is not None else (None, None)
+        self.job, self.controller = job, Controller(state)
+        self.monitor = Monitor(job, self.controller)
+        self.story = Story(job, memory, state)
+
+    def take(self, records: list[Record]) -> Folded:
+        for now_ns, event in records:
+            actions = self.controller.step(now_ns, event)
+            self.story.observe(now_ns, event, actions, self.controller.state)
+            self.monitor.observe(now_ns, event)
+        return self
+
+    def again(self) -> Folded:
+        """Through a snapshot."""
+        return Folded(self.job, snapshot.encode(self.controller.state, self.story.memory))
+
+    def known(self) -> Any:
+        view = self.story.view(self.story.now_ns + 1_234_567, live=False)
+        return self.controller.state, self.story.memory, view, self.controller.next_deadline_ns()
+
+
+@functools.cache
+def journal_of(seed: int) -> tuple[TrainingJob, list[Record]]:
+    world = play(seed)
+    return world.host.job, [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_record_may_be_the_last_before_a_snapshot(seed: int) -> None:
+    """At every record a snapshot is taken and gone on from for a while; some go on to the end."""
+    job, records = journal_of(seed)
+    straight = Folded(job).take(records[:1])
+    for at in range(1, len(records)):
+        restored = straight.again()
+        assert restored.known() == straight.known(), f"after record {at}"
+        if at % 40 == 0:
+            whole = Folded(job).take(records).known()
+            assert restored.take(records[at:]).known() == whole, f"from record {at} to the end"
+        straight.take(records[at : at + 1])
+
+
+@given(seed=st.sampled_from(list(SEEDS)), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_snapshots_of_snapshots_lose_nothing(seed: int, data: st.DataObject) -> None:
+    job, records = journal_of(seed)
+    cuts = data.draw(st.lists(st.integers(1, len(records)), min_size=1, max_size=6))
+    folded, at = Folded(job), 0
+    for cut in [*sorted(cuts), len(records)]:
+        folded.take(records[at:cut])
+        folded, at = folded.again(), cut
+    assert folded.known() == Folded(job).take(records).known()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_does(
+    seed: int,
+) -> None:
+    job, records = journal_of(seed)
+    for at in range(1, len(records), 17):
+        straight = Folded(job).take(records[:at])
+        restored = straight.again()
+        if straight.controller.state.terminal:
+            continue
+        now_ns = records[at - 1].now_ns + 1
+        started = [Record(now_ns, ControllerStarted(incarnation=99, nodes=()))]
+        for folded in (straight, restored):
+            folded.take(started)
+        assert restored.monitor._now == straight.monitor._now
+        assert restored.monitor._heard == straight.monitor._heard
+        assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
+        beat = Heartbeat(node="n0", generation=restored.controller.state.generation)
+        assert restored.monitor.observe(now_ns, beat) == straight.monitor.observe(now_ns, beat)
+
+
+def transcripts() -> Iterator[core.Story]:
+    """What the simulation seldom meets: hangs with stacks, tracebacks, suspension, no steps."""
+    hung = core.Story().started(step=5)
+    hung.tell(core_hang(hung))
+    yield hung
+    for node in ("a", "b"):
+        hung.stopped(node, 5, stacks=(core.stack(0), core.stack(1)))
+    yield hung
+    failed = core.Story().started(step=5)
+    how = {"error_type": "ValueError", "error_message": "x", "traceback": "Traceback ..."}
+    for _ in range(2):
+        failed.exits(1, code=1, step=5, **how)
+        failed.all_stopped(5)
+        yield failed
+        failed.succeed(core.LaunchGroup)
+    yield core.Story(core.spec(script=True)).started(step=None)
+    resized = core.Story(core.spec({"min": 1, "max": 4})).started("a", "b", "c", "d", step=3)
+    resized.commit(3)
+    yield resized
+
+
+def core_hang(story: core.Story) -> Any:
+    from orchestrator.core.events import HangDetected
+
+    return HangDetected(generation=story.state.generation, ranks=(2, 1), evidence="quiet")
+
+
+def test_transcripts_of_rare_things_survive_a_snapshot() -> None:
+    for transcript in transcripts():
+        job = job_from_mapping(transcript.document)
+        folded = Folded(job).take([Record(*one) for one in transcript.journal])
+        assert folded.again().known() == folded.known()
+
+
+def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
+    transcript = core.Story().started(step=5)
+    folded = Folded(job_from_mapping(transcript.document))
+    folded.take([Record(*one) for one in transcript.journal])
+    data = snapshot.encode(folded.controller.state, folded.story.memory)
+    newer = data.replace(b"holdfast snapshot 1\n", b"holdfast snapshot 2\n", 1)
+    with pytest.raises(snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"):
+        snapshot.decode(newer)
+    for damaged in (b"", b"x" + data, data[:-9], data[:20] + b"\0" + data[21:]):
+        with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged"):
+            snapshot.decode(damaged)
+    body = msgspec.msgpack.encode({"memberships": 3})
+    with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged"):
+        snapshot.decode(snapshot.MAGIC + b"1\n" + __import__("zlib").compress(body))
+
+
+def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
+    """Else its size would grow with the square of the job's."""
+    sizes = {}
+    for nodes in (8, 64):
+        names = [f"node-{number}" for number in range(nodes)]
+        transcript = core.Story(core.spec({"min": nodes, "max": nodes})).started(*names)
+        folded = Folded(job_from_mapping(transcript.document))
+        folded.take([Record(*one) for one in transcript.journal])
+        state = folded.again().controller.state
+        assert {id(one.membership) for one in state.launch.values()} == {id(state.membership)}
+        sizes[nodes] = len(snapshot.encode(state, folded.story.memory))
+    assert sizes[64] < 10 * sizes[8]
