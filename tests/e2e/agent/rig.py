@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -35,20 +36,24 @@ class Timeout(AssertionError):
 class FakeController:
     """Speaks protocol.messages with any number of agents; keeps all it hears."""
 
-    def __init__(self, directory: Path, welcome: m.Welcome) -> None:
+    def __init__(
+        self, directory: Path, welcome: m.Welcome, context: ssl.SSLContext | None = None
+    ) -> None:
         self._directory = directory
         self._welcome = welcome
+        self._context = context
         self._condition = threading.Condition()
         self.heard: list[tuple[float, str, m.Message]] = []
         self._links: dict[str, socket.socket] = {}
         self._listener: socket.socket | None = None
         self._next_action = 0
+        self.address = ("", 0)
 
     def open(self) -> None:
         listener = self._listener = socket.create_server(("127.0.0.1", 0))
         endpoint = self._directory / "controller.json"
         temporary = endpoint.with_suffix(".tmp")
-        address, port = listener.getsockname()
+        address, port = self.address = listener.getsockname()
         temporary.write_text(json.dumps({"address": address, "port": port}))
         temporary.rename(endpoint)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
@@ -75,6 +80,8 @@ class FakeController:
     def _hear(self, sock: socket.socket) -> None:
         node = ""
         try:
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_side=True)
             with sock.makefile("rb") as stream:
                 while len(header := stream.read(4)) == 4:
                     message = m.decode(stream.read(m.frame_length(header)))

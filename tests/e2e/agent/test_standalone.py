@@ -1,0 +1,186 @@
+"""An agent as a pod runs it: `python -m workers.agent`, TLS, output to stdout, ended by SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.protocol import messages as m
+from orchestrator.protocol import tls
+from orchestrator.protocol.facts import Membership, WorkerSeat
+from orchestrator.protocol.mesh import Mesh
+from tests.unit.runtime.certificates import make
+
+from .rig import PATIENCE_S, TOKEN, FakeController
+
+pytestmark = pytest.mark.e2e
+
+NAME = "uid.jobs.holdfast.dev"
+SCRIPT = """
+import os, getpass
+from pathlib import Path
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+print("here", os.environ["RANK"], getpass.getuser(), flush=True)
+print("cache", default_cache_dir(), os.access(Path.home(), os.W_OK), flush=True)
+import time
+while True:
+    time.sleep(1000)
+"""
+
+
+class Pod:
+    """One agent process, its own session and a controller of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "token").write_text(TOKEN)
+        (directory / "train.py").write_text(SCRIPT)
+        files = make(directory / "tls", NAME)
+        document = {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "test"},
+            "spec": {
+                "entrypoint": {"script": "train.py"},
+                "nodes": {"min": 1, "max": 1},
+                "workersPerNode": 2,
+            },
+        }
+        welcome = m.Welcome(
+            spec=document,
+            spec_directory=str(directory),
+            checkpoint_path=str(directory / "checkpoints"),
+            log_directory="-",
+            heartbeat_interval_s=0.2,
+        )
+        self.controller = FakeController(directory, welcome, tls.server_context(*files))
+        self.controller.open()
+        self.process: subprocess.Popen[str]
+
+    def start(self, *more: str, environment: dict[str, str] | None = None) -> None:
+        address, port = self.controller.address
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "workers.agent", "--job", "ns/test", "--node", "pod-1",
+                "--slots", "2", "--token-file", str(self.directory / "token"),
+                # The first refuses: a replica of the operator that does not lead.
+                "--endpoint", f"{address}:1,{address}:{port}",
+                "--tls", str(self.directory / "tls"), "--tls-name", NAME, *more,
+            ],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **(environment or {})},
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def launch(self) -> None:
+        membership = Membership(
+            generation=1,
+            mesh=Mesh(shard=2),
+            num_nodes=1,
+            workers_per_node=2,
+            master_address="127.0.0.1",
+            master_port=1,
+            restart_count=0,
+        )
+        seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
+        launch = m.Launch(action_id=1, membership=membership, node_rank=0, seats=seats)
+        self.controller.send("pod-1", launch)
+        self.controller.wait(m.Launched, "pod-1")
+
+    def until_printed(self, *patterns: str) -> str:
+        """What was printed until all of these have been."""
+        assert self.process.stdout is not None
+        text = ""
+        while not all(re.search(pattern, text, re.M) for pattern in patterns):
+            ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+            part = os.read(self.process.stdout.fileno(), 65536).decode() if ready else ""
+            assert part, f"{patterns} were not printed:\n{text}"
+            text += part
+        return text
+
+    def terminate(self) -> None:
+        os.kill(self.process.pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.controller.close()
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[Pod]:
+    pod = Pod(tmp_path)
+    yield pod
+    pod.end()
+
+
+def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
+    pod.start("--grace", "20")
+    hello = pod.controller.wait(m.Hello, "pod-1")
+    assert (hello.job, hello.token) == ("ns/test", TOKEN)
+    pod.launch()
+    pod.until_printed(r"^\[rank 0\] here 0", r"^\[rank 1\] here 1")
+    pod.terminate()
+    told = pod.controller.wait(m.Leaving, "pod-1")
+    assert 0 < told.grace_s < 20
+    pod.controller.send("pod-1", m.Stop(action_id=2, generation=1))
+    pod.controller.wait(m.Stopped, "pod-1")
+    pod.controller.send("pod-1", m.Shutdown(detail="free to be taken away"))
+    assert pod.process.wait(PATIENCE_S) == 0
+    assert "free to be taken away" in pod.until_printed("ends: ")
+
+
+def test_a_pod_that_nobody_lets_go_ends_within_its_grace_all_the_same(pod: Pod) -> None:
+    pod.start("--grace", "2")
+    pod.controller.wait(m.Hello, "pod-1")
+    pod.launch()
+    pod.until_printed(r"here 0", r"here 1")
+    pod.terminate()
+    pod.controller.wait(m.Leaving, "pod-1")
+    assert pod.process.wait(PATIENCE_S) == 0
+    assert "grace period of 2 s is over" in pod.until_printed("ends: ")
+
+
+def test_a_pod_without_a_controller_has_nothing_to_wait_for(pod: Pod) -> None:
+    pod.controller.close()
+    pod.start()
+    pod.until_printed("no controller yet: .*refused")
+    pod.terminate()
+    assert pod.process.wait(PATIENCE_S) == 0
+
+
+def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> None:
+    pod.start(environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
+    facts = pod.controller.wait(m.Hello, "pod-1").facts
+    assert (facts.address, facts.failure_domain) == ("10.1.2.3", "machine-7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tls-name", ""], "--tls: got --tls without --tls-name; expected both or none"),
+        (["--endpoint", "host"], "--endpoint: got host; expected HOST:PORT"),
+        (["--grace", "0"], "--grace: got 0; expected seconds above 0"),
+        (["--token-file", "none"], "--token-file: got none; expected a file with the job's token"),
+        (["--tls", "none"], "tls.key: got a certificate and key that cannot be used"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_words(
+    pod: Pod, arguments: list[str], text: str
+) -> None:
+    pod.start(*arguments)
+    assert text in pod.until_printed("expected")
+    assert pod.process.wait(PATIENCE_S) in (1, 2)
