@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from .commands import chaos, checkpoint, control, inspect, run, spec
+from .commands import chaos, checkpoint, control, inspect, operator, run, spec
 
 # Newer typer carries a click of its own, older typer uses the real one; either way these are the
 # bases of the one usage error that typer exports.
@@ -52,6 +52,7 @@ for panel, module in {
     "Look": inspect,
     "Change": control,
     "Prepare": spec,
+    "Cluster": operator,
 }.items():
     module.register(app, panel)
 app.add_typer(chaos.app, name="chaos", rich_help_panel="Rehearse")

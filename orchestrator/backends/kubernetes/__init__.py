@@ -1,0 +1,1 @@
+"""The Kubernetes backend: nodes are pods. The only room that imports `kubernetes`."""

@@ -1,0 +1,391 @@
+"""The nodes of one job as pods of a cluster.
+
+Owns: creating, deleting and watching the job's pods; saying why one ended or does not start. Must
+not: talk to agents; they dial in by themselves.
+
+A pod is a node of the job, its name is never used again. All jobs share one watch (feed.py). A pod
+that Kubernetes cannot confirm to have ended (its node is silent) is deleted but never removed by
+force, unless its Kubernetes node is gone or declared out of service: what it runs is fenced by the
+generation anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...protocol.facts import NodeFacts
+from ...protocol.spec import TrainingJob
+from ..base import NodeGone, NoRoom
+from . import names, words
+from .client import Cluster, Document
+from .errors import PODS, ApiError
+from .feed import PodFeed
+from .gang import Gangs, Rank
+from .mirror import Change, Pauses
+from .places import Places
+from .pods import GRACE_MARGIN_S, Owner, PodSettings, pod_document
+from .starting import Starting
+
+AT_ONCE = 16
+"""Requests of one job under way: the API server is there for others too."""
+BACK_OFF_MIN_S = 5.0
+BACK_OFF_MAX_S = 300.0
+END_S = 10.0
+"""So long the agents of a finished job may take to end by themselves; then their pods are deleted.
+Those that ended stay until the job is deleted: `kubectl logs` still answers."""
+GONE_CHECK_S = 30.0
+
+log = logging.getLogger("holdfast.kubernetes")
+
+
+@dataclass
+class Shared:
+    """What the backends of all jobs of an operator share."""
+
+    cluster: Cluster
+    feed: PodFeed
+    places: Places
+    gangs: Gangs
+    settings: PodSettings
+
+
+@dataclass
+class Known:
+    """What a job's controller knows of its pods beside the feed."""
+
+    creating: set[str] = field(default_factory=set)
+    """Asked for, and not seen in the feed yet."""
+    told: set[str] = field(default_factory=set)
+    """Those whose end has been told."""
+    noticed: set[str] = field(default_factory=set)
+    """Those that are being taken away, told."""
+    released: set[str] = field(default_factory=set)
+    place: dict[str, str] = field(default_factory=dict)
+    """Pod -> Kubernetes node, of all that were ever seen."""
+
+
+class KubernetesBackend:
+    """Implements backends.base.Backend."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        owner: Owner,
+        shared: Shared,
+        *,
+        created: str = "",
+        on_notice: Callable[[str, str], None] = lambda node, detail: None,
+        on_change: Callable[[], None] = lambda: None,
+        ensure_secret: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_notice(node, detail)`: Kubernetes will take a node away, and says why. `on_change`:
+        `troubles()` may say something else now. `ensure_secret`: called before pods are made."""
+        self._job, self._owner, self._shared = job, owner, shared
+        self._cluster = shared.cluster
+        self._key = (owner.namespace, owner.name)
+        self._starting = Starting(
+            Rank(-job.spec.priority, created, owner.key),
+            job.spec.nodes.min,
+            job.spec.kubernetes.start_timeout_s,
+            shared.gangs,
+        )
+        self._on_notice, self._on_change = on_notice, on_change
+        self._ensure_secret = ensure_secret
+        self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
+        self._known = Known()
+        self._refusal = ""
+        self._pauses = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
+        self._not_before = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._open = self._closing = False
+        self._news = asyncio.Event()
+
+    # -- the contract --------------------------------------------------------------------------
+    async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
+        self._on_node_gone = on_node_gone
+        await self._shared.feed.synced()
+        for pod in self._pods().values():
+            self._learn(pod)
+            if words.is_over(pod):
+                self._known.told.add(pod["metadata"]["name"])
+        self._shared.feed.subscribe(self._key, self._changed)
+        self._open = True
+        self._look()
+
+    async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
+        self._refuse_too_early()
+        blamed = self._blamed(avoid)
+        nodes = tuple(names.new_node_name(self._owner.name) for _ in range(count))
+        self._known.creating.update(nodes)
+        try:
+            if self._ensure_secret is not None:
+                await self._ensure_secret()
+            results = await asyncio.gather(*(self._create(node, blamed) for node in nodes))
+        except ApiError as error:
+            self._known.creating.difference_update(nodes)
+            raise self._no_room(count, error) from None
+        refused = [result for result in results if result is not None]
+        if refused:
+            # Those whose answer did not come may have been made all the same.
+            self._known.creating.difference_update(nodes)
+            self._known.told.update(nodes)
+            await self._delete(nodes)
+            raise self._no_room(count, refused[0])
+        self._refusal = ""
+        self._on_change()
+        return nodes
+
+    async def release_node(self, node: str) -> None:
+        self._known.creating.discard(node)
+        self._known.released.add(node)
+        pod = self._pods().get(node)
+        if pod is None or not words.is_leaving(pod):
+            await self._delete((node,))
+        if pod is not None:
+            self._spawn(self._remove_if_gone(node, pod["metadata"]["uid"]))
+
+    async def list_nodes(self) -> tuple[str, ...]:
+        there = {name for name, pod in self._pods().items() if not words.is_over(pod)}
+        return tuple(sorted(there | self._known.creating))
+
+    async def close(self, *, release: bool) -> None:
+        self._closing = True
+        self._starting.leave()
+        if release and self._open:
+            await self._end_all()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._open:
+            self._shared.feed.unsubscribe(self._key)
+            self._open = False
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- beside the contract -------------------------------------------------------------------
+    def withhold(self, seconds: float) -> None:
+        """Rehearsal: have no room for this long."""
+        self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (rehearsal)")
+
+    def troubles(self) -> list[words.Trouble]:
+        """Why pods do not start, or could not even be made; the same only once."""
+        found = [words.trouble(pod) for pod in self._pods().values()]
+        if self._refusal:
+            found.append(words.Trouble("NoRoom", self._refusal))
+        return list(dict.fromkeys(one for one in found if one is not None))
+
+    def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
+        """What an agent says of its node, with what Kubernetes knows better: where it is."""
+        place = self._known.place.get(node, "")
+        if not place:
+            return facts
+        labels = self._shared.places.labels(place)
+        keys = self._job.spec.kubernetes.topology_keys
+        topology = tuple(labels.get(key, "") for key in keys)
+        return msgspec.structs.replace(facts, failure_domain=place, topology=(*topology, place))
+
+    def label(self, generation: int, ranks: Mapping[str, int]) -> None:
+        """Write generation and lowest rank on the pods that train; take them off the others."""
+        for name, pod in self._pods().items():
+            rank = ranks.get(name)
+            wanted = {
+                names.LABEL_RANK: None if rank is None else str(rank),
+                names.LABEL_GENERATION: None if rank is None else str(generation),
+            }
+            have = pod["metadata"].get("labels", {})
+            if words.is_over(pod) or all(have.get(key) == value for key, value in wanted.items()):
+                continue
+            self._spawn(self._patch(name, {"metadata": {"labels": wanted}}))
+
+    # -- making pods ---------------------------------------------------------------------------
+    def _refuse_too_early(self) -> None:
+        left_s = self._not_before - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise NoRoom(f"{self._refusal or 'no room'}; asking again in {left_s:.0f} s")
+        if ahead := self._starting.blocked_by():
+            self._refusal = f"waiting for room; job {ahead} came first and has not enough either"
+            raise NoRoom(self._refusal)
+
+    def _blamed(self, avoid: tuple[str, ...]) -> dict[str, str]:
+        """Blamed node of the job -> Kubernetes node, also from before our time."""
+        found: dict[str, str] = {}
+        for pod in self._pods().values():
+            text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
+            found |= json.loads(text) if text else {}
+        place = self._known.place
+        return found | {node: place[node] for node in avoid if place.get(node)}
+
+    async def _create(self, node: str, blamed: Mapping[str, str]) -> ApiError | None:
+        document = pod_document(self._job, self._owner, self._shared.settings, node, blamed)
+        async with self._slots:
+            try:
+                await self._cluster.create(PODS, self._owner.namespace, document)
+            except ApiError as error:
+                return error
+        return None
+
+    def _no_room(self, count: int, error: ApiError) -> NoRoom:
+        self._refusal = f"{count} pods were asked for and none was made: {error.message}"
+        self._on_change()
+        return NoRoom(self._refusal)
+
+    def _hold_off(self, seconds: float, why: str) -> None:
+        self._refusal = why
+        self._not_before = asyncio.get_running_loop().time() + seconds
+        self._on_change()
+
+    # -- what happens to pods ------------------------------------------------------------------
+    def _pods(self) -> dict[str, Document]:
+        return {
+            name: pod
+            for name, pod in self._shared.feed.pods(self._key).items()
+            if self._is_ours(pod)
+        }
+
+    def _is_ours(self, pod: Document) -> bool:
+        """A job of the same name that was deleted may have left pods."""
+        references = pod["metadata"].get("ownerReferences") or ()
+        return any(one.get("uid") == self._owner.uid for one in references)
+
+    def _changed(self, change: Change, pod: Document) -> None:
+        if not self._is_ours(pod):
+            return
+        name = pod["metadata"]["name"]
+        self._learn(pod)
+        if change == "DELETED":
+            self._tell(name, words.end(pod, deleted=True))
+        elif words.is_over(pod):
+            self._tell(name, words.end(pod))
+        elif change == "ADDED" and name not in self._known.creating:
+            # The answer to its creation did not come, and its request has failed since.
+            self._known.told.add(name)
+            self._spawn(self._delete((name,)))
+        else:
+            self._notice(name, pod)
+        self._known.creating.discard(name)
+        if words.is_running(pod):
+            self._pauses.reset()
+        self._news.set()
+        self._look()
+
+    def _learn(self, pod: Document) -> None:
+        name, place = pod["metadata"]["name"], words.place(pod)
+        if place and self._known.place.get(name) != place:
+            self._known.place[name] = place
+            self._spawn(self._shared.places.learn(place))
+
+    def _notice(self, name: str, pod: Document) -> None:
+        if name in self._known.noticed | self._known.released or self._closing:
+            return
+        detail = words.disruption(pod)
+        if not detail and words.is_leaving(pod):
+            detail = "its pod is being deleted"
+        if detail:
+            self._known.noticed.add(name)
+            self._on_notice(name, detail)
+
+    def _tell(self, name: str, detail: str) -> None:
+        if name in self._known.told:
+            return
+        self._known.told.add(name)
+        if not self._closing:
+            log.info("%s: %s", name, detail, extra={"job": self._owner.key})
+            self._on_node_gone(NodeGone(name, detail))
+
+    # -- pods that do not start ----------------------------------------------------------------
+    def _look(self) -> None:
+        """After every change, and when a time limit of starting.py is due."""
+        if self._closing:
+            return
+        now_s = asyncio.get_running_loop().time()
+        before = set(self._starting.troubled)
+        pods = {name: pod for name, pod in self._pods().items() if name not in self._known.told}
+        decision = self._starting.look(now_s, pods)
+        for name, why in decision.give_back.items():
+            self._tell(name, why)
+        if decision.give_back:
+            self._spawn(self._delete(decision.give_back))
+        if decision.hold_off:
+            self._hold_off(self._pauses.next_s(), decision.hold_off)
+        if set(self._starting.troubled) != before:
+            self._on_change()
+        self._wake_at(decision.due_s, now_s)
+
+    def _wake_at(self, due_s: float | None, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.05, due_s - now_s), self._look) if due_s else None
+
+    # -- ending pods ---------------------------------------------------------------------------
+    async def _delete(self, nodes: Iterable[str]) -> None:
+        """Raises the first error, after all have been tried."""
+        results = await asyncio.gather(*(self._delete_one(node) for node in nodes))
+        for error in results:
+            if error is not None:
+                raise error
+
+    async def _delete_one(self, node: str, **more: Any) -> ApiError | None:
+        async with self._slots:
+            try:
+                await self._cluster.delete(PODS, self._owner.namespace, node, **more)
+            except ApiError as error:
+                return error
+        return None
+
+    async def _remove_if_gone(self, node: str, uid: str) -> None:
+        """A pod of a Kubernetes node that will not come back is removed by force, once its grace is
+        over and there is nobody left who could confirm its end."""
+        grace_s = self._job.spec.recovery.termination_grace_s + GRACE_MARGIN_S
+        wait_s = 1.0
+        while True:
+            await asyncio.sleep(wait_s)
+            pod = self._pods().get(node)
+            if pod is None or pod["metadata"]["uid"] != uid:
+                return
+            if await self._shared.places.is_gone(words.place(pod)):
+                log.info("%s: removed by force, its Kubernetes node is gone", node)
+                await self._delete_one(node, grace_s=0, uid=uid)
+                return
+            wait_s = grace_s if wait_s < grace_s else GONE_CHECK_S
+
+    async def _end_all(self) -> None:
+        """At the end of the job. Raises ApiError."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + END_S
+        while loop.time() < give_up:
+            running = [name for name, pod in self._pods().items() if words.is_running(pod)]
+            if not running:
+                break
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), give_up - loop.time())
+            except TimeoutError:
+                break
+        left = [name for name, pod in self._pods().items() if not words.is_over(pod)]
+        await self._delete({*left, *self._known.creating})
+
+    async def _patch(self, name: str, body: Document) -> None:
+        async with self._slots:
+            await self._cluster.patch(PODS, self._owner.namespace, name, body)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except ApiError as error:
+            log.warning("%s", error, extra={"job": self._owner.key})

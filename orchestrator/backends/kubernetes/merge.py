@@ -1,0 +1,80 @@
+"""Strategic merge of a user's pod template over the pod that Holdfast makes.
+
+Owns: the merge rules of the lists of a pod, as the API reference gives them (patch strategy and
+patch merge key of each field). Must not: know what is in a pod.
+
+Source: https://kubernetes.io/docs/reference/generated/kubernetes-api/v1.36/#podspec-v1-core
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "ephemeralContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "resourceClaims": "name",
+    "ports": "containerPort",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "ownerReferences": "uid",
+}
+"""Lists whose elements have a key; all other lists are replaced as a whole."""
+WHOLE = ("volumes",)
+"""Keyed lists whose elements are replaced as a whole: a volume has one source, not two."""
+PATCH = "$patch"
+
+
+def merge(base: Any, over: Any, field: str = "") -> Any:
+    """`over` laid over `base`. Neither is changed. null removes a key, `$patch: replace` in a
+    mapping replaces it, `$patch: delete` in an element of a keyed list removes the element."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return _mappings(base, over)
+    key = MERGE_KEYS.get(field)
+    if key and isinstance(base, list) and isinstance(over, list):
+        return _lists(base, over, key, whole=field in WHOLE)
+    return _plain(over)
+
+
+def _mappings(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    if over.get(PATCH) == "replace":
+        return {name: _plain(value) for name, value in over.items() if name != PATCH}
+    merged = copy.deepcopy(base)
+    for name, value in over.items():
+        if value is None:
+            merged.pop(name, None)
+        elif name != PATCH:
+            merged[name] = merge(base.get(name), value, name)
+    return merged
+
+
+def _lists(base: list[Any], over: list[Any], key: str, *, whole: bool) -> list[Any]:
+    merged = copy.deepcopy(base)
+    for item in over:
+        if not isinstance(item, dict) or key not in item:
+            merged.append(_plain(item))
+            continue
+        at = next((i for i, old in enumerate(merged) if old.get(key) == item[key]), None)
+        if item.get(PATCH) == "delete":
+            merged = [old for old in merged if old.get(key) != item[key]]
+        elif at is None:
+            merged.append(_plain(item))
+        else:
+            merged[at] = _plain(item) if whole else _mappings(merged[at], item)
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """Without what only makes sense as a patch."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if v is not None and k != PATCH}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,253 @@
+"""TrainingJob and node name -> Pod. Pure.
+
+Owns: what a pod of a job looks like before the API server has seen it. Must not: touch the API,
+read a clock or draw a name.
+
+The pod satisfies the "restricted" pod security standard. What the job's podTemplate says is merged
+over it; what makes it a node of this job (name, labels, owner, agent's command, restart policy) is
+put in place after that, because without it the pod would be none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...protocol.spec import TrainingJob
+from . import names
+from .merge import merge
+
+RUN_AS = 65532
+"""The user `nonroot` of common base images; a restricted pod may not run as root."""
+SECRETS = "/var/run/holdfast/agents"
+LOGS = "-"
+"""Workers write to the pod's own output, where `kubectl logs` finds it."""
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+ANTI_AFFINITY_WEIGHT = 100
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+GRACE_MARGIN_S = 5.0
+"""On top of the job's own grace: the agent has to collect its workers and say good-bye."""
+
+DOWNWARD = {
+    "POD_NAME": "metadata.name",
+    "POD_NAMESPACE": "metadata.namespace",
+    "POD_IP": "status.podIP",
+    "NODE_NAME": "spec.nodeName",
+}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The TrainingJob object behind a job."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    @property
+    def key(self) -> str:
+        return names.job_key(self.namespace, self.name)
+
+
+@dataclass(frozen=True)
+class PodSettings:
+    """What the operator gives to the pods of all jobs."""
+
+    endpoint: str
+    """HOST:PORT[,HOST:PORT...] where agents find the operator."""
+    image: str = ""
+    """For jobs that name none."""
+    image_pull_policy: str = ""
+    """Empty: as Kubernetes chooses."""
+    checkpoint_volume: Mapping[str, Any] = field(default_factory=dict)
+    """A volume source, such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}, that every
+    pod gets at `checkpoint_root`."""
+    checkpoint_root: str = ""
+    """Directory or URL below which jobs without a checkpoint.path keep their checkpoints."""
+
+
+def pod_document(
+    job: TrainingJob,
+    owner: Owner,
+    settings: PodSettings,
+    node: str,
+    blamed: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The pod that is node `node`. `blamed`: nodes of the job that are not to be used again -> the
+    Kubernetes nodes that they were on."""
+    blamed = blamed or {}
+    ours: dict[str, Any] = {
+        "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
+        "spec": _spec(job, owner, settings),
+    }
+    pod: dict[str, Any] = merge(ours, job.spec.kubernetes.pod_template)
+    metadata = pod["metadata"]
+    metadata["name"], metadata["namespace"] = node, owner.namespace
+    metadata.pop("generateName", None)
+    metadata["labels"] = {**metadata.get("labels", {}), **_labels(owner)}
+    if blamed:
+        text = json.dumps(dict(sorted(blamed.items())))
+        metadata["annotations"] = {**metadata.get("annotations", {}), names.BLAMED: text}
+    metadata["ownerReferences"] = [names.owner_reference(owner.name, owner.uid)]
+    pod["spec"]["restartPolicy"] = "Never"
+    _keep_away(pod["spec"], set(blamed.values()))
+    worker = _container(pod["spec"])
+    worker["args"] = _arguments(job, owner, settings, node)
+    worker.setdefault("command", ["python"])
+    return {"apiVersion": "v1", "kind": "Pod", **pod}
+
+
+def _labels(owner: Owner) -> dict[str, str]:
+    return {
+        names.LABEL_JOB: owner.name,
+        names.LABEL_ROLE: names.ROLE_NODE,
+        "app.kubernetes.io/managed-by": "holdfast",
+    }
+
+
+def _container(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(c for c in spec["containers"] if c["name"] == names.CONTAINER)
+    return found
+
+
+def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:
+    return [
+        "-m", "workers.agent",
+        "--job", owner.key,
+        "--node", node,
+        "--slots", str(job.spec.workers_per_node),
+        "--token-file", f"{SECRETS}/token",
+        "--endpoint", settings.endpoint,
+        "--tls", SECRETS,
+        "--tls-name", names.tls_name(owner.uid),
+    ]  # fmt: skip
+
+
+def _spec(job: TrainingJob, owner: Owner, settings: PodSettings) -> dict[str, Any]:
+    wanted = job.spec.kubernetes
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(
+            job.spec.recovery.termination_grace_s + GRACE_MARGIN_S
+        ),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": RUN_AS,
+            "runAsGroup": RUN_AS,
+            "fsGroup": RUN_AS,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_worker(job, settings)],
+        "volumes": _volumes(job, owner, settings),
+    }
+    if wanted.service_account_name is not None:
+        spec["serviceAccountName"] = wanted.service_account_name
+    if wanted.priority_class_name is not None:
+        spec["priorityClassName"] = wanted.priority_class_name
+    affinity = _affinity(job, owner)
+    if affinity:
+        spec["affinity"] = affinity
+    return spec
+
+
+def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
+    mounts = [
+        {"name": "agents", "mountPath": SECRETS, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if settings.checkpoint_volume:
+        mounts.append({"name": "checkpoints", "mountPath": settings.checkpoint_root})
+    container: dict[str, Any] = {
+        "name": names.CONTAINER,
+        "image": job.spec.image or settings.image,
+        "env": [
+            *(
+                {"name": n, "valueFrom": {"fieldRef": {"fieldPath": p}}}
+                for n, p in DOWNWARD.items()
+            ),
+            # Whoever the image runs as need not have an entry in its password file or a home.
+            {"name": "HOME", "value": "/tmp"},
+            {"name": "USER", "value": "holdfast"},
+        ],
+        "resources": _resources(job),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+        },
+        "volumeMounts": mounts,
+        # When an agent ends with an error, its last words become the pod's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if settings.image_pull_policy:
+        container["imagePullPolicy"] = settings.image_pull_policy
+    return container
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _resources(job: TrainingJob) -> dict[str, Any]:
+    """Of the pod: that of a worker times their number. Memory is limited to what is requested; CPU
+    is not limited, because a worker that is throttled holds up all others."""
+    each, count = job.spec.resources, job.spec.workers_per_node
+    requests: dict[str, str] = {}
+    limits: dict[str, str] = {}
+    if each.cpu is not None:
+        requests["cpu"] = f"{math.ceil(each.cpu * count * 1000)}m"
+    if each.memory is not None:
+        requests["memory"] = limits["memory"] = str(math.ceil(each.memory * count))
+    if each.gpu:
+        limits[job.spec.kubernetes.gpu_resource] = str(each.gpu * count)
+    for name, amount in sorted(job.spec.kubernetes.extended_resources.items()):
+        limits[name] = str(amount)
+    found = {"requests": requests, "limits": limits}
+    return {name: amounts for name, amounts in found.items() if amounts}
+
+
+def _volumes(job: TrainingJob, owner: Owner, settings: PodSettings) -> list[dict[str, Any]]:
+    memory: dict[str, Any] = {"medium": "Memory"}
+    if job.spec.kubernetes.shared_memory is not None:
+        memory["sizeLimit"] = str(math.ceil(job.spec.kubernetes.shared_memory))
+    secret = {"secretName": names.secret_name(owner.name), "defaultMode": 0o440}
+    volumes = [{"name": "agents", "secret": secret}, {"name": "shm", "emptyDir": memory}]
+    if settings.checkpoint_volume:
+        volumes.append({"name": "checkpoints", **settings.checkpoint_volume})
+    return volumes
+
+
+def _affinity(job: TrainingJob, owner: Owner) -> dict[str, Any]:
+    term = {
+        "topologyKey": HOSTNAME_LABEL,
+        "labelSelector": {"matchLabels": {names.LABEL_JOB: owner.name}},
+    }
+    match job.spec.kubernetes.spread:
+        case "required":
+            return {"podAntiAffinity": {REQUIRED: [term]}}
+        case "preferred":
+            weighted = {"weight": ANTI_AFFINITY_WEIGHT, "podAffinityTerm": term}
+            return {"podAntiAffinity": {PREFERRED: [weighted]}}
+        case "none":
+            return {}
+
+
+def _keep_away(spec: dict[str, Any], places: set[str]) -> None:
+    """From these Kubernetes nodes, whatever else the template wants of nodes. By the nodes' names
+    and not their hostname labels: the two may differ."""
+    if not places:
+        return
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [p]} for p in sorted(places)]
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    # Terms are alternatives, so each of them has to say it.
+    terms = affinity.setdefault(REQUIRED, {}).setdefault("nodeSelectorTerms", [])
+    for term in terms or [{}]:
+        term["matchFields"] = [*term.get("matchFields", []), *fields]
+        if term not in terms:
+            terms.append(term)

@@ -1,0 +1,94 @@
+"""Pods that do not start: how long they are waited for, and when their room is given back. Pure:
+time is an argument.
+
+Owns: the time limit of a pod, and that half a gang does not hold what another job waits for (see
+gang.py for the order). Must not: delete anything; the backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from . import words
+from .client import Document
+from .gang import HOLD_S, PATIENCE_S, Gangs, Rank
+
+
+@dataclass
+class Decision:
+    """What to do now."""
+
+    give_back: dict[str, str] = field(default_factory=dict)
+    """Pod -> why, in words."""
+    hold_off: str = ""
+    """Ask for no new ones for a while, and why; empty: nothing against it."""
+    due_s: float | None = None
+    """Look again then, even if nothing changes."""
+
+
+class Starting:
+    """Of one job."""
+
+    def __init__(self, rank: Rank, needed: int, limit_s: float, gangs: Gangs) -> None:
+        """`needed`: pods without which the job cannot train."""
+        self._rank, self._needed, self._limit_s, self._gangs = rank, needed, limit_s, gangs
+        self.troubled: dict[str, float] = {}
+        """Pod that does not start -> since when."""
+        self._incomplete_since: float | None = None
+
+    def look(self, now_s: float, pods: Mapping[str, Document]) -> Decision:
+        """`pods`: those that are neither over nor given back."""
+        troubled = {}
+        for name, pod in pods.items():
+            found = words.trouble(pod)
+            # Behind a gate it holds no room, and how long its queue takes is the queue's business.
+            if found is not None and found.code != words.GATED:
+                troubled[name] = self.troubled.get(name, now_s)
+        self.troubled = troubled
+        decision = self._gang(now_s, pods)
+        if decision.give_back:
+            return decision
+        late = [name for name, since in troubled.items() if now_s - since >= self._limit_s]
+        for name in late:
+            decision.give_back[name] = words.not_started(pods[name], self._limit_s)
+            decision.hold_off = f"{name}: {decision.give_back[name]}"
+            del troubled[name]
+        due = [since + self._limit_s for since in troubled.values()]
+        if decision.due_s is not None:
+            due.append(decision.due_s)
+        decision.due_s = min(due, default=None)
+        return decision
+
+    def blocked_by(self) -> str:
+        """A job that comes first and has not enough either; asking for room now would only take it
+        away from there."""
+        return self._gangs.ahead_of(self._rank)
+
+    def leave(self) -> None:
+        """The job asks for nothing any more."""
+        self._incomplete_since = None
+        self._gangs.leave(self._rank.key)
+
+    def _gang(self, now_s: float, pods: Mapping[str, Document]) -> Decision:
+        placed = [name for name, pod in pods.items() if words.place(pod)]
+        stuck = [name for name in self.troubled if name not in placed]
+        if not stuck or not placed or len(placed) >= self._needed:
+            self.leave()
+            return Decision()
+        if self._incomplete_since is None:
+            self._incomplete_since = now_s
+        self._gangs.enter(self._rank)
+        ahead = self._gangs.ahead_of(self._rank)
+        until_s = self._incomplete_since + (PATIENCE_S if ahead else HOLD_S)
+        if now_s < until_s:
+            # Somebody may come to be ahead meanwhile.
+            return Decision(due_s=min(now_s + PATIENCE_S / 2, until_s))
+        whom = f"to job {ahead}, which came first" if ahead else "to whoever else needs it"
+        text = (
+            f"{len(placed)} of the {self._needed} nodes that are needed at least have a place; "
+            f"their room is given back {whom}"
+        )
+        self.leave()
+        self.troubled = {}
+        return Decision(dict.fromkeys(pods, text), text)

@@ -1,0 +1,157 @@
+"""`holdfast operator`: the controllers of all TrainingJobs of a cluster, in one process.
+
+Owns: its options. Must not: do anything before the process is one that can lead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_PORT = 7077
+HTTP_PORT = 8080
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    app.command(rich_help_panel=panel)(operator)
+
+
+def operator(
+    agent_endpoint: Annotated[
+        str,
+        typer.Option(
+            "--agent-endpoint",
+            metavar="HOST:PORT[,HOST:PORT...]",
+            help="Where the pods of jobs find this operator: the name of its headless Service.",
+        ),
+    ],
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", "-n", help="Whose jobs; may be repeated. Without it: all."),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents dial in.")
+    ] = str(DEFAULT_PORT),
+    metrics_port: Annotated[
+        int,
+        typer.Option("--metrics-port", min=0, help="Port of /healthz, /readyz and /metrics."),
+    ] = HTTP_PORT,
+    metrics_address: Annotated[
+        str, typer.Option("--metrics-address", help="Address of the same; empty: all.")
+    ] = "",
+    worker_image: Annotated[
+        str, typer.Option("--worker-image", help="For jobs without spec.image.")
+    ] = "",
+    image_pull_policy: Annotated[
+        str, typer.Option("--image-pull-policy", help="Of the pods of jobs.")
+    ] = "",
+    checkpoint_root: Annotated[
+        str,
+        typer.Option(
+            "--checkpoint-root",
+            metavar="DIRECTORY_OR_URL",
+            help="Jobs without spec.checkpoint.path keep theirs below it, by namespace and name.",
+        ),
+    ] = "",
+    checkpoint_volume: Annotated[
+        str,
+        typer.Option(
+            "--checkpoint-volume",
+            metavar="JSON",
+            help="A volume source that every pod gets at --checkpoint-root, for a directory.",
+        ),
+    ] = "",
+    lease_namespace: Annotated[
+        str, typer.Option("--lease-namespace", help="Empty: the one it runs in.")
+    ] = "",
+    lease_name: Annotated[
+        str, typer.Option("--lease-name", help="Operators of one name elect a leader.")
+    ] = "holdfast-operator",
+    lease_s: Annotated[
+        float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after it.")
+    ] = 10.0,
+    identity: Annotated[
+        str, typer.Option("--identity", help="Among the replicas.", show_default="the host's name")
+    ] = "",
+    context: Annotated[
+        str | None, typer.Option("--context", help="Of the kubeconfig, outside of a cluster.")
+    ] = None,
+    log_format: Annotated[str, typer.Option("--log-format", help="json or text.")] = "json",
+) -> None:
+    """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
+
+    Of several replicas one leads; the others stand by. Killing it at any moment leaves training
+    alone: the next one goes on from the journals.
+
+    Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
+    """
+    import os
+    import socket
+
+    from ...backends.kubernetes.pods import PodSettings
+    from ...operator.manager import Options
+    from ...operator.run import Process, log_to_stderr, run_operator
+    from ...protocol.errors import Problem, UserError
+
+    if log_format not in ("json", "text"):
+        raise UserError(str(Problem("--log-format", log_format, "json or text")))
+    volume = _volume(checkpoint_volume)
+    if volume and not checkpoint_root.startswith("/"):
+        got = checkpoint_root or "nothing"
+        expected = "an absolute directory, where --checkpoint-volume goes"
+        raise UserError(str(Problem("--checkpoint-root", got, expected)))
+    address, port = _address(listen)
+    pods = PodSettings(
+        endpoint=agent_endpoint,
+        image=worker_image,
+        image_pull_policy=image_pull_policy,
+        checkpoint_volume=volume,
+        checkpoint_root=checkpoint_root,
+    )
+    # Two processes of one pod's name in a row are two candidates: the old one's lease runs out.
+    unique = f"{socket.gethostname()}-{os.urandom(3).hex()}"
+    process = Process(
+        identity=identity or unique,
+        lease_namespace=lease_namespace,
+        lease_name=lease_name,
+        lease_s=lease_s,
+        metrics_address=metrics_address,
+        metrics_port=metrics_port,
+        context=context,
+    )
+    log_to_stderr("json" if log_format == "json" else "text")
+    options = Options(
+        pods, namespaces=tuple(namespace or ()), listen_address=address, listen_port=port
+    )
+    asyncio.run(run_operator(process, options))
+
+
+def _address(listen: str) -> tuple[str, int]:
+    """Raises UserError."""
+    from ...protocol.errors import Problem, UserError
+
+    address, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
+    return address.strip("[]"), int(port)
+
+
+def _volume(text: str) -> dict[str, Any]:
+    """Raises UserError."""
+    from ...protocol.errors import Problem, UserError
+
+    if not text:
+        return {}
+    expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}'
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            str(Problem("--checkpoint-volume", f"{text} ({error})", expected))
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(str(Problem("--checkpoint-volume", text, expected)))
+    return found

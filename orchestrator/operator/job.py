@@ -1,0 +1,348 @@
+"""One TrainingJob object, as long as this operator looks after it.
+
+Owns: the order of its life: valid? held? then Secret, journal, controller (an Assembly) and pods;
+its wishes (wishes.py) and what is written into it (reporting.py); its end. Must not: decide
+anything about the training; the core does.
+
+There is no finalizer: pods, Secret and journal are owned by the object and go with it, and what
+lies outside the cluster, its checkpoints, must stay. A finalizer would keep objects and namespaces
+from going away whenever no operator runs. Who wants a last checkpoint suspends or cancels first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backends.kubernetes.backend import KubernetesBackend, Shared
+from ..backends.kubernetes.client import Cluster
+from ..backends.kubernetes.errors import JOBS, PODS, ApiError, Invalid
+from ..backends.kubernetes.events import Recorder
+from ..backends.kubernetes.journal import open_journal
+from ..backends.kubernetes.keys import Keys, ensure_keys
+from ..backends.kubernetes.mirror import Pauses
+from ..backends.kubernetes.names import new_node_name, tls_name
+from ..backends.kubernetes.pods import LOGS, pod_document
+from ..core.events import PreemptionNoticed
+from ..protocol.errors import HoldfastError, SpecError, UserError
+from ..protocol.spec import TrainingJob
+from ..protocol.tls import server_context_from_pem
+from ..runtime.assembly import Assembly
+from ..runtime.clock import Clock
+from ..runtime.endpoint import Endpoint
+from ..runtime.storage import Storage
+from ..runtime.strand import Strand
+from ..runtime.tier import ThreadedTier
+from ..runtime.view import JobView
+from .news import news
+from .reporting import Reporter
+from .spec import checkpoint_path, owner_of, read_job
+from .status import FINISHED, About, Verdict, condition, status_of, status_without_controller
+from .wishes import Wishes
+
+Document = dict[str, Any]
+RETRY_MIN_S = 1.0
+RETRY_MAX_S = 60.0
+
+log = logging.getLogger("holdfast.operator")
+
+
+@dataclass
+class Context:
+    """What all jobs of an operator share."""
+
+    shared: Shared
+    endpoint: Endpoint
+    threads: ThreadPoolExecutor
+    starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(32))
+    """So many jobs are taken up at once: a restart with a thousand of them is no storm."""
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.shared.cluster
+
+
+class Job:
+    """`run()` until the job has ended; `update()` for every change of the object."""
+
+    def __init__(self, document: Document, context: Context) -> None:
+        self.owner = owner_of(document)
+        self._document, self._context = document, context
+        self._changed = asyncio.Event()
+        self._clock = Clock()
+        self._assembly: Assembly | None = None
+        self._backend: KubernetesBackend | None = None
+        self._wishes: Wishes | None = None
+        self._keys: Keys | None = None
+        self._told: JobView | None = None
+        self._final: JobView | None = None
+        self._labelled = 0
+        self._seen: tuple[Any, ...] = ()
+        self._verdict = Verdict("pending", "Accepted", "the operator is taking the job up")
+        self._remark: tuple[str, str] | None = None
+        self.events = Recorder(context.cluster, self.owner)
+        before = document.get("status") or {}
+        self.reporter = Reporter(context.cluster, self.owner, before, self._status)
+
+    @property
+    def view(self) -> JobView | None:
+        """None: no controller runs."""
+        return self._assembly.view() if self._assembly is not None else None
+
+    def update(self, document: Document) -> None:
+        self._document = document
+        self.reporter.seen(document)
+        self._changed.set()
+
+    # -- its life ------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Until nothing is left to do for it. Being cancelled, it lets go: training goes on."""
+        if self._is_finished():
+            await self._expire()
+            return
+        reporting = asyncio.create_task(self.reporter.run())
+        pauses = Pauses(RETRY_MIN_S, RETRY_MAX_S)
+        try:
+            while not await self._attempt(pauses):
+                await asyncio.sleep(pauses.next_s())
+            await self._last_words()
+        finally:
+            reporting.cancel()
+            await asyncio.wait([reporting])
+        await self._expire()
+
+    async def _attempt(self, pauses: Pauses) -> bool:
+        """Whether the job has ended. What went wrong is said in its conditions."""
+        try:
+            return await self._live(pauses)
+        except SpecError as error:
+            lines = "; ".join(str(problem) for problem in error.problems)
+            await self._wait_for_change(Verdict("failed", "InvalidSpec", lines))
+            pauses.reset()
+        except (Invalid, UserError) as error:
+            # What the user has to change, and cannot without a new object or another place.
+            self._say("failed", "Refused", str(error))
+        except HoldfastError as error:
+            self._say("pending", "OperatorWaits", f"{error}; trying again")
+        except Exception as error:
+            log.exception("job %s: an error of ours", self.owner.key, extra={"job": self.owner.key})
+            text = f"{type(error).__name__}: {error}; training goes on; trying again"
+            self._say("pending", "OperatorError", text)
+        return False
+
+    def _say(self, state: Any, reason: str, message: str) -> None:
+        self._verdict = Verdict(state, reason, message)
+        self.events.tell("Warning", reason, message)
+        self.reporter.dirty(urgent=True)
+
+    async def _wait_for_change(self, verdict: Verdict) -> None:
+        """Nothing can be done until somebody edits the spec."""
+        if verdict != self._verdict:
+            self._verdict = verdict
+            bad = verdict.state == "failed"
+            self.events.tell("Warning" if bad else "Normal", verdict.reason, verdict.message)
+        self.reporter.dirty(urgent=True)
+        generation = self._document["metadata"]["generation"]
+        while self._document["metadata"]["generation"] == generation:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _live(self, pauses: Pauses) -> bool:
+        """Take the job up, wherever it is; True when it has ended."""
+        job = read_job(self._document, self._context.shared.settings)
+        if job.spec.suspend and not self._document.get("status", {}).get("jobId"):
+            held = Verdict("suspended", "Suspended", "spec.suspend is set; nothing was started")
+            await self._wait_for_change(held)
+            return False
+        async with self._context.starting:
+            keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
+            journal = await open_journal(self._context.cluster, self.owner)
+            fresh = not journal.records and journal.snapshot is None
+            if fresh:
+                await self._check_pod(job)
+            elif made and self._keys is None:
+                self._remark = (
+                    "SecretReplaced",
+                    "its Secret was gone and a new one was made: agents that still run cannot be "
+                    "spoken to any more and are replaced",
+                )
+                self.events.tell("Warning", *self._remark)
+            self._keys = keys
+            assembly = self._assemble(job, keys)
+            try:
+                await assembly.prepare(fresh=fresh)
+                await assembly.begin(journal)
+            except BaseException:
+                await assembly.close()
+                raise
+        self._assembly = assembly
+        pauses.reset()
+        try:
+            await self._attend(assembly)
+        finally:
+            self._assembly, self._wishes = None, None
+            await assembly.close()
+        state = assembly.driver.controller.state
+        self._final = assembly.view(live=False) if state.terminal else None
+        return state.terminal
+
+    async def _attend(self, assembly: Assembly) -> None:
+        """While it runs: carry wishes to it."""
+        self._wishes = Wishes(self.owner, self._context.cluster, assembly, self.events)
+        running = asyncio.create_task(assembly.run())
+        wishing = asyncio.create_task(self._follow(self._wishes))
+        try:
+            await asyncio.wait([running, wishing], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            running.cancel()  # when we are told to let go, nothing may hold us up
+            wishing.cancel()
+            await asyncio.wait([wishing, running])
+        if not wishing.cancelled() and wishing.exception() is not None:
+            raise wishing.exception() or AssertionError
+        running.result()
+
+    async def _follow(self, wishes: Wishes) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                job = read_job(self._document, self._context.shared.settings)
+                await wishes.follow(self._document, job)
+            except SpecError as error:
+                # It was valid when it started; the job goes on as it was.
+                lines = "; ".join(str(problem) for problem in error.problems)
+                wishes.refuse(self._document, lines)
+            self.reporter.dirty(urgent=True)
+            await self._changed.wait()
+
+    def _assemble(self, job: TrainingJob, keys: Keys) -> Assembly:
+        pods = self._context.shared.settings
+        path = checkpoint_path(job, pods)
+        self._backend = KubernetesBackend(
+            job,
+            self.owner,
+            self._context.shared,
+            created=str(self._document["metadata"].get("creationTimestamp", "")),
+            on_notice=self._noticed,
+            on_change=lambda: self.reporter.dirty(urgent=True),
+            ensure_secret=self._ensure_secret,
+        )
+        return Assembly(
+            job,
+            key=self.owner.key,
+            job_id=self.owner.uid,
+            spec_directory="",
+            checkpoint_path=path,
+            log_directory=LOGS,
+            token=keys.token,
+            backend=self._backend,
+            endpoint=self._context.endpoint,
+            storage=ThreadedTier(Storage(path, self.owner.key), Strand(self._context.threads)),
+            tls_name=tls_name(self.owner.uid),
+            tls_context=server_context_from_pem(keys.certificate, keys.key),
+            clock=self._clock,
+            on_change=self._on_change,
+            on_note=lambda text: self.events.tell("Warning", "Note", text),
+        )
+
+    async def _check_pod(self, job: TrainingJob) -> None:
+        """A pod that the API server would refuse is a mistake in the template. Raises Invalid."""
+        node = new_node_name(self.owner.name)
+        pod = pod_document(job, self.owner, self._context.shared.settings, node)
+        try:
+            await self._context.cluster.create(PODS, self.owner.namespace, pod, dry_run=True)
+        except Invalid as error:
+            raise Invalid(f"spec.kubernetes.podTemplate: {error}", status=error.status) from None
+        except ApiError as error:
+            # A quota may have room later; the backend says so when it asks in earnest.
+            log.info("a pod could not be tried: %s", error, extra={"job": self.owner.key})
+
+    async def _ensure_secret(self) -> None:
+        _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
+        if made:
+            self.events.tell("Warning", "SecretRestored", "its Secret was deleted; made again")
+
+    def _noticed(self, node: str, detail: str) -> None:
+        if self._assembly is not None:
+            self._assembly.submit(PreemptionNoticed(node=node, detail=detail))
+
+    # -- what is to be seen --------------------------------------------------------------------
+    def _on_change(self) -> None:
+        """Called for every heartbeat: only what people wait for is worth a look at once."""
+        if self._assembly is None:
+            return
+        state = self._assembly.driver.controller.state
+        seen = (state.phase, state.generation, state.num_incidents, len(state.nodes))
+        urgent = seen != self._seen
+        self._seen = seen
+        if urgent:
+            self._tell(self._assembly.view())
+        self.reporter.dirty(urgent=urgent)
+
+    def _tell(self, view: JobView) -> None:
+        for one in news(self._told, view):
+            self.events.tell(*one)
+        self._told = view
+        if view.generation != self._labelled and view.state == "running" and self._backend:
+            self._labelled = view.generation
+            ranks = {
+                node.name: min(worker.rank for worker in node.workers)
+                for node in view.nodes
+                if node.state == "member" and node.workers
+            }
+            self._backend.label(view.generation, ranks)
+
+    def _status(self, before: Sequence[Document]) -> Document:
+        view = self.view or self._final
+        if view is None:
+            return status_without_controller(self._verdict, self._about(), before)
+        self._tell(view)
+        return status_of(view, self._about(), before)
+
+    def _about(self) -> About:
+        troubles = [*(self._backend.troubles() if self._backend is not None else ())]
+        found = [(one.code, one.text) for one in troubles]
+        if self._wishes is not None and self._wishes.refusal:
+            found.append(("Refused", self._wishes.refusal))
+        if self._remark is not None:
+            found.append(self._remark)
+        spec = self._document.get("spec", {})
+        return About(
+            name=self.owner.name,
+            generation=int(self._document["metadata"]["generation"]),
+            desired=int(spec.get("nodes", {}).get("max", 1)),
+            now_ns=self._clock.now_ns(),
+            troubles=tuple(found),
+        )
+
+    # -- its end -------------------------------------------------------------------------------
+    def _is_finished(self) -> bool:
+        status = self._document.get("status") or {}
+        return status.get("state") in FINISHED and bool(status.get("completionTime"))
+
+    async def _last_words(self) -> None:
+        """The final status is written, however long the API server takes."""
+        pauses = Pauses(0.5, 30.0)
+        while True:
+            try:
+                await self.reporter.write()
+                await self.events.settle()
+                return
+            except ApiError as error:
+                log.warning("the final status: %s", error, extra={"job": self.owner.key})
+                await asyncio.sleep(pauses.next_s())
+
+    async def _expire(self) -> None:
+        """ttlSecondsAfterFinished: delete the object, and with it everything of it."""
+        ttl_s = self._document.get("spec", {}).get("ttlSecondsAfterFinished")
+        if ttl_s is None:
+            return
+        over = condition(self._document, "Succeeded") or condition(self._document, "Failed")
+        log.info("deleted in %s s (%s)", ttl_s, over.get("reason", ""),
+                 extra={"job": self.owner.key})  # fmt: skip
+        await asyncio.sleep(float(ttl_s))
+        namespace, name = self.owner.namespace, self.owner.name
+        await self._context.cluster.delete(JOBS, namespace, name, uid=self.owner.uid)

@@ -1,0 +1,139 @@
+"""Which TrainingJobs there are, and that each is looked after while we lead.
+
+Owns: the watch on TrainingJobs, one task per job, and what all jobs share: the watch on pods, the
+agents' endpoint, the threads. Must not: know what happens within a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..backends.kubernetes.backend import Shared
+from ..backends.kubernetes.client import Cluster
+from ..backends.kubernetes.errors import JOBS
+from ..backends.kubernetes.feed import PodFeed
+from ..backends.kubernetes.gang import Gangs
+from ..backends.kubernetes.mirror import Change, Key, Mirror, key_of
+from ..backends.kubernetes.places import Places
+from ..backends.kubernetes.pods import PodSettings
+from ..runtime.endpoint import Endpoint
+from .job import Context, Job
+
+THREADS = 8
+"""For storage: each job's calls are one after the other, and a thread costs little when idle."""
+
+Document = dict[str, Any]
+log = logging.getLogger("holdfast.operator")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person tells the operator."""
+
+    pods: PodSettings
+    namespaces: tuple[str, ...] = ()
+    """Whose jobs; empty: all."""
+    listen_address: str = ""
+    """Empty: all addresses of this pod, IPv4 and IPv6."""
+    listen_port: int = 7077
+
+
+class Manager:
+    """While we lead. `run()` until cancelled; then every job is let go, and trains on."""
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        self._options = options
+        namespaces = options.namespaces or ("",)
+        self.endpoint = Endpoint()
+        self.feed = PodFeed(cluster, namespaces)
+        self.context = Context(
+            Shared(cluster, self.feed, Places(cluster), Gangs(), options.pods),
+            self.endpoint,
+            ThreadPoolExecutor(THREADS, thread_name_prefix="storage"),
+        )
+        self.mirrors = [
+            Mirror(cluster, JOBS, self._changed, namespace=namespace, trim=_trim)
+            for namespace in namespaces
+        ]
+        self.jobs: dict[Key, Job] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._ending: dict[Key, asyncio.Task[None]] = {}
+        """Jobs that were deleted and still let go of things."""
+
+    @property
+    def ready(self) -> str:
+        """Why not; empty: it is."""
+        for mirror in (*self.mirrors, *self.feed.mirrors):
+            if mirror.problem:
+                return mirror.problem
+            if not mirror.synced.is_set():
+                return "the first lists are not there yet"
+        return ""
+
+    async def run(self) -> None:
+        """Raises UserError when the agents' port cannot be had."""
+        await self.endpoint.open(self._options.listen_address, self._options.listen_port, tls=True)
+        log.info("agents dial in at port %d", self.endpoint.port)
+        work = [self.feed.run(), *(mirror.run() for mirror in self.mirrors)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for one in work:
+                    group.create_task(one)
+        finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        tasks = [*self._tasks.values(), *self._ending.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.endpoint.close()
+        self.context.threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- the jobs ------------------------------------------------------------------------------
+    def _changed(self, change: Change, document: Document) -> None:
+        key = key_of(document)
+        if change == "DELETED":
+            self._end(key)
+        elif document["metadata"].get("deletionTimestamp"):
+            # A finalizer of somebody else holds it: for us it is over.
+            self._end(key)
+        elif key in self.jobs:
+            self.jobs[key].update(document)
+        else:
+            job = self.jobs[key] = Job(document, self.context)
+            attending = self._attend(key, job, self._ending.get(key))
+            self._tasks[key] = asyncio.get_running_loop().create_task(attending)
+
+    def _end(self, key: Key) -> None:
+        self.jobs.pop(key, None)
+        task = self._tasks.pop(key, None)
+        if task is None:
+            return
+        log.info("job %s/%s was deleted", *key, extra={"job": "/".join(key)})
+        task.cancel()
+        self._ending[key] = task
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
+        if self._ending.get(key) is task:
+            del self._ending[key]
+
+    async def _attend(self, key: Key, job: Job, before: asyncio.Task[None] | None) -> None:
+        """`before`: one of the same name that was deleted; it goes first."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            await job.run()
+        except Exception:
+            log.exception("job %s/%s", *key, extra={"job": "/".join(key)})
+
+
+def _trim(document: Document) -> Document:
+    metadata = {k: v for k, v in document["metadata"].items() if k != "managedFields"}
+    return {**document, "metadata": metadata}

@@ -1,0 +1,82 @@
+"""What is worth an Event: the differences between two views of a job. Pure.
+
+Owns: that choice and its words. Must not: write anything.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ..runtime.view import Incident, JobView
+
+Severity = Literal["Normal", "Warning"]
+_CLASSES = {
+    "user": "UserError", "infrastructure": "InfrastructureFailure", "preemption": "Preemption",
+    "hang": "Hang", "resize": "Resize", "suspend": "Suspend",
+}  # fmt: skip
+PLANNED = ("resize", "suspend", "cancel", "finish", "deadline")
+
+
+class News(NamedTuple):
+    severity: Severity
+    reason: str
+    message: str
+
+
+def news(before: JobView | None, after: JobView) -> list[News]:
+    """`before` None: an operator has just taken the job over; the past is told already."""
+    if before is None:
+        return []
+    found: list[News] = []
+    old = {one.number: one for one in before.incidents}
+    for one in after.incidents:
+        if one.title and not (one.number in old and old[one.number].title):
+            found.append(_opened(one))
+        was_over = one.number in old and "total" in old[one.number].seconds
+        if "total" in one.seconds and not was_over:
+            found.append(_closed(one))
+    if after.generation > before.generation:
+        workers = f"{after.world_size} workers" if after.world_size != 1 else "1 worker"
+        found.append(
+            News("Normal", "GenerationStarted", f"generation {after.generation}: {workers}, "
+                 f"{after.mesh or 'no mesh'}")
+        )  # fmt: skip
+    if after.storage_problem and after.storage_problem != before.storage_problem:
+        found.append(News("Warning", "CheckpointFailed", after.storage_problem))
+    if after.state != before.state:
+        found += _moved(after)
+    return found
+
+
+def _opened(one: Incident) -> News:
+    severity: Severity = "Normal" if one.failure_class in PLANNED else "Warning"
+    text = f"incident {one.number}: {one.title}"
+    if one.evidence and one.evidence not in one.title:
+        text += f" ({one.evidence})"
+    if one.rehearsal:
+        text += " [rehearsal]"
+    if one.decision:
+        text += f"; {one.decision}"
+    return News(severity, _CLASSES.get(one.failure_class, "Interruption"), text)
+
+
+def _closed(one: Incident) -> News:
+    text = f"incident {one.number} is over: {one.decision or 'training goes on'}"
+    lost = "no finished step lost" if not one.steps_lost else f"{one.steps_lost} steps lost"
+    return News("Normal", "Recovered", f"{text}; {one.seconds['total']:.2f} s, {lost}")
+
+
+def _moved(after: JobView) -> list[News]:
+    match after.state:
+        case "succeeded":
+            return [News("Normal", "Succeeded", after.reason)]
+        case "failed":
+            return [News("Warning", "Failed", after.reason)]
+        case "cancelled":
+            return [News("Warning", "Cancelled", after.reason)]
+        case "suspended":
+            return [News("Normal", "Suspended", after.reason)]
+        case "pending":
+            return [News("Normal", "WaitingForNodes", after.reason)]
+        case _:
+            return []

@@ -1,0 +1,100 @@
+"""Writes what there is to see of one job into its object: status, Events, labels of pods.
+
+Owns: when it is written (at once when a condition changes, at most every few seconds otherwise) and
+that an edited status is overwritten. Must not: decide anything about the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..backends.kubernetes.client import Cluster
+from ..backends.kubernetes.errors import JOBS, ApiError, NotFound
+from ..backends.kubernetes.mirror import Pauses
+from ..backends.kubernetes.pods import Owner
+from ..protocol.spec import API_VERSION, KIND
+
+INTERVAL_S = 5.0
+SETTLE_S = 0.05
+"""Changes that come together are written together."""
+REMEMBERED = 16
+"""Own writes whose echo may still be on its way."""
+
+Document = dict[str, Any]
+Build = Callable[[Sequence[Document]], Document]
+"""Conditions that stand there now -> the whole status."""
+
+
+class Reporter:
+    """Of one job. `dirty` says that `build` may say something else now; `urgent`: in a condition,
+    which must not wait."""
+
+    def __init__(self, cluster: Cluster, owner: Owner, before: Document, build: Build) -> None:
+        self._cluster, self._owner, self._build = cluster, owner, build
+        self._last: Document = before
+        """As it stands in the object, as far as we know."""
+        self._versions: deque[str] = deque(maxlen=REMEMBERED)
+        self._news, self._urgent = asyncio.Event(), asyncio.Event()
+        self._edited: set[str] = set()
+        """Fields that somebody has put there and that are not ours."""
+        self._written_at = float("-inf")
+
+    def dirty(self, *, urgent: bool = False) -> None:
+        self._news.set()
+        if urgent:
+            self._urgent.set()
+
+    def seen(self, document: Document) -> None:
+        """The object has changed: by us, or somebody has edited its status."""
+        if document["metadata"]["resourceVersion"] in self._versions:
+            return
+        status = document.get("status") or {}
+        if self._versions and status != self._last:
+            self._edited = set(status) - set(self._last)
+            self._last = status
+            self.dirty(urgent=True)
+
+    async def run(self) -> None:
+        """For ever. A status that cannot be written is tried again; the job does not wait."""
+        pauses = Pauses(0.5, 30.0)
+        while True:
+            await self._news.wait()
+            wait_s = self._written_at + INTERVAL_S - asyncio.get_running_loop().time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), max(0.0, wait_s))
+            await asyncio.sleep(SETTLE_S)
+            self._news.clear()
+            self._urgent.clear()
+            try:
+                await self.write()
+                pauses.reset()
+            except NotFound:
+                return
+            except ApiError:
+                self._news.set()
+                await asyncio.sleep(pauses.next_s())
+
+    async def write(self) -> None:
+        """Now. Raises the errors of the API."""
+        self._written_at = asyncio.get_running_loop().time()
+        status = self._build(self._last.get("conditions") or ())
+        if status == self._last and not self._edited:
+            return
+        namespace, name = self._owner.namespace, self._owner.name
+        if self._edited:
+            drop = {"status": dict.fromkeys(self._edited)}
+            await self._cluster.patch(JOBS, namespace, name, drop, subresource="status")
+            self._edited = set()
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": name, "namespace": namespace, "uid": self._owner.uid},
+            "status": status,
+        }
+        written = await self._cluster.apply(JOBS, namespace, name, body, subresource="status")
+        self._versions.append(str(written["metadata"]["resourceVersion"]))
+        self._last = written.get("status") or {}

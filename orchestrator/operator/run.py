@@ -1,0 +1,157 @@
+"""The operator's process: stand by, lead, stand down.
+
+Owns: the order of these, the signals of the process and its log. Must not: know jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from ..backends.kubernetes.client import Cluster
+from ..backends.kubernetes.leader import LEASE_S, Leader, LeaseName
+from ..protocol.errors import HoldfastError
+from ..runtime.view import JobView
+from .manager import Manager, Options
+from .metrics import OperatorCollector, registry
+from .serve import Server
+
+LogFormat = Literal["json", "text"]
+LEASE_NAME = "holdfast-operator"
+
+log = logging.getLogger("holdfast.operator")
+
+
+@dataclass(frozen=True)
+class Process:
+    """Of this replica."""
+
+    identity: str
+    """Unique among the replicas: the pod's name."""
+    lease_namespace: str = ""
+    """Empty: the one we run in."""
+    lease_name: str = LEASE_NAME
+    lease_s: float = LEASE_S
+    metrics_address: str = ""
+    metrics_port: int = 8080
+    context: str | None = None
+    """Of the kubeconfig, outside of a cluster."""
+
+
+class LostLead(HoldfastError):
+    """Another replica leads now; this process starts over from nothing."""
+
+
+async def run_operator(process: Process, options: Options) -> None:
+    """Until a signal. Raises UserError for what cannot be as asked, LostLead when another replica
+    has taken over: then the process ends, and its pod starts anew."""
+    operator = Operator(process, options)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    work = asyncio.create_task(operator.run())
+    waiting = asyncio.create_task(stop.wait())
+    await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not work.done():
+        log.info("told to stop; training goes on")
+        work.cancel()
+        await asyncio.wait([work])
+    if not work.cancelled():
+        work.result()
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(self, process: Process, options: Options) -> None:
+        self._process, self._options = process, options
+        self.manager: Manager | None = None
+        self.leader: Leader | None = None
+        self._cluster: Cluster | None = None
+
+    async def run(self) -> None:
+        """Stand by, lead until cancelled; then let everything go."""
+        collector = OperatorCollector(self._views, self._leading, self._requests)
+        server = Server(self._unready, registry(collector))
+        async with await Cluster.connect(self._process.context) as self._cluster:
+            await server.open(self._process.metrics_address, self._process.metrics_port)
+            try:
+                await self._lead(self._cluster)
+            finally:
+                await server.close()
+
+    async def _lead(self, cluster: Cluster) -> None:
+        namespace = self._process.lease_namespace or cluster.namespace
+        lease = LeaseName(namespace, self._process.lease_name)
+        self.leader = Leader(cluster, lease, self._process.identity, self._process.lease_s)
+        log.info("standing by as %s", self._process.identity)
+        await self.leader.acquire()
+        self.manager = Manager(cluster, self._options)
+        managing = asyncio.create_task(self.manager.run())
+        keeping = asyncio.create_task(self.leader.keep())
+        try:
+            await asyncio.wait([managing, keeping], return_when=asyncio.FIRST_COMPLETED)
+            if managing.done():
+                managing.result()
+            raise LostLead(f"stood down: {keeping.result()}")
+        finally:
+            for task in (managing, keeping):
+                task.cancel()
+            await asyncio.wait([managing, keeping])
+            await self.leader.release()
+
+    # -- asked by the server -------------------------------------------------------------------
+    def _unready(self) -> str:
+        """A replica that stands by is ready to take over."""
+        if self.leader is None:
+            return "starting"
+        return self.manager.ready if self.manager is not None else ""
+
+    def _views(self) -> dict[tuple[str, str], JobView]:
+        jobs = self.manager.jobs if self.manager is not None else {}
+        views = {key: job.view for key, job in jobs.items()}
+        return {key: view for key, view in views.items() if view is not None}
+
+    def _leading(self) -> bool:
+        return self.leader is not None and self.leader.leading
+
+    def _requests(self) -> dict[tuple[str, str], int]:
+        return dict(self._cluster.requests) if self._cluster is not None else {}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON document per line, as log collectors like it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, str] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        job = getattr(record, "job", "")
+        if job:
+            line["job"] = job
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_to_stderr(form: LogFormat) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    for name in ("holdfast", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("holdfast").setLevel(logging.INFO)

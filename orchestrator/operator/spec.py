@@ -1,0 +1,80 @@
+"""TrainingJob object -> the job that the runtime knows, and what the cluster demands beyond the
+spec.
+
+Owns: that reading and its complaints. Must not: touch the API.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..backends.kubernetes.pods import Owner, PodSettings
+from ..protocol.errors import Problem, SpecError
+from ..protocol.spec import TrainingJob, job_from_mapping
+
+Document = dict[str, Any]
+
+
+def owner_of(document: Document) -> Owner:
+    metadata = document["metadata"]
+    return Owner(metadata["namespace"], metadata["name"], metadata["uid"])
+
+
+def read_job(document: Document, pods: PodSettings) -> TrainingJob:
+    """Raises SpecError listing every wrong field. Annotations stay behind: they are no part of the
+    job, and kubectl keeps a copy of the whole document in one of them."""
+    metadata = document["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "labels") if key in metadata}
+    job = job_from_mapping(
+        {
+            "apiVersion": document.get("apiVersion"),
+            "kind": document.get("kind"),
+            "metadata": kept,
+            "spec": document.get("spec"),
+        }
+    )
+    problems = list(_problems(job, pods))
+    if problems:
+        raise SpecError(problems)
+    return job
+
+
+def _problems(job: TrainingJob, pods: PodSettings) -> list[Problem]:
+    found = []
+    if not (job.spec.image or pods.image):
+        found.append(
+            Problem(
+                "spec.image",
+                "nothing",
+                "a container image with Python, torch and Holdfast",
+                "name one, or give the operator one for all jobs (--worker-image)",
+            )
+        )
+    path = job.spec.checkpoint.path
+    if path is None and not pods.checkpoint_root:
+        found.append(
+            Problem(
+                "spec.checkpoint.path",
+                "nothing",
+                "a URL (s3://bucket/prefix) or a directory that all pods and the operator share",
+                "name one, or give the operator one for all jobs (--checkpoint-root)",
+            )
+        )
+    elif path is not None and "://" not in path and not PurePosixPath(path).is_absolute():
+        found.append(
+            Problem(
+                "spec.checkpoint.path",
+                path,
+                "a URL or an absolute directory: in a cluster there is no spec file that it could "
+                "be relative to",
+            )
+        )
+    return found
+
+
+def checkpoint_path(job: TrainingJob, pods: PodSettings) -> str:
+    """Where the job's checkpoints are."""
+    if job.spec.checkpoint.path is not None:
+        return job.spec.checkpoint.path
+    return "/".join([pods.checkpoint_root.rstrip("/"), job.metadata.namespace, job.name])
