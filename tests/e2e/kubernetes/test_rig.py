@@ -143,6 +143,27 @@ def test_a_pod_is_told_the_api_server_and_may_ask_it(kubectl: Kubectl) -> None:
     assert f'User "{user}" cannot list resource "pods"' in kubectl.run("logs", "asking")
 
 
+def test_a_pod_finds_the_pods_behind_the_name_of_a_service(kubectl: Kubectl) -> None:
+    found = pod("found", "sleep", "600")
+    found["metadata"]["labels"] = {"app": "found"}
+    port = {"port": 7077}
+    service = {"selector": {"app": "found"}, "clusterIP": "None", "ports": [port]}
+    kubectl.create(found)
+    kubectl.create(
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "found"}, "spec": service}
+    )
+    running = kubectl.wait("pod", "found", lambda p: phase(p) == "Running", "to run")
+    until(
+        lambda: any(one.get("endpoints") for one in kubectl.list("endpointslices")),
+        "the endpoint of the service",
+        timeout_s=30,
+    )
+    program = f"import socket; print(socket.gethostbyname('found.{kubectl.namespace}.svc'))"
+    kubectl.create(pod("asking", "python", "-c", program))
+    kubectl.wait("pod", "asking", lambda p: phase(p) in ("Succeeded", "Failed"), "to end")
+    assert kubectl.run("logs", "asking").strip() == running["status"]["podIP"]
+
+
 def test_a_pod_asks_for_gpus_and_gets_the_node_that_claims_them(
     short: Cluster, kubectl: Kubectl
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tests.e2e.kubernetes.rig import images
 from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.dns import NameServer
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.network import Network
 from tests.e2e.kubernetes.rig.node import Node
@@ -36,13 +37,17 @@ class Cluster:
         self._num_made = 0
         archives = run.directory / "images"
         archives.mkdir()
-        self._images = (archives / "pause.tar", archives / "holdfast.tar")
+        names = ("pause", "operator", "worker")
+        self._images = tuple(archives / f"{name}.tar" for name in names)
         images.write_pause(self._images[0], binaries.path("pause"))
-        images.write_holdfast(self._images[1])
+        for role, archive in zip(names[1:], self._images[1:], strict=True):
+            images.write_holdfast(archive, role)
+        self._names = NameServer(self.network.address, self.control_plane.request)
 
     def start(self, num_nodes: int) -> None:
         """Returns when all nodes are ready."""
         self.control_plane.start()
+        self._names.start()
         for node in [self.add_node(wait=False) for _ in range(num_nodes)]:
             node.wait_ready()
 

@@ -1,9 +1,10 @@
 """Images without an engine: docker archives written by hand.
 
-Owns the bytes of two images and the list of what a node lays into the second. The Holdfast image
-holds empty directories and links; the directories of this machine that an image would hold (the
-system, the virtual environment, the repository) are bound into its containers, read-only, by the
-node. So nothing is copied, and a pod needs no volumes that a real cluster would not give it.
+Owns the bytes of the images and the list of what a node lays into them. The images of Holdfast
+hold empty directories and links; the directories of this machine that an image would hold (the
+system, the virtual environment, the repository) are bound into all containers, read-only, by the
+node. So nothing is copied, and a pod needs no volumes that a real cluster would not give it. They
+go by the names that the chart gives to pods when nobody says otherwise.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.e2e.kubernetes.rig.run import REPOSITORY
 
+CHART = REPOSITORY / "helm" / "holdfast" / "Chart.yaml"
 PAUSE = "holdfast.test/pause:rig"
-# What the user of a pod names; docs and chart may use another name for the same bytes.
-HOLDFAST = "holdfast.test/holdfast:rig"
+REGISTRY = "docker.io"  # what a name without a registry means
 USER = 65532
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\nholdfast:x:{USER}:{USER}::/home/holdfast:/bin/sh\n"
 GROUP = f"root:x:0:\nholdfast:x:{USER}:\n"
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 DIRECTORIES = ("dev", "etc", "home/holdfast", "mnt", "proc", "root", "run", "sys", "usr", "var")
+
+
+def image(role: str) -> str:
+    """The name of the image of the operator or of a worker."""
+    return f"holdfast/{role}:{yaml.safe_load(CHART.read_text())['appVersion']}"
 
 
 def host_directories() -> list[Path]:
@@ -104,7 +112,7 @@ def write_pause(path: Path, program: Path) -> None:
     write_archive(path, PAUSE, layer.finish(), config)
 
 
-def write_holdfast(path: Path) -> None:
+def write_holdfast(path: Path, role: str) -> None:
     layer = Layer()
     for name in (*DIRECTORIES, *(str(d).lstrip("/") for d in host_directories())):
         layer.directory(name)
@@ -118,6 +126,6 @@ def write_holdfast(path: Path) -> None:
         "User": f"{USER}:{USER}",
         "WorkingDir": str(REPOSITORY),
         "Env": [f"PATH={Path(sys.prefix) / 'bin'}:/usr/bin:/bin", "HOME=/home/holdfast"],
-        "Cmd": ["python", "-m", "workers.agent", "--help"],
+        **({"Entrypoint": ["holdfast"]} if role == "operator" else {}),
     }
-    write_archive(path, HOLDFAST, layer.finish(), config)
+    write_archive(path, f"{REGISTRY}/{image(role)}", layer.finish(), config)

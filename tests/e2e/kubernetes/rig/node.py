@@ -92,6 +92,7 @@ class Node:
         self._write("cni/rig.conflist", json.dumps(network))
         kubelet = node_config.kubelet(
             self.address,
+            self.network.address,
             self.control_plane.authority.file,
             self.control_plane.settings.kubelet,
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.kubernetes.rig import images
+from tests.e2e.kubernetes.rig import dns, images
 
 CONTAINERD = """\
 version = 2
@@ -67,7 +67,9 @@ def cni(subnet: str, first: str, last: str) -> dict[str, Any]:
     }
 
 
-def kubelet(address: str, authority: Path, changes: Mapping[str, object]) -> dict[str, Any]:
+def kubelet(
+    address: str, name_server: str, authority: Path, changes: Mapping[str, object]
+) -> dict[str, Any]:
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -90,7 +92,9 @@ def kubelet(address: str, authority: Path, changes: Mapping[str, object]) -> dic
         "evictionHard": {"memory.available": "100Mi"},
         "makeIPTablesUtilChains": False,
         "healthzPort": 0,
-        "resolvConf": "",
+        "clusterDNS": [name_server],
+        "clusterDomain": dns.DOMAIN,
+        "resolvConf": "",  # nothing of this machine's names
         "maxPods": 100,
         **changes,
     }

@@ -28,7 +28,7 @@ def pod(name: str, *command: str, node: str = "") -> Document:
             "containers": [
                 {
                     "name": "main",
-                    "image": images.HOLDFAST,
+                    "image": images.image("worker"),
                     "imagePullPolicy": "Never",
                     "command": list(command),
                     "securityContext": {
