@@ -36,7 +36,7 @@ def report(view: JobView, *, stacks: bool = False) -> Group:
         if view.step < 0 and view.ledger.get("productive"):
             parts.append("no step was reported: all the time that the workers ran is productive")
     if view.incidents:
-        parts += ["", Text(plural(len(view.incidents), "incident"), style="bold")]
+        parts += ["", _count(view)]
         ended = view.state in FINISHED
         told = {view.traceback: "at the end of this report"} if view.traceback else {}
         parts += [_incident(one, told, ended=ended, stacks=stacks) for one in view.incidents]
@@ -46,6 +46,14 @@ def report(view: JobView, *, stacks: bool = False) -> Group:
     if view.traceback:
         parts += ["", Text("the error that ended it", style="bold"), Text(view.traceback.rstrip())]
     return Group(*parts)
+
+
+def _count(view: JobView) -> Text:
+    many = max(view.num_incidents, len(view.incidents))
+    text = Text(plural(many, "incident"), style="bold")
+    if many > len(view.incidents):
+        text.append(f"; the newest {len(view.incidents)} are kept", style="not bold")
+    return text
 
 
 def _title(view: JobView) -> Text:

@@ -78,7 +78,7 @@ def _list(home: object, as_json: bool) -> None:
             steps,
             f"{view.loss:.4f}" if view.loss is not None else "",
             count(view.world_size),
-            str(len(view.incidents)),
+            str(max(view.num_incidents, len(view.incidents))),
             date(view.submitted_ns) if view.submitted_ns else "",
         )
     stdout().print(table)

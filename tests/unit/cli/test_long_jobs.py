@@ -1,0 +1,78 @@
+"""What is told of a job that ran for so long that its journal was compacted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from orchestrator.core.actions import LaunchGroup
+from orchestrator.core.controller import Controller
+from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.runtime import snapshot
+from orchestrator.runtime.home import Home, JobDirectory
+from orchestrator.runtime.journal import FileJournal
+from orchestrator.runtime.record import read_view
+from orchestrator.runtime.replay import replay
+from orchestrator.runtime.story import Story
+
+from ..core import story as core
+from .conftest import Holdfast
+
+
+def long_job(home: Path, keep_files: int) -> tuple[JobDirectory, core.Story]:
+    """Many interruptions, a snapshot every 2,000 bytes."""
+    budgets = {"infrastructure": {"restarts": 1000}}
+    recovery = {"budgets": budgets, "badNodeStrikes": 1000}
+    transcript = core.Story(core.spec(recovery=recovery)).started(step=0)
+    for number in range(1, 8):
+        transcript.exits(2, signal=9)
+        transcript.all_stopped(10 * number)
+        transcript.succeed(LaunchGroup)
+        transcript.step(10 * number + 1)
+    job = job_from_mapping(transcript.document)
+    directory = Home(home).create(job, home)
+    journal = FileJournal(directory.journal, bound_bytes=2000, keep_files=keep_files)
+    controller, story = Controller(), Story(job)
+    for now_ns, event in transcript.journal:
+        actions = controller.step(now_ns, event)
+        story.observe(now_ns, event, actions, controller.state)
+        journal.append(now_ns, event)
+        if journal.full:
+            asyncio.run(journal.compact(snapshot.encode(controller.state, story.memory)))
+    journal.close()
+    return directory, transcript
+
+
+def test_its_view_is_that_of_all_its_events(tmp_path: Path) -> None:
+    directory, transcript = long_job(tmp_path, keep_files=0)
+    assert directory.journal.stat().st_size < 10_000
+    view = read_view(directory)
+    whole = replay(job_from_mapping(transcript.document), transcript.journal)
+    expected = whole.view(transcript.now, live=False, checkpoint_path=view.checkpoint_path)
+    assert view.num_incidents == 7 and view.incidents == expected.incidents
+    assert (view.ledger, view.recovery, view.incident_counts) == (
+        expected.ledger, expected.recovery, expected.incident_counts,
+    )  # fmt: skip
+
+
+def test_its_events_begin_with_what_is_not_kept_any_more(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    long_job(tmp_path, keep_files=2)
+    done = holdfast("events", "tale", "--home", tmp_path)
+    first, *rest = done.out.splitlines()
+    assert "facts up to here are not kept any more; the job was" in first
+    assert len(rest) > 10 and "job job-1 submitted" not in done.out
+    assert "action" not in " ".join(line for line in rest if "succeeded" in line)
+    done = holdfast("events", "tale", "--home", tmp_path, "--json")
+    documents = [json.loads(line) for line in done.out.splitlines()]
+    assert documents[0]["facts_not_kept"] > 10 and "event" in documents[1]
+
+
+def test_what_is_kept_is_told_from_the_beginning(tmp_path: Path, holdfast: Holdfast) -> None:
+    _directory, transcript = long_job(tmp_path, keep_files=50)
+    done = holdfast("events", "tale", "--home", tmp_path, "--json")
+    documents = [json.loads(line) for line in done.out.splitlines()]
+    assert len(documents) == len(transcript.journal)
+    assert documents[0]["event"]["type"] == "job-submitted"
