@@ -30,7 +30,8 @@ def news(before: JobView | None, after: JobView) -> list[News]:
     found: list[News] = []
     old = {one.number: one for one in before.incidents}
     for one in after.incidents:
-        if one.title and not (one.number in old and old[one.number].title):
+        known = old.get(one.number)
+        if _tellable(one, after) and not (known is not None and _tellable(known, before)):
             found.append(_opened(one))
         was_over = one.number in old and "total" in old[one.number].seconds
         if "total" in one.seconds and not was_over:
@@ -46,6 +47,12 @@ def news(before: JobView | None, after: JobView) -> list[News]:
     if after.state != before.state:
         found += _moved(after)
     return found
+
+
+def _tellable(one: Incident, view: JobView) -> bool:
+    """Once it is known what is done about it, or that nothing can be done for now."""
+    waits = view.state in ("pending", "suspended", "failed", "cancelled")
+    return bool(one.title) and (bool(one.decision) or waits)
 
 
 def _opened(one: Incident) -> News:

@@ -42,6 +42,8 @@ class Reporter:
         self._edited: set[str] = set()
         """Fields that somebody has put there and that are not ours."""
         self._written_at = float("-inf")
+        self._writing = False
+        self._held: Document | None = None
 
     def dirty(self, *, urgent: bool = False) -> None:
         self._news.set()
@@ -50,6 +52,9 @@ class Reporter:
 
     def seen(self, document: Document) -> None:
         """The object has changed: by us, or somebody has edited its status."""
+        if self._writing:
+            self._held = document  # most likely the echo of a write whose answer is on its way
+            return
         if document["metadata"]["resourceVersion"] in self._versions:
             return
         status = document.get("status") or {}
@@ -80,6 +85,16 @@ class Reporter:
 
     async def write(self) -> None:
         """Now. Raises the errors of the API."""
+        self._writing = True
+        try:
+            await self._write()
+        finally:
+            self._writing = False
+            held, self._held = self._held, None
+            if held is not None:
+                self.seen(held)
+
+    async def _write(self) -> None:
         self._written_at = asyncio.get_running_loop().time()
         status = self._build(self._last.get("conditions") or ())
         if status == self._last and not self._edited:
@@ -87,7 +102,8 @@ class Reporter:
         namespace, name = self._owner.namespace, self._owner.name
         if self._edited:
             drop = {"status": dict.fromkeys(self._edited)}
-            await self._cluster.patch(JOBS, namespace, name, drop, subresource="status")
+            written = await self._cluster.patch(JOBS, namespace, name, drop, subresource="status")
+            self._versions.append(str(written["metadata"]["resourceVersion"]))
             self._edited = set()
         body = {
             "apiVersion": API_VERSION,
