@@ -38,5 +38,8 @@ bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once
 	$(PYTHON) tests/e2e/kubernetes/binaries/build.py
 
+manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (make kubernetes-binaries)
+	$(BIN)/python -m helm.render
+
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -49,9 +49,9 @@ class Rule:
 MUTABLE = (
     "nodes", "recovery", "suspend", "priority", "activeDeadlineSeconds", "ttlSecondsAfterFinished",
 )  # fmt: skip
-"""Fields of the spec that may change while the job lives. All others are part of every launch: a
-change would reach the workers of one generation and not those of another, or would make the
-checkpoints another job's."""
+"""Fields of the spec that may change once the job has been started. All others are part of every
+launch: a change would reach the workers of one generation and not those of another, or would make
+the checkpoints another job's."""
 
 _DIVISORS = "[" + ", ".join(str(n) for n in range(1, 65)) + "]"
 """Of workersPerNode, which is at most 64. CEL has neither ranges nor a greatest common divisor."""
@@ -283,20 +283,24 @@ MESH = (
 
 
 # -- what may not change -----------------------------------------------------------------------
+_STARTED = "has(self.status) && has(self.status.jobId)"
+"""The operator has taken the job up. Until then, after a refusal say, it may be put right."""
+
+
 def _immutable() -> Iterator[Rule]:
     for name, field in JobSpec.model_fields.items():
         yaml_name = field.alias or name
         if yaml_name in MUTABLE:
             continue
-        mine, old = f"self.{yaml_name}", f"oldSelf.{yaml_name}"
+        mine, old = f"self.spec.{yaml_name}", f"oldSelf.spec.{yaml_name}"
         yield Rule(
             f"immutable-{yaml_name}",
-            "spec",
-            f"has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
-            f"spec.{yaml_name}: got a changed value; expected the one that the job was created "
+            "",
+            f"!({_STARTED}) || has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
+            f"spec.{yaml_name}: got a changed value; expected the one that the job was started "
             f"with; to change it delete the job and apply it again: checkpoints at a path of your "
             f"own stay",
-            field=f".{yaml_name}",
+            field=f".spec.{yaml_name}",
         )
 
 

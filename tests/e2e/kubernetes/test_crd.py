@@ -7,14 +7,16 @@ models refuse too: a rule that says something else than its model fails on one s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from orchestrator.protocol.spec import load_job
+from orchestrator.protocol.spec import job_from_mapping, load_job
 from orchestrator.protocol.spec.crd import NAME, definition_text, job_from_resource
+from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
@@ -50,6 +52,12 @@ def jobs(crd: dict[str, Any], namespace: Kubectl) -> Kubectl:
     return namespace
 
 
+@pytest.fixture(scope="module")
+def dry(crd: dict[str, Any], control_plane: ControlPlane | GivenCluster) -> Iterator[Kubectl]:
+    """One namespace for all tests that leave nothing behind."""
+    yield from fresh(control_plane.kubectl())
+
+
 def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
     done = kubectl.attempt(*words, stdin=stdin)
     assert done.returncode != 0, f"accepted: {done.stdout}"
@@ -82,16 +90,31 @@ def without_empty(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
-def test_a_wrong_job_is_refused_in_our_words(jobs: Kubectl, case: Wrong) -> None:
-    text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
+def test_a_wrong_job_is_refused_in_our_words(dry: Kubectl, case: Wrong) -> None:
+    text = refusal(dry, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
     for part in case.told:
         assert part in text
     assert "rule evaluation error" not in text
 
 
+def start(jobs: Kubectl) -> None:
+    """What the operator writes when it takes a job up."""
+    patch = json.dumps({"status": {"jobId": "8f0c"}})
+    jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", patch)
+
+
+def test_a_job_that_was_never_started_may_be_put_right(jobs: Kubectl) -> None:
+    jobs.create(job(SCRIPT))
+    right = job({"entrypoint": {"script": "other.py"}, "image": "mine:1"})
+    jobs.run(
+        "apply", "--server-side", "--force-conflicts", "--filename=-", stdin=yaml.safe_dump(right)
+    )
+
+
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.rule)
 def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change) -> None:
     jobs.create(job(case.before))
+    start(jobs)
     text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
     for part in case.told:
         assert part in text
@@ -101,6 +124,7 @@ def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change
 def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part: str) -> None:
     """CEL sees no such field; the comparison of the whole does."""
     jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": {"spec": {"hostname": "a"}}}}))
+    start(jobs)
     change = {
         "resources": {"cpu": 2},
         "parallelism": {"reshardAfterForward": False},
@@ -123,6 +147,7 @@ def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part:
 )
 def test_a_change_that_can_be_followed_is_taken(jobs: Kubectl, change: dict[str, Any]) -> None:
     jobs.create(job(SCRIPT))
+    start(jobs)
     jobs.run("patch", "tj", "right", "--type=merge", "--patch", json.dumps({"spec": change}))
     stored = jobs.get("tj", "right")
     assert stored is not None
@@ -131,9 +156,9 @@ def test_a_change_that_can_be_followed_is_taken(jobs: Kubectl, change: dict[str,
 
 @pytest.mark.parametrize("spec", UNTYPED_WRONG, ids=str)
 def test_fields_without_a_type_have_their_values_checked(
-    jobs: Kubectl, spec: dict[str, Any]
+    dry: Kubectl, spec: dict[str, Any]
 ) -> None:
-    text = refusal(jobs, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
+    text = refusal(dry, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
     field = next(
         f"{part}.{name}" for part, inner in spec.items() for name in inner if part != "entrypoint"
     )
@@ -142,9 +167,11 @@ def test_fields_without_a_type_have_their_values_checked(
 
 @pytest.mark.parametrize("spec", UNTYPED_RIGHT, ids=str)
 def test_fields_without_a_type_take_every_form_that_a_file_may_have(
-    jobs: Kubectl, spec: dict[str, Any]
+    dry: Kubectl, spec: dict[str, Any]
 ) -> None:
-    assert job_from_resource(jobs.create(job(spec))).spec
+    words = ("create", "--dry-run=server", "--filename=-", "--output=json")
+    made = json.loads(dry.run(*words, stdin=yaml.safe_dump(job(spec))))
+    assert job_from_resource(made).spec == job_from_mapping(job(spec)).spec
 
 
 def test_a_misspelt_key_is_refused_for_people_and_dropped_for_programs(jobs: Kubectl) -> None:

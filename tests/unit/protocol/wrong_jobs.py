@@ -200,7 +200,7 @@ WRONG = (
 
 
 def _fixed(name: str, value: Any, before: Document | None = None) -> Change:
-    told = f"spec.{name}: got a changed value; expected the one that the job was created with"
+    told = f"spec.{name}: got a changed value; expected the one that the job was started with"
     return Change(f"immutable-{name}", {"spec": {name: value}}, (told,), before or SCRIPT)
 
 

@@ -1,0 +1,70 @@
+{{/* Names and labels that all templates share. */}}
+
+{{- define "holdfast.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdfast.operator" -}}
+{{- include "holdfast.fullname" . }}-operator
+{{- end -}}
+
+{{- define "holdfast.agents" -}}
+{{- include "holdfast.fullname" . }}-agents
+{{- end -}}
+
+{{- define "holdfast.serviceAccount" -}}
+{{- if .Values.serviceAccount.name -}}
+{{- .Values.serviceAccount.name -}}
+{{- else if .Values.serviceAccount.create -}}
+{{- include "holdfast.operator" . -}}
+{{- else -}}
+{{- fail "serviceAccount.name: got nothing; expected the name of a service account, as serviceAccount.create is false" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Cluster-scoped names carry the namespace: two releases of one name may live in one cluster. */}}
+{{- define "holdfast.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "holdfast.fullname" .) -}}
+{{- end -}}
+
+{{- define "holdfast.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "holdfast.labels" -}}
+{{ include "holdfast.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: holdfast
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* What makes a container pass the restricted pod security standard. */}}
+{{- define "holdfast.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: ["ALL"]
+{{- end -}}
+
+{{- define "holdfast.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.runAsUser }}
+runAsGroup: {{ .Values.runAsUser }}
+fsGroup: {{ .Values.runAsUser }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "holdfast.image" -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+
+{{- define "holdfast.workerImage" -}}
+{{- .Values.worker.image | default (printf "holdfast/worker:%s" .Chart.AppVersion) -}}
+{{- end -}}

@@ -1,0 +1,31 @@
+{{/*
+What the operator may do in the namespaces of jobs. docs/security.md explains each line, and a test
+compares the two. Secrets: by name only, no list and no watch.
+*/}}
+{{- define "holdfast.jobRules" -}}
+- apiGroups: ["holdfast.dev"]
+  resources: ["trainingjobs"]
+  verbs: ["get", "list", "watch", "patch", "delete"]
+- apiGroups: ["holdfast.dev"]
+  resources: ["trainingjobs/status"]
+  verbs: ["get", "patch"]
+- apiGroups: [""]
+  resources: ["pods"]
+  verbs: ["get", "list", "watch", "create", "patch", "delete"]
+- apiGroups: [""]
+  resources: ["configmaps"]
+  verbs: ["get", "create", "update"]
+- apiGroups: [""]
+  resources: ["secrets"]
+  verbs: ["get", "create"]
+- apiGroups: [""]
+  resources: ["events"]
+  verbs: ["create", "patch"]
+{{- end -}}
+
+{{/* Topology labels and taints of nodes: cluster-scoped, whatever namespaces are watched. */}}
+{{- define "holdfast.nodeRules" -}}
+- apiGroups: [""]
+  resources: ["nodes"]
+  verbs: ["get", "list", "watch"]
+{{- end -}}

@@ -1,0 +1,314 @@
+"""The chart on a real API server: it installs, its policies refuse in words, its roles are enough.
+
+Owns: these tests, on a control plane of their own, because a policy holds for a whole cluster. No
+nodes: whether the operator's pod runs is test_operator's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helm import render
+from tests.e2e.kubernetes.conftest import fresh, skip_without
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import Run
+from tests.unit.protocol.wrong_jobs import SCRIPT, job
+
+pytestmark = pytest.mark.e2e
+
+OPERATOR = f"system:serviceaccount:{render.NAMESPACE}:holdfast-operator"
+
+
+class Helm:
+    """helm as a person would run it."""
+
+    def __init__(self, program: Path, home: Path, kubeconfig: Path | None = None) -> None:
+        self.program = program
+        places = {f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")}
+        self._environment = {**os.environ, **places}
+        if kubeconfig:
+            self._environment["KUBECONFIG"] = str(kubeconfig)
+
+    def attempt(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.program), *words],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def run(self, *words: str) -> str:
+        done = self.attempt(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def program(binaries: programs.Binaries) -> Path:
+    skip_without(binaries, ("helm",))
+    return binaries.path("helm")
+
+
+@pytest.fixture
+def chart(program: Path, tmp_path: Path) -> Helm:
+    """helm without a cluster."""
+    return Helm(program, tmp_path)
+
+
+def rendered(chart: Helm, *options: str) -> list[dict[str, Any]]:
+    words = ("template", "holdfast", str(render.CHART), "--namespace", render.NAMESPACE)
+    text = chart.run(*words, "--kube-version", render.OLDEST, *options)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def kinds(documents: list[dict[str, Any]]) -> set[str]:
+    return {document["kind"] for document in documents}
+
+
+# -- without a cluster -------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [[], ["--set", "watchNamespaces={a,b}"]], ids=["all", "some"])
+def test_lint_has_nothing_to_say(chart: Helm, options: list[str]) -> None:
+    text = chart.run("lint", "--strict", str(render.CHART), *options)
+    assert "0 chart(s) failed" in text
+    assert "[WARNING]" not in text and "[ERROR]" not in text
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("replicaz=3", "'replicaz' not allowed"),
+        ("replicas=0", "/replicas"),
+        ("watchNamespaces={Not_A_Name}", "/watchNamespaces/0"),
+        ("checkpoints.root=relative", "/checkpoints/root"),
+        ("metrics.prometheusRule.goodputRatio=95", "/metrics/prometheusRule/goodputRatio"),
+        ("serviceAccount.create=false", "expected the name of a service account"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(chart: Helm, option: str, told: str) -> None:
+    words = ("template", "holdfast", str(render.CHART), "--kube-version", render.OLDEST)
+    done = chart.attempt(*words, "--set", option)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_monitoring_needs_no_foreign_resources_unless_asked_for(chart: Helm) -> None:
+    foreign = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    assert not foreign & kinds(rendered(chart))
+    options = [f"metrics.{kind}.enabled=true" for kind in
+               ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")]  # fmt: skip
+    documents = rendered(chart, "--set", ",".join(options))
+    assert foreign <= kinds(documents)
+    (dashboard,) = [d for d in documents if d["metadata"]["name"].endswith("-dashboard")]
+    assert json.loads(dashboard["data"]["holdfast.json"])["title"] == "Holdfast"
+    (rules,) = [d for d in documents if d["kind"] == "PrometheusRule"]
+    assert {rule["alert"] for group in rules["spec"]["groups"] for rule in group["rules"]} >= {
+        "HoldfastHang", "HoldfastRestartStorm", "HoldfastCheckpointOld", "HoldfastGoodputLow",
+    }  # fmt: skip
+
+
+def test_a_namespaced_operator_has_no_rights_elsewhere(chart: Helm) -> None:
+    documents = rendered(chart, "--set", "watchNamespaces={a,b}")
+    cluster_wide = [
+        resource
+        for document in documents
+        if document["kind"] == "ClusterRole" and document["metadata"]["name"].endswith("-operator")
+        for rule in document["rules"]
+        for resource in rule["resources"]
+    ]
+    assert cluster_wide == ["nodes"]
+    where = {d["metadata"]["namespace"] for d in documents if d["kind"] == "RoleBinding"}
+    assert where == {"a", "b", render.NAMESPACE}
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {"--namespace=a", "--namespace=b"} <= set(container["args"])
+    policies = [d["metadata"] for d in documents if d["kind"] == "NetworkPolicy"]
+    assert {p["namespace"] for p in policies} == {"a", "b", render.NAMESPACE}
+
+
+# -- installed ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def plane(binaries: programs.Binaries, program: Path) -> Iterator[ControlPlane]:
+    skip_without(binaries, programs.CONTROL_PLANE)
+    with Run() as run:
+        plane = ControlPlane(run, binaries)
+        plane.start()
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def helm(
+    plane: ControlPlane, program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Helm]:
+    """The chart, installed into a namespace that demands restricted pods."""
+    helm = Helm(program, tmp_path_factory.mktemp("helm"), plane.kubeconfig)
+    kubectl = plane.kubectl()
+    kubectl.run("create", "namespace", render.NAMESPACE)
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    kubectl.run("label", "namespace", render.NAMESPACE, label)
+    namespace = ("--namespace", render.NAMESPACE)
+    notes = helm.run("install", "holdfast", str(render.CHART), *namespace)
+    assert "looks after TrainingJobs in all namespaces" in notes
+    kubectl.run("wait", "--for=condition=Established", "crd/trainingjobs.holdfast.dev")
+    yield helm
+
+
+@pytest.fixture
+def user(helm: Helm, plane: ControlPlane) -> Iterator[Kubectl]:
+    """kubectl in a namespace of its own, where the chart is installed."""
+    assert helm.program
+    yield from fresh(plane.kubectl())
+
+
+def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
+    done = kubectl.attempt(*words, stdin=stdin)
+    assert done.returncode != 0, f"accepted: {done.stdout}"
+    return done.stderr
+
+
+def test_the_operators_pod_is_admitted_by_the_restricted_standard(
+    helm: Helm, plane: ControlPlane
+) -> None:
+    deployment = plane.kubectl(render.NAMESPACE).json("get", "deployment", "holdfast-operator")
+    template = deployment["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], "name": "by-hand"},
+        "spec": template["spec"],
+    }
+    kubectl = plane.kubectl(render.NAMESPACE)
+    kubectl.run("create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(pod))
+    pod["spec"]["containers"][0]["securityContext"]["capabilities"] = {}
+    text = refusal(kubectl, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(pod))
+    assert "violates PodSecurity" in text
+
+
+# The policy's rules, in the order of the chart: what is tried, and what the user is told.
+POLICY = [
+    (
+        {"metadata": {"annotations": {"holdfast.dev/cancle": "me"}}},
+        "metadata.annotations: got holdfast.dev/cancle; expected one of holdfast.dev/cancel, "
+        "holdfast.dev/chaos, holdfast.dev/checkpoint",
+    ),
+    (
+        {"metadata": {"annotations": {"holdfast.dev/chaos": '{"kind": "burn"}'}}},
+        "kind is kill-worker, kill-node or hang-worker",
+    ),
+    (
+        {"spec": {"parallelism": {"shard": 4, "reshardAfterForward": 3}, "workersPerNode": 4}},
+        "spec.parallelism.reshardAfterForward: got 3; expected true, false or a divisor of shard "
+        "(4)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("patch", "told"), POLICY, ids=["annotation", "chaos", "reshard"])
+def test_the_policy_refuses_what_the_crd_cannot_see(
+    user: Kubectl, patch: dict[str, Any], told: str
+) -> None:
+    user.create(job(SCRIPT))
+    text = refusal(user, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(patch))
+    assert told in text
+
+
+def test_every_rule_of_the_policy_has_a_refused_patch(helm: Helm, plane: ControlPlane) -> None:
+    policies = plane.kubectl().json("get", "validatingadmissionpolicies")["items"]
+    rules = {p["metadata"]["name"]: p["spec"]["validations"] for p in policies}
+    assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) == len(POLICY)
+    assert len(rules[f"{render.NAMESPACE}-holdfast-status"]) == 1
+    for policy in policies:  # what the API server thinks of the expressions' types
+        assert not policy.get("status", {}).get("typeChecking", {}).get("expressionWarnings")
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        "holdfast.dev/cancel=somebody",
+        "holdfast.dev/checkpoint=somebody",
+        'holdfast.dev/chaos={"kind":"kill-worker","rank":3,"by":"me","id":"1"}',
+        "example.com/anything=goes",
+    ],
+)
+def test_the_policy_lets_the_known_annotations_pass(user: Kubectl, annotation: str) -> None:
+    user.create(job(SCRIPT))
+    user.run("annotate", "tj", "right", annotation)
+
+
+def test_a_status_is_the_operators_to_write(user: Kubectl) -> None:
+    user.create(job(SCRIPT))
+    patch = ("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch")
+    text = refusal(user, *patch, '{"status":{"state":"succeeded"}}')
+    assert f"status: got a change by admin; expected one by {OPERATOR}" in text
+    assert "change spec, or annotate the job" in text
+    user.run(*patch, '{"status":{"state":"running"}}', f"--as={OPERATOR}")
+
+
+def test_people_who_may_edit_a_namespace_may_run_jobs_but_not_write_their_status(
+    user: Kubectl,
+) -> None:
+    user.run("create", "rolebinding", "ann", "--clusterrole=edit", "--user=ann")
+    user.run("create", "rolebinding", "vic", "--clusterrole=view", "--user=vic")
+    user.run("apply", "--as=ann", "--filename=-", stdin=yaml.safe_dump(job(SCRIPT)))
+    user.run("scale", "--as=ann", "tj/right", "--replicas=3")
+    assert "right" in user.run("get", "tj", "--as=vic")
+    text = refusal(user, "scale", "--as=vic", "tj/right", "--replicas=1")
+    assert 'cannot patch resource "trainingjobs/scale"' in text
+    patch = ("--subresource=status", "--type=merge", "--patch", '{"status":{"state":"x"}}')
+    text = refusal(user, "patch", "tj", "right", "--as=ann", *patch)
+    assert 'cannot patch resource "trainingjobs/status"' in text
+    user.run("delete", "tj", "right", "--as=ann")
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "allowed"),
+    [
+        ("create", "pods", True),
+        ("delete", "pods", True),
+        ("update", "configmaps", True),
+        ("get", "secrets", True),
+        ("get", "nodes", True),
+        ("patch", "trainingjobs.holdfast.dev/status", True),
+        ("list", "secrets", False),
+        ("watch", "secrets", False),
+        ("delete", "secrets", False),
+        ("list", "configmaps", False),
+        ("create", "pods/exec", False),
+        ("update", "nodes", False),
+        ("create", "trainingjobs.holdfast.dev", False),
+        ("get", "leases.coordination.k8s.io", False),
+        ("create", "rolebindings.rbac.authorization.k8s.io", False),
+    ],
+)
+def test_the_operator_may_do_what_it_needs_and_no_more(
+    user: Kubectl, verb: str, resource: str, allowed: bool
+) -> None:
+    name, _, sub = resource.partition("/")
+    words = ["auth", "can-i", verb, name, *([f"--subresource={sub}"] if sub else [])]
+    done = user.attempt(*words, f"--as={OPERATOR}")
+    assert done.stdout.strip().splitlines()[-1] == ("yes" if allowed else "no"), done.stderr
+
+
+def test_uninstall_keeps_the_jobs_and_the_manifests_install_over_them(
+    helm: Helm, plane: ControlPlane
+) -> None:
+    kubectl = plane.kubectl()
+    kubectl.create(job(SCRIPT, "kept"))
+    helm.run("uninstall", "holdfast", "--namespace", render.NAMESPACE, "--wait")
+    assert kubectl.get("tj", "kept") is not None
+    assert kubectl.get("clusterrole", f"{render.NAMESPACE}-holdfast-operator") is None
+    kubectl.run("apply", "--kustomize", str(render.MANIFESTS))
+    assert kubectl.get("tj", "kept") is not None
+    kubectl.run("auth", "can-i", "create", "pods", f"--as={OPERATOR}")
+    kubectl.run("delete", "--kustomize", str(render.MANIFESTS), "--wait=false")
