@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from orchestrator.protocol.errors import HoldfastError, Problem, UserError
 
-from . import preload
+from . import preload, surroundings
 from .dial import parse_endpoints
 
 
@@ -81,6 +81,7 @@ def main() -> NoReturn:
     except HoldfastError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    surroundings.complete(os.environ)
     preload.preload()
     from .node import NodeOptions, run_node  # after the preload, which must come first
 

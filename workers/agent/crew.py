@@ -22,8 +22,10 @@ import msgspec
 
 from workers import wire
 
+from . import cgroup, forklink, kernel, preload
 from . import facts as f
-from . import forklink, kernel, preload
+
+COMPANY_S = 2.0
 
 Seat = tuple[int, int]
 """(generation, rank)."""
@@ -54,7 +56,9 @@ class Crew:
         self._processes: dict[int, Process] = {}
         self._seats: dict[Seat, Process] = {}
         self._next = 0
-        self._memory_kills = kernel.memory_kills()
+        self._memory = cgroup.find("memory")
+        self._memory_kills = cgroup.memory_kills(self._memory)
+        """Kills that are accounted for."""
         self._cold: subprocess.Popen[bytes] | None = None
         self._mourning: asyncio.Task[None] | None = None
 
@@ -174,9 +178,12 @@ class Crew:
             return
         del self._seats[process.seat]
         out_of_memory = False
-        if number == signal.SIGKILL:
-            kills = kernel.memory_kills()
-            out_of_memory, self._memory_kills = kills > self._memory_kills, kills
+        if number == signal.SIGKILL and cgroup.memory_kills(self._memory) > self._memory_kills:
+            out_of_memory = True
+            # The kernel may have killed neighbours too, whose ends come next; but what else it
+            # killed must not be taken for the end of a worker much later.
+            self._memory_kills += 1
+            self._loop.call_later(COMPANY_S, self._forget_memory_kills)
         ended = f.WorkerEnded(*process.seat, code, number, out_of_memory, time.time_ns())
         self._tell(ended)
 
@@ -213,6 +220,9 @@ class Crew:
         with contextlib.suppress(ChildProcessError):
             while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 os.waitpid(-1, os.WNOHANG)
+
+    def _forget_memory_kills(self) -> None:
+        self._memory_kills = cgroup.memory_kills(self._memory)
 
     # -- the wires ----------------------------------------------------------------------------
     def _from_worker(self, process: Process) -> None:

@@ -18,6 +18,8 @@ import psutil
 
 from orchestrator.protocol.facts import Gpu, NodeFacts
 
+from . import cgroup
+
 NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
@@ -27,8 +29,8 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         address=address,
         data_port=data_port,
         slots=slots,
-        cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
+        cpus=cpus(),
+        memory_bytes=memory_bytes(),
         gpus=gpus(),
         interfaces=interfaces(),
         address_interface=interface_of(address),
@@ -37,6 +39,19 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         torch_version=_torch_version(),
         pid=os.getpid(),
     )
+
+
+def cpus() -> int:
+    """Cores that this process may use at once: a quota counts as whole cores."""
+    quota = cgroup.cpu_limit(cgroup.find("cpu"))
+    there = len(os.sched_getaffinity(0))
+    return there if quota is None else max(1, min(there, int(quota)))
+
+
+def memory_bytes() -> int:
+    limit = cgroup.memory_limit_bytes(cgroup.find("memory"))
+    there = psutil.virtual_memory().total
+    return there if limit is None else min(there, limit)
 
 
 def interfaces() -> tuple[str, ...]:

@@ -61,18 +61,6 @@ def children() -> list[int]:
     return found
 
 
-def memory_kills() -> int:
-    """How often the kernel killed for memory in our control group; 0 where that cannot be read."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        path = next(line.partition("::")[2] for line in groups if line.startswith("0::"))
-        events = Path("/sys/fs/cgroup" + path) / "memory.events"
-        fields = dict(line.split() for line in events.read_text().splitlines())
-        return int(fields.get("oom_kill", 0))
-    except (OSError, StopIteration, ValueError):
-        return 0
-
-
 def describe_end(code: int | None, signal_number: int | None) -> str:
     """`killed by SIGKILL`, `exited with code 1`."""
     if signal_number is None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from orchestrator.protocol import tls
 from orchestrator.protocol.facts import Membership, WorkerSeat
 from orchestrator.protocol.mesh import Mesh
 from tests.unit.runtime.certificates import make
+from workers.agent import cgroup
 
 from .rig import PATIENCE_S, TOKEN, FakeController
 
@@ -32,6 +34,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 print("here", os.environ["RANK"], getpass.getuser(), flush=True)
 print("cache", default_cache_dir(), os.access(Path.home(), os.W_OK), flush=True)
 import time
+if Path("eat").exists() and os.environ["RANK"] == "1":
+    eaten = [bytearray(2**28) for _ in range(16)]
 while True:
     time.sleep(1000)
 """
@@ -66,12 +70,18 @@ class Pod:
         self.controller.open()
         self.process: subprocess.Popen[str]
 
-    def start(self, *more: str, environment: dict[str, str] | None = None) -> None:
+    def start(
+        self,
+        *more: str,
+        wrapper: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         address, port = self.controller.address
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "workers.agent", "--job", "ns/test", "--node", "pod-1",
-                "--slots", "2", "--token-file", str(self.directory / "token"),
+                *wrapper, sys.executable, "-m", "workers.agent",
+                "--job", "ns/test", "--node", "pod-1", "--slots", "2",
+                "--token-file", str(self.directory / "token"),
                 # The first refuses: a replica of the operator that does not lead.
                 "--endpoint", f"{address}:1,{address}:{port}",
                 "--tls", str(self.directory / "tls"), "--tls-name", NAME, *more,
@@ -120,6 +130,25 @@ class Pod:
         self.controller.close()
 
 
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A control group below our own. Skips where we may not make one."""
+    ours = cgroup.find("memory")
+    if ours is None:
+        pytest.skip("no memory controller is mounted here")
+    group = ours.directory / f"holdfast-test-{os.getpid()}"
+    name = "memory.max" if ours.version == 2 else "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+        (group / name).write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"a control group with a limit cannot be made here: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
 @pytest.fixture
 def pod(tmp_path: Path) -> Iterator[Pod]:
     pod = Pod(tmp_path)
@@ -166,6 +195,47 @@ def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> Non
     pod.start(environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
     facts = pod.controller.wait(m.Hello, "pod-1").facts
     assert (facts.address, facts.failure_domain) == ("10.1.2.3", "machine-7")
+
+
+def test_a_worker_that_outgrows_the_pods_memory_is_told_from_one_that_somebody_killed(
+    pod: Pod,
+) -> None:
+    limit_bytes = 3 * 2**30
+    with memory_group(limit_bytes) as group:
+        enter = ("/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "enter")
+        pod.start(wrapper=enter)
+        hello = pod.controller.wait(m.Hello, "pod-1")
+        assert hello.facts.memory_bytes == limit_bytes
+        (pod.directory / "eat").touch()
+        pod.launch()
+        eaten = pod.controller.wait(m.WorkerExited, "pod-1").exit
+        assert (eaten.rank, eaten.signal, eaten.out_of_memory) == (1, signal.SIGKILL, True)
+        pod.controller.send("pod-1", m.Chaos(kind="kill-worker", rank=0))
+        killed = pod.controller.wait(m.WorkerExited, "pod-1", lambda x: x.exit.rank == 0).exit
+        assert (killed.signal, killed.out_of_memory) == (signal.SIGKILL, False)
+        pod.end()
+
+
+NOBODY = "65532"
+AS_NOBODY = (
+    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
+    # Only so that it may read this checkout, wherever it lies.
+    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root can become another user, with setpriv of util-linux",
+)
+def test_a_user_without_a_name_and_a_home_can_train(pod: Pod) -> None:
+    bare = dict.fromkeys(("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"), "")
+    pod.start(wrapper=AS_NOBODY, environment=bare)
+    pod.controller.wait(m.Hello, "pod-1")
+    pod.launch()
+    text = pod.until_printed(r"^\[rank 0\] cache", r"^\[rank 1\] cache")
+    assert f"here 0 uid-{NOBODY}" in text
+    assert f"torchinductor_uid-{NOBODY} True" in text
 
 
 @pytest.mark.parametrize(
