@@ -21,11 +21,22 @@ compares the two. Secrets: by name only, no list and no watch.
 - apiGroups: [""]
   resources: ["events"]
   verbs: ["create", "patch"]
+{{- range .Values.rbac.gangs }}
+{{- if eq . "kueue" }}
+- apiGroups: ["kueue.x-k8s.io"]
+  resources: ["localqueues"]
+  verbs: ["list"]
+{{- else }}
+- apiGroups: [{{ get (dict "volcano" "scheduling.volcano.sh" "coscheduling" "scheduling.x-k8s.io" "native" "scheduling.k8s.io") . | quote }}]
+  resources: ["podgroups"]
+  verbs: ["create", "patch", "delete"]
+{{- end }}
+{{- end }}
 {{- end -}}
 
-{{/* Topology labels and taints of nodes: cluster-scoped, whatever namespaces are watched. */}}
+{{/* Topology labels and taints of single nodes: cluster-scoped, whatever namespaces are watched. */}}
 {{- define "holdfast.nodeRules" -}}
 - apiGroups: [""]
   resources: ["nodes"]
-  verbs: ["get", "list", "watch"]
+  verbs: ["get"]
 {{- end -}}

@@ -53,6 +53,9 @@ MUTABLE = (
 launch: a change would reach the workers of one generation and not those of another, or would make
 the checkpoints another job's."""
 
+FIXED_FROM_THE_FIRST = ("managedBy",)
+"""Not even before the start: two controllers would each believe that the job is theirs."""
+
 _DIVISORS = "[" + ", ".join(str(n) for n in range(1, 65)) + "]"
 """Of workersPerNode, which is at most 64. CEL has neither ranges nor a greatest common divisor."""
 
@@ -293,10 +296,11 @@ def _immutable() -> Iterator[Rule]:
         if yaml_name in MUTABLE:
             continue
         mine, old = f"self.spec.{yaml_name}", f"oldSelf.spec.{yaml_name}"
+        free = "" if yaml_name in FIXED_FROM_THE_FIRST else f"!({_STARTED}) || "
         yield Rule(
             f"immutable-{yaml_name}",
             "",
-            f"!({_STARTED}) || has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
+            f"{free}has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
             f"spec.{yaml_name}: got a changed value; expected the one that the job was started "
             f"with; to change it delete the job and apply it again: checkpoints at a path of your "
             f"own stay",

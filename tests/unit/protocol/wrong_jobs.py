@@ -219,6 +219,7 @@ CHANGES = (
     _fixed("metrics", {"perRank": True}),
     _fixed("kubernetes", {"priorityClassName": "high"}),
     _fixed("queue", "team-b", script(queue="team-a")),
+    _fixed("managedBy", "kueue.x-k8s.io/multikueue"),
 )
 
 # Fields that a structural schema cannot type: the server's words are its own, the models' ours.

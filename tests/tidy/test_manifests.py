@@ -1,0 +1,241 @@
+"""Spec, CRD, chart, manifests, images and docs say the same; none is edited behind the others."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helm import render
+from orchestrator.backends.kubernetes import names
+from orchestrator.operator.metrics import OperatorCollector
+from orchestrator.protocol.spec.crd import definition_text
+from orchestrator.runtime.metrics import METRICS
+from tests.e2e.kubernetes.rig.binaries import locate
+
+FIX = "run: make manifests"
+TEMPLATES = render.CHART / "templates"
+
+
+def documents() -> list[dict[str, Any]]:
+    """Everything that `kubectl apply -k manifests/` applies."""
+    listed = yaml.safe_load((render.MANIFESTS / "kustomization.yaml").read_text())["resources"]
+    return [
+        document
+        for name in listed
+        for document in yaml.safe_load_all((render.MANIFESTS / name).read_text())
+    ]
+
+
+def of_kind(kind: str, name: str = "") -> dict[str, Any]:
+    found = [d for d in documents() if d["kind"] == kind and d["metadata"]["name"].endswith(name)]
+    assert len(found) == 1, (kind, name)
+    return found[0]
+
+
+def test_the_charts_crd_is_what_the_models_say() -> None:
+    assert render.CRD.read_text() == definition_text(), FIX
+    assert of_kind("CustomResourceDefinition") == yaml.safe_load(definition_text()), FIX
+
+
+def test_the_manifests_were_rendered_from_this_chart() -> None:
+    """Without helm: by the digest that they carry."""
+    carried = (render.MANIFESTS / "kustomization.yaml").read_text()
+    assert f"# chart: {render.chart_digest()}\n" in carried, FIX
+
+
+def test_helm_renders_the_same_manifests_again() -> None:
+    helm = locate().find("helm")
+    if helm is None:
+        pytest.skip("helm not found; `make kubernetes-binaries` builds it")
+    there = {path.name: path.read_text() for path in render.MANIFESTS.glob("*.yaml")}
+    assert there == render.manifests(helm), FIX
+
+
+def test_every_value_of_the_chart_is_in_its_schema_and_in_a_template() -> None:
+    values = yaml.safe_load((render.CHART / "values.yaml").read_text())
+    schema = json.loads((render.CHART / "values.schema.json").read_text())
+    assert set(values) == set(schema["properties"]) - {"global"}
+    text = "".join(path.read_text() for path in TEMPLATES.rglob("*") if path.is_file())
+    assert [name for name in values if f".Values.{name}" not in text] == []
+
+
+def queries() -> Iterator[str]:
+    dashboard = json.loads((render.CHART / "files" / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        yield variable.get("definition", "")
+    text = (TEMPLATES / "monitoring.yaml").read_text()
+    yield from re.findall(r"expr: (?:>-\n)?(.*?)\n          (?:for|labels):", text, re.DOTALL)
+
+
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+    known = {spec.name: {"namespace", "job", *spec.labels} for spec in METRICS}
+    for spec in METRICS:
+        if spec.kind == "summary":
+            known |= {f"{spec.name}_{end}": known[spec.name] for end in ("sum", "count")}
+    own = OperatorCollector(dict, lambda: True, lambda: {("get", "pods"): 1})
+    for family in own.collect():
+        known |= {sample.name: set(sample.labels) for sample in family.samples}
+    asked = list(queries())
+    assert len([query for query in asked if "holdfast_" in query]) > 30
+    for query in asked:
+        for name, labels in re.findall(r"(holdfast_\w+)(?:\{([^}]*)\})?", query):
+            assert name in known, query
+            assert set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", labels)) <= known[name], query
+        for group in re.findall(r"\b(?:by|on) ?\(([\w, ]+)\)", query):
+            labels = {label for names_ in known.values() for label in names_}
+            assert {label.strip() for label in group.split(",")} <= labels, query
+
+
+def test_the_dashboard_shows_what_the_operations_page_promises() -> None:
+    shown = " ".join(queries())
+    for name in (
+        "holdfast_goodput_ratio", "holdfast_step_duration_seconds", "holdfast_job_restarts_total",
+        "holdfast_job_recovery_duration_seconds_sum", "holdfast_checkpoint_age_seconds",
+    ):  # fmt: skip
+        assert name in shown
+
+
+def test_panels_of_the_dashboard_have_ids_and_places_of_their_own() -> None:
+    panels = json.loads((render.CHART / "files" / "dashboard.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_chart_and_operator_spell_labels_and_annotations_alike() -> None:
+    policy = of_kind("ValidatingAdmissionPolicy", "-jobs")
+    known = next(v["expression"] for v in policy["spec"]["variables"] if v["name"] == "known")
+    assert set(re.findall(r"'([^']+)'", known)) == {names.CANCEL, names.CHAOS, names.CHECKPOINT}
+    network = of_kind("NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]
+    assert network == {"matchLabels": {names.LABEL_ROLE: names.ROLE_NODE}}
+
+
+def test_the_rights_of_the_operator_are_those_that_the_docs_list() -> None:
+    """docs/security.md: one row per resource, `| resource | verbs | why |`."""
+    page = (render.ROOT / "docs" / "security.md").read_text()
+    table = page.partition("## What the operator may do")[2].partition("\n## ")[0]
+    told = {
+        resource: {verb.strip() for verb in verbs.split(",")}
+        for resource, verbs in re.findall(r"^\| `([\w./-]+)` \| ([\w, ]+) \|", table, re.MULTILINE)
+    }
+    rules = of_kind("ClusterRole", "-operator")["rules"] + of_kind("Role", "-lease")["rules"]
+    allowed = {
+        f"{resource}.{group}".rstrip("."): set(rule["verbs"])
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert told == allowed
+    assert not any("*" in verbs for verbs in allowed.values())
+
+
+def test_the_operators_pod_has_no_privileges() -> None:
+    spec = of_kind("Deployment")["spec"]["template"]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {p["name"]: p["containerPort"] for p in container["ports"]} == {
+        "agents": 7077,
+        "http": 8080,
+    }
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_the_operator_knows_the_options_that_the_chart_gives_it() -> None:
+    given = set(re.findall(r"--([a-z-]+)=", (TEMPLATES / "deployment.yaml").read_text()))
+    known = (render.ROOT / "orchestrator" / "cli" / "commands" / "operator.py").read_text()
+    assert given and [name for name in given if f'"--{name}"' not in known] == []
+
+
+def chart_version() -> str:
+    chart = yaml.safe_load((render.CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"]
+    return str(chart["version"])
+
+
+def test_the_chart_has_the_version_of_the_program_and_of_the_images() -> None:
+    project = (render.ROOT / "pyproject.toml").read_text()
+    assert f'version = "{chart_version()}"' in project
+    for image in IMAGES:
+        text = dockerfile(image)
+        assert f'org.opencontainers.image.version="{chart_version()}"' in text
+        assert f"-t holdfast/{image}:{chart_version()} ." in text
+
+
+# -- images ------------------------------------------------------------------------------------
+IMAGES = ("operator", "worker")
+COPY = re.compile(r"^COPY (?!--from)(\S+) (\S+)$", re.MULTILINE)
+ROOTS = {"operator": ("orchestrator",), "worker": ("workers", "orchestrator/protocol")}
+# Installed under another name than it is imported by.
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+}
+
+
+def dockerfile(image: str) -> str:
+    return (render.ROOT / "images" / image / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_is_laid_out_from_the_common_list(image: str) -> None:
+    listed = yaml.safe_load((render.ROOT / "images" / "files.yaml").read_text())[image]
+    text = dockerfile(image)
+    wanted = {(one["from"], one["to"]) for one in listed["files"]}
+    assert set(COPY.findall(text)) == wanted
+    for source, _target in wanted:
+        assert (render.ROOT / source).exists(), source
+    assert f"USER {listed['user']}\n" in text
+    assert f"ENTRYPOINT {json.dumps(listed['entrypoint'])}\n" in text
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_has_a_base_of_one_version_and_no_shell_scripts(image: str) -> None:
+    text = dockerfile(image)
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert bases and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
+    commands = re.findall(r"^(?:RUN|CMD|ENTRYPOINT) (.*)$", text, re.MULTILINE)
+    assert all(isinstance(json.loads(command), list) for command in commands)
+    pinned = (render.ROOT / "images" / image / "requirements.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"#.*|[\w-]+==[\d.]+", line) for line in pinned)
+
+
+def imported(root: Path) -> Iterator[str]:
+    """Top-level names of what the files below import from outside."""
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield str(node.module).partition(".")[0]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_installs_everything_that_its_files_import(image: str) -> None:
+    lines = (render.ROOT / "images" / image / "requirements.txt").read_text().splitlines()
+    installed = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    found = {name for root in ROOTS[image] for name in imported(render.ROOT / root)}
+    outside = found - set(sys.stdlib_module_names) - {"orchestrator", "workers"}
+    assert {DISTRIBUTIONS.get(name, name) for name in outside} - installed == set()
