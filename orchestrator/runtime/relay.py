@@ -17,6 +17,7 @@ from ..core import events
 from ..core.events import AnyEvent
 from ..core.state import JobState
 from ..protocol import messages as wire
+from ..protocol.facts import NodeFacts
 from .endpoint import AgentLink
 from .executor import Executor
 
@@ -64,10 +65,13 @@ class Relay:
 
     def joined(self, link: AgentLink, hello: wire.Hello) -> None:
         self._log.info("%s joined, generation %d", hello.node, hello.generation)
+        # Where a node is, its backend may know better than its agent: racks are no agent's business.
+        located: Callable[[str, NodeFacts], NodeFacts] | None
+        located = getattr(self._backend, "facts_of", None)
         self._submit(
             events.NodeJoined(
                 node=hello.node,
-                facts=hello.facts,
+                facts=located(hello.node, hello.facts) if located is not None else hello.facts,
                 generation=hello.generation,
                 ranks=hello.ranks,
                 staged=hello.staged,

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..backends.base import Backend
 from ..backends.local import LocalBackend, LocalPaths
 from ..core.events import CancelRequested
 from ..protocol.spec import TrainingJob
+from .access import own_options
 from .assembly import Assembly
 from .driver import Driver
 from .endpoint import Endpoint
@@ -64,12 +65,12 @@ def run_job(
     note = on_note or (lambda text: print(text, file=sys.stderr))
     if attach:
         directory = where.find(job.name)
-        with directory.locked(), job_environment(directory.job()):
+        with directory.locked(), _surroundings(directory):
             service = Service(directory, on_view, note)
             return asyncio.run(service.run())
     directory = create_job(where, job, spec_directory)
     try:
-        with directory.locked(), job_environment(job):
+        with directory.locked(), _surroundings(directory):
             return asyncio.run(Service(directory, on_view, note).run())
     except BaseException:
         # If it never began, the name is free again and nothing runs.
@@ -87,6 +88,15 @@ def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
         logs=directory.logs,
     )
     return LocalBackend(job, paths)
+
+
+def _surroundings(directory: JobDirectory) -> AbstractContextManager[None]:
+    """spec.env in this process' environment, where the driver of the job's store looks for more
+    than can be told to it."""
+    job = directory.job()
+    if own_options(job, directory.checkpoint_path(job)) is None:
+        return job_environment(job)
+    return nullcontext()
 
 
 class Service:
@@ -118,7 +128,7 @@ class Service:
             token=directory.token(),
             backend=make_backend(job, directory),
             endpoint=self.endpoint,
-            storage=ThreadedTier(Storage(path, job.name), Strand()),
+            storage=ThreadedTier(Storage(path, job.name, own_options(job, path)), Strand()),
             on_change=self._dirty.set,
             on_note=on_note,
         )

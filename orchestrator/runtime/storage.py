@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ class CommitRefused(HoldfastError):
 class Storage:
     """One job's checkpoint path: a local directory or any URL that fsspec knows."""
 
-    def __init__(self, path: str, job_name: str) -> None:
-        """Raises UserError for a URL whose scheme is unknown or whose driver is not installed."""
+    def __init__(self, path: str, job_name: str, options: Mapping[str, Any] | None = None) -> None:
+        """`options`: of the URL's fsspec driver (runtime/access.py). Raises UserError for a URL
+        whose scheme is unknown or whose driver is not installed."""
         self.path = path
         self._job_name = job_name
         try:
-            self.fs, self.root = fsspec.core.url_to_fs(path)
+            self.fs, self.root = fsspec.core.url_to_fs(path, **(options or {}))
         except ImportError as error:
             raise UserError(str(missing_driver(path, error))) from None
         except ValueError as error:
