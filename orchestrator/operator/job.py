@@ -28,13 +28,14 @@ from ..backends.kubernetes.mirror import Pauses
 from ..backends.kubernetes.names import new_node_name, tls_name
 from ..backends.kubernetes.pods import LOGS, pod_document
 from ..core.events import PreemptionNoticed
+from ..protocol import messages as wire
 from ..protocol.errors import HoldfastError, SpecError, UserError
 from ..protocol.spec import TrainingJob
 from ..protocol.tls import server_context_from_pem
+from ..runtime.access import storage_of
 from ..runtime.assembly import Assembly
 from ..runtime.clock import Clock
 from ..runtime.endpoint import Endpoint
-from ..runtime.storage import Storage
 from ..runtime.strand import Strand
 from ..runtime.tier import ThreadedTier
 from ..runtime.view import JobView
@@ -81,6 +82,7 @@ class Job:
         self._told: JobView | None = None
         self._final: JobView | None = None
         self._labelled = 0
+        self._deleted = False
         self._seen: tuple[Any, ...] = ()
         self._verdict = Verdict("pending", "Accepted", "the operator is taking the job up")
         self._remark: tuple[str, str] | None = None
@@ -94,9 +96,16 @@ class Job:
         return self._assembly.view() if self._assembly is not None else None
 
     def update(self, document: Document) -> None:
-        self._document = document
+        old, self._document = self._document, document
         self.reporter.seen(document)
-        self._changed.set()
+        # Each status that we write comes back as a change, too.
+        if _wishes_of(old) != _wishes_of(document):
+            self._changed.set()
+
+    def deleted(self) -> None:
+        """Its object is gone, and its pods are going: agents need not hand anything over. `run` is
+        cancelled next."""
+        self._deleted = True
 
     # -- its life ------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -185,6 +194,9 @@ class Job:
             await self._attend(assembly)
         finally:
             self._assembly, self._wishes = None, None
+            if self._deleted:
+                for link in assembly.links.values():
+                    link.send(wire.Shutdown(detail="the job was deleted"))
             await assembly.close()
         state = assembly.driver.controller.state
         self._final = assembly.view(live=False) if state.terminal else None
@@ -215,7 +227,7 @@ class Job:
                 # It was valid when it started; the job goes on as it was.
                 lines = "; ".join(str(problem) for problem in error.problems)
                 wishes.refuse(self._document, lines)
-            self.reporter.dirty(urgent=True)
+            self.reporter.dirty(urgent=True)  # of what is wanted, and of what was refused
             await self._changed.wait()
 
     def _assemble(self, job: TrainingJob, keys: Keys) -> Assembly:
@@ -240,7 +252,9 @@ class Job:
             token=keys.token,
             backend=self._backend,
             endpoint=self._context.endpoint,
-            storage=ThreadedTier(Storage(path, self.owner.key), Strand(self._context.threads)),
+            storage=ThreadedTier(
+                storage_of(job, path, self.owner.key), Strand(self._context.threads)
+            ),
             tls_name=tls_name(self.owner.uid),
             tls_context=server_context_from_pem(keys.certificate, keys.key),
             clock=self._clock,
@@ -346,3 +360,8 @@ class Job:
         await asyncio.sleep(float(ttl_s))
         namespace, name = self.owner.namespace, self.owner.name
         await self._context.cluster.delete(JOBS, namespace, name, uid=self.owner.uid)
+
+
+def _wishes_of(document: Document) -> tuple[Any, Any]:
+    metadata = document["metadata"]
+    return metadata["generation"], metadata.get("annotations")

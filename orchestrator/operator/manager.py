@@ -111,7 +111,9 @@ class Manager:
             self._tasks[key] = asyncio.get_running_loop().create_task(attending)
 
     def _end(self, key: Key) -> None:
-        self.jobs.pop(key, None)
+        job = self.jobs.pop(key, None)
+        if job is not None:
+            job.deleted()
         task = self._tasks.pop(key, None)
         if task is None:
             return

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..backends.kubernetes.pods import Owner, PodSettings
 from ..protocol.errors import Problem, SpecError
-from ..protocol.spec import TrainingJob, job_from_mapping
+from ..protocol.spec import TrainingJob
+from ..protocol.spec.crd import job_from_resource
 
 Document = dict[str, Any]
 
@@ -26,7 +27,7 @@ def read_job(document: Document, pods: PodSettings) -> TrainingJob:
     job, and kubectl keeps a copy of the whole document in one of them."""
     metadata = document["metadata"]
     kept = {key: metadata[key] for key in ("name", "namespace", "labels") if key in metadata}
-    job = job_from_mapping(
+    job = job_from_resource(
         {
             "apiVersion": document.get("apiVersion"),
             "kind": document.get("kind"),
