@@ -170,8 +170,12 @@ def preemption_noticed(turn: Turn, event: PreemptionNoticed) -> None:
         return
     if event.grace_s > 0:
         leaves_ns = turn.now + seconds(event.grace_s)
+        if node.leaves_ns is None:
+            turn.disarm("preempt")  # now it is known how long training can go on
         node.leaves_ns = min(node.leaves_ns or leaves_ns, leaves_ns)
     if node.preempting:
+        if event.detail and event.detail not in node.leaving:
+            node.leaving = f"{node.leaving}; {event.detail}"
         return
     node.preempting, node.leaving = True, event.detail or "no detail given"
     grace = f", in {event.grace_s:.0f} s" if event.grace_s > 0 else ""

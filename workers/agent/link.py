@@ -53,22 +53,22 @@ class ControllerLink:
                 await asyncio.sleep(_jittered(pause_s))
                 pause_s = min(2 * pause_s, limits.RECONNECT_MAX_S)
                 continue
-            self._tell("")
             welcomed = await self._hear(*streams)
             pause_s = limits.RECONNECT_MIN_S if welcomed else min(2 * pause_s, 1.0)
             await asyncio.sleep(_jittered(pause_s))
 
     def _tell(self, text: str) -> None:
         """Each reason once, not at every attempt."""
-        if text and text != self._told:
-            print(text, file=sys.stderr)
+        if text != self._told:
+            print(text, file=sys.stderr, flush=True)
         self._told = text
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
             self._writer.write(m.encode(message))
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
+        self._tell(f"closing the link: {why}")
         if self._writer is not None:
             self._writer.close()
 
@@ -85,12 +85,16 @@ class ControllerLink:
                 message = m.decode(await reader.readexactly(length))
                 if not isinstance(message, m.ToAgent):
                     raise m.BadFrame(f"{type(message).__name__} is not for agents")
-                welcomed = welcomed or isinstance(message, m.Welcome)
+                if isinstance(message, m.Welcome):
+                    welcomed, self._told = True, ""
                 self._on_message(message)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass
+        except asyncio.IncompleteReadError:
+            self._tell("the controller has closed the connection")
+        except (OSError, TimeoutError) as error:
+            # A certificate that the controller does not accept shows here, not when dialling.
+            self._tell(f"the connection broke: {error or 'the controller said nothing'}")
         except m.BadFrame as error:
-            print(f"controller: {error}; closing the connection", file=sys.stderr)
+            self._tell(f"controller: {error}; closing the connection")
         self._writer = None
         writer.close()
         self._on_down()

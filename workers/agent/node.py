@@ -194,8 +194,7 @@ class Node:
             case f.Send():
                 self._link.send(output.message)
             case f.CloseLink():
-                print(f"closing the link: {output.detail}", file=sys.stderr)
-                self._link.close()
+                self._link.close(output.detail)
             case f.Configure():
                 self._configure()
             case f.Fork():

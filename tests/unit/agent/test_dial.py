@@ -179,7 +179,7 @@ def test_a_link_follows_the_controller_to_a_new_port(tmp_path: Path) -> None:
                 changed.clear()
                 await changed.wait()
             server.close()
-            link.close()
+            link.close("the test says so")
             while news[-1:] != ["down"]:
                 changed.clear()
                 await changed.wait()

@@ -205,6 +205,19 @@ def test_an_announcement_that_is_repeated_changes_only_the_time_left() -> None:
     assert story.replayed().state == story.state
 
 
+def test_what_kubernetes_says_first_is_joined_with_what_the_node_says_then() -> None:
+    story = Story(sharded()).started()
+    story.tell(PreemptionNoticed(node="b", detail="evicted: the node is being drained"))
+    leave(story)
+    story.succeed(RequestNodes)
+    story.wait(GRACE_S / 3 - 0.1)
+    assert not story.of(StopGroup), "the time that the node has is known now"
+    story.join("c")
+    story.all_stopped(30)
+    evidence = story.state.incidents[-1].evidence
+    assert evidence == "evicted: the node is being drained; got SIGTERM"
+
+
 def test_a_resize_does_not_bring_a_leaving_node_back() -> None:
     story = Story(spec({"min": 1, "max": 3}, 2, "auto")).started("a", "b", "c")
     leave(story)
