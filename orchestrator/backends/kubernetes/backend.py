@@ -12,14 +12,15 @@ generation anyway.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import msgspec
 
+from ...protocol.errors import HoldfastError, UserError
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom
@@ -28,9 +29,11 @@ from .client import Cluster, Document
 from .errors import PODS, ApiError
 from .feed import PodFeed
 from .gang import Gangs, Rank
+from .known import Known
 from .mirror import Change, Pauses
 from .places import Places
 from .pods import GRACE_MARGIN_S, Owner, PodSettings, pod_document
+from .queues.queue import Queue
 from .starting import Starting
 
 AT_ONCE = 16
@@ -56,21 +59,6 @@ class Shared:
     settings: PodSettings
 
 
-@dataclass
-class Known:
-    """What a job's controller knows of its pods beside the feed."""
-
-    creating: set[str] = field(default_factory=set)
-    """Asked for, and not seen in the feed yet."""
-    told: set[str] = field(default_factory=set)
-    """Those whose end has been told."""
-    noticed: set[str] = field(default_factory=set)
-    """Those that are being taken away, told."""
-    released: set[str] = field(default_factory=set)
-    place: dict[str, str] = field(default_factory=dict)
-    """Pod -> Kubernetes node, of all that were ever seen."""
-
-
 class KubernetesBackend:
     """Implements backends.base.Backend."""
 
@@ -90,6 +78,7 @@ class KubernetesBackend:
         self._job, self._owner, self._shared = job, owner, shared
         self._cluster = shared.cluster
         self._key = (owner.namespace, owner.name)
+        self.queue = Queue(job, owner, shared.cluster)
         self._starting = Starting(
             Rank(-job.spec.priority, created, owner.key),
             job.spec.nodes.min,
@@ -117,20 +106,27 @@ class KubernetesBackend:
             self._learn(pod)
             if words.is_over(pod):
                 self._known.told.add(pod["metadata"]["name"])
+        self.queue.opened(self._pods())
         self._shared.feed.subscribe(self._key, self._changed)
         self._open = True
         self._look()
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         self._refuse_too_early()
-        blamed = self._blamed(avoid)
-        nodes = tuple(names.new_node_name(self._owner.name) for _ in range(count))
+        plan = self.queue.plan(count, self._pods())
+        if plan.ready:
+            return plan.ready
+        blamed = self._known.blamed(avoid, self._pods())
+        nodes = tuple(names.new_node_name(self._owner.name) for _ in range(plan.create))
         self._known.creating.update(nodes)
         try:
             if self._ensure_secret is not None:
                 await self._ensure_secret()
-            results = await asyncio.gather(*(self._create(node, blamed) for node in nodes))
-        except ApiError as error:
+            pods = [self._document(node, blamed, index) for index, node in enumerate(nodes)]
+            if pods:
+                await self.queue.ensure(pods[0], self._pods())
+            results = await asyncio.gather(*(self._create(pod) for pod in pods))
+        except (ApiError, UserError) as error:
             self._known.creating.difference_update(nodes)
             raise self._no_room(count, error) from None
         refused = [result for result in results if result is not None]
@@ -142,6 +138,8 @@ class KubernetesBackend:
             raise self._no_room(count, refused[0])
         self._refusal = ""
         self._on_change()
+        if plan.held:
+            raise NoRoom(plan.held)
         return nodes
 
     async def release_node(self, node: str) -> None:
@@ -154,7 +152,8 @@ class KubernetesBackend:
             self._spawn(self._remove_if_gone(node, pod["metadata"]["uid"]))
 
     async def list_nodes(self) -> tuple[str, ...]:
-        there = {name for name, pod in self._pods().items() if not words.is_over(pod)}
+        alive = {name: pod for name, pod in self._pods().items() if not words.is_over(pod)}
+        there = {name for name, pod in alive.items() if not self.queue.is_held(pod)}
         return tuple(sorted(there | self._known.creating))
 
     async def close(self, *, release: bool) -> None:
@@ -179,7 +178,7 @@ class KubernetesBackend:
 
     def troubles(self) -> list[words.Trouble]:
         """Why pods do not start, or could not even be made; the same only once."""
-        found = [words.trouble(pod) for pod in self._pods().values()]
+        found = [self.queue.trouble(pod) or words.trouble(pod) for pod in self._pods().values()]
         if self._refusal:
             found.append(words.Trouble("NoRoom", self._refusal))
         return list(dict.fromkeys(one for one in found if one is not None))
@@ -216,17 +215,11 @@ class KubernetesBackend:
             self._refusal = f"waiting for room; job {ahead} came first and has not enough either"
             raise NoRoom(self._refusal)
 
-    def _blamed(self, avoid: tuple[str, ...]) -> dict[str, str]:
-        """Blamed node of the job -> Kubernetes node, also from before our time."""
-        found: dict[str, str] = {}
-        for pod in self._pods().values():
-            text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
-            found |= json.loads(text) if text else {}
-        place = self._known.place
-        return found | {node: place[node] for node in avoid if place.get(node)}
+    def _document(self, node: str, blamed: Mapping[str, str], index: int) -> Document:
+        pod = pod_document(self._job, self._owner, self._shared.settings, node, blamed)
+        return self.queue.decorate(pod, self._pods(), index)
 
-    async def _create(self, node: str, blamed: Mapping[str, str]) -> ApiError | None:
-        document = pod_document(self._job, self._owner, self._shared.settings, node, blamed)
+    async def _create(self, document: Document) -> ApiError | None:
         async with self._slots:
             try:
                 await self._cluster.create(PODS, self._owner.namespace, document)
@@ -234,8 +227,9 @@ class KubernetesBackend:
                 return error
         return None
 
-    def _no_room(self, count: int, error: ApiError) -> NoRoom:
-        self._refusal = f"{count} pods were asked for and none was made: {error.message}"
+    def _no_room(self, count: int, error: HoldfastError) -> NoRoom:
+        why = error.message if isinstance(error, ApiError) else str(error)
+        self._refusal = f"{count} pods were asked for and none was made: {why}"
         self._on_change()
         return NoRoom(self._refusal)
 
@@ -273,6 +267,8 @@ class KubernetesBackend:
         else:
             self._notice(name, pod)
         self._known.creating.discard(name)
+        if change != "DELETED" and (patch := self.queue.given_back(pod)):
+            self._spawn(self._patch(name, patch))
         if words.is_running(pod):
             self._pauses.reset()
         self._news.set()
@@ -309,7 +305,8 @@ class KubernetesBackend:
             return
         now_s = asyncio.get_running_loop().time()
         before = set(self._starting.troubled)
-        pods = {name: pod for name, pod in self._pods().items() if name not in self._known.told}
+        told, waits = self._known.told, self.queue.waits
+        pods = {n: pod for n, pod in self._pods().items() if n not in told and not waits(pod)}
         decision = self._starting.look(now_s, pods)
         for name, why in decision.give_back.items():
             self._tell(name, why)
@@ -372,6 +369,7 @@ class KubernetesBackend:
                 await asyncio.wait_for(self._news.wait(), give_up - loop.time())
             except TimeoutError:
                 break
+        await asyncio.gather(*starmap(self._patch, self.queue.last_patches(self._pods()).items()))
         left = [name for name, pod in self._pods().items() if not words.is_over(pod)]
         await self._delete({*left, *self._known.creating})
 

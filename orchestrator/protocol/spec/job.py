@@ -24,9 +24,13 @@ KIND = "TrainingJob"
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
 
+# A name with a domain before it, as batch/v1 demands of spec.managedBy.
+MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
+
 PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, beginning and ending with no dash",
     RESOURCE_PATTERN: "a name such as nvidia.com/gpu: letters, digits, dashes, dots, one slash",
+    MANAGER_PATTERN: "a domain, a slash and a name, such as example.com/dispatcher",
 }
 """What a pattern means, for error messages."""
 
@@ -79,7 +83,12 @@ class JobSpec(Part):
     priority: int = 0
     """Higher runs first where jobs compete."""
     queue: str | None = None
-    """Queue to be admitted by, where the cluster has queues."""
+    """Queue to be admitted by, with kubernetes.gang kueue (a LocalQueue of the job's namespace) or
+    volcano (a Queue)."""
+    managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)
+    """Controller that runs the job, as in a batch/v1 Job: a name such as example.com/dispatcher
+    makes the operator of Holdfast leave the job alone. Without it, or with holdfast.dev/operator:
+    Holdfast."""
     suspend: bool = False
     """true: hold the job, keeping its newest checkpoint."""
     active_deadline_s: Seconds | None = None

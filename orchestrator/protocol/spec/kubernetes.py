@@ -52,6 +52,12 @@ class Kubernetes(Part):
     spread: Literal["preferred", "required", "none"] = "preferred"
     """Whether two pods of the job may share a Kubernetes node: preferred: only where there is no
     other room; required: never; none: as the scheduler likes."""
+    gang: Literal["none", "kueue", "volcano", "coscheduling", "native"] = "none"
+    """Who places nodes.min nodes together or not at all: kueue, volcano, coscheduling (of
+    scheduler-plugins), native (Kubernetes 1.36 and newer); none: a gang that has only a part of its
+    nodes gives them back after a while. See docs/queues.md."""
+    workload_priority_class_name: str | None = Field(default=None, max_length=253)
+    """With Kueue: the WorkloadPriorityClass that decides who is admitted before whom."""
     start_timeout_s: Seconds = START_TIMEOUT_S
     """How long a pod may fail to start (unschedulable, its image cannot be pulled, refused by the
     kubelet) before it is given back and asked for anew, with the reason in the job's conditions."""

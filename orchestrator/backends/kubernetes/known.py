@@ -1,0 +1,36 @@
+"""What a job's backend knows of its pods beside the feed.
+
+Owns: that memory, and which Kubernetes nodes are to blame. Must not: touch the API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import names
+
+
+@dataclass
+class Known:
+    """What a job's controller knows of its pods beside the feed."""
+
+    creating: set[str] = field(default_factory=set)
+    """Asked for, and not seen in the feed yet."""
+    told: set[str] = field(default_factory=set)
+    """Those whose end has been told."""
+    noticed: set[str] = field(default_factory=set)
+    """Those that are being taken away, told."""
+    released: set[str] = field(default_factory=set)
+    place: dict[str, str] = field(default_factory=dict)
+    """Pod -> Kubernetes node, of all that were ever seen."""
+
+    def blamed(self, avoid: tuple[str, ...], pods: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+        """Blamed node of the job -> Kubernetes node, also from before our time."""
+        found: dict[str, str] = {}
+        for pod in pods.values():
+            text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
+            found |= json.loads(text) if text else {}
+        return found | {node: self.place[node] for node in avoid if self.place.get(node)}

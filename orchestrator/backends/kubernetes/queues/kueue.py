@@ -1,0 +1,103 @@
+"""Kueue: pods that wait behind a gate until their queue has quota for them. Pure.
+
+Owns: the names that Kueue looks at, and how a job's pods form groups. Must not: touch the API.
+
+Source: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ and KEP-976 (plain pods). What decides:
+
+* A pod group has one size, which cannot change, and is admitted as a whole. So the gang
+  (nodes.min) is a pod group, and every node beyond it is a pod of its own, which is asked for only
+  once the gang is admitted: before, such pods could take the quota that the gang waits for.
+* The group keeps the quota of a pod that failed, for its replacement. A replacement counts only if
+  its role is that of the lost pod; the role is normally a hash of resources, affinity and so on,
+  and ours may differ (they keep away from blamed nodes), so all have one role, named in an
+  annotation, as Kueue's own controllers do it.
+* A pod that ended well is not replaced and keeps its place in the group until the group is over. A
+  node that was given back ends well: then the finalizer by which Kueue counts it is taken off.
+* A group is over when all its pods ended well, or when all have ended and one of them says that
+  none will be replaced. A job that ends says so: its quota is free although pods stay for their
+  logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import words
+from ..errors import Resource
+from .base import Document, Group, with_metadata, with_spec
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+MANAGED = "kueue.x-k8s.io/managed"
+"""Label, and finalizer by which Kueue keeps pods until it has counted them."""
+GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+COUNT_NOTE = "kueue.x-k8s.io/pod-group-total-count"
+ROLE_NOTE = "kueue.x-k8s.io/role-hash"
+ROLE = "main"
+RETRIABLE_NOTE = "kueue.x-k8s.io/retriable-in-group"
+GATE = "kueue.x-k8s.io/admission"
+
+LOCAL_QUEUES = (
+    Resource("kueue.x-k8s.io", "v1beta2", "localqueues"),
+    Resource("kueue.x-k8s.io", "v1beta1", "localqueues"),
+)
+
+
+class Kueue:
+    title = "Kueue"
+    apis: tuple[Resource, ...] = LOCAL_QUEUES
+    remedy = (
+        "install Kueue (https://kueue.sigs.k8s.io) with its integration for pods, or choose "
+        "another spec.kubernetes.gang"
+    )
+
+    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+        """The gate and the label are what Kueue's webhook would set: a pod that it does not see
+        must not pass the queue by."""
+        labels = {QUEUE_LABEL: group.queue, MANAGED: "true"}
+        if group.workload_priority_class:
+            labels[PRIORITY_LABEL] = group.workload_priority_class
+        notes = {}
+        if member:
+            labels[GROUP_LABEL] = group.name
+            notes = {COUNT_NOTE: str(group.size), ROLE_NOTE: ROLE}
+        gates = [*pod["spec"].get("schedulingGates", ()), {"name": GATE}]
+        unique = list({gate["name"]: gate for gate in gates}.values())
+        return with_spec(with_metadata(pod, labels=labels, notes=notes), schedulingGates=unique)
+
+    def extra(self, group: Group, api: Resource, pod: Document) -> None:
+        """None: Kueue makes its Workload itself, from the pods."""
+
+
+def is_held(pod: Document) -> bool:
+    """Kueue has not admitted it."""
+    gates = pod["spec"].get("schedulingGates") or ()
+    return any(gate["name"] == GATE for gate in gates) and not words.is_leaving(pod)
+
+
+def is_member(pod: Document) -> bool:
+    return GROUP_LABEL in pod["metadata"].get("labels", {})
+
+
+def members_wanted(pods: Mapping[str, Document], group: Group) -> int:
+    """So many are missing from the gang. `pods`: all of the job."""
+    there = sum(
+        is_member(pod) and not words.is_over(pod) and not words.is_leaving(pod)
+        for pod in pods.values()
+    )
+    return max(0, group.size - there)
+
+
+def given_back(pod: Document) -> dict[str, Any] | None:
+    """A patch that frees the place in its group of a pod that ended and that somebody deleted;
+    None: nothing is to be done. A pod that failed is Kueue's: it waits for the replacement."""
+    finalizers = pod["metadata"].get("finalizers") or []
+    ended_well = pod.get("status", {}).get("phase") == "Succeeded"
+    if MANAGED not in finalizers or not (is_member(pod) and ended_well and words.is_leaving(pod)):
+        return None
+    return {"metadata": {"finalizers": [name for name in finalizers if name != MANAGED]}}
+
+
+NO_REPLACEMENT: dict[str, Any] = {"metadata": {"annotations": {RETRIABLE_NOTE: "false"}}}
+"""A patch: no pod of the group will be replaced."""

@@ -1,0 +1,200 @@
+"""What the backend of one job asks: what its pods look like, which may be asked for now, what has
+to be there before them.
+
+Owns: the requests for PodGroups, and which nodes wait behind Kueue's gate. Must not: create or
+delete pods; the backend does.
+
+Nodes behind a gate are no nodes of the job yet: the core is told of them when they are admitted, so
+that it neither waits for them nor gives them back, which would lose their place in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ....protocol.errors import UserError
+from ....protocol.spec import TrainingJob
+from .. import words
+from ..client import Cluster
+from ..errors import Forbidden, Invalid, NotFound, Resource
+from ..pods import Owner
+from . import kueue
+from .base import Document, Group, group_of
+from .choice import integration_of
+
+MAX_NAMED = 5
+"""Queues that a complaint lists."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What comes of a request for nodes."""
+
+    ready: tuple[str, ...] = ()
+    """Nodes that were asked for before and are admitted now; nothing is to be made then."""
+    create: int = 0
+    held: str = ""
+    """Those that are made are behind a gate, and why; empty: they are nodes at once."""
+
+
+class Queue:
+    """Of one job."""
+
+    def __init__(self, job: TrainingJob, owner: Owner, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._group = group_of(job, owner)
+        self._integration = integration_of(job)
+        self._kueue = isinstance(self._integration, kueue.Kueue)
+        self._granted: set[str] = set()
+        """Nodes that the core knows."""
+        self._loose = False
+        """The gang is fixed at a size that it no longer has: further nodes go by themselves."""
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    def follow(self, job: TrainingJob) -> None:
+        """The spec has changed: nodes.min may be another one."""
+        self._group = group_of(job, self._group.owner)
+
+    # -- pods ----------------------------------------------------------------------------------
+    def opened(self, pods: Mapping[str, Document]) -> None:
+        """`pods`: those that there are when we take the job up."""
+        self._granted = {name for name, pod in pods.items() if not self.is_held(pod)}
+
+    def decorate(self, pod: Document, pods: Mapping[str, Document], index: int = 0) -> Document:
+        """`pods`: all of the job; `index`: of this pod among those that are made together."""
+        if self._integration is None or self._loose:
+            return pod
+        member = not self._kueue or index < kueue.members_wanted(pods, self._group)
+        return self._integration.pod(pod, self._group, member=member)
+
+    def plan(self, count: int, pods: Mapping[str, Document]) -> Plan:
+        """`count`: what the core asks for."""
+        if not self._kueue:
+            return Plan(create=count)
+        admitted = [
+            name
+            for name, pod in pods.items()
+            if name not in self._granted
+            and not (self.is_held(pod) or words.is_over(pod) or words.is_leaving(pod))
+        ]
+        if admitted:
+            self._granted.update(admitted)
+            return Plan(ready=tuple(sorted(admitted)))
+        held = [pod for pod in pods.values() if self.is_held(pod) and not words.is_over(pod)]
+        missing = kueue.members_wanted(pods, self._group)
+        waiting = self.why_held
+        if missing:
+            return Plan(create=missing, held=waiting)
+        if any(kueue.is_member(pod) for pod in held):
+            return Plan(held=waiting)
+        return Plan(create=max(0, count - len(held)), held=waiting)
+
+    @property
+    def why_held(self) -> str:
+        return (
+            f"queued: Kueue's queue {self._group.queue} has not admitted them yet "
+            f"(kubectl get workloads -n {self._group.owner.namespace} says why)"
+        )
+
+    def is_held(self, pod: Document) -> bool:
+        """A queue holds it back: it is no node yet, and takes no room."""
+        return self._kueue and kueue.is_held(pod)
+
+    def waits(self, pod: Document) -> bool:
+        """It is not placed, and how long that takes is the business of whoever places gangs."""
+        if self._integration is None or words.place(pod):
+            return False
+        found = words.trouble(pod)
+        return self.is_held(pod) or (found is not None and found.code == "Unschedulable")
+
+    def trouble(self, pod: Document) -> words.Trouble | None:
+        """Why it does not start, as far as it is the queue's doing, or that of the scheduler."""
+        if words.is_over(pod) or words.is_leaving(pod):
+            return None
+        if self.is_held(pod):
+            return words.Trouble("Queued", self.why_held)
+        if self._integration is None or not self.waits(pod):
+            return None
+        found = words.trouble(pod)
+        where = f" (queue {self._group.queue})" if self._group.queue else ""
+        text = f"queued: {self._integration.title} places {self._group.size} nodes together{where}"
+        return words.Trouble("Queued", f"{text}; {found.text if found else ''}".rstrip("; "))
+
+    def given_back(self, pod: Document) -> Document | None:
+        """A patch of this pod that is due now."""
+        return kueue.given_back(pod) if self._kueue else None
+
+    def last_patches(self, pods: Mapping[str, Document]) -> dict[str, Document]:
+        """Pod -> patch, when the job has ended."""
+        if not self._kueue:
+            return {}
+        return {name: kueue.NO_REPLACEMENT for name, pod in pods.items() if kueue.is_member(pod)}
+
+    # -- what has to be there before the pods ----------------------------------------------------
+    async def ensure(self, pod: Document, pods: Mapping[str, Document]) -> None:
+        """`pod`: what the pods of the job look like; `pods`: those that there are. Raises UserError
+        when the cluster lacks what the spec chooses, and ApiError."""
+        integration = self._integration
+        if integration is None:
+            return
+        if self._kueue:
+            await self._check_local_queue()
+            return
+        for api in integration.apis:
+            document = integration.extra(self._group, api, pod)
+            assert document is not None, "only Kueue needs no object"
+            try:
+                await self._apply(
+                    api, document, any(not words.is_over(one) for one in pods.values())
+                )
+                return
+            except NotFound:
+                continue
+        raise self._lacking()
+
+    async def _apply(self, api: Resource, document: Document, running: bool) -> None:
+        namespace, name = self._group.owner.namespace, self._group.name
+        self._loose = False
+        try:
+            await self._cluster.apply(api, namespace, name, document)
+        except Invalid as error:
+            if "immutable" not in error.message:
+                raise
+            if running:
+                # Its members are placed already, and it may not go while they are there.
+                self._loose = True
+                return
+            await self._cluster.delete(api, namespace, name)
+            await self._cluster.apply(api, namespace, name, document)
+
+    async def _check_local_queue(self) -> None:
+        for api in kueue.LOCAL_QUEUES:
+            try:
+                found, _version = await self._cluster.list_all(api, self._group.owner.namespace)
+            except Forbidden:
+                # Whether the queue exists is Kueue's to say then: the pods wait behind their gate.
+                return
+            except NotFound:
+                continue
+            there = sorted(one["metadata"]["name"] for one in found)
+            if self._group.queue not in there:
+                named = ", ".join(there[:MAX_NAMED]) or "none"
+                raise UserError(
+                    f"spec.queue: got {self._group.queue}; expected a LocalQueue of namespace "
+                    f"{self._group.owner.namespace} (there: {named}); make it, or name another"
+                )
+            return
+        raise self._lacking()
+
+    def _lacking(self) -> UserError:
+        integration = self._integration
+        assert integration is not None
+        api = integration.apis[0]
+        return UserError(
+            f"spec.kubernetes.gang: {integration.title} was chosen, and the cluster does not serve "
+            f"{api.plural}.{api.group}; {integration.remedy}"
+        )
