@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,6 +300,34 @@ def test_the_operator_may_do_what_it_needs_and_no_more(
     words = ["auth", "can-i", verb, name, *([f"--subresource={sub}"] if sub else [])]
     done = user.attempt(*words, f"--as={OPERATOR}")
     assert done.stdout.strip().splitlines()[-1] == ("yes" if allowed else "no"), done.stderr
+
+
+def commands() -> list[str]:
+    """The kubectl lines of docs/kubernetes.md."""
+    page = (render.ROOT / "docs" / "kubernetes.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("kubectl ")]
+
+
+def test_every_kubectl_line_of_the_docs_works(user: Kubectl) -> None:
+    """In their order, from the root of the repository. Without nodes: what the operator would say
+    is written by hand, as the operator."""
+    lines = [line for line in commands() if not line.startswith("kubectl apply -k")]
+    assert len(lines) > 15
+    for line in lines:
+        words = shlex.split(line)[1:]
+        if words[0] == "wait":
+            kind = re.findall(r"--for=condition=(\w+)", line)[0]
+            said = {"type": kind, "status": "True", "reason": "Tried", "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
+            patch = json.dumps({"status": {"state": "running", "conditions": [said]}})
+            user.run("patch", "tj", "stdlib-bytes", "--subresource=status", "--type=merge",
+                     "--patch", patch, f"--as={OPERATOR}")  # fmt: skip
+        words = [word for word in words if word != "--watch"]  # would never end
+        words = [str(render.ROOT / w) if w.startswith("examples/") else w for w in words]
+        done = user.attempt(*words)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+    assert user.get("tj", "stdlib-bytes") is None
 
 
 def test_uninstall_keeps_the_jobs_and_the_manifests_install_over_them(
