@@ -27,6 +27,7 @@ from ..backends.kubernetes.keys import Keys, ensure_keys
 from ..backends.kubernetes.mirror import Pauses
 from ..backends.kubernetes.names import new_node_name, tls_name
 from ..backends.kubernetes.pods import LOGS, pod_document
+from ..backends.kubernetes.queues.queue import Queue
 from ..core.events import PreemptionNoticed
 from ..protocol import messages as wire
 from ..protocol.errors import HoldfastError, SpecError, UserError
@@ -222,6 +223,8 @@ class Job:
             self._changed.clear()
             try:
                 job = read_job(self._document, self._context.shared.settings)
+                if self._backend is not None:
+                    self._backend.queue.follow(job)
                 await wishes.follow(self._document, job)
             except SpecError as error:
                 # It was valid when it started; the job goes on as it was.
@@ -263,9 +266,12 @@ class Job:
         )
 
     async def _check_pod(self, job: TrainingJob) -> None:
-        """A pod that the API server would refuse is a mistake in the template. Raises Invalid."""
+        """A pod that the API server would refuse is a mistake in the template, and a gang that the
+        cluster knows nothing of one in the spec. Raises Invalid, UserError."""
         node = new_node_name(self.owner.name)
+        queue = Queue(job, self.owner, self._context.cluster)
         pod = pod_document(job, self.owner, self._context.shared.settings, node)
+        pod = queue.decorate(pod, {})
         try:
             await self._context.cluster.create(PODS, self.owner.namespace, pod, dry_run=True)
         except Invalid as error:
@@ -273,6 +279,7 @@ class Job:
         except ApiError as error:
             # A quota may have room later; the backend says so when it asks in earnest.
             log.info("a pod could not be tried: %s", error, extra={"job": self.owner.key})
+        await queue.ensure(pod, {})
 
     async def _ensure_secret(self) -> None:
         _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)

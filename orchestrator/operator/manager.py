@@ -20,6 +20,7 @@ from ..backends.kubernetes.gang import Gangs
 from ..backends.kubernetes.mirror import Change, Key, Mirror, key_of
 from ..backends.kubernetes.places import Places
 from ..backends.kubernetes.pods import PodSettings
+from ..backends.kubernetes.queues import choice
 from ..runtime.endpoint import Endpoint
 from .job import Context, Job
 
@@ -103,6 +104,8 @@ class Manager:
         elif document["metadata"].get("deletionTimestamp"):
             # A finalizer of somebody else holds it: for us it is over.
             self._end(key)
+        elif choice.is_left_alone(document):
+            return
         elif key in self.jobs:
             self.jobs[key].update(document)
         else:

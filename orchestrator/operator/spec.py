@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..backends.kubernetes.pods import Owner, PodSettings
+from ..backends.kubernetes.queues import choice
 from ..protocol.errors import Problem, SpecError
 from ..protocol.spec import TrainingJob
 from ..protocol.spec.crd import job_from_resource
@@ -35,7 +36,7 @@ def read_job(document: Document, pods: PodSettings) -> TrainingJob:
             "spec": document.get("spec"),
         }
     )
-    problems = list(_problems(job, pods))
+    problems = [*_problems(job, pods), *choice.problems(job)]
     if problems:
         raise SpecError(problems)
     return job
