@@ -19,6 +19,7 @@ from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.run import Run
 
 NUM_NODES = 3
@@ -75,6 +76,15 @@ def cluster(node_binaries: programs.Binaries) -> Iterator[Cluster]:
         made = Cluster(run, node_binaries)
         made.start(NUM_NODES)
         yield made
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster) -> Operator:
+    """Holdfast's operator, leading, beside the cluster with nodes. It goes with the cluster."""
+    made = Operator(cluster)
+    made.install()
+    made.start()
+    return made
 
 
 def fresh(kubectl: Kubectl) -> Iterator[Kubectl]:

@@ -1,0 +1,208 @@
+"""TrainingJobs on a cluster with nodes: applied, scaled, held, disturbed and deleted.
+
+The cluster has Kubernetes' default settings: it needs 47 s to notice a lost node and 350 s to
+replace its pods. Every job is a small variant of examples/stdlib-bytes.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
+from tests.e2e.kubernetes.rig.cluster import Cluster
+from tests.e2e.kubernetes.rig.kubectl import Document, Kubectl
+from tests.e2e.kubernetes.rig.operator import Operator
+from tests.e2e.kubernetes.rig.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def endless(operator: Operator, cluster: Cluster) -> Iterator[Job]:
+    """One job without an end for many tests: it is made to survive what they do to it."""
+    for kubectl in fresh(cluster.kubectl()):
+        yield Job(kubectl, example("endless", ENDLESS))
+
+
+@pytest.fixture
+def running(endless: Job) -> Job:
+    """The job without an end, training with two workers on each of two nodes."""
+    endless.wait_running(4)
+    endless.wait_steps(2)
+    return endless
+
+
+def test_the_example_is_applied_and_trains_to_its_end(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    job = Job(cluster_namespace, example("short", 12))
+    cluster_namespace.run(
+        *("wait", "--for=condition=Succeeded", "trainingjob/short", "--timeout=180s"),
+        timeout_s=190,
+    )
+    ended = job.status()
+    assert (ended["state"], ended["step"]) == ("succeeded", 11), job.story()
+    columns = cluster_namespace.run("get", "tj").splitlines()
+    assert columns[0].split()[:4] == ["NAME", "STATE", "NODES", "WORLD"]
+    assert columns[1].split()[:2] == ["short", "succeeded"]
+    job.delete()
+
+
+def test_a_job_is_scaled_down_and_up_without_losing_a_step(running: Job) -> None:
+    before = running.status()
+    running.kubectl.run("scale", "trainingjob/endless", "--replicas=1")
+    running.wait_running(2)
+    until(lambda: len(running.pods()) == 1, "one pod", timeout_s=60)
+    running.wait_steps(2)
+    running.kubectl.run("scale", "trainingjob/endless", "--replicas=2")
+    running.wait_running(4)
+    after = running.wait_steps(2)
+    assert after["restarts"] == before["restarts"]
+    lost = [(i["class"], i["stepsLost"]) for i in running.incidents_after(before)]
+    assert lost == [("resize", 0), ("resize", 0)], running.story()
+
+
+def test_a_suspended_job_gives_its_pods_back_and_goes_on_where_it_was(running: Job) -> None:
+    before = running.status()
+    suspend(running, True)
+    held = running.wait(lambda s: s.get("state") == "suspended", "to be suspended")
+    until(lambda: running.pods() == [], "its pods to go", timeout_s=60)
+    suspend(running, False)
+    running.wait_running(4)
+    resumed = running.wait_steps(1)
+    assert resumed["step"] > held["step"] >= before["step"]
+    assert resumed["restarts"] == before["restarts"]
+
+
+def suspend(job: Job, wanted: bool) -> None:
+    patch = f'{{"spec": {{"suspend": {str(wanted).lower()}}}}}'
+    job.kubectl.run("patch", "trainingjob", job.name, "--type=merge", f"--patch={patch}")
+
+
+def test_a_killed_worker_costs_no_finished_step(running: Job) -> None:
+    before = running.status()
+    running.chaos("kill-worker", rank=3)
+    running.wait(lambda s: s["generation"] > before["generation"], "to restart")
+    running.wait_steps(2)
+    (incident,) = running.incidents_after(before)
+    assert "was killed by SIGKILL" in incident["title"]
+    assert (incident["stepsLost"], incident["restoredFrom"]) == (0, "memory"), running.story()
+    assert "holdfast.dev/chaos" not in running.object()["metadata"].get("annotations", {})
+
+
+def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
+    running: Job, cluster: Cluster
+) -> None:
+    before = running.status()
+    lost = cluster.nodes[running.nodes()[-1]]
+    lost.lose_power()
+    running.wait(lambda s: s["generation"] > before["generation"], "to go on", timeout_s=60)
+    assert lost.readiness() == "True", "Kubernetes was faster than Holdfast"
+    running.wait_running(4)
+    running.wait_steps(2)
+    assert lost.name not in live_nodes(running)
+    incidents = running.incidents_after(before)
+    assert all(one["stepsLost"] <= 1 for one in incidents), running.story()
+    cluster.remove_node(lost)
+    until(
+        lambda: on_node(running, lost.name) == [],
+        "the dead node's pods to be forgotten",
+        timeout_s=90,
+    )
+    cluster.add_node()
+
+
+def live_nodes(job: Job) -> set[str]:
+    """The nodes of pods that nobody has asked to go."""
+    pods = [pod for pod in job.pods() if "deletionTimestamp" not in pod["metadata"]]
+    return {pod["spec"].get("nodeName", "") for pod in pods}
+
+
+def on_node(job: Job, node: str) -> list[Document]:
+    return [pod for pod in job.pods() if pod["spec"].get("nodeName") == node]
+
+
+def test_the_zombie_of_a_partition_ends_when_the_network_heals(
+    running: Job, cluster: Cluster
+) -> None:
+    before = running.status()
+    node = cluster.nodes[running.nodes()[-1]]
+    zombies = {pod["metadata"]["name"] for pod in on_node(running, node.name)}
+    node.cut()
+    running.wait(lambda s: s["generation"] > before["generation"], "to go on", timeout_s=60)
+    running.wait_running(4)
+    assert node.processes() != []
+    node.heal()
+    until(
+        lambda: not zombies & {pod["metadata"]["name"] for pod in running.pods()},
+        "the cut-off pods to end",
+        timeout_s=120,
+    )
+    healed = running.status()
+    after = running.wait_steps(3)
+    assert after["generation"] == healed["generation"], running.story()
+    incidents = running.incidents_after(before)
+    assert all(one["stepsLost"] <= 1 for one in incidents), running.story()
+
+
+def test_a_drained_node_hands_its_work_over_without_losing_a_step(
+    running: Job, cluster: Cluster
+) -> None:
+    before = running.status()
+    node = running.nodes()[-1]
+    cluster.kubectl().run(
+        *("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force"),
+        timeout_s=150,
+    )
+    running.wait(lambda s: s["generation"] > before["generation"], "to move")
+    running.wait_running(4)
+    running.wait_steps(2)
+    cluster.kubectl().run("uncordon", node)
+    assert node not in live_nodes(running)
+    incidents = running.incidents_after(before)
+    assert [one["stepsLost"] for one in incidents] == [0] * len(incidents), running.story()
+
+
+def test_a_killed_operator_leaves_training_alone_and_takes_it_up_again(
+    running: Job, operator: Operator
+) -> None:
+    before = running.status()
+    operator.kill()
+    try:
+        seen = running.last_step()
+        until(lambda: running.last_step() >= seen + 3, "steps without operator", timeout_s=60)
+    finally:
+        operator.start()
+    after = running.wait_steps(3)
+    assert after["generation"] == before["generation"], running.story()
+    assert running.incidents_after(before) == []
+
+
+def test_a_killed_api_server_leaves_training_alone(running: Job, cluster: Cluster) -> None:
+    before = running.status()
+    cluster.control_plane.kill_api_server()
+    cluster.control_plane.start_api_server()
+    after = running.wait_steps(3)
+    assert after["generation"] == before["generation"], running.story()
+    assert running.incidents_after(before) == []
+
+
+def test_a_deleted_job_leaves_nothing_in_any_state(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    unschedulable = {"nodeSelector": {"kubernetes.io/hostname": "nowhere"}}
+    pending = Job(
+        cluster_namespace,
+        example("pending", ENDLESS, kubernetes={"podTemplate": {"spec": unschedulable}}),
+    )
+    pending.wait(lambda s: s.get("state") == "pending", "to be pending")
+    until(lambda: len(pending.pods()) == 2, "its pods", timeout_s=60)
+    suspended = Job(cluster_namespace, example("suspended", ENDLESS, suspend=True))
+    suspended.wait(lambda s: s.get("state") == "suspended", "to be suspended")
+    started = Job(cluster_namespace, example("started", ENDLESS))
+    started.wait_running(4)
+    for job in (pending, suspended, started):
+        job.delete()
