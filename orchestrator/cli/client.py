@@ -42,7 +42,7 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     where = directory.controller()
     if where is None:
         raise ControllerGone(name, "none is running")
-    arguments = {"by": _user(), **arguments}
+    arguments = {"by": user(), **arguments}
     request = Request(token=directory.token(), verb=verb, arguments=arguments)
     place = (str(where["address"]), int(where["port"]))
     try:
@@ -59,7 +59,7 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     return reply
 
 
-def _user() -> str:
+def user() -> str:
     """Who asks, for the report."""
     try:
         return getpass.getuser()

@@ -37,7 +37,8 @@ Start here:
     holdfast chaos kill-node stdlib-bytes      meanwhile: rehearse a failure
     holdfast report stdlib-bytes               what it cost
 
-Jobs live under ~/.holdfast, or --home, or $HOLDFAST_HOME.
+Jobs live under ~/.holdfast, or --home, or $HOLDFAST_HOME; with --kubernetes (and
+-n, --context, --kubeconfig) in a cluster. `kubectl holdfast VERB` is the same.
 Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 interrupted.
 """
 
@@ -95,12 +96,15 @@ def _usage(error: Any) -> NoReturn:
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """The entry point of the installed script. `arguments` are those of the command line."""
+def main(
+    arguments: list[str] | None = None, program: str = "holdfast", where: str | None = None
+) -> NoReturn:
+    """The entry point of the installed script. `arguments` are those of the command line, `program`
+    what the person typed, `where` the place that is meant when no option names one."""
     from ..protocol.errors import HoldfastError
 
     try:
-        result = app(args=arguments, prog_name="holdfast", standalone_mode=False)
+        result = app(args=arguments, prog_name=program, standalone_mode=False, obj=where)
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:

@@ -1,18 +1,24 @@
-"""Options and arguments that several commands share.
+"""Options and arguments that several commands share, and the choice of the place they speak of.
 
-Owns: their names and help. Must not: import anything heavy.
+Owns: their names and help, and `with_place`. Must not: import anything heavy.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
-    from ..runtime.home import JobDirectory
-    from ..runtime.view import JobView
+    from .places.base import Place as Place
+else:
+    Place = Any  # what it imports is too heavy for --help
+
+WHERE = "Where the job lives"
 
 HomeOption = Annotated[
     Path | None,
@@ -21,34 +27,103 @@ HomeOption = Annotated[
         envvar="HOLDFAST_HOME",
         help="Directory that holds the jobs.",
         show_default="~/.holdfast",
+        rich_help_panel=WHERE,
     ),
 ]
+KubernetesOption = Annotated[
+    bool,
+    typer.Option("--kubernetes", help="In a Kubernetes cluster.", rich_help_panel=WHERE),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", help="Of the cluster.", show_default="the context's",
+        rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context", help="Of the kubeconfig.", show_default="the current one",
+        rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
+KubeconfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig", help="File.", show_default="$KUBECONFIG or ~/.kube/config",
+        rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's metadata.name.")]
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="A TrainingJob in YAML.", show_default=False)
 ]
 
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "ctx": (typer.Context, inspect.Parameter.empty),
+    "home": (HomeOption, None),
+    "kubernetes": (KubernetesOption, False),
+    "namespace": (NamespaceOption, None),
+    "context": (ContextOption, None),
+    "kubeconfig": (KubeconfigOption, None),
+}
+"""Options of every command that speaks of jobs -> type and default."""
 
-def find_job(name: str, home: Path | None) -> JobDirectory:
-    """The directory of an existing job. Raises UserError, naming the jobs that there are."""
-    from ..runtime.home import Home
 
-    return Home(home).find(name)
+def with_place(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with the options that say where the job lives instead of `place`."""
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters.values()
+    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "place"]
+    for name, (annotation, default) in _OPTIONS.items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+
+    @functools.wraps(command)
+    def asked(**given: Any) -> None:
+        where = {name: given.pop(name) for name in _OPTIONS}
+        command(place=choose(**where), **given)
+
+    asked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    asked.__annotations__ = {p.name: p.annotation for p in parameters}
+    return asked
 
 
-def read_view(directory: JobDirectory) -> JobView:
-    """The job as its controller sees it now, or as its journal tells when there is none."""
-    import msgspec
+def choose(
+    ctx: typer.Context,
+    home: Path | None,
+    kubernetes: bool,
+    namespace: str | None,
+    context: str | None,
+    kubeconfig: Path | None,
+) -> Place:
+    """Raises UserError for options that do not go together."""
+    from ..protocol.errors import Problem, UserError
 
-    from ..runtime.record import read_view as fold
-    from ..runtime.view import JobView
-    from .client import ControllerGone, ask
+    if kubernetes or ctx.obj == PLUGIN:
+        source = ctx.get_parameter_source("home")
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(
+                str(Problem("--home", f"{home} beside --kubernetes", "one place", "leave one out"))
+            )
+        try:
+            from .places.cluster import ClusterPlace
+        except ModuleNotFoundError as error:
+            got = f"it, but the package {error.name} is not installed"
+            fix = "pip install 'holdfast[kubernetes]'"
+            raise UserError(str(Problem("--kubernetes", got, "its client library", fix))) from None
+        return ClusterPlace(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
+    beside = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
+    for option, value in beside.items():
+        if value is not None:
+            got = f"{value} without --kubernetes"
+            raise UserError(str(Problem(option, got, "it beside --kubernetes", "add that")))
+    from .places.local import LocalPlace
 
-    try:
-        body = ask(directory, "status").body
-    except ControllerGone:
-        view = fold(directory)
-        view.controller_alive = False
-        return view
-    return msgspec.convert(body.get("view", body), JobView)
+    return LocalPlace(home)
+
+
+PLUGIN = "kubectl plugin"
+"""As the context's object: the command is `kubectl holdfast`."""

@@ -161,7 +161,7 @@ class Cluster:
 
     # -- many ----------------------------------------------------------------------------------
     async def list_all(
-        self, resource: Resource, namespace: str = "", selector: str = ""
+        self, resource: Resource, namespace: str = "", selector: str = "", fields: str = ""
     ) -> tuple[list[Document], str]:
         """(objects, resource version of the list)."""
         found: list[Document] = []
@@ -169,6 +169,7 @@ class Cluster:
         while True:
             query = [("limit", str(PAGE))]
             query += [("labelSelector", selector)] if selector else []
+            query += [("fieldSelector", fields)] if fields else []
             query += [("continue", more)] if more else []
             page = await self._send("list", "GET", resource, resource.path(namespace), query=query)
             found += page.get("items") or ()
@@ -177,7 +178,12 @@ class Cluster:
                 return found, str(page["metadata"].get("resourceVersion", ""))
 
     async def watch(
-        self, resource: Resource, version: str, namespace: str = "", selector: str = ""
+        self,
+        resource: Resource,
+        version: str,
+        namespace: str = "",
+        selector: str = "",
+        fields: str = "",
     ) -> AsyncIterator[tuple[str, Document]]:
         """(ADDED | MODIFIED | DELETED | BOOKMARK, object) since `version`, for some minutes.
 
@@ -186,6 +192,7 @@ class Cluster:
         query = [("watch", "true"), ("resourceVersion", version)]
         query += [("allowWatchBookmarks", "true"), ("timeoutSeconds", str(WATCH_S))]
         query += [("labelSelector", selector)] if selector else []
+        query += [("fieldSelector", fields)] if fields else []
         path = resource.path(namespace)
         try:
             response = await self._open("watch", "GET", resource, path, None, "", query)
@@ -211,10 +218,21 @@ class Cluster:
         found = await self._send("get", "GET", Resource("", "", "version"), "/version")
         return str(found["gitVersion"])
 
-    async def log(self, namespace: str, pod: str, *, follow: bool, lines: int | None) -> Any:
-        """Lines of a pod's training container, as they come."""
+    async def log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        follow: bool,
+        lines: int | None = None,
+        since: str | None = None,
+    ) -> Any:
+        """Lines of a pod's training container, as they come. `since`: each with its time before it,
+        from that time on (RFC 3339; empty: from the beginning)."""
         query = [("container", names.CONTAINER), ("follow", "true" if follow else "false")]
         query += [("tailLines", str(lines))] if lines is not None else []
+        query += [("timestamps", "true")] if since is not None else []
+        query += [("sinceTime", since)] if since else []
         resource = Resource("", "v1", "pods")
         path = resource.path(namespace, pod, "log")
         response = await self._open("get", "GET", resource, path, None, "", query)

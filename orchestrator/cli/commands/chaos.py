@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import HomeOption, JobArgument, JsonOption, find_job
+from ..options import JobArgument, JsonOption, Place, with_place
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,66 +35,68 @@ HoldOption = Annotated[
 
 
 @app.command("kill-worker")
+@with_place
 def kill_worker(
     job: JobArgument,
     rank: RankOption = None,
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """SIGKILL one worker process.
 
     Example: `holdfast chaos kill-worker stdlib-bytes --rank 1`
     """
-    _inject("kill-worker", job, home, as_json, rank=rank)
+    _inject("kill-worker", place, job, as_json, rank=rank)
 
 
 @app.command("hang-worker")
+@with_place
 def hang_worker(
     job: JobArgument,
     rank: RankOption = None,
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """SIGSTOP one worker process: it lives, but makes no progress.
 
     Example: `holdfast chaos hang-worker stdlib-bytes`
     """
-    _inject("hang-worker", job, home, as_json, rank=rank)
+    _inject("hang-worker", place, job, as_json, rank=rank)
 
 
 @app.command("kill-node")
+@with_place
 def kill_node(
     job: JobArgument,
     node: NodeOption = None,
     hold: HoldOption = None,
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """SIGKILL a node's agent; its workers and the checkpoints in its memory go with it.
 
     Example: `holdfast chaos kill-node stdlib-bytes --node node-0`
     """
-    _inject("kill-node", job, home, as_json, node=node, hold_s=hold)
+    _inject("kill-node", place, job, as_json, node=node, hold_s=hold)
 
 
 def _inject(
     kind: str,
+    place: Place,
     job: str,
-    home: object,
     as_json: bool,
     **arguments: int | float | str | None,
 ) -> None:
-    from pathlib import Path
-
-    from ..client import ask
     from ..output import print_json
 
-    assert home is None or isinstance(home, Path)
     given = {name: value for name, value in arguments.items() if value is not None}
-    reply = ask(find_job(job, home), "chaos", kind=kind, **given)
+    answer = place.find(job).request("chaos", kind=kind, **given)
     if as_json:
         print_json(
-            {"job": job, "verb": "chaos", "kind": kind, "detail": reply.detail, **reply.body}
+            {"job": job, "verb": "chaos", "kind": kind, "detail": answer.detail, **answer.body}
         )
     else:
-        typer.echo(f"job {job}: {reply.detail or kind}")
+        typer.echo(f"job {job}: {answer.detail or kind}")

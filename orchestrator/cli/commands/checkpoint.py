@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options import HomeOption, JsonOption
+from ..options import JsonOption, Place, with_place
 
 if TYPE_CHECKING:
     from ...protocol.manifest import Manifest
+    from ...runtime.view import CheckpointView, JobView
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,23 +37,32 @@ StepOption = Annotated[
 
 
 @app.command("list")
-def list_(target: TargetArgument, home: HomeOption = None, as_json: JsonOption = False) -> None:
+@with_place
+def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Place) -> None:
     """List committed checkpoints, oldest first.
 
     Example: `holdfast checkpoint list stdlib-bytes`
     """
     from ..output import columns, print_json, size, stdout
 
-    with _storage(target, home) as (path, job):
-        found = _manifests(path, job)
+    if _is_path(target):
+        path = _tier(target)
+        manifests = _manifests(path)
+    else:
+        job = place.find(target)
+        found = job.manifests()
+        if found is None:
+            _list_view(job.view(), as_json)
+            return
+        path, manifests = found
     if as_json:
-        print_json(found)
+        print_json(manifests)
         return
-    if not found:
+    if not manifests:
         typer.echo(f"no committed checkpoint in {path}", err=True)
         return
     table = columns("step", "generation", "mesh", "files", "size", "committed", "directory")
-    for manifest in found:
+    for manifest in manifests:
         table.add_row(
             str(manifest.step),
             str(manifest.generation),
@@ -65,39 +75,71 @@ def list_(target: TargetArgument, home: HomeOption = None, as_json: JsonOption =
     stdout().print(table)
 
 
+def _list_view(view: JobView, as_json: bool) -> None:
+    """What the job's controller says of them, where they cannot be read from here."""
+    from ..output import columns, date, print_json, size, stdout
+
+    if as_json:
+        print_json([{**_facts(one), "path": view.checkpoint_path} for one in view.checkpoints])
+        return
+    if not view.checkpoints:
+        where = f" in {view.checkpoint_path}" if view.checkpoint_path else ""
+        typer.echo(f"no committed checkpoint{where}", err=True)
+        return
+    table = columns("step", "generation", "size", "committed", "path")
+    for one in view.checkpoints:
+        table.add_row(
+            str(one.step),
+            str(one.generation),
+            size(one.num_bytes),
+            date(one.committed_ns) if one.committed_ns else "",
+            view.checkpoint_path,
+        )
+    stdout().print(table)
+
+
+def _facts(checkpoint: CheckpointView) -> dict[str, Any]:
+    import msgspec
+
+    facts: dict[str, Any] = msgspec.to_builtins(checkpoint)
+    return facts
+
+
 @app.command()
+@with_place
 def save(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A running job.")],
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """Write the running job's next state to storage now, whatever its cadence.
 
     Example: `holdfast checkpoint save stdlib-bytes`
     """
-    from ..client import ask
-    from ..options import find_job
     from ..output import print_json
 
-    reply = ask(find_job(job, home), "checkpoint")
+    answer = place.find(job).request("checkpoint")
     if as_json:
-        print_json({"job": job, "verb": "checkpoint", "detail": reply.detail, **reply.body})
+        print_json({"job": job, "verb": "checkpoint", "detail": answer.detail, **answer.body})
     else:
-        typer.echo(f"job {job}: {reply.detail}")
+        typer.echo(f"job {job}: {answer.detail}")
 
 
 @app.command()
+@with_place
 def verify(
     target: TargetArgument,
     step: StepOption = None,
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
     from ..output import plural, size
 
-    with _storage(target, home) as place:
-        code, body = _run(["verify", *_arguments(*place, step)], as_json)
+    with _storage(target, place) as path:
+        code, body = _run(["verify", *_arguments(target, path, step)], as_json)
     if not as_json:
         where = f"{body['directory']} in {body['path']}"
         for problem in body["problems"]:
@@ -109,6 +151,7 @@ def verify(
 
 
 @app.command()
+@with_place
 def export(
     target: TargetArgument,
     destination: Annotated[
@@ -118,8 +161,9 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="The optimizer's state as well.")
     ] = False,
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """Write the model of a checkpoint as plain safetensors, whatever mesh wrote it.
 
@@ -128,8 +172,8 @@ def export(
     from ..output import size
 
     more = ["--to", str(destination), *(["--optimizer"] * optimizer)]
-    with _storage(target, home) as place:
-        code, body = _run(["export", *_arguments(*place, step), *more], as_json)
+    with _storage(target, place) as path:
+        code, body = _run(["export", *_arguments(target, path, step), *more], as_json)
     if not as_json:
         for file in body["files"]:
             typer.echo(file)
@@ -137,14 +181,14 @@ def export(
     raise typer.Exit(code)
 
 
-def _arguments(path: str, job: str, step: int | None) -> list[str]:
+def _arguments(target: str, path: str, step: int | None) -> list[str]:
     """The storage tier and the step, as arguments. Raises UserError for an unknown step."""
     from ...protocol.errors import Problem, UserError
 
-    steps = [manifest.step for manifest in _manifests(path, job)]
+    steps = [manifest.step for manifest in _manifests(path, target)]
     if not steps:
-        problem = Problem(job or path, f"no committed checkpoint in {path}", "at least one")
-        raise UserError(str(problem))
+        whose = path if _is_path(target) else target
+        raise UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
     if step is None:
         return [path]
     if step not in steps:
@@ -153,29 +197,36 @@ def _arguments(path: str, job: str, step: int | None) -> list[str]:
     return [path, "--step", str(step)]
 
 
-@contextmanager
-def _storage(target: str, home: Path | None) -> Iterator[tuple[str, str]]:
-    """(directory or URL of the storage tier, job name or empty). A job's store is opened with its
-    spec.env, any other with this process' environment."""
+def _is_path(target: str) -> bool:
+    return "://" in target or "/" in target or target in (".", "..")
+
+
+def _tier(target: str) -> str:
+    """Directory or URL of a storage tier. Raises UserError."""
     from ...protocol.errors import Problem, UserError
-    from ...runtime.home import Home
-    from ...runtime.surroundings import job_environment, storage_place
+    from ...runtime.surroundings import storage_place
 
-    if "://" in target or "/" in target or target in (".", ".."):
-        if "://" not in target and not Path(target).expanduser().is_dir():
-            raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
-        yield storage_place(target, Path.cwd()), ""
+    if "://" not in target and not Path(target).expanduser().is_dir():
+        raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
+    return storage_place(target, Path.cwd())
+
+
+@contextmanager
+def _storage(target: str, place: Place) -> Iterator[str]:
+    """Directory or URL of the storage tier. A job's is opened with its spec.env, any other with
+    this process' environment."""
+    if _is_path(target):
+        yield _tier(target)
         return
-    directory = Home(home).find(target)
-    job = directory.job()
-    with job_environment(job):
-        yield directory.checkpoint_path(job), target
+    with place.find(target).storage() as path:
+        yield path
 
 
-def _manifests(path: str, job: str) -> list[Manifest]:
+def _manifests(path: str, target: str = "") -> list[Manifest]:
+    """`target`: the job whose they are; a path is any job's."""
     from ...runtime.storage import Storage
 
-    return Storage(path, job).manifests()
+    return Storage(path, "" if _is_path(target) else target).manifests()
 
 
 def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:

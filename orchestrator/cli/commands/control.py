@@ -10,30 +10,30 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import HomeOption, JobArgument, JsonOption, find_job
+from ..options import JobArgument, JsonOption, Place, with_place
 
 
 def register(app: typer.Typer, panel: str) -> None:
     for command in (resize, suspend, resume, cancel, delete):
-        app.command(rich_help_panel=panel)(command)
+        app.command(rich_help_panel=panel)(with_place(command))
 
 
-def _request(job: str, home: Any, as_json: bool, verb: str, done: str, **arguments: Any) -> None:
-    from ..client import ask
+def _request(place: Place, job: str, as_json: bool, verb: str, done: str, **arguments: Any) -> None:
     from ..output import print_json
 
-    reply = ask(find_job(job, home), verb, **arguments)
+    answer = place.find(job).request(verb, **arguments)
     if as_json:
-        print_json({"job": job, "verb": verb, "detail": reply.detail, **reply.body})
+        print_json({"job": job, "verb": verb, "detail": answer.detail, **answer.body})
     else:
-        typer.echo(f"job {job}: {reply.detail or done}")
+        typer.echo(f"job {job}: {answer.detail or done}")
 
 
 def resize(
     job: JobArgument,
     nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Nodes to train on.")],
-    home: HomeOption = None,
     as_json: JsonOption = False,
+    *,
+    place: Place,
 ) -> None:
     """Train on N nodes from now on, also beyond spec.nodes.max.
 
@@ -42,25 +42,25 @@ def resize(
 
     Example: `holdfast resize my-job 1`
     """
-    _request(job, home, as_json, "resize", f"resize to {nodes} requested", nodes=nodes)
+    _request(place, job, as_json, "resize", f"resize to {nodes} requested", nodes=nodes)
 
 
-def suspend(job: JobArgument, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def suspend(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
     """Write a checkpoint, stop the workers and hold the job until `holdfast resume`."""
-    _request(job, home, as_json, "suspend", "suspend requested")
+    _request(place, job, as_json, "suspend", "suspend requested")
 
 
-def resume(job: JobArgument, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def resume(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
     """Go on with a suspended job.
 
     Its controller must be there; if it is gone, `holdfast run --attach JOB` brings it back first.
     """
-    _request(job, home, as_json, "resume", "resume requested")
+    _request(place, job, as_json, "resume", "resume requested")
 
 
-def cancel(job: JobArgument, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def cancel(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
     """End a job for good. Its record and its checkpoints stay."""
-    _request(job, home, as_json, "cancel", "cancel requested")
+    _request(place, job, as_json, "cancel", "cancel requested")
 
 
 def delete(
@@ -70,7 +70,8 @@ def delete(
         typer.Option("--keep-checkpoints", metavar="DIRECTORY", help="Move them there first."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    home: HomeOption = None,
+    *,
+    place: Place,
 ) -> None:
     """Delete the record of a finished job: journal, logs, and checkpoints in its directory.
 
@@ -79,22 +80,11 @@ def delete(
 
     Example: `holdfast delete my-job --keep-checkpoints my-checkpoints`
     """
-    from ...protocol.errors import UserError
-    from ..options import read_view
-    from ..render import FINISHED
-
-    directory = find_job(job, home)
-    state = read_view(directory).state
-    if state not in FINISHED:
-        raise UserError(
-            f"job {job}: got a job that is {state}; expected one that is "
-            f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with `holdfast cancel {job}`"
-        )
+    found = place.find(job)
+    what = found.deleting(keep)
     if not yes:
-        what = "logs" if keep is not None else "logs and checkpoints"
-        typer.confirm(f"Delete {directory.path} with its {what}?", abort=True)
-    kept = keep.absolute() if keep is not None else None
-    directory.remove(kept)
+        typer.confirm(f"Delete {what}?", abort=True)
+    remarks = found.delete(keep)
     typer.echo(f"job {job}: deleted")
-    if kept is not None:
-        typer.echo(f"to go on from its checkpoints: spec.checkpoint.path: {kept}")
+    for remark in remarks:
+        typer.echo(remark)

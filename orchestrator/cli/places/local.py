@@ -1,0 +1,203 @@
+"""Jobs of a home on this machine: their controllers are asked over a socket, their files are read.
+
+Owns: what the commands do with a job's directory. Must not: interpret; runtime/ and the renderers
+do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...protocol.errors import HoldfastError, Problem, SpecError, UserError
+from ...protocol.manifest import Manifest
+from ...runtime.home import Home, JobDirectory
+from ...runtime.view import JobView
+from ..display import Display
+from ..output import stderr
+from ..render import FINISHED
+from .base import Answer, Ended, Wanted
+
+if TYPE_CHECKING:
+    from ...protocol.spec import TrainingJob
+
+FOLLOW_INTERVAL_S = 0.2
+
+
+class LocalJob:
+    """One job's directory."""
+
+    def __init__(self, directory: JobDirectory) -> None:
+        self._directory = directory
+
+    @property
+    def name(self) -> str:
+        return self._directory.name
+
+    def view(self) -> JobView:
+        return read_view(self._directory)
+
+    def remarks(self, view: JobView) -> list[str]:
+        if view.controller_alive or view.state in FINISHED:
+            return []
+        return [
+            f"No controller is running: this is what the journal says. Training goes on without "
+            f"one; take the job over with `holdfast run --attach {view.name}`."
+        ]
+
+    def request(self, verb: str, **arguments: Any) -> Answer:
+        from ..client import ask
+
+        reply = ask(self._directory, verb, **arguments)
+        return Answer(reply.detail, reply.body)
+
+    def print_events(self, *, follow: bool, as_json: bool) -> None:
+        from ...runtime.journal import JournalReader, Snapshot
+        from ..output import stdout
+        from ..sentences import Narrator
+
+        reader = JournalReader(self._directory.journal, history=True)
+        console, narrator = stdout(), Narrator()
+        while True:
+            # Asked before reading: what was written up to a controller's end is then seen.
+            alive = self._directory.controller_alive()
+            for item in reader.read():
+                if isinstance(item, Snapshot):
+                    narrator.resume(console, item, as_json=as_json)
+                else:
+                    narrator.tell(console, item.now_ns, item.event, as_json=as_json)
+            if not follow or not alive:
+                return
+            time.sleep(FOLLOW_INTERVAL_S)
+
+    def print_logs(self, wanted: Wanted, *, follow: bool) -> None:
+        from ..tail import follow_files, print_files
+
+        if follow:
+            follow_files(self._directory, *wanted, FOLLOW_INTERVAL_S)
+        else:
+            print_files(self._directory, *wanted)
+
+    @contextmanager
+    def storage(self) -> Iterator[str]:
+        from ...runtime.surroundings import job_environment
+
+        job = self._directory.job()
+        with job_environment(job):
+            yield self._directory.checkpoint_path(job)
+
+    def manifests(self) -> tuple[str, list[Manifest]]:
+        from ...runtime.storage import Storage
+
+        with self.storage() as path:
+            return path, Storage(path, self.name).manifests()
+
+    def deleting(self, keep: Path | None) -> str:
+        state = self.view().state
+        if state not in FINISHED:
+            raise UserError(
+                f"job {self.name}: got a job that is {state}; expected one that is "
+                f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
+                f"`holdfast cancel {self.name}`"
+            )
+        what = "logs" if keep is not None else "logs and checkpoints"
+        return f"{self._directory.path} with its {what}"
+
+    def delete(self, keep: Path | None) -> list[str]:
+        kept = keep.absolute() if keep is not None else None
+        self._directory.remove(kept)
+        if kept is None:
+            return []
+        return [f"to go on from its checkpoints: spec.checkpoint.path: {kept}"]
+
+
+class LocalPlace:
+    """A home."""
+
+    def __init__(self, home: Path | None) -> None:
+        self._home = Home(home)
+
+    def find(self, name: str) -> LocalJob:
+        return LocalJob(self._home.find(name))
+
+    def views(self) -> list[JobView]:
+        found = []
+        for directory in self._home.list():
+            try:
+                found.append(read_view(directory))
+            except HoldfastError as error:
+                stderr().print(f"{directory.name}: {error}", markup=False, soft_wrap=True)
+        return found
+
+    def nothing(self) -> str:
+        return f"no jobs in {self._home.path}; start one with `holdfast run FILE`"
+
+    def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
+        from ...runtime.clock import Clock
+        from ...runtime.record import expire
+        from ...runtime.service import run_job
+
+        job, spec_directory = self._job(file, attach)
+        for name in expire(self._home, Clock().now_ns()) if attach is None else ():
+            stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
+        notes: list[str] = []
+
+        def note(text: str) -> None:
+            notes.append(text)
+            display.note(text)
+
+        with display:
+            view = run_job(
+                job,
+                self._home,
+                spec_directory,
+                on_view=display.show,
+                attach=attach is not None,
+                on_note=note,
+            )
+        if any(text.startswith("Ctrl-C") for text in notes):
+            return Ended(view, 130)
+        return Ended(view, 0 if view.state == "succeeded" else 1)
+
+    def _job(self, file: Path | None, attach: str | None) -> tuple[TrainingJob, Path]:
+        """What to run, and the directory that its paths are relative to. Raises UserError."""
+        if attach is not None:
+            directory = self._home.find(attach)
+            return directory.job(), Path(directory.spec_directory)
+        from ..preflight import load_checked
+
+        assert file is not None
+        job = load_checked(file)
+        _check_size(job)
+        return job, file.absolute().parent
+
+
+def read_view(directory: JobDirectory) -> JobView:
+    """The job as its controller sees it now, or as its journal tells when there is none."""
+    import msgspec
+
+    from ...runtime.record import read_view as fold
+    from ..client import ControllerGone, ask
+
+    try:
+        body = ask(directory, "status").body
+    except ControllerGone:
+        view = fold(directory)
+        view.controller_alive = False
+        return view
+    return msgspec.convert(body.get("view", body), JobView)
+
+
+def _check_size(job: TrainingJob) -> None:
+    """Raises SpecError for more nodes than this machine can bear."""
+    from ...backends.local import node_limit
+
+    nodes, limit = job.spec.nodes, node_limit(job)
+    wanted = nodes.max + nodes.spares
+    if wanted > limit:
+        workers = job.spec.workers_per_node
+        expected = f"at most {limit} nodes of {workers} workers, spares included, on this machine"
+        raise SpecError([Problem("spec.nodes.max", f"{wanted} with spares", expected)])

@@ -1,0 +1,65 @@
+"""Following one object of a cluster until something is true of it.
+
+Owns: resuming a watch, and what is waited for between two tries. Must not: know what the object
+means. An API server that does not answer for a while ends nothing: the job goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ...backends.kubernetes.client import Cluster
+from ...backends.kubernetes.errors import JOBS, Expired, TooBusy, Unreachable
+from ...backends.kubernetes.mirror import Pauses
+from ...protocol.errors import HoldfastError
+
+Document = dict[str, Any]
+RETRY_MIN_S = 0.5
+RETRY_MAX_S = 10.0
+
+
+class Gone(HoldfastError):
+    """The object was deleted while somebody looked at it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"job {name}: was deleted from the cluster meanwhile")
+
+
+async def follow(
+    cluster: Cluster,
+    document: Document,
+    note: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator[Document]:
+    """The job's object, now and whenever it changes. Raises Gone when it is deleted, also when
+    another one has taken its name."""
+    metadata = document["metadata"]
+    namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
+    pauses = Pauses(RETRY_MIN_S, RETRY_MAX_S)
+    told = False
+    while True:
+        try:
+            seen = await cluster.find(JOBS, namespace, name)
+            if seen is None or seen["metadata"]["uid"] != uid:
+                raise Gone(name)
+            yield seen
+            version = seen["metadata"]["resourceVersion"]
+            async for kind, changed in cluster.watch(
+                JOBS, version, namespace, fields=f"metadata.name={name}"
+            ):
+                pauses.reset()
+                if kind == "DELETED" or changed["metadata"].get("uid", uid) != uid:
+                    raise Gone(name)
+                if kind != "BOOKMARK":
+                    if told:
+                        note("the API server answers again")
+                        told = False
+                    yield changed
+        except Expired:
+            continue
+        except (Unreachable, TooBusy) as error:
+            if not told:
+                note(f"{error} Training does not depend on it; trying again")
+                told = True
+            await asyncio.sleep(pauses.next_s())
