@@ -26,27 +26,33 @@ def check(state: JobState) -> None:
 
 
 def _membership(state: JobState) -> None:
-    members, wanted = state.members, state.membership
-    _require(len(dict.fromkeys(members)) == len(members), f"a node has two places: {members}")
+    # Checked after every event, for every node: texts are only made when something is wrong.
+    members, wanted = dict.fromkeys(state.members), state.membership
+    if len(members) != len(state.members):
+        raise Broken(f"a node has two places: {state.members}")
     if wanted is not None and state.active:
         workers = state.job.spec.workers_per_node
         _require(wanted.generation == state.generation, "the membership is of another generation")
-        _require(len(members) == wanted.num_nodes, f"{members}: {wanted.num_nodes} nodes wanted")
+        if len(members) != wanted.num_nodes:
+            raise Broken(f"{state.members}: {wanted.num_nodes} nodes wanted")
         _require(wanted.world_size == wanted.num_nodes * workers, f"world {wanted.world_size}")
         if state.launch:
             ranks = [seat.rank for name in members for seat in state.launch[name].seats]
-            _require(ranks == list(range(wanted.world_size)), f"ranks are no bijection: {ranks}")
+            if ranks != list(range(wanted.world_size)):
+                raise Broken(f"ranks are no bijection: {ranks}")
     for name, node in state.nodes.items():
-        _require(name not in state.coming, f"{name} is here and on its way")
-        _require(name not in state.gone, f"{name} is here and was given up")
-        _require(node.generation <= state.generation, f"{name} runs a generation of the future")
+        if name in state.coming:
+            raise Broken(f"{name} is here and on its way")
+        if name in state.gone:
+            raise Broken(f"{name} is here and was given up")
+        if node.generation > state.generation:
+            raise Broken(f"{name} runs a generation of the future")
     for name, action_id in state.launching.items():
         action = state.inflight.get(action_id)
-        _require(name in members, f"{name} is launching and is no member")
-        _require(
-            action is None or action.generation == state.generation,
-            f"{name} is being launched for generation {action.generation if action else None}",
-        )
+        if name not in members:
+            raise Broken(f"{name} is launching and is no member")
+        if action is not None and action.generation != state.generation:
+            raise Broken(f"{name} is being launched for generation {action.generation}")
 
 
 def _phases(state: JobState) -> None:

@@ -23,11 +23,12 @@ REJOIN_ALLOWANCE_S = 5.0
 # -- queries ----------------------------------------------------------------------------------
 def usable(state: JobState) -> list[Node]:
     """Nodes that the next generation may use."""
+    members = dict.fromkeys(state.members)
     return [
         node
         for node in state.nodes.values()
         if node.confirmed and not node.preempting and node.name not in state.cordoned
-        and (node.generation == 0 or (state.active and node.name in state.members))
+        and (node.generation == 0 or (state.active and node.name in members))
         and node.facts.slots >= state.job.spec.workers_per_node
     ]  # fmt: skip
 
@@ -283,9 +284,10 @@ def release_surplus(turn: Turn) -> None:
         for name in list(state.nodes):
             release(turn, name, "suspend", "the job is suspended")
         return
+    members = dict.fromkeys(state.members if state.active else ())
     idle = [
         node for node in state.nodes.values()
-        if not (state.active and node.name in state.members) and node.confirmed
+        if node.name not in members and node.confirmed
     ]  # fmt: skip
     settled = state.active and state.stop is None and state.phase == "running"
     for node in idle:
