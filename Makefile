@@ -37,6 +37,7 @@ bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 # Real Kubernetes programs for tests/e2e/kubernetes, built once into ~/.cache/holdfast/kubernetes.
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once
 	$(PYTHON) tests/e2e/kubernetes/binaries/build.py
+	$(PYTHON) tests/e2e/kubernetes/published/get.py
 
 manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (make kubernetes-binaries)
 	$(BIN)/python -m helm.render

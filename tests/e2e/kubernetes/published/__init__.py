@@ -1,0 +1,1 @@
+"""The published CRDs of the systems that Holdfast's gangs and queues speak to."""

@@ -1,0 +1,140 @@
+"""Fetches the CRDs of Kueue, Volcano and scheduler-plugins, as their projects publish them.
+
+Owns the pins and the cache directory. They come from the Go module proxy, are checked against the
+hashes below, and are used as they are; nothing of them is kept in this repository. All three are
+under the Apache License 2.0, whose text is put beside them. Runs on the standard library alone,
+outside of tests: `make kubernetes-binaries` calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Published:
+    """One project's definitions."""
+
+    name: str
+    module: str
+    version: str
+    hash: str
+    """Of the module, as in go.sum."""
+    folder: str
+    files: tuple[str, ...]
+
+
+PINS = (
+    Published(
+        "kueue",
+        "sigs.k8s.io/kueue",
+        "v0.19.2",
+        "h1:mPNzr37u0nwI7ikST5QQl5gg6EgtYOAvC9ZbTgywdN8=",
+        "config/components/crd/bases",
+        (
+            "kueue.x-k8s.io_clusterqueues.yaml",
+            "kueue.x-k8s.io_localqueues.yaml",
+            "kueue.x-k8s.io_resourceflavors.yaml",
+            "kueue.x-k8s.io_workloadpriorityclasses.yaml",
+        ),
+    ),
+    Published(
+        "volcano",
+        "volcano.sh/volcano",
+        "v1.15.1",
+        "h1:M0iGzhy1dvod2GFy1QiyWdv1jmmNfHW4+2WoRU7CIAk=",
+        "config/crd/volcano/bases",
+        ("scheduling.volcano.sh_podgroups.yaml", "scheduling.volcano.sh_queues.yaml"),
+    ),
+    Published(
+        "coscheduling",
+        "sigs.k8s.io/scheduler-plugins",
+        "v0.34.7",
+        "h1:GENSA4rKpCKBrPvNSo2AV2QHU7j3a6LT14kNlHhXfeg=",
+        "config/crd/bases",
+        ("scheduling.x-k8s.io_podgroups.yaml",),
+    ),
+)
+
+
+class GetError(Exception):
+    """What went wrong, in words for the person at the terminal."""
+
+
+def cache() -> Path:
+    """Where the files of the present pins are, or will be."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(repr(PINS).encode()).hexdigest()[:16]
+    return home / "holdfast" / "kubernetes" / f"published-{key}"
+
+
+def refusal() -> str | None:
+    """Why they are not there, and the fix; None when they are."""
+    if cache().is_dir():
+        return None
+    return (
+        f"the published CRDs are not in {cache()}; run `make kubernetes-binaries` once, or "
+        f"`python {Path(__file__).relative_to(Path(__file__).parents[4])}`: it needs Go and its "
+        f"module proxy"
+    )
+
+
+def files(pin: Published) -> list[Path]:
+    return [cache() / pin.name / name for name in pin.files]
+
+
+def get() -> Path:
+    target = cache()
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        whole = Path(scratch) / "published"
+        for pin in PINS:
+            module = _download(pin, scratch)
+            folder = whole / pin.name
+            folder.mkdir(parents=True)
+            for name in pin.files:
+                shutil.copy(module / pin.folder / name, folder / name)
+            shutil.copy(module / "LICENSE", folder / "LICENSE")
+        whole.rename(target)
+    return target
+
+
+def _download(pin: Published, directory: str) -> Path:
+    if shutil.which("go") is None:
+        raise GetError("`go` was not found on PATH; it fetches the published CRDs")
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", f"{pin.module}@{pin.version}"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = json.loads(done.stdout or "{}")
+    if done.returncode or found.get("Error"):
+        raise GetError(f"{pin.module}: {found.get('Error') or done.stderr.strip()}")
+    if found["Sum"] != pin.hash:
+        raise GetError(f"{pin.module} {pin.version}: got {found['Sum']}, expected {pin.hash}")
+    return Path(found["Dir"])
+
+
+def main() -> int:
+    try:
+        print(f"The published CRDs are in {get()}")
+    except GetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
