@@ -102,7 +102,10 @@ class Storage:
         try:
             size = self.fs.info(path)["size"]
         except FileNotFoundError:
-            raise CommitRefused(f"{path}: missing") from None
+            text = f"{path}: missing here, though its node says that it has written it"
+            if self._local:
+                text += "; a directory must be one volume that all nodes and the controller share"
+            raise CommitRefused(text) from None
         if size != file.num_bytes:
             raise CommitRefused(f"{path}: got {size} bytes; expected {file.num_bytes}")
 

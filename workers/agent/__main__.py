@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from orchestrator.protocol.errors import HoldfastError, Problem, UserError
 
-from . import preload, surroundings
+from . import kernel, preload, surroundings
 from .dial import parse_endpoints
 
 
@@ -64,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="from SIGTERM to SIGKILL; default: spec.recovery.terminationGraceSeconds",
     )
+    parser.add_argument(
+        "--die-with",
+        type=int,
+        metavar="PID",
+        help="end, however that process, which must be the parent, ends",
+    )
     return parser
 
 
@@ -71,6 +77,8 @@ def main() -> NoReturn:
     arguments = parser().parse_args()
     # Nothing has been begun yet. Process 1 would otherwise not even hear it.
     signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(0))
+    if arguments.die_with is not None:
+        kernel.die_with(arguments.die_with)
     missing = {k: v for k, v in preload.SINGLE_THREADED.items() if os.environ.get(k) != v}
     if missing:
         # Too late for this interpreter if anything imported numpy already: start once more.

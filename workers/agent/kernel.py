@@ -61,6 +61,17 @@ def children() -> list[int]:
     return found
 
 
+def reap_strays(seen: set[int]) -> set[int]:
+    """Wait for zombies that were there the last time (`seen`) too; returns those to ask for again.
+
+    As process 1 of a container one gets every orphan in it, such as what `kubectl exec` left
+    behind. Whoever waits for a child of its own does so at once, so an old zombie is nobody's."""
+    zombies = {pid for pid in children() if state_of(pid) == "Z"}
+    for pid in zombies & seen:
+        os.waitpid(pid, os.WNOHANG)
+    return zombies - seen
+
+
 def describe_end(code: int | None, signal_number: int | None) -> str:
     """`killed by SIGKILL`, `exited with code 1`."""
     if signal_number is None:

@@ -109,6 +109,7 @@ class Node:
         self._questions: dict[int, asyncio.Future[f.Output]] = {}
         self._next_question = 0
         self._echo: Echo | None = None
+        self._crowded = False
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> str:
@@ -132,16 +133,10 @@ class Node:
         self._give(f.Terminated(grace_s))
 
     async def _reap_orphans(self) -> None:
-        """As process 1 of a container one gets every orphan in it, such as what `kubectl exec` left
-        behind. Whoever waits for its own child does so at once, so a zombie that is still there the
-        next time is nobody's."""
         seen: set[int] = set()
         while True:
             await asyncio.sleep(REAP_EVERY_S)
-            zombies = {pid for pid in kernel.children() if kernel.state_of(pid) == "Z"}
-            for pid in zombies & seen:
-                os.waitpid(pid, os.WNOHANG)
-            seen = zombies - seen
+            seen = kernel.reap_strays(seen)
 
     # -- the machine --------------------------------------------------------------------------
     def _give(self, given: f.Input) -> None:
@@ -268,6 +263,12 @@ class Node:
 
     def _make_buffer(self, make: f.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
+        known = self._facts.memory_bytes if self._facts else 0
+        crowding = memory.crowding(self._memory.total_bytes, known)
+        if crowding and not self._crowded:
+            self._crowded = True
+            print(crowding, file=sys.stderr)
+            self._link.send(m.AgentEvent(text=crowding))
         fd = self._memory.copy_of_fd(make.buffer)
         self._spawn(self._touch(fd, make.num_bytes))
 

@@ -49,7 +49,7 @@ def test_a_complete_checkpoint_is_committed_and_found(storage: Storage) -> None:
 def test_a_commit_with_a_missing_file_is_refused(storage: Storage) -> None:
     files = put(storage, 5)
     storage.fs.rm_file(f"{storage.root}/{directory_name(5, 1)}/{files[1].file}")
-    with pytest.raises(CommitRefused, match="missing"):
+    with pytest.raises(CommitRefused, match="missing here"):
         storage.commit(5, MESH, files)
     assert storage.manifests() == []
 
@@ -83,3 +83,10 @@ def test_a_manifest_that_cannot_be_read_commits_nothing(storage: Storage) -> Non
     put(storage, 6)
     storage.fs.pipe_file(f"{storage.root}/{directory_name(6, 1)}/{MANIFEST_NAME}", b"{half")
     assert [one.step for one in storage.manifests()] == [5]
+
+
+def test_a_directory_that_is_not_shared_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """A node wrote its shard to a disk of its own: the controller must not commit it."""
+    storage = Storage(str(tmp_path / "here"), "job")
+    with pytest.raises(CommitRefused, match="a directory must be one volume that all nodes and"):
+        storage.commit(5, Mesh(), (ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 3, "00"),))
