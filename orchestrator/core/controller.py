@@ -161,6 +161,7 @@ _LOOKS: tuple[Callable[[Turn], None], ...] = (
     wishes.follow_intent,
     wishes.planned,
     ending.check_drain,
+    membership.recall_promised,
     membership.request_missing,
     launching.place,
     ending.park,

@@ -207,16 +207,25 @@ def release_again(turn: Turn) -> None:
         release(turn, name, "infrastructure", turn.state.unreleased.pop(name))
 
 
+def _ends(state: JobState) -> bool:
+    """It asks for no nodes: held, or about to be, or over."""
+    return state.intent != "run" or state.phase in ("finishing", "suspending", "suspended")
+
+
+def _held(state: JobState) -> int:
+    """Nodes that count towards the wanted size."""
+    return sum(
+        not node.preempting and node.name not in state.cordoned for node in state.nodes.values()
+    )
+
+
 def request_missing(turn: Turn) -> None:
     """Ask for what is missing of the wanted size and its spares."""
     state = turn.state
-    if state.intent != "run" or state.phase in ("finishing", "suspending", "suspended"):
+    if _ends(state):
         return
     wanted = state.target_nodes + state.job.spec.nodes.spares
-    held = sum(
-        1 for node in state.nodes.values()
-        if not node.preempting and node.name not in state.cordoned
-    )  # fmt: skip
+    held = _held(state)
     missing = wanted - held - state.expected_nodes
     if missing <= 0:
         return
@@ -240,6 +249,21 @@ def request_granted(turn: Turn, action: RequestNodes, detail: str) -> None:
         if name not in state.nodes and name not in state.gone:
             state.coming.setdefault(name, turn.now)
     turn.arm_once("expect", limits.NODE_WAIT_S)
+
+
+def recall_promised(turn: Turn) -> None:
+    """Promised nodes that nobody wants any more: a held or smaller job does not wait for them, and
+    they would take room from others when they come."""
+    state = turn.state
+    ends = _ends(state)
+    wanted = 0 if ends else state.target_nodes + state.job.spec.nodes.spares
+    surplus = len(state.coming) + _held(state) - wanted
+    why = "the job waits for no nodes" if ends else f"only {wanted} nodes are wanted now"
+    for name in reversed([name for name in state.coming if not name.startswith("?")]):
+        if surplus > 0:
+            del state.coming[name]
+            release(turn, name, "suspend" if ends else "resize", f"{name} has not come, and {why}")
+            surplus -= 1
 
 
 def _arrived(state: JobState, name: str) -> None:
@@ -281,7 +305,10 @@ def release_surplus(turn: Turn) -> None:
     """Idle nodes beyond the wanted size and its spares, cordoned nodes, and drained ones."""
     state = turn.state
     if state.phase == "suspended":
-        for name in list(state.nodes):
+        # Those on their way, too: what comes to a suspended job would hold room for nothing.
+        promised = [name for name in state.coming if not name.startswith("?")]
+        for name in [*state.nodes, *promised]:
+            state.coming.pop(name, None)
             release(turn, name, "suspend", "the job is suspended")
         return
     members = dict.fromkeys(state.members if state.active else ())

@@ -14,6 +14,7 @@ from orchestrator.core.actions import (
     StopGroup,
 )
 from orchestrator.core.events import (
+    ActionSucceeded,
     CancelRequested,
     ResizeRequested,
     ResumeRequested,
@@ -198,6 +199,34 @@ def test_a_resize_to_more_nodes_is_made_as_soon_as_they_are_there() -> None:
     story.join("c")
     story.all_stopped(5)
     assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "b", "c"]
+
+
+def promised(*names: str) -> Story:
+    """A job that was given nodes which have not come yet."""
+    story = Story(spec({"min": 1, "max": len(names)}))
+    story.submit()
+    asked = story.one(RequestNodes).action_id
+    story.tell(ActionSucceeded(action_id=asked, detail=" ".join(names)))
+    return story
+
+
+def test_a_job_that_is_suspended_while_it_waits_gives_back_what_has_not_come() -> None:
+    story = promised("a", "b", "c")
+    story.tell(SuspendRequested())
+    assert {release.node for release in story.of(ReleaseNode)} == {"a", "b", "c"}
+    assert story.state.phase == "suspended" and not story.state.coming
+    story.tell(ResumeRequested())
+    assert story.one(RequestNodes).count == 3
+
+
+def test_a_job_that_shrinks_while_it_waits_gives_back_the_newest_promises() -> None:
+    story = promised("a", "b", "c")
+    story.tell(ResizeRequested(nodes=1))
+    assert [release.node for release in story.of(ReleaseNode)] == ["c", "b"]
+    story.join("b")
+    assert "b" not in story.state.nodes, "it was given back"
+    story.join("a")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a"]
 
 
 def test_a_resize_that_splits_a_replica_group_is_refused_with_a_fix() -> None:
