@@ -16,7 +16,6 @@ from typing import Literal
 
 from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.leader import LEASE_S, Leader, LeaseName
-from ..protocol.errors import HoldfastError
 from ..runtime.view import JobView
 from .manager import Manager, Options
 from .metrics import OperatorCollector, registry
@@ -44,13 +43,8 @@ class Process:
     """Of the kubeconfig, outside of a cluster."""
 
 
-class LostLead(HoldfastError):
-    """Another replica leads now; this process starts over from nothing."""
-
-
 async def run_operator(process: Process, options: Options) -> None:
-    """Until a signal. Raises UserError for what cannot be as asked, LostLead when another replica
-    has taken over: then the process ends, and its pod starts anew."""
+    """Until a signal. Raises UserError for what cannot be as asked."""
     operator = Operator(process, options)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -84,29 +78,40 @@ class Operator:
         async with await Cluster.connect(self._process.context) as self._cluster:
             await server.open(self._process.metrics_address, self._process.metrics_port)
             try:
-                await self._lead(self._cluster)
+                await self._serve(self._cluster)
             finally:
                 await server.close()
 
-    async def _lead(self, cluster: Cluster) -> None:
+    async def _serve(self, cluster: Cluster) -> None:
+        """Term after term. A replica that loses its lead forgets all it knew and stands by again:
+        to end instead would earn it the kubelet's growing pauses between restarts."""
         namespace = self._process.lease_namespace or cluster.namespace
         lease = LeaseName(namespace, self._process.lease_name)
-        self.leader = Leader(cluster, lease, self._process.identity, self._process.lease_s)
-        log.info("standing by as %s", self._process.identity)
-        await self.leader.acquire()
+        while True:
+            leader = Leader(cluster, lease, self._process.identity, self._process.lease_s)
+            self.leader = leader
+            log.info("standing by as %s", self._process.identity)
+            await leader.acquire()
+            try:
+                log.warning("stood down, training goes on: %s", await self._lead(cluster, leader))
+            finally:
+                self.manager = None
+                await leader.release()
+
+    async def _lead(self, cluster: Cluster, leader: Leader) -> str:
+        """Until the lead is lost; returns why. Raises what the manager raises."""
         self.manager = Manager(cluster, self._options)
         managing = asyncio.create_task(self.manager.run())
-        keeping = asyncio.create_task(self.leader.keep())
+        keeping = asyncio.create_task(leader.keep())
         try:
             await asyncio.wait([managing, keeping], return_when=asyncio.FIRST_COMPLETED)
             if managing.done():
                 managing.result()
-            raise LostLead(f"stood down: {keeping.result()}")
+            return keeping.result()
         finally:
             for task in (managing, keeping):
                 task.cancel()
             await asyncio.wait([managing, keeping])
-            await self.leader.release()
 
     # -- asked by the server -------------------------------------------------------------------
     def _unready(self) -> str:

@@ -65,7 +65,7 @@ class Relay:
 
     def joined(self, link: AgentLink, hello: wire.Hello) -> None:
         self._log.info("%s joined, generation %d", hello.node, hello.generation)
-        # Where a node is, its backend may know better than its agent: racks are no agent's business.
+        # Where a node is, its backend may know better: racks are no business of an agent.
         located: Callable[[str, NodeFacts], NodeFacts] | None
         located = getattr(self._backend, "facts_of", None)
         self._submit(

@@ -1,0 +1,98 @@
+"""A replica of the operator beside a control plane without nodes: its process and its HTTP server.
+
+Owns the process; it ends with `close`. Agents cannot dial in, because there are none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tests.e2e.kubernetes.rig.waiting import until
+
+READY_TIMEOUT_S = 60
+LEASE_S = 8
+"""A machine that is busy with other tests answers late; a lease must outlive that."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Replica:
+    """One operator of some namespaces, standing by or leading."""
+
+    def __init__(
+        self, kubeconfig: Path, directory: Path, namespaces: tuple[str, ...], *options: str
+    ) -> None:
+        self.port, self.agents_port = free_port(), free_port()
+        self.log = directory / f"operator-{self.port}.log"
+        self._storage = directory / "checkpoints"
+        self._command = [
+            str(Path(sys.prefix) / "bin" / "holdfast"),
+            "operator",
+            f"--agent-endpoint=127.0.0.1:{self.agents_port}",
+            f"--listen=127.0.0.1:{self.agents_port}",
+            "--metrics-address=127.0.0.1",
+            f"--metrics-port={self.port}",
+            f"--checkpoint-root={self._storage}",
+            f"--lease-namespace={namespaces[0]}",
+            f"--lease-seconds={LEASE_S}",
+            f"--identity=replica-{self.port}",
+            "--log-format=text",
+            *(f"--namespace={one}" for one in namespaces),
+            *options,
+        ]
+        self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it stands by or leads."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log
+            )
+        until(
+            lambda: self.get("/healthz")[0] == 200, "the operator's /healthz",
+            timeout_s=READY_TIMEOUT_S, last=self.tail,
+        )  # fmt: skip
+
+    def wait_leading(self) -> None:
+        until(self.leads, "the operator to lead", timeout_s=READY_TIMEOUT_S, last=self.tail)
+
+    def leads(self) -> bool:
+        leading = "holdfast_operator_leader 1.0" in self.get("/metrics")[1]
+        return leading and self.get("/readyz")[0] == 200
+
+    def get(self, path: str) -> tuple[int, str]:
+        """(status, text); status 0: nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except (urllib.error.URLError, OSError):
+            return 0, ""
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def close(self) -> int:
+        """SIGTERM; its exit code."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+    def tail(self, num_lines: int = 20) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])

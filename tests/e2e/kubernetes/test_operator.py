@@ -1,0 +1,451 @@
+"""The operator at a real API server without nodes: what it makes, says, repairs and leaves behind.
+
+Owns: these tests. Nothing trains here (tests/e2e/kubernetes/test_training.py does): pods are never
+scheduled, so a job waits for its nodes, which is all that these tests need.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.protocol.spec.crd import NAME, definition_text
+from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.waiting import until
+
+pytestmark = pytest.mark.e2e
+
+Document = dict[str, Any]
+Plane = ControlPlane | GivenCluster
+IMAGE = "registry.invalid/holdfast/worker:test"
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Plane) -> Plane:
+    kubectl = control_plane.kubectl()
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+    return control_plane
+
+
+@pytest.fixture(scope="module")
+def jobs(plane: Plane) -> Iterator[Kubectl]:
+    """A namespace that admits restricted pods only."""
+    for kubectl in fresh(plane.kubectl()):
+        label = "pod-security.kubernetes.io/enforce=restricted"
+        kubectl.run("label", "namespace", kubectl.namespace, label)
+        yield kubectl
+
+
+@pytest.fixture(scope="module")
+def small(plane: Plane) -> Iterator[Kubectl]:
+    """A namespace with a quota of one pod."""
+    for kubectl in fresh(plane.kubectl()):
+        kubectl.run("create", "quota", "small", "--hard=pods=1")
+        kubectl.wait("quota", "small", lambda q: "used" in (q or {}).get("status", {}), "counted")
+        yield kubectl
+
+
+@pytest.fixture(scope="module")
+def operator(
+    plane: Plane, jobs: Kubectl, small: Kubectl, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Replica]:
+    directory = tmp_path_factory.mktemp("operator")
+    replica = Replica(plane.kubeconfig, directory, (jobs.namespace, small.namespace))
+    replica.start()
+    replica.wait_leading()
+    yield replica
+    assert replica.close() == 0, replica.tail()
+
+
+def job(name: str, **spec: Any) -> Document:
+    """Two nodes; no pod of it can ever be placed."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": {"script": "train.py"},
+            "image": IMAGE,
+            "nodes": {"min": 1, "max": 2},
+            **spec,
+        },
+    }
+
+
+def pods(kubectl: Kubectl, name: str) -> list[Document]:
+    """Those that nobody has deleted."""
+    found = kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node")
+    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+
+def names_of(found: list[Document]) -> set[str]:
+    return {one["metadata"]["name"] for one in found}
+
+
+def wait_pods(kubectl: Kubectl, name: str, count: int) -> list[Document]:
+    until(
+        lambda: len(pods(kubectl, name)) == count,
+        f"{count} pods of {name}",
+        timeout_s=30,
+        last=lambda: (names_of(pods(kubectl, name)), kubectl.get("trainingjob", name)),
+    )
+    return pods(kubectl, name)
+
+
+def reason_of(document: Document | None, kind: str = "Ready") -> str:
+    for one in (document or {}).get("status", {}).get("conditions") or ():
+        if one["type"] == kind:
+            return str(one["reason"])
+    return ""
+
+
+def message_of(document: Document | None, kind: str = "Ready") -> str:
+    for one in (document or {}).get("status", {}).get("conditions") or ():
+        if one["type"] == kind:
+            return str(one["message"])
+    return ""
+
+
+def gone(kubectl: Kubectl, name: str) -> None:
+    kubectl.run("delete", "trainingjob", name, "--timeout=30s")
+
+
+# -- a job's objects ---------------------------------------------------------------------------
+def test_an_applied_job_gets_pods_a_secret_a_journal_and_a_status(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("simple"))
+    found = wait_pods(jobs, "simple", 2)
+    owner = jobs.json("get", "trainingjob", "simple")["metadata"]
+    for pod in found:
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == owner["uid"]
+        assert pod["spec"]["restartPolicy"] == "Never"
+        arguments = pod["spec"]["containers"][0]["args"]
+        assert f"{jobs.namespace}/simple" in arguments
+        assert f"127.0.0.1:{operator.agents_port}" in arguments
+    secret = jobs.json("get", "secret", "simple-agents")
+    assert set(secret["data"]) == {"token", "tls.crt", "tls.key"}
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == owner["uid"]
+    assert jobs.json("get", "configmap", "simple-journal")["binaryData"]
+    document = jobs.wait(
+        "trainingjob", "simple", lambda d: reason_of(d) == "Unschedulable", "says why it waits"
+    )
+    status = document["status"]
+    assert status["state"] == "pending"
+    assert status["nodes"] == {"ready": 0, "desired": 2, "summary": "0/2", "spares": 0}
+    assert status["observedGeneration"] == document["metadata"]["generation"]
+    assert "the scheduler finds no place" in message_of(document)
+    assert {one["type"] for one in status["conditions"]} == {
+        "Ready", "Progressing", "Suspended", "Succeeded", "Failed",
+    }  # fmt: skip
+    gone(jobs, "simple")
+
+
+def test_deleting_a_job_leaves_nothing_of_it(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("brief"))
+    wait_pods(jobs, "brief", 2)
+    gone(jobs, "brief")
+    for kind in ("pods", "secrets", "configmaps"):
+        until(
+            lambda kind=kind: not jobs.list(kind, "holdfast.dev/job=brief"),
+            f"no {kind} to be left",
+            timeout_s=30,
+        )
+
+
+def test_a_job_of_the_same_name_starts_anew(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("again"))
+    first = names_of(wait_pods(jobs, "again", 2))
+    gone(jobs, "again")
+    jobs.apply(job("again"))
+    until(
+        lambda: len(names_of(pods(jobs, "again")) - first) == 2, "two new pods", timeout_s=60,
+        last=operator.tail,
+    )  # fmt: skip
+    gone(jobs, "again")
+
+
+# -- wishes ------------------------------------------------------------------------------------
+def test_scaling_a_job_changes_its_pods(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("scaled"))
+    wait_pods(jobs, "scaled", 2)
+    jobs.run("scale", "trainingjob/scaled", "--replicas=4")
+    wait_pods(jobs, "scaled", 4)
+    document = jobs.wait(
+        "trainingjob", "scaled",
+        lambda d: (d or {}).get("status", {}).get("nodes", {}).get("desired") == 4, "wants four",
+    )  # fmt: skip
+    assert document["status"]["selector"] == "holdfast.dev/job=scaled,holdfast.dev/role=node"
+    gone(jobs, "scaled")
+
+
+def test_a_suspended_job_starts_nothing_and_a_job_suspended_later_gives_its_pods_back(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("held", suspend=True))
+    jobs.run("wait", "--for=condition=Suspended", "trainingjob/held", "--timeout=30s")
+    assert pods(jobs, "held") == []
+    assert jobs.get("secret", "held-agents") is None
+    jobs.run("patch", "trainingjob", "held", "--type=merge", '--patch={"spec":{"suspend":false}}')
+    wait_pods(jobs, "held", 2)
+    jobs.run("patch", "trainingjob", "held", "--type=merge", '--patch={"spec":{"suspend":true}}')
+    jobs.run("wait", "--for=condition=Suspended", "trainingjob/held", "--timeout=30s")
+    wait_pods(jobs, "held", 0)
+    gone(jobs, "held")
+
+
+def test_a_cancelled_job_fails_says_who_asked_and_is_deleted_when_its_time_is_over(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("cancelled", ttlSecondsAfterFinished=3))
+    wait_pods(jobs, "cancelled", 2)
+    jobs.run("annotate", "trainingjob", "cancelled", "holdfast.dev/cancel=ann")
+    document = jobs.wait(
+        "trainingjob", "cancelled", lambda d: condition(d, "Failed") == "True", "failed"
+    )
+    assert reason_of(document, "Failed") == "Cancelled"
+    assert "cancel was asked for by ann" in message_of(document, "Failed")
+    assert document["status"]["completionTime"]
+    jobs.wait("trainingjob", "cancelled", lambda d: d is None, "to be deleted")
+
+
+def test_a_rehearsal_that_cannot_be_is_refused_in_an_event(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("quiet"))
+    wait_pods(jobs, "quiet", 2)
+    wanted = json.dumps({"kind": "kill-worker", "rank": 0, "by": "ann"})
+    jobs.run("annotate", "trainingjob", "quiet", f"holdfast.dev/chaos={wanted}")
+    jobs.wait(
+        "trainingjob", "quiet",
+        lambda d: "holdfast.dev/chaos" not in ((d or {})["metadata"].get("annotations") or {}),
+        "to have its annotation consumed",
+    )  # fmt: skip
+
+    def told() -> bool:
+        events = jobs.list("events", "holdfast.dev/job=quiet")
+        return any(one["reason"] == "Refused" and "no workers" in one["message"] for one in events)
+
+    until(told, "an event that says why", timeout_s=20, last=operator.tail)
+    gone(jobs, "quiet")
+
+
+# -- what cannot be ----------------------------------------------------------------------------
+def test_what_the_cluster_demands_beyond_the_schema_is_said_in_a_condition(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    document = job("imageless")
+    del document["spec"]["image"]
+    jobs.apply(document)
+    found = jobs.wait(
+        "trainingjob", "imageless", lambda d: condition(d, "Failed") == "True", "failed"
+    )
+    assert reason_of(found, "Failed") == "InvalidSpec"
+    assert message_of(found, "Failed").startswith("spec.image: got nothing; expected a container")
+    assert pods(jobs, "imageless") == []
+    gone(jobs, "imageless")
+
+
+def test_a_pod_template_that_is_no_pod_is_refused_with_the_servers_words(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    template = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {"cpu": "x"}}}]}}
+    jobs.apply(job("odd", kubernetes={"podTemplate": template}))
+    found = jobs.wait("trainingjob", "odd", lambda d: condition(d, "Failed") == "True", "failed")
+    assert reason_of(found, "Failed") == "Refused"
+    assert message_of(found, "Failed").startswith("spec.kubernetes.podTemplate: ")
+    assert "quantities must match" in message_of(found, "Failed")
+    assert pods(jobs, "odd") == []
+    gone(jobs, "odd")
+
+
+def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
+    small: Kubectl, operator: Replica
+) -> None:
+    small.apply(job("crowded"))
+    found = small.wait("trainingjob", "crowded", lambda d: reason_of(d) == "NoRoom", "has no room")
+    assert "2 pods were asked for and none was made" in message_of(found)
+    assert "exceeded quota: small" in message_of(found)
+    until(lambda: pods(small, "crowded") == [], "no pod to be left", timeout_s=20)
+    small.run("delete", "quota", "small")
+    wait_pods(small, "crowded", 2)
+    gone(small, "crowded")
+
+
+# -- repairs -----------------------------------------------------------------------------------
+def test_a_deleted_pod_is_a_lost_node_and_is_replaced(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("robbed"))
+    first = names_of(wait_pods(jobs, "robbed", 2))
+    victim = sorted(first)[0]
+    jobs.run("delete", "pod", victim)
+    until(
+        lambda: len(names_of(pods(jobs, "robbed")) - {victim}) == 2, "a replacement", timeout_s=30
+    )
+    gone(jobs, "robbed")
+
+
+def test_a_deleted_secret_is_made_again_as_it_was_before_the_next_pod_needs_it(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("bare"))
+    first = names_of(wait_pods(jobs, "bare", 2))
+    before = jobs.json("get", "secret", "bare-agents")["data"]
+    jobs.run("delete", "secret", "bare-agents")
+    jobs.run("delete", "pod", sorted(first)[0])
+    jobs.wait("secret", "bare-agents", lambda d: d is not None, "to be made again")
+    assert jobs.json("get", "secret", "bare-agents")["data"] == before
+    gone(jobs, "bare")
+
+
+def test_a_deleted_journal_is_written_anew_from_memory(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("amnesic"))
+    wait_pods(jobs, "amnesic", 2)
+    before = jobs.json("get", "configmap", "amnesic-journal")["binaryData"]
+    jobs.run("delete", "configmap", "amnesic-journal")
+    jobs.run("scale", "trainingjob/amnesic", "--replicas=3")
+    wait_pods(jobs, "amnesic", 3)
+    after = jobs.json("get", "configmap", "amnesic-journal")["binaryData"]
+    assert before.items() <= after.items()
+    gone(jobs, "amnesic")
+
+
+def test_an_edited_status_is_overwritten(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("edited"))
+    wait_pods(jobs, "edited", 2)
+    jobs.wait("trainingjob", "edited", lambda d: reason_of(d) == "Unschedulable", "has a status")
+    lie = '{"status": {"state": "succeeded", "worldSize": 99, "traceback": "a lie"}}'
+    jobs.run(
+        "patch", "trainingjob", "edited", "--subresource=status", "--type=merge", f"--patch={lie}"
+    )
+    found = jobs.wait(
+        "trainingjob", "edited",
+        lambda d: (d or {})["status"]["state"] == "pending" and "traceback" not in d["status"],
+        "to tell the truth again",
+    )  # fmt: skip
+    assert found["status"]["worldSize"] == 0
+    gone(jobs, "edited")
+
+
+# -- the operator itself -----------------------------------------------------------------------
+def test_another_replica_takes_over_when_the_leader_is_killed(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    first, second = (Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2))
+    first.start()
+    first.wait_leading()
+    second.start()
+    namespace.apply(job("heir"))
+    before = names_of(wait_pods(namespace, "heir", 2))
+    assert not second.leads()
+    assert second.get("/readyz")[0] == 200, "who stands by is ready to take over"
+    first.kill()
+    second.wait_leading()
+    namespace.run("scale", "trainingjob/heir", "--replicas=3")
+    after = names_of(wait_pods(namespace, "heir", 3))
+    assert before < after, "the pods of the first leader's time go on"
+    assert second.close() == 0
+
+
+def test_an_operator_that_stops_gives_its_lease_back(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
+    replica.start()
+    replica.wait_leading()
+    assert replica.close() == 0
+    heir = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
+    heir.start()
+    heir.wait_leading()
+    assert heir.close() == 0
+
+
+def test_an_operator_that_was_killed_goes_on_from_the_journal(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    replica.wait_leading()
+    namespace.apply(job("orphan"))
+    before = names_of(wait_pods(namespace, "orphan", 2))
+    secret = namespace.json("get", "secret", "orphan-agents")["data"]
+    replica.kill()
+    victim = sorted(before)[0]
+    namespace.run("delete", "pod", victim)
+    namespace.run("scale", "trainingjob/orphan", "--replicas=3")
+    replica.start()
+    replica.wait_leading()
+    until(
+        lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
+        "what was asked for while there was no operator",
+        timeout_s=30,
+        last=replica.tail,
+    )
+    assert before - {victim} < names_of(pods(namespace, "orphan"))
+    assert namespace.json("get", "secret", "orphan-agents")["data"] == secret
+    assert replica.close() == 0
+
+
+def test_missing_rights_are_named_where_probes_and_people_look(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    if isinstance(plane, GivenCluster):
+        pytest.skip("needs the token of a service account in a kubeconfig of its own")
+    namespace.run("create", "serviceaccount", "poor")
+    namespace.run("create", "role", "lease", "--verb=get,create,update", "--resource=leases")
+    account = f"--serviceaccount={namespace.namespace}:poor"
+    namespace.run("create", "rolebinding", "lease", "--role=lease", account)
+    token = namespace.run("create", "token", "poor").strip()
+    kubeconfig = plane.write_kubeconfig(f"poor-{namespace.namespace}", token=token)
+    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    until(
+        lambda: "missing right: list" in replica.get("/readyz")[1],
+        "readyz to name the missing right",
+        timeout_s=30,
+        last=replica.tail,
+    )
+    assert replica.get("/readyz")[0] == 503
+    assert replica.get("/healthz")[0] == 200
+    assert replica.close() == 0
+
+
+def test_an_expired_token_is_told_in_plain_words(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    if isinstance(plane, GivenCluster):
+        pytest.skip("needs a kubeconfig of its own")
+    old = base64.b64encode(b"expired").decode()
+    kubeconfig = plane.write_kubeconfig(f"expired-{namespace.namespace}", token=old)
+    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    until(
+        lambda: "does not accept our credentials" in replica.tail(),
+        "the log to say so",
+        timeout_s=30,
+        last=replica.tail,
+    )
+    assert "log in again" in replica.tail()
+    assert replica.close() == 0
+
+
+def test_the_operator_outlives_a_restart_of_the_api_server(
+    own_control_plane: ControlPlane, plane: Plane, jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("patient"))
+    before = names_of(wait_pods(jobs, "patient", 2))
+    own_control_plane.kill_api_server()
+    own_control_plane.start_api_server()
+    jobs.run("scale", "trainingjob/patient", "--replicas=3")
+    after = names_of(wait_pods(jobs, "patient", 3))
+    assert before < after
+    gone(jobs, "patient")
