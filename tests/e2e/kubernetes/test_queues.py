@@ -1,0 +1,252 @@
+"""Gangs and queues against the published APIs: what Holdfast makes is what Kueue, Volcano and
+scheduler-plugins define, and what a person reads in docs/queues.md can be applied as it stands.
+
+Owns these tests. The CRDs are those of the projects (published/get.py); an API server validates
+strictly against them. The systems themselves do not run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.errors import JOBS
+from orchestrator.backends.kubernetes.pods import Owner, PodSettings, pod_document
+from orchestrator.backends.kubernetes.queues.base import group_of
+from orchestrator.backends.kubernetes.queues.choice import integration_of, problems
+from orchestrator.backends.kubernetes.queues.queue import Queue
+from orchestrator.protocol.errors import HoldfastError, UserError
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from orchestrator.protocol.spec.crd import NAME, definition_text
+from tests.e2e.kubernetes.published import get as published
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.unit.protocol.wrong_jobs import job, script
+
+pytestmark = pytest.mark.e2e
+
+Document = dict[str, Any]
+Plane = ControlPlane | GivenCluster
+ROOT = Path(__file__).parents[3]
+SETTINGS = PodSettings(endpoint="operator:7077", image="worker:1")
+WITH_CRDS = {
+    "volcano": "podgroups.scheduling.volcano.sh",
+    "coscheduling": "podgroups.scheduling.x-k8s.io",
+}
+
+
+def training_job(gang: str, name: str = "llm", **spec: Any) -> TrainingJob:
+    fields = {"nodes": {"min": 2, "max": 4}, "resources": {"cpu": 0.5, "memory": "1Gi"}} | spec
+    document = script(**fields)
+    document["kubernetes"] = {**fields.get("kubernetes", {}), "gang": gang}
+    return job_from_mapping(job(document, name))
+
+
+async def ensure(plane: Plane, wanted: TrainingJob, owner: Owner) -> None:
+    async with await Cluster.connect(kubeconfig=plane.kubeconfig) as cluster:
+        queue = Queue(wanted, owner, cluster)
+        pod = queue.decorate(pod_document(wanted, owner, SETTINGS, "llm-x"), {})
+        await queue.ensure(pod, {})
+
+
+def complaint(plane: Plane, wanted: TrainingJob, namespace: str = "default") -> str:
+    """What a person is told, or nothing."""
+    try:
+        asyncio.run(ensure(plane, wanted, Owner(namespace, "llm", "none")))
+    except UserError as error:
+        return str(error)
+    except HoldfastError:
+        return ""
+    return ""
+
+
+@pytest.fixture(scope="module")
+def complaints(control_plane: Plane) -> dict[str, str]:
+    """Gang system -> what is said of it before there is any."""
+    gangs = ("kueue", "volcano", "coscheduling", "native")
+    return {gang: complaint(control_plane, training_job(gang, queue="a")) for gang in gangs}
+
+
+@pytest.fixture(scope="module")
+def systems(control_plane: Plane, complaints: dict[str, str]) -> Kubectl:
+    """A cluster that knows TrainingJobs and all the published definitions."""
+    if refusal := published.refusal():
+        pytest.skip(refusal)
+    kubectl = control_plane.kubectl()
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    for pin in published.PINS:
+        for file in published.files(pin):
+            kubectl.run("apply", "--server-side", "--filename", str(file))
+    kubectl.run("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    kubectl.run("get", "crd", NAME)
+    return kubectl
+
+
+@pytest.fixture
+def owner(systems: Kubectl, namespace: Kubectl) -> Owner:
+    """A TrainingJob to own things."""
+    made = namespace.create(job(script(), "llm"))
+    return Owner(namespace.namespace, "llm", made["metadata"]["uid"])
+
+
+@pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling", "native"])
+def test_a_cluster_without_the_system_is_told_of_with_the_fix(
+    complaints: dict[str, str], control_plane: Plane, gang: str
+) -> None:
+    if isinstance(control_plane, GivenCluster):
+        pytest.skip("what a given cluster serves is not known")
+    text = complaints[gang]
+    assert text.startswith("spec.kubernetes.gang: ")
+    assert "was chosen, and the cluster does not serve" in text
+    assert "choose another spec.kubernetes.gang" in text
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+def test_a_pod_group_is_what_the_published_definition_says(
+    systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
+) -> None:
+    """Strictly: a field that the definition lacks is refused."""
+    wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": "high"})
+    integration = integration_of(wanted)
+    assert integration is not None
+    pod = pod_document(wanted, owner, SETTINGS, "llm-x")
+    document = integration.extra(group_of(wanted, owner), integration.apis[0], pod)
+    assert document is not None
+    text = yaml.safe_dump(document)
+    namespace.run("apply", "--server-side", "--validate=strict", "--filename=-", stdin=text)
+    stored = namespace.get(WITH_CRDS[gang], "llm-gang")
+    assert stored is not None
+    assert stored["spec"]["minMember"] == 2
+    assert stored["spec"]["minResources"] == {"cpu": "1", "memory": str(2 * 2**30)}
+    assert stored["spec"] == document["spec"], "nothing was dropped or filled in"
+    wrong = copy.deepcopy(document) | {"spec": {**document["spec"], "minMembers": 2}}
+    refused = namespace.attempt(
+        "apply", "--server-side", "--validate=strict", "--filename=-", stdin=yaml.safe_dump(wrong)
+    )
+    assert "minMembers" in refused.stderr
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+def test_the_operator_makes_the_pod_group_and_lowers_it_with_the_job(
+    control_plane: Plane, namespace: Kubectl, owner: Owner, gang: str
+) -> None:
+    asyncio.run(ensure(control_plane, training_job(gang), owner))
+    made = namespace.get(WITH_CRDS[gang], "llm-gang")
+    assert made is not None
+    assert made["metadata"]["ownerReferences"][0]["uid"] == owner.uid
+    asyncio.run(ensure(control_plane, training_job(gang, nodes={"min": 1, "max": 4}), owner))
+    lowered = namespace.get(WITH_CRDS[gang], "llm-gang")
+    assert lowered is not None
+    assert lowered["metadata"]["uid"] == made["metadata"]["uid"]
+    assert lowered["spec"]["minMember"] == 1
+
+
+def test_a_pod_group_of_somebody_else_is_not_taken_over(
+    control_plane: Plane, namespace: Kubectl, owner: Owner
+) -> None:
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody"}}
+    uid = namespace.create(config)["metadata"]["uid"]
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "somebody", "uid": uid}
+    theirs = {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": "llm-gang",
+            "ownerReferences": [{**reference, "controller": True}],
+        },
+        "spec": {"minMember": 7},
+    }
+    namespace.create(theirs)
+    with pytest.raises(HoldfastError, match="Only one reference can have Controller set to true"):
+        asyncio.run(ensure(control_plane, training_job("volcano"), owner))
+    stored = namespace.get(WITH_CRDS["volcano"], "llm-gang")
+    assert stored is not None
+    assert stored["spec"]["minMember"] == 7
+
+
+@pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling"])
+def test_a_decorated_pod_is_one_to_the_api_server(
+    systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
+) -> None:
+    wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": None})
+    pod = Queue(wanted, owner, cluster=None).decorate(  # type: ignore[arg-type]
+        pod_document(wanted, owner, SETTINGS, "llm-x"), {}
+    )
+    words = ("create", "--validate=strict", "--filename=-", "--output=json")
+    stored = json.loads(namespace.run(*words, stdin=yaml.safe_dump(pod)))
+    for part in ("labels", "annotations"):
+        assert pod["metadata"][part].items() <= stored["metadata"].get(part, {}).items()
+    if gang == "kueue":
+        waiting = namespace.wait("pod", "llm-x", is_gated, "is behind its gate")
+        assert waiting["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+
+
+def is_gated(pod: Document | None) -> bool:
+    conditions = ((pod or {}).get("status") or {}).get("conditions") or ()
+    return any(one.get("reason") == "SchedulingGated" for one in conditions)
+
+
+def test_a_queue_that_is_not_there_is_named_with_those_that_are(
+    systems: Kubectl, control_plane: Plane, namespace: Kubectl
+) -> None:
+    wanted = training_job("kueue", queue="team-b")
+    text = complaint(control_plane, wanted, namespace.namespace)
+    assert f"got team-b; expected a LocalQueue of namespace {namespace.namespace}" in text
+    assert "(there: none)" in text
+    local = next(one for one in documents() if one["kind"] == "LocalQueue")
+    namespace.create(local)
+    assert "(there: team-a)" in complaint(control_plane, wanted, namespace.namespace)
+    assert not complaint(control_plane, training_job("kueue", queue="team-a"), namespace.namespace)
+
+
+# -- the page ----------------------------------------------------------------------------------
+def documents() -> Iterator[Document]:
+    """Everything that docs/queues.md tells people to apply."""
+    text = (ROOT / "docs" / "queues.md").read_text()
+    for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
+        yield from yaml.safe_load_all(block)
+
+
+@pytest.mark.parametrize(
+    "document", list(documents()), ids=lambda d: f"{d['kind']}-{d['metadata']['name']}"
+)
+def test_an_example_of_the_page_applies_as_it_stands(
+    systems: Kubectl, namespace: Kubectl, document: Document
+) -> None:
+    text = yaml.safe_dump(document)
+    words = ("apply", "--server-side", "--validate=strict", "--dry-run=server", "--filename=-")
+    namespace.run(*words, stdin=text)
+    if document["kind"] == "TrainingJob":
+        assert problems(job_from_mapping(document)) == []
+
+
+def test_the_page_has_an_example_of_each_gang() -> None:
+    gangs = {
+        one["spec"].get("kubernetes", {}).get("gang", "none")
+        for one in documents()
+        if one["kind"] == "TrainingJob"
+    }
+    assert gangs == {"none", "kueue", "volcano", "coscheduling", "native"}
+
+
+def test_another_managers_name_is_kept_and_has_to_be_one(
+    systems: Kubectl, namespace: Kubectl
+) -> None:
+    namespace.create(job(script(managedBy="kueue.x-k8s.io/multikueue"), "other"))
+    stored = namespace.get(f"{JOBS.plural}.{JOBS.group}", "other")
+    assert stored is not None
+    assert stored["spec"]["managedBy"] == "kueue.x-k8s.io/multikueue"
+    done = namespace.attempt(
+        "create", "--filename=-", stdin=yaml.safe_dump(job(script(managedBy="nobody"), "wrong"))
+    )
+    assert "spec.managedBy" in done.stderr
