@@ -1,0 +1,199 @@
+"""The operator under the rights that the chart gives it, and none beside: they are enough.
+
+Owns: these tests, on a control plane without nodes, so that every pod stays unschedulable. What a
+job does on nodes is tested elsewhere, with all rights.
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helm import render
+from tests.e2e.kubernetes.conftest import skip_without
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.control_plane import LOOPBACK, ControlPlane, free_ports
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.process import Server
+from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.unit.protocol.wrong_jobs import SCRIPT, job
+
+pytestmark = pytest.mark.e2e
+
+TEAM, OTHERS = "team", "others"
+MODES = {"cluster-wide": [], "namespaced": ["--set", f"watchNamespaces={{{TEAM}}}"]}
+
+
+class Installed:
+    """A control plane with the chart in it, and its operator as a process."""
+
+    def __init__(self, plane: ControlPlane, server: Server, ports: list[int]) -> None:
+        self.plane, self.server, self._ports = plane, server, ports
+        self.team, self.others = plane.kubectl(TEAM), plane.kubectl(OTHERS)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{self._ports[1]}{path}") as reply:
+            return str(reply.read().decode())
+
+    def leads(self) -> bool:
+        try:
+            return "holdfast_operator_leader 1.0" in self.get("/metrics")
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="module", params=MODES)
+def installed(
+    request: pytest.FixtureRequest, binaries: programs.Binaries, tmp_path_factory: Any
+) -> Iterator[Installed]:
+    skip_without(binaries, (*programs.CONTROL_PLANE, "helm"))
+    with Run() as run:
+        plane = ControlPlane(run, binaries)
+        plane.start()
+        kubectl = plane.kubectl()
+        for name in (render.NAMESPACE, TEAM, OTHERS):
+            kubectl.run("create", "namespace", name)
+        # Our pods have to pass where nothing but restricted ones may.
+        kubectl.run("label", "namespace", TEAM, "pod-security.kubernetes.io/enforce=restricted")
+        chart = render.template(binaries.path("helm"), "--skip-tests", *MODES[request.param])
+        kubectl.run("apply", "--server-side", "--filename=-", stdin=chart)
+        kubectl.run("wait", "--for=condition=Established", "crd/trainingjobs.holdfast.dev")
+        account = ("holdfast-operator", f"--namespace={render.NAMESPACE}")
+        token = kubectl.run("create", "token", *account).strip()
+        config = plane.write_kubeconfig("operator", token=token)
+        ports = free_ports(LOOPBACK, 2)
+        checkpoints = tmp_path_factory.mktemp("checkpoints")
+        server = Server(run, "operator", command(ports, checkpoints, chart),
+                        environment={"KUBECONFIG": str(config)})  # fmt: skip
+        installed = Installed(plane, server, ports)
+        server.start()
+        server.wait_ready(installed.leads, timeout_s=30)
+        yield installed
+
+
+def command(ports: list[int], checkpoints: Path, chart: str) -> list[str]:
+    """What the chart's Deployment would run, at addresses of this machine."""
+    documents = [document for document in yaml.safe_load_all(chart) if document]
+    (deployment,) = [document for document in documents if document["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    replaced = ("--agent-endpoint", "--metrics-port")
+    return [
+        str(Path(sys.executable).parent / "holdfast"),
+        *(word for word in container["args"] if not word.startswith(replaced)),
+        f"--agent-endpoint={LOOPBACK}:{ports[0]}",
+        f"--listen={LOOPBACK}:{ports[0]}",
+        f"--metrics-address={LOOPBACK}",
+        f"--metrics-port={ports[1]}",
+        f"--checkpoint-root={checkpoints}",
+        "--log-format=text",
+    ]
+
+
+def status(kubectl: Kubectl, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = (kubectl.get("tj", name) or {}).get("status") or {}
+    return found
+
+
+def reaches(kubectl: Kubectl, name: str, state: str) -> None:
+    until(
+        lambda: status(kubectl, name).get("state") == state,
+        f"{name} to be {state}",
+        timeout_s=60,
+        last=lambda: status(kubectl, name),
+    )
+
+
+def pods(kubectl: Kubectl, name: str) -> int:
+    return len(kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node"))
+
+
+def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> None:
+    team = installed.team
+    spec = {**SCRIPT, "nodes": {"min": 1, "max": 3, "spares": 1}, "ttlSecondsAfterFinished": 1}
+    team.create(job(spec, "life"))
+    until(lambda: pods(team, "life") == 4, "pods of three nodes and a spare", timeout_s=60)
+    until(
+        lambda: "the scheduler finds no place" in yaml.safe_dump(status(team, "life"), width=9999),
+        "the scheduler's words in the status", timeout_s=60, last=lambda: status(team, "life"),
+    )  # fmt: skip
+    assert condition(team.get("tj", "life"), "Ready") == "False"
+    for kind, name in (("secret", "life-agents"), ("configmap", "life-journal")):
+        found = team.get(kind, name)
+        assert found is not None and found["metadata"]["ownerReferences"][0]["name"] == "life"
+    team.run("scale", "tj/life", "--replicas=1")
+    until(lambda: status(team, "life")["nodes"]["desired"] == 1, "the new size", timeout_s=60)
+    team.run("annotate", "tj", "life", 'holdfast.dev/chaos={"kind":"kill-worker","rank":0}')
+    until(
+        lambda: "holdfast.dev/chaos" not in team.json("get", "tj", "life")["metadata"].get(
+            "annotations", {}
+        ),
+        "the annotation to be taken away", timeout_s=60,
+    )  # fmt: skip
+    team.run("patch", "tj", "life", "--type=merge", '--patch={"spec":{"suspend":true}}')
+    reaches(team, "life", "suspended")
+    until(lambda: pods(team, "life") == 0, "all pods to go", timeout_s=60)
+    team.run("delete", "secret", "life-agents")
+    team.run("patch", "tj", "life", "--type=merge", '--patch={"spec":{"suspend":false}}')
+    until(lambda: pods(team, "life") > 0, "new pods", timeout_s=60)
+    assert team.get("secret", "life-agents") is not None
+    events = team.run("get", "events", "--field-selector=involvedObject.name=life")
+    assert "Resize" in events and "Suspend" in events
+    team.run("annotate", "tj", "life", "holdfast.dev/cancel=me")
+    until(lambda: team.get("tj", "life") is None, "the job to expire", timeout_s=60)
+    until(lambda: team.get("secret", "life-agents") is None, "its keys to go", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("gang", "told"),
+    [
+        ("kueue", "does not serve"),
+        ("volcano", "does not serve"),
+        ("coscheduling", "does not serve"),
+    ],
+)
+def test_a_gang_that_the_cluster_lacks_is_said_and_not_a_matter_of_rights(
+    installed: Installed, gang: str, told: str
+) -> None:
+    name = f"with-{gang}"
+    queue = {"queue": "q"} if gang in ("kueue", "volcano") else {}
+    installed.team.create(job({**SCRIPT, **queue, "kubernetes": {"gang": gang}}, name))
+    until(
+        lambda: told in str(status(installed.team, name)),
+        "to hear of it", timeout_s=60, last=lambda: status(installed.team, name),
+    )  # fmt: skip
+    assert "orbidden" not in str(status(installed.team, name))
+    installed.team.run("delete", "tj", name)
+
+
+def test_jobs_of_other_namespaces_are_left_alone_in_namespaced_mode(installed: Installed) -> None:
+    installed.others.create(job(SCRIPT, "far"))
+    installed.team.create(job(SCRIPT, "near"))
+    until(lambda: pods(installed.team, "near") == 1, "the near job's pod", timeout_s=60)
+    watched = "--namespace=team" not in " ".join(arguments(installed.server.pid))
+    if watched:
+        until(lambda: pods(installed.others, "far") == 1, "the far job's pod", timeout_s=60)
+    else:
+        assert status(installed.others, "far") == {}
+    for kubectl, name in ((installed.team, "near"), (installed.others, "far")):
+        kubectl.run("delete", "tj", name)
+
+
+def arguments(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_nothing_was_refused_for_lack_of_rights(installed: Installed) -> None:
+    """Last: over everything that the tests above had it do."""
+    log = installed.server.log.read_text()
+    assert "leading" in log
+    refused = [line for line in log.splitlines() if "orbidden" in line or "cannot " in line]
+    assert refused == []
+    assert installed.get("/healthz") == "ok\n"
+    assert installed.get("/readyz") == "ok\n"
