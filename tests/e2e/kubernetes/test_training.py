@@ -28,8 +28,9 @@ def endless(operator: Operator, cluster: Cluster) -> Iterator[Job]:
 
 
 @pytest.fixture
-def running(endless: Job) -> Job:
+def running(endless: Job, operator: Operator) -> Job:
     """The job without an end, training with two workers on each of two nodes."""
+    operator.ensure_running()
     endless.wait_running(4)
     endless.wait_steps(2)
     return endless
@@ -181,10 +182,13 @@ def test_a_killed_operator_leaves_training_alone_and_takes_it_up_again(
     assert running.incidents_after(before) == []
 
 
-def test_a_killed_api_server_leaves_training_alone(running: Job, cluster: Cluster) -> None:
+def test_a_killed_api_server_leaves_training_alone(
+    running: Job, cluster: Cluster, operator: Operator
+) -> None:
     before = running.status()
     cluster.control_plane.kill_api_server()
     cluster.control_plane.start_api_server()
+    operator.ensure_running()
     after = running.wait_steps(3)
     assert after["generation"] == before["generation"], running.story()
     assert running.incidents_after(before) == []

@@ -79,11 +79,20 @@ class Run:
     def close(self) -> None:
         """Removes everything. Raises when something of the run is still there."""
         try:
+            self._keep_logs()
             remove(self.name)
         finally:
             os.close(self._pipe)
             self._keeper.wait(timeout=60)
             self._lock.close()
+
+    def _keep_logs(self) -> None:
+        """For whoever wants to know afterwards: HOLDFAST_RIG_LOGS names a directory for them."""
+        if wanted := os.environ.get("HOLDFAST_RIG_LOGS"):
+            for log in self.directory.rglob("*.log"):
+                target = Path(wanted) / self.name / log.relative_to(self.directory)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(log, target)
 
     def __enter__(self) -> Run:
         return self
