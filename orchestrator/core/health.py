@@ -17,7 +17,7 @@ from statistics import median
 
 from ..protocol import limits
 from ..protocol.facts import WorkerBeat
-from ..protocol.spec import TrainingJob
+from ..protocol.spec import Recovery, TrainingJob
 from .controller import Controller
 from .events import (
     AnyEvent,
@@ -39,6 +39,9 @@ PULSE_STALE_S = 3 * limits.PULSE_INTERVAL_S
 """A pulse thread silent for longer: the process is stopped, or its interpreter blocked."""
 FRESH_BEATS = 1.5
 """Heartbeat intervals for which a beat is taken for the present."""
+BIG_JOB_RANKS = 256
+LOOK_NS_PER_RANK = 10_000
+"""Looks at a big job are at least this far apart, times its ranks: a few percent of a core."""
 STRAGGLER_FACTOR = 1.5
 STRAGGLER_SAMPLES = 10
 WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
@@ -74,17 +77,26 @@ class Monitor:
     """Looks over the shoulder of one controller. Give it every event after the controller."""
 
     def __init__(self, job: TrainingJob, controller: Controller) -> None:
-        self._recovery = job.spec.recovery
         self._recipe = job.spec.entrypoint.recipe is not None
         self._controller = controller
         self._heard: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         """News that is there and was not given to `observe` yet."""
         self._now = _Generation()
+        self._news = False
+        """Beats of this generation have been noted since the last look."""
+        self._looked_ns = 0
+        self._due: tuple[int | None] | None = None
+        """The deadline as of the last look, in a job so big that looking costs."""
 
     @property
     def _state(self) -> JobState:
         return self._controller.state
+
+    @property
+    def _recovery(self) -> Recovery:
+        """As it is now: people may change it."""
+        return self._state.job.spec.recovery
 
     # -- in -----------------------------------------------------------------------------------
     def arrived(self, now_ns: int, node: str) -> None:
@@ -94,8 +106,15 @@ class Monitor:
 
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; the verdicts are events of their own."""
-        out: list[AnyEvent] = []
         self._follow()
+        if isinstance(event, Heartbeat):
+            if event.node in self._state.nodes:
+                self._heard[event.node] = now_ns
+                self._note(now_ns, event)
+            if now_ns - self._looked_ns < self._pause_ns():
+                return ()
+        self._looked_ns, self._due = now_ns, None
+        out = self._progress(now_ns)
         match event:
             case StepsAdvanced() if event.generation == self._now.number:
                 # Our own verdict comes back, or a replay: it is told.
@@ -107,12 +126,8 @@ class Monitor:
                 # How long agents may take to come back is the controller's deadline.
                 self._heard = {}
                 # A replay has no heartbeats: what it made us think of progress is worth nothing.
-                self._now = _Generation()
+                self._now, self._news = _Generation(), False
                 self._follow()
-            case Heartbeat():
-                if event.node in self._state.nodes:
-                    self._heard[event.node] = now_ns
-                    out += self._progress(now_ns, event)
             case WorkerExited() | HangDetected() | NodeLost():
                 out += self._flush(now_ns)
             case _:
@@ -121,9 +136,19 @@ class Monitor:
 
     def next_deadline_ns(self) -> int | None:
         """When to observe again at the latest, with Tick."""
-        timeout = seconds(self._recovery.heartbeat_timeout_s)
         if not self._controller.submitted or self._state.terminal:
             return None
+        pause_ns = self._pause_ns()
+        if self._due is None or not pause_ns:
+            self._due = (self._first_due_ns(),)
+        due = self._due[0]
+        if self._news:
+            look_ns = self._looked_ns + pause_ns
+            due = look_ns if due is None else min(due, look_ns)
+        return due
+
+    def _first_due_ns(self) -> int | None:
+        timeout = seconds(self._recovery.heartbeat_timeout_s)
         due = [
             max(at, self._arrived.get(node, 0)) + timeout
             for node, at in self._heard.items()
@@ -134,14 +159,18 @@ class Monitor:
             due.append(hang[0])
         return min(due, default=None)
 
+    def _pause_ns(self) -> int:
+        """A look goes over all ranks, and beats come by the thousand in a big job: those that come
+        shortly after each other are looked at together."""
+        ranks = len(self._now.ranks)
+        return ranks * LOOK_NS_PER_RANK if ranks >= BIG_JOB_RANKS else 0
+
     # -- the generation -----------------------------------------------------------------------
     def _follow(self) -> None:
         state = self._state
-        self._heard = {node: at for node, at in self._heard.items() if node in state.nodes}
-        self._arrived = {node: at for node, at in self._arrived.items() if node in state.nodes}
         if self._now.number == state.generation:
             return
-        step = state.step
+        self._news, step = False, state.step
         self._now = _Generation(state.generation, first=step, done=step, told=step)
         if state.stepped and state.membership is not None:
             # A controller that comes back: its journal says how far it is, and how fast.
@@ -153,10 +182,11 @@ class Monitor:
         state = self._state
         return state.active and state.stop is None and not self._now.hung
 
-    def _progress(self, now_ns: int, beat: Heartbeat) -> list[AnyEvent]:
+    def _note(self, now_ns: int, beat: Heartbeat) -> None:
         now, state = self._now, self._state
         if beat.generation != now.number or state.membership is None:
-            return []
+            return
+        self._news = True
         for worker in beat.workers:
             if state.node_of(worker.rank) != beat.node:
                 continue
@@ -167,6 +197,13 @@ class Monitor:
             ):  # fmt: skip
                 continue
             now.ranks[worker.rank] = _Rank(worker, moved)
+
+    def _progress(self, now_ns: int) -> list[AnyEvent]:
+        """What the beats since the last look say of steps."""
+        now, state = self._now, self._state
+        if not self._news or state.membership is None:
+            return []
+        self._news = False
         if len(now.ranks) < state.membership.world_size:
             return []
         done = min(rank.beat.step for rank in now.ranks.values())
@@ -216,6 +253,9 @@ class Monitor:
         out: list[AnyEvent] = []
         if self._state.terminal:
             return out
+        nodes = self._state.nodes
+        self._heard = {node: at for node, at in self._heard.items() if node in nodes}
+        self._arrived = {node: at for node, at in self._arrived.items() if node in nodes}
         for node, heard_ns in list(self._heard.items()):
             at = max(heard_ns, self._arrived.get(node, 0))
             if now_ns - at >= seconds(timeout_s):
