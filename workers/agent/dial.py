@@ -16,6 +16,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrator.protocol import limits
@@ -28,6 +29,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 CONNECT_TIMEOUT_S = 5.0
 """All addresses together, name resolution and the TLS handshake included."""
+RESOLVE_TIMEOUT_S = 2.0
+"""Then the addresses that a name had before are used."""
+RESOLVERS = 4
 STAGGER_S = 0.25
 """RFC 8305: a second address is tried this long after a first one that says nothing."""
 
@@ -58,42 +62,75 @@ def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
     return read
 
 
-async def dial(
-    endpoints: tuple[Endpoint, ...], context: ssl.SSLContext | None, server_name: str
-) -> Streams:
-    """A connection to the first address that takes one, with TLS where there is a context.
+class Dialler:
+    """Connects to one of the endpoints that `where` names. `where` is asked each time and may raise
+    OSError, ValueError or KeyError."""
 
-    Raises OSError, naming every address and what was wrong with it.
-    """
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            addresses = await _resolve(endpoints)
-            return await _race(addresses, context, server_name)
-    except TimeoutError:
-        names = ", ".join(f"{host}:{port}" for host, port in endpoints)
-        raise OSError(f"{names}: no connection within {CONNECT_TIMEOUT_S:g} s") from None
+    def __init__(
+        self,
+        where: Callable[[], tuple[Endpoint, ...]],
+        context: ssl.SSLContext | None = None,
+        server_name: str = "",
+        *,
+        resolve: Callable[[str, int], list[Endpoint]] | None = None,
+    ) -> None:
+        self._where, self._context, self._server_name = where, context, server_name
+        self._resolve = resolve or addresses_of
+        self._known: dict[Endpoint, list[Endpoint]] = {}
+        """The last answer for each name: a cluster whose DNS is down has its operator still."""
+        # Threads of its own: a resolver that does not answer would hold up whoever shares them.
+        self._threads = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="holdfast-resolve")
+
+    async def dial(self) -> Streams:
+        """A connection to the first address that takes one, with TLS where there is a context.
+
+        Raises OSError, naming every address and what was wrong with it, and what `where` raises.
+        """
+        endpoints = self._where()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                addresses = await self._addresses(endpoints)
+                return await _race(addresses, self._context, self._server_name)
+        except TimeoutError:
+            names = ", ".join(f"{host}:{port}" for host, port in endpoints)
+            raise OSError(f"{names}: no connection within {CONNECT_TIMEOUT_S:g} s") from None
+
+    async def _addresses(self, endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
+        """Every address of every name, in the order given. Raises OSError when no name has any."""
+        loop = asyncio.get_running_loop()
+        asked = {
+            endpoint: loop.run_in_executor(self._threads, self._resolve, *endpoint)
+            for endpoint in endpoints
+        }
+        await asyncio.wait(asked.values(), timeout=RESOLVE_TIMEOUT_S)
+        found: dict[Endpoint, None] = {}
+        problems = []
+        for endpoint, answer in asked.items():
+            problem = self._note(endpoint, answer)
+            found.update(dict.fromkeys(self._known.get(endpoint, [])))
+            problems += [f"{endpoint[0]}: {problem}"] if problem else []
+        if not found:
+            raise OSError("; ".join(problems))
+        return list(found)
+
+    def _note(self, endpoint: Endpoint, answer: asyncio.Future[list[Endpoint]]) -> str:
+        """Take the answer over; what is wrong with it."""
+        if not answer.done():
+            answer.cancel()
+            return f"its name was not resolved within {RESOLVE_TIMEOUT_S:g} s"
+        error = answer.exception()
+        if error is None:
+            self._known[endpoint] = answer.result()
+            return ""
+        if not isinstance(error, OSError):
+            raise error
+        return _why(error)
 
 
-async def _resolve(endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
-    """Every address of every name, in the order given. Raises OSError when no name has any."""
-    loop = asyncio.get_running_loop()
-    asked = [
-        loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        for host, port in endpoints
-    ]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    found: dict[Endpoint, None] = {}
-    problems = []
-    for (host, _port), answer in zip(endpoints, answers, strict=True):
-        if isinstance(answer, BaseException):
-            if not isinstance(answer, OSError):
-                raise answer
-            problems.append(f"{host}: {_why(answer)}")
-            continue
-        found.update({(str(entry[4][0]), int(entry[4][1])): None for entry in answer})
-    if not found:
-        raise OSError("; ".join(problems))
-    return list(found)
+def addresses_of(host: str, port: int) -> list[Endpoint]:
+    """All addresses of a name, IPv4 and IPv6, as the system resolves it. Blocks; raises OSError."""
+    answer = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    return [(str(entry[4][0]), int(entry[4][1])) for entry in answer]
 
 
 async def _race(

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import ssl
 import sys
 from collections.abc import Callable
 
 from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 
-from .dial import Endpoint, dial
+from .dial import Dialler
 
 WELCOME_TIMEOUT_S = 10.0
 """A controller that accepts and says nothing is gone or stuck: dial again."""
@@ -27,18 +26,13 @@ class ControllerLink:
 
     def __init__(
         self,
-        endpoints: Callable[[], tuple[Endpoint, ...]],
+        dialler: Dialler,
         on_up: Callable[[str], None],
         on_message: Callable[[m.ToAgent], None],
         on_down: Callable[[], None],
-        *,
-        context: ssl.SSLContext | None = None,
-        server_name: str = "",
     ) -> None:
-        """`endpoints` is asked at every attempt; it may raise OSError, ValueError or KeyError."""
-        self._endpoints = endpoints
+        self._dialler = dialler
         self._on_up, self._on_message, self._on_down = on_up, on_message, on_down
-        self._context, self._server_name = context, server_name
         self._writer: asyncio.StreamWriter | None = None
         self._told = ""
 
@@ -47,7 +41,7 @@ class ControllerLink:
         pause_s = limits.RECONNECT_MIN_S
         while True:
             try:
-                streams = await dial(self._endpoints(), self._context, self._server_name)
+                streams = await self._dialler.dial()
             except (OSError, ValueError, KeyError) as error:
                 self._tell(f"no controller yet: {error}")
                 await asyncio.sleep(_jittered(pause_s))

@@ -32,7 +32,7 @@ from workers import wire
 from . import facts as f
 from . import forkserver, inventory, kernel, memory, peers, persist, stacks
 from .crew import Crew
-from .dial import Endpoint, endpoint_in
+from .dial import Dialler, Endpoint, endpoint_in
 from .echo import TO_OUTPUT, Echo
 from .link import ControllerLink, ReservedPort
 from .machine import AgentMachine
@@ -89,13 +89,12 @@ class Node:
             self._credentials, self._on_get, self._on_put, address=options.bind_address
         )
         file = options.endpoint_file
+        where = endpoint_in(file) if file is not None else lambda: options.endpoints
         self._link = ControllerLink(
-            endpoint_in(file) if file is not None else lambda: options.endpoints,
+            Dialler(where, self._credentials.client, options.tls_name),
             self._on_link,
             self._on_message,
             lambda: self._give(f.LinkDown()),
-            context=self._credentials.client,
-            server_name=options.tls_name,
         )
         self._ports = ReservedPort()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="holdfast-io")

@@ -21,14 +21,18 @@ import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from orchestrator.protocol import tls
 from orchestrator.protocol.fabric import is_loopback
 from orchestrator.protocol.facts import StagedShard
+
+R = TypeVar("R")
 
 GREETING_TIMEOUT_S = 5.0
 """Whoever dials must have shown its certificate and asked within this."""
@@ -37,6 +41,8 @@ TIMEOUT_S = 30.0
 
 MAX_REQUEST_BYTES = 4096
 SEND_BYTES = 8 * 2**20
+TRANSFERS = 32
+"""At once; a restore after a loss of nodes asks one node for all its shards."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -128,6 +134,8 @@ class DataPort:
         self._credentials = credentials
         self._on_get, self._on_put = on_get, on_put
         self._tasks: set[asyncio.Task[None]] = set()
+        # Of its own: uploads and names that nobody resolves must not keep memory from being served.
+        self._threads = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="holdfast-port")
         if not address and credentials.server is None:
             address = "127.0.0.1"
         self._listener = _listen(address)
@@ -144,7 +152,7 @@ class DataPort:
 
     async def _serve(self, bare: socket.socket) -> None:
         with contextlib.suppress(OSError, PeerError):
-            sock, request = await asyncio.to_thread(self._greet, bare)
+            sock, request = await self._in_thread(self._greet, bare)
             with sock:
                 await self._answer(sock, request)
 
@@ -164,11 +172,14 @@ class DataPort:
             raise
         return sock, request
 
+    async def _in_thread(self, work: Callable[..., R], *arguments: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
     async def _answer(self, sock: socket.socket, request: PeerMessage) -> None:
         if not isinstance(request, Get | Put):
             return
         if not hmac.compare_digest(request.token.encode(), self._credentials.token.encode()):
-            await asyncio.to_thread(_send, sock, No(detail="wrong token"))
+            await self._in_thread(_send, sock, No(detail="wrong token"))
             return
         if isinstance(request, Get):
             answer = await self._on_get(request)
@@ -177,17 +188,17 @@ class DataPort:
             answer = await self._on_put(request)
             work = _take_bytes
         if isinstance(answer, str):
-            await asyncio.to_thread(_send, sock, No(detail=answer))
+            await self._in_thread(_send, sock, No(detail=answer))
             return
         ok = False
         try:
-            await asyncio.to_thread(work, sock, answer)
+            await self._in_thread(work, sock, answer)
             ok = True
         finally:
             os.close(answer.fd)
             answer.done(ok)
         if isinstance(request, Put):
-            await asyncio.to_thread(_send, sock, Yes())
+            await self._in_thread(_send, sock, Yes())
 
 
 def fetch(

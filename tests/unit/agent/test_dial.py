@@ -15,7 +15,7 @@ from orchestrator.protocol import messages as m
 from orchestrator.protocol import tls
 from orchestrator.protocol.errors import UserError
 from tests.unit.runtime.certificates import make
-from workers.agent.dial import dial, endpoint_in, parse_endpoints
+from workers.agent.dial import Dialler, Endpoint, endpoint_in, parse_endpoints
 from workers.agent.link import ControllerLink
 
 BOUND_S = 20.0
@@ -44,6 +44,12 @@ async def serve(
 ) -> tuple[asyncio.Server, int]:
     server = await asyncio.start_server(on_connection, address, 0, ssl=context)
     return server, server.sockets[0].getsockname()[1]
+
+
+async def dial(
+    where: tuple[Endpoint, ...], context: ssl.SSLContext | None, name: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await Dialler(lambda: where, context, name).dial()
 
 
 async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,6 +124,36 @@ def test_an_address_that_says_nothing_does_not_hold_up_the_next(tmp_path: Path) 
     assert drive(scene()) == b"here"
 
 
+def test_while_names_cannot_be_resolved_their_last_addresses_are_used() -> None:
+    async def scene() -> bytes:
+        server, port = await serve(greet)
+        answers: list[list[Endpoint]] = [[("127.0.0.1", port)]]
+
+        def resolve(host: str, _port: int) -> list[Endpoint]:
+            if not answers:
+                raise socket.gaierror(socket.EAI_AGAIN, "the name server is down")
+            return answers.pop()
+
+        dialler = Dialler(lambda: (("operator", 7077),), resolve=resolve)
+        heard = b""
+        async with server:
+            for _ in range(2):
+                reader, writer = await dialler.dial()
+                heard += await reader.read()
+                writer.close()
+        return heard
+
+    assert drive(scene()) == b"herehere"
+
+
+def test_a_name_without_an_address_is_said_to_have_none() -> None:
+    async def scene() -> None:
+        with pytest.raises(OSError, match=r"nowhere\.invalid: .+"):
+            await dial((("nowhere.invalid", 1),), None, "")
+
+    drive(scene())
+
+
 def test_a_failure_names_every_address_and_its_reason(refusing: int) -> None:
     async def scene() -> None:
         with pytest.raises(OSError, match=r"127\.0\.0\.1: .*refused.*127\.0\.0\.1: .*refused"):
@@ -169,7 +205,10 @@ def test_a_link_follows_the_controller_to_a_new_port(tmp_path: Path) -> None:
             await reader.read()
 
         link = ControllerLink(
-            endpoint_in(file), lambda _: tell("up"), lambda _: tell("welcome"), lambda: tell("down")
+            Dialler(endpoint_in(file)),
+            lambda _: tell("up"),
+            lambda _: tell("welcome"),
+            lambda: tell("down"),
         )
         running = asyncio.create_task(link.run())
         for _ in range(2):
