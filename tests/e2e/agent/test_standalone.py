@@ -22,7 +22,7 @@ from orchestrator.protocol.mesh import Mesh
 from tests.unit.runtime.certificates import make
 from workers.agent import cgroup
 
-from .rig import PATIENCE_S, TOKEN, FakeController
+from .rig import PATIENCE_S, TOKEN, FakeController, watched
 
 pytestmark = pytest.mark.e2e
 
@@ -213,7 +213,10 @@ def test_a_worker_that_outgrows_the_pods_memory_is_told_from_one_that_somebody_k
         pod.controller.send("pod-1", m.Chaos(kind="kill-worker", rank=0))
         killed = pod.controller.wait(m.WorkerExited, "pod-1", lambda x: x.exit.rank == 0).exit
         assert (killed.signal, killed.out_of_memory) == (signal.SIGKILL, False)
-        pod.end()
+        left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+        with watched(left) as gone:
+            pod.end()
+            gone()
 
 
 NOBODY = "65532"
