@@ -326,6 +326,23 @@ def test_a_gang_that_finds_no_place_is_queued_and_the_scheduler_is_quoted() -> N
         "0/2 nodes are available",
     )
     assert queue.waits(pod)
+    silent = {**pod, "status": {"phase": "Pending"}}
+    found = queue.trouble(silent)
+    assert found is not None
+    assert found.text == "queued: Volcano places 3 nodes together (queue team-a)"
+    placed = {**silent, "spec": {**pod["spec"], "nodeName": "node-1"}}
+    assert queue.trouble(placed) is None
+    assert not queue.waits(placed)
+
+
+def test_what_kueue_has_admitted_goes_the_way_of_any_pod() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pod = kueue_pods(queue, wanted, "llm-a")["llm-a"]
+    admit(pod)
+    pod = unschedulable(pod, "0/2 nodes are available")
+    assert queue.trouble(pod) is None
+    assert not queue.waits(pod)
 
 
 def test_on_a_plain_cluster_a_pod_without_a_place_is_in_trouble() -> None:

@@ -23,6 +23,8 @@ from . import kueue
 from .base import Document, Group, group_of
 from .choice import integration_of
 
+UNSCHEDULABLE = "Unschedulable"
+"""What a scheduler says of a pod; of members of a gang that is not complete it may say nothing."""
 MAX_NAMED = 5
 """Queues that a complaint lists."""
 
@@ -105,24 +107,25 @@ class Queue:
         return self._kueue and kueue.is_held(pod)
 
     def waits(self, pod: Document) -> bool:
-        """It is not placed, and how long that takes is the business of whoever places gangs."""
-        if self._integration is None or words.place(pod):
+        """It is not placed, and how long that takes is the business of whoever places gangs. What
+        Kueue has admitted goes the way of any pod."""
+        if self._kueue:
+            return self.is_held(pod)
+        if self._integration is None or words.place(pod) or words.is_leaving(pod):
             return False
         found = words.trouble(pod)
-        return self.is_held(pod) or (found is not None and found.code == "Unschedulable")
+        return not words.is_over(pod) and (found is None or found.code == UNSCHEDULABLE)
 
     def trouble(self, pod: Document) -> words.Trouble | None:
         """Why it does not start, as far as it is the queue's doing, or that of the scheduler."""
-        if words.is_over(pod) or words.is_leaving(pod):
+        if self._integration is None or words.is_over(pod) or not self.waits(pod):
             return None
-        if self.is_held(pod):
+        if self._kueue:
             return words.Trouble("Queued", self.why_held)
-        if self._integration is None or not self.waits(pod):
-            return None
         found = words.trouble(pod)
         where = f" (queue {self._group.queue})" if self._group.queue else ""
         text = f"queued: {self._integration.title} places {self._group.size} nodes together{where}"
-        return words.Trouble("Queued", f"{text}; {found.text if found else ''}".rstrip("; "))
+        return words.Trouble("Queued", f"{text}; {found.text}" if found else text)
 
     def given_back(self, pod: Document) -> Document | None:
         """A patch of this pod that is due now."""

@@ -1,0 +1,211 @@
+"""Gang scheduling of Kubernetes itself, on an API server and a scheduler that have it switched on:
+the gang is placed together or not at all, and two jobs do not each take half of the room.
+
+Owns these tests. Nodes are only objects here: the scheduler places pods on them, nobody runs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.pods import Owner, PodSettings, pod_document
+from orchestrator.backends.kubernetes.queues.queue import Queue
+from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.protocol.spec.crd import NAME, definition_text
+from tests.e2e.kubernetes.conftest import fresh, skip_without
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.settings import Settings
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.unit.protocol.wrong_jobs import job, script
+
+pytestmark = pytest.mark.e2e
+
+Document = dict[str, Any]
+GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true"
+GANGS = Settings(
+    api_server=(GATES, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
+    # Nobody renews the leases of nodes that are only objects.
+    controller_manager=(GATES, "--controllers=*,-node-lifecycle-controller"),
+    scheduler=(GATES,),
+)
+SETTINGS = PodSettings(endpoint="operator:7077", image="worker:1")
+NUM_NODES = 3
+
+
+@pytest.fixture(scope="module")
+def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
+    """With the gates on, room for three pods, and TrainingJobs known."""
+    skip_without(binaries, programs.CONTROL_PLANE)
+    with Run() as run:
+        made = ControlPlane(run, binaries, settings=GANGS)
+        made.start()
+        kubectl = made.kubectl()
+        kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+        kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+        for number in range(NUM_NODES):
+            add_node(kubectl, f"fake-{number}")
+        yield made
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Iterator[Kubectl]:
+    """Its pods are gone at the end: the room is for the next test."""
+    for kubectl in fresh(plane.kubectl()):
+        yield kubectl
+        kubectl.run("delete", "pods", "--all", "--force", "--grace-period=0")
+
+
+def add_node(kubectl: Kubectl, name: str) -> None:
+    """An object that says that it is ready and has one core."""
+    kubectl.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+    resources = {"cpu": "1", "memory": "8Gi", "pods": "10"}
+    ready = {"type": "Ready", "status": "True", "reason": "Fake", "message": ""}
+    status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+    patch = json.dumps({"status": status})
+    kubectl.run("patch", "node", name, "--subresource=status", "--type=merge", "--patch", patch)
+    kubectl.run("taint", "node", name, "node.kubernetes.io/not-ready-")
+
+
+class Gang:
+    """A job whose pods are made as its backend makes them."""
+
+    def __init__(self, plane: ControlPlane, kubectl: Kubectl, name: str, least: int) -> None:
+        self.plane, self.kubectl, self.name = plane, kubectl, name
+        document = job(
+            script(
+                nodes={"min": least, "max": 4},
+                resources={"cpu": 0.8},
+                kubernetes={"gang": "native"},
+            ),
+            name,
+        )
+        self.job = job_from_mapping(document)
+        uid = kubectl.create(document)["metadata"]["uid"]
+        self.owner = Owner(kubectl.namespace, name, uid)
+
+    def ask(self, *numbers: int) -> None:
+        """For these nodes, in one request."""
+        asyncio.run(self._ask(numbers))
+
+    async def _ask(self, numbers: tuple[int, ...]) -> None:
+        async with await Cluster.connect(kubeconfig=self.plane.kubeconfig) as cluster:
+            queue = Queue(self.job, self.owner, cluster)
+            there = {pod["metadata"]["name"]: pod for pod in self.pods()}
+            plain = [
+                pod_document(self.job, self.owner, SETTINGS, f"{self.name}-{number}")
+                for number in numbers
+            ]
+            await queue.ensure(queue.decorate(plain[0], there), there)
+            for index, pod in enumerate(plain):
+                made = queue.decorate(pod, there, index)
+                text = yaml.safe_dump(made)
+                self.kubectl.run("create", "--validate=strict", "--filename=-", stdin=text)
+
+    def pods(self) -> list[Document]:
+        return self.kubectl.list("pods", f"holdfast.dev/job={self.name}")
+
+    def placed(self) -> int:
+        return sum(is_placed(pod) for pod in self.pods())
+
+    def wait_placed(self, count: int) -> None:
+        until(
+            lambda: self.placed() == count,
+            f"{count} pods of {self.name} are placed",
+            timeout_s=60,
+            every_s=0.3,
+            last=lambda: [pod.get("status") for pod in self.pods()],
+        )
+
+    def wait_looked_at(self) -> None:
+        """The scheduler has tried all of its pods and found no place."""
+        until(
+            lambda: all(refusal(pod) for pod in self.pods()),
+            f"the scheduler says no to {self.name}",
+            timeout_s=60,
+            every_s=0.3,
+            last=lambda: [pod.get("status") for pod in self.pods()],
+        )
+
+
+def place_a_small_pod(kubectl: Kubectl) -> None:
+    """Afterwards the scheduler has gone through everything that was there before."""
+    container = {"name": "main", "image": "none", "resources": {"requests": {"cpu": "100m"}}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "small"}}
+    kubectl.create({**pod, "spec": {"containers": [container]}})
+    kubectl.wait("pod", "small", is_placed, "is placed")
+
+
+def is_placed(pod: Document | None) -> bool:
+    return bool(pod and pod["spec"].get("nodeName"))
+
+
+def refusal(pod: Document) -> str:
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return str(condition["reason"])
+    return ""
+
+
+def test_a_gang_is_placed_when_all_of_it_is_there_and_has_room(
+    plane: ControlPlane, namespace: Kubectl
+) -> None:
+    gang = Gang(plane, namespace, "whole", 3)
+    gang.ask(0, 1)
+    place_a_small_pod(namespace)
+    assert gang.placed() == 0
+    gang.ask(2)
+    gang.wait_placed(3)
+    group = namespace.get("podgroups.scheduling.k8s.io", "whole-gang")
+    assert group is not None
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}
+    assert group["metadata"]["ownerReferences"][0]["uid"] == gang.owner.uid
+
+
+def test_of_two_jobs_that_compete_one_gets_all_and_the_other_nothing(
+    plane: ControlPlane, namespace: Kubectl
+) -> None:
+    """Room for three; each wants two at least. Pod by pod, one might get two and the other one."""
+    first, second = (Gang(plane, namespace, name, 2) for name in ("first", "second"))
+    first.ask(0, 1)
+    first.wait_placed(2)
+    second.ask(0, 1)
+    second.wait_looked_at()
+    assert second.placed() == 0
+    namespace.run("delete", "pods", "--selector=holdfast.dev/job=first", "--force")
+    second.wait_placed(2)
+
+
+def test_nodes_beyond_the_gang_come_one_by_one(plane: ControlPlane, namespace: Kubectl) -> None:
+    gang = Gang(plane, namespace, "elastic", 2)
+    gang.ask(0, 1, 2, 3)
+    gang.wait_placed(3)
+
+
+def test_after_the_minimum_became_smaller_a_replacement_is_placed_by_itself(
+    plane: ControlPlane, namespace: Kubectl
+) -> None:
+    """A PodGroup of 1.36 keeps its size, and stays while pods refer to it."""
+    gang = Gang(plane, namespace, "shrunk", 3)
+    gang.ask(0, 1, 2)
+    gang.wait_placed(3)
+    namespace.run("delete", "pod", "shrunk-1", "shrunk-2", "--force", "--grace-period=0")
+    add = {"spec": {"nodes": {"min": 1, "max": 2}}}
+    namespace.run("patch", "tj", "shrunk", "--type=merge", "--patch", json.dumps(add))
+    smaller = gang.job.spec.nodes.model_copy(update={"min": 1, "max": 2})
+    spec = gang.job.spec.model_copy(update={"nodes": smaller})
+    gang.job = gang.job.model_copy(update={"spec": spec})
+    gang.ask(3)
+    gang.wait_placed(2)
+    group = namespace.get("podgroups.scheduling.k8s.io", "shrunk-gang")
+    assert group is not None
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}
