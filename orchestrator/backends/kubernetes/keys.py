@@ -11,74 +11,22 @@ job may live; it goes with the job, as the Secret does.
 from __future__ import annotations
 
 import base64
-import datetime
-import secrets
-from dataclasses import dataclass
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
-from ...protocol import limits, tls
+from ...protocol import tls
+from ...protocol.certificate import Keys, make_keys
 from ...protocol.errors import HoldfastError
 from . import names
 from .client import Cluster, Document
 from .errors import SECRETS, Conflict
 from .pods import Owner
 
-VALID_DAYS = 3650
-BACKDATED = datetime.timedelta(hours=1)
-"""Clocks of nodes differ."""
+__all__ = ["Keys", "KeysUnusable", "ensure_keys", "make_keys", "secret_document"]
+
 TOKEN = "token"
 
 
 class KeysUnusable(HoldfastError):
     """The Secret belongs to somebody else, or was edited."""
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Shows nothing of itself in logs."""
-
-    token: str
-    certificate: bytes
-    """PEM."""
-    key: bytes
-    """PEM."""
-
-    def __repr__(self) -> str:
-        return "Keys(...)"
-
-
-def make_keys(tls_name: str) -> Keys:
-    """A fresh token and certificate."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    # A common name may have 64 characters; what counts is the alternative name.
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "holdfast job")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(tls_name)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return Keys(
-        token=secrets.token_hex(limits.TOKEN_BYTES),
-        certificate=certificate.public_bytes(serialization.Encoding.PEM),
-        key=key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-    )
 
 
 async def ensure_keys(cluster: Cluster, owner: Owner, known: Keys | None) -> tuple[Keys, bool]:

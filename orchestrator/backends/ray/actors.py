@@ -1,0 +1,62 @@
+"""Agents' actors from outside: starting, finding and ending them, and why one is dead.
+
+Owns: the options that an agent's actor is started with. Must not: know which nodes are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import names
+from .agent import AgentActor, AgentOrder
+
+
+def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float]) -> Any:
+    """The actor of a new node, holding all of its bundle. It outlives the controller that asked
+    for it, and is never restarted: what was in its memory would be gone."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    options: dict[str, Any] = {"num_cpus": resources["CPU"]}
+    if "GPU" in resources:
+        options["num_gpus"] = resources["GPU"]
+    if "memory" in resources:
+        options["memory"] = resources["memory"]
+    made = ray.remote(AgentActor).options(
+        name=names.agent(order.job, order.node),
+        namespace=names.NAMESPACE,
+        lifetime="detached",
+        max_restarts=0,
+        max_concurrency=64,
+        get_if_exists=True,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+        **options,
+    )
+    return made.remote(order)
+
+
+def find(job: str, node: str) -> Any:
+    """The actor of a node; None where there is none any more."""
+    import ray
+
+    try:
+        return ray.get_actor(names.agent(job, node), names.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor, no_restart=True)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def cause(error: BaseException) -> str:
+    """What Ray says of an actor's death, without the table of its ids."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("The actor is dead because")]
+    return (found or [first_line(error)])[0][:400]

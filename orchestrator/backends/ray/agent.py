@@ -1,0 +1,143 @@
+"""The actor that holds a node's resources and keeps its agent: one per node of the job.
+
+Owns: the agent's process and its files (token, key, the controller's address). Must not: fork
+workers, or know what the agent does: a Ray worker has threads and imported libraries, so training
+happens in the agent's own process tree, which ends when this process does, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol import tls
+from . import cluster, names
+
+UNATTENDED_S = 600.0
+"""An agent has ended and no controller has asked about it for this long: nobody will."""
+
+
+class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node is told at its start."""
+
+    job: str
+    node: str
+    slots: int
+    job_id: str
+    token: str
+    certificate: bytes
+    key: bytes
+    address: str
+    port: int
+    env: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"AgentOrder({self.job}/{self.node})"
+
+
+class AgentActor:
+    """Runs in a process of its own on a Ray node. All methods run in its event loop."""
+
+    async def __init__(self, order: AgentOrder) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._order = order
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
+        self._write("token", order.token.encode())
+        self._write(tls.CERTIFICATE_NAME, order.certificate)
+        self._write(tls.KEY_NAME, order.key)
+        await self.set_endpoint(order.address, order.port)
+        logs = cluster.log_directory(order.job)
+        logs.mkdir(parents=True, exist_ok=True)
+        # From this thread, which is the loop's and lives as long as the process: the kernel ends
+        # the child when the thread that started it does.
+        with (logs / f"agent-{order.node}.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=self._environment(), start_new_session=True,
+            )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = loop.create_future()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(self._pidfd, self._on_end)
+
+    def __repr__(self) -> str:
+        return f"HoldfastAgent({self._order.job} {self._order.node})"
+
+    # -- called by the controller --------------------------------------------------------------
+    async def facts(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"pid": self._process.pid, "actor_pid": os.getpid(), **cluster.here()}
+
+    async def set_endpoint(self, address: str, port: int) -> None:
+        """Where the controller listens now; the agent reads it whenever it dials."""
+        self._write("controller.json", json.dumps({"address": address, "port": port}).encode())
+
+    async def wait_for_end(self) -> str:
+        """How the agent's process ended. Fails when this actor or its Ray node ends first."""
+        return await asyncio.shield(self._ended)
+
+    async def preempt(self) -> None:
+        """Have the agent hand over: what it would do on a node that is announced to leave."""
+        self._signal(signal.SIGTERM)
+
+    async def end(self) -> None:
+        """End the agent with all its workers and its memory."""
+        self._signal(signal.SIGKILL)
+        await asyncio.shield(self._ended)
+
+    # -- its process ---------------------------------------------------------------------------
+    def _command(self) -> list[str]:
+        order, here = self._order, cluster.here()
+        return [
+            sys.executable, "-P", "-m", "workers.agent",
+            "--job", order.job, "--node", order.node, "--slots", str(order.slots),
+            "--token-file", str(self._directory / "token"),
+            "--endpoint-file", str(self._directory / "controller.json"),
+            "--tls", str(self._directory), "--tls-name", names.tls(order.job_id),
+            "--address", here["address"], "--failure-domain", here["ray_node"],
+            "--die-with", str(os.getpid()),
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        source = str(Path(__file__).resolve().parents[3])
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Ray sets the number of threads for its own workers; ours has its own rule.
+        inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        return {
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            **self._order.env,
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._ended.done():
+            self._process.send_signal(number)
+
+    def _on_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self._ended.set_result(how)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        loop.call_later(UNATTENDED_S, os._exit, 0)
+
+    def _write(self, name: str, data: bytes) -> None:
+        temporary = self._directory / f".{name}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        temporary.replace(self._directory / name)

@@ -1,0 +1,155 @@
+"""The Ray cluster that this process belongs to: connecting, and facts about it.
+
+Owns: what is asked of Ray outside of actors and placement groups. Must not: know the job's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from ...protocol.errors import HoldfastError, Problem, UserError
+from . import names
+
+OLDEST = (2, 49)
+"""Bundles that choose nodes by label came with it."""
+CONNECT_TIMEOUT_S = 15.0
+
+
+class ClusterGone(HoldfastError):
+    """The cluster does not answer."""
+
+
+def connect(address: str) -> None:
+    """Make this process a driver of the cluster. Raises UserError naming what is wrong."""
+    try:
+        import ray
+    except ImportError:
+        fix = "pip install 'holdfast[ray]'"
+        raise UserError(str(Problem("--ray", "no Ray here", "Ray to be installed", fix))) from None
+    check_version(ray.__version__)
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address not in ("auto", "") and not address.startswith("ray://"):
+        _check_listens(address)
+    try:
+        ray.init(
+            address=address or "auto", namespace=names.NAMESPACE, log_to_driver=False,
+            logging_level=logging.ERROR, configure_logging=False,
+        )  # fmt: skip
+    except ConnectionError as error:
+        raise _nobody(address, str(error).splitlines()[0]) from None
+    except RuntimeError as error:  # Ray's way to say that versions differ
+        if "version" not in str(error).lower():
+            raise
+        got = " ".join(str(error).split())
+        expected = "the same Ray and Python here and in the cluster"
+        raise UserError(str(Problem("--ray", f"{address} ({got})", expected))) from None
+
+
+def check_version(version: str) -> None:
+    """Raises UserError for a Ray that cannot do what is needed."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        problem = Problem("ray", version, f"{oldest} or newer", f"pip install 'ray>={oldest}'")
+        raise UserError(str(problem))
+
+
+def _check_listens(address: str) -> None:
+    """Ray tries for very long, and says little."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        expected = "auto, HOST:PORT of the cluster's head, ray://HOST:PORT or http://HOST:PORT"
+        raise UserError(str(Problem("--ray", address, expected)))
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise _nobody(address, error.strerror or str(error)) from None
+
+
+def _nobody(address: str, why: str) -> UserError:
+    fix = "`ray status` on the head says whether it runs; `ray start --head` starts one"
+    return UserError(
+        str(Problem("--ray", f"{address} ({why})", "the address of a running Ray cluster", fix))
+    )
+
+
+def here() -> dict[str, str]:
+    """The Ray node of this process."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return {
+        "ray_node": context.get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "hostname": socket.gethostname(),
+    }
+
+
+def log_directory(job: str) -> Path:
+    """Where the dashboard's log view finds a job's files, on this Ray node."""
+    import ray
+
+    node = ray._private.worker._global_node  # Ray tells its session directory nowhere else
+    return Path(node.get_logs_dir_path()) / f"holdfast-{job}"
+
+
+def alive_nodes() -> dict[str, dict[str, Any]]:
+    """Ray nodes by id, as the head sees them."""
+    import ray
+
+    return {str(one["NodeID"]): one for one in ray.nodes() if one["Alive"]}
+
+
+def listens(node: dict[str, Any]) -> bool:
+    """Whether a Ray node's own server (raylet) still takes connections: the head notices a lost
+    node only after missed health checks, its kernel says so at once."""
+    try:
+        place = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+        socket.create_connection(place, 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+async def answers(node: dict[str, Any]) -> bool:
+    """As `listens`, from an event loop."""
+    place = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
+    try:
+        async with asyncio.timeout(1.0):
+            _reader, writer = await asyncio.open_connection(*place)
+    except TimeoutError:
+        return True  # nobody has said that it is gone; heartbeats will tell
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def shortage(count: int, bundle: dict[str, float]) -> str:
+    """Why that many bundles find no place: what is there, and what is missing."""
+    import ray
+
+    nodes = alive_nodes()
+    large = [one for one in nodes.values() if fits(bundle, one["Resources"])]
+    free = ray.available_resources()
+    total = ray.cluster_resources()
+    parts = [f"{free.get(k, 0.0):g} of {total.get(k, 0.0):g} {k}" for k in bundle]
+    return (
+        f"{count} more nodes of {words(bundle)} each on a Ray node of its own: the cluster has "
+        f"{len(nodes)} Ray nodes, {len(large)} of them that large; free are {', '.join(parts)}"
+    )
+
+
+def fits(bundle: dict[str, float], resources: dict[str, float]) -> bool:
+    return all(resources.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def words(bundle: dict[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())

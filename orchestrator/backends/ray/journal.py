@@ -1,0 +1,145 @@
+"""A job's journal in the key-value store of the cluster's head: a snapshot and the records since.
+
+Owns: the keys, the fence and the retries. Implements core.journal.Journal. Must not: know what an
+event means.
+
+    journal/epoch-000003          a controller has taken over; never deleted while the job exists
+    journal/tail-00000017-000003  records of one commit, by the controller of epoch 3
+    journal/snap-00000018-000003  instead of everything before it
+
+The store has no compare-and-swap, but it can create a key only where there is none: who creates the
+next epoch owns the journal. A writer looks, after every write and before anything is done on its
+account, whether the next epoch exists: if so, somebody else has taken over (JournalLost). A write
+that came before the next epoch was created is read by the new owner, since it reads afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...core.events import AnyEvent
+from ...core.journal import JournalError, JournalLost, Record, decode_records, encode_record
+from ...protocol import limits
+from .kv import Keys
+
+EPOCH, TAIL, SNAPSHOT = "journal/epoch-", "journal/tail-", "journal/snap-"
+PATIENCE_S = 120.0
+"""A head that restarts is back within a minute where Ray keeps its state; training goes on."""
+PAUSE_S = 0.5
+
+log = logging.getLogger("holdfast.ray")
+T = TypeVar("T")
+
+
+class KvJournal:
+    """The one writer. Made by `open_journal`."""
+
+    def __init__(self, keys: Keys, job: str) -> None:
+        """Claims the journal, then reads it. Blocks. Raises JournalError, JournalLost."""
+        self._keys, self._job = keys, job
+        self._epoch = 1 + max((_number(key) for key in keys.list(EPOCH)), default=0)
+        if not keys.create(_epoch(self._epoch), b""):
+            raise JournalLost(f"job {job}: another controller takes it over at this moment")
+        self._pending: list[bytes] = []
+        self._commit = asyncio.Lock()
+        self.snapshot, self.records, self._chunks, self._bytes = read(keys, job)
+        self._next = 1 + max((_number(key) for key in self._chunks), default=0)
+
+    @property
+    def full(self) -> bool:
+        return self._bytes + sum(map(len, self._pending)) > limits.JOURNAL_BYTES
+
+    def append(self, now_ns: int, event: AnyEvent) -> None:
+        self._pending.append(encode_record(now_ns, event))
+
+    async def commit(self) -> None:
+        async with self._commit:
+            if not self._pending:
+                return
+            count, chunk = len(self._pending), b"".join(self._pending)
+            await self._write(TAIL, chunk)
+            self._bytes += len(chunk)
+            del self._pending[:count]
+
+    async def compact(self, snapshot: bytes) -> None:
+        async with self._commit:
+            self._pending.clear()
+            covered = list(self._chunks)
+            await self._write(SNAPSHOT, zlib.compress(snapshot))
+            self._chunks, self._bytes = self._chunks[len(covered) :], 0
+            # Readers begin at the newest snapshot, so what is left of a deletion does no harm.
+            await _patiently(self._job, lambda: self._keys.delete(*covered))
+
+    async def _write(self, kind: str, data: bytes) -> None:
+        key = f"{kind}{self._next:08d}-{self._epoch:06d}"
+        after = _epoch(self._epoch + 1)
+
+        def write() -> bool:
+            self._keys.put(key, data)
+            return self._keys.exists(after)
+
+        if await _patiently(self._job, write):
+            raise JournalLost(f"job {self._job}: another controller has taken it over")
+        self._chunks.append(key)
+        self._next += 1
+
+
+async def open_journal(keys: Keys, job: str) -> KvJournal:
+    return await _patiently(job, lambda: KvJournal(keys, job))
+
+
+def read(keys: Keys, job: str) -> tuple[bytes | None, list[Record], list[str], int]:
+    """(newest snapshot, records since, keys of both, bytes of the records). Raises JournalError."""
+    chunks = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
+    newest = max((i for i, key in enumerate(chunks) if key.startswith(SNAPSHOT)), default=None)
+    snapshot, records, size = None, [], 0
+    for index, key in enumerate(chunks):
+        if newest is not None and index < newest:
+            continue
+        data = keys.get(key)
+        try:
+            if data is None:
+                raise ValueError("it was deleted while it was read")
+            if index == newest:
+                snapshot = zlib.decompress(data)
+            else:
+                records += decode_records(data)
+                size += len(data)
+        except (ValueError, zlib.error) as error:
+            raise JournalError(
+                f"job {job}: its journal in the cluster's store is damaged ({key}: {error}). "
+                f"Nothing was changed and training is not affected"
+            ) from None
+    return snapshot, records, chunks, size
+
+
+async def _patiently(job: str, work: Callable[[], T]) -> T:
+    """In a thread, again and again while the head does not answer. Raises JournalError."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + PATIENCE_S
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except JournalError:
+            raise
+        # Ray raises its own RpcError, but also plain RuntimeErrors, depending on its version.
+        except Exception as error:
+            if loop.time() > give_up:
+                raise JournalError(
+                    f"job {job}: its journal cannot be written ({error}); training goes on "
+                    f"without a controller"
+                ) from None
+            log.warning("journal of %s: %s; trying again", job, error)
+        await asyncio.sleep(PAUSE_S)
+
+
+def _epoch(number: int) -> str:
+    return f"{EPOCH}{number:06d}"
+
+
+def _number(key: str) -> int:
+    return int(key.partition("-")[2].partition("-")[0])

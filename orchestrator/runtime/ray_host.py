@@ -1,0 +1,139 @@
+"""One job on a Ray cluster, inside its controller actor: what is Ray's around its Assembly.
+
+Owns: the port that its agents dial, its journal and record in the cluster's store, its logs. Must
+not: decide anything about the job. service.py is the same for a job of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..backends.ray import cluster, names
+from ..backends.ray.backend import RayBackend
+from ..backends.ray.controller import ControllerOrder
+from ..backends.ray.journal import open_journal
+from ..backends.ray.kv import RECORD, Keys
+from ..protocol import tls
+from ..protocol.certificate import Keys as Secrets
+from ..protocol.errors import HoldfastError, UserError
+from ..protocol.spec import job_from_mapping
+from .assembly import Assembly
+from .control import WATCH_INTERVAL_S, view_body
+from .endpoint import Endpoint
+from .storage import Storage
+from .strand import Strand
+from .surroundings import job_environment, storage_place
+from .tier import ThreadedTier
+from .view import JobView
+
+log = logging.getLogger("holdfast")
+
+
+class RayHost:
+    """Implements backends.ray.controller.Host."""
+
+    def __init__(self, order: ControllerOrder) -> None:
+        self._order = order
+        self._keys = Keys(order.job)
+        self.job = job = job_from_mapping(order.document, f"job {order.job}")
+        secrets = Secrets(order.token, order.certificate, order.key)
+        self._backend = RayBackend(job, order.job_id, self._keys, secrets)
+        self._endpoint = Endpoint()
+        self._logs = cluster.log_directory(job.name)
+        path = checkpoint_path(order, job.spec.checkpoint.path)
+        self.assembly = Assembly(
+            job,
+            key=job.name,
+            job_id=order.job_id,
+            spec_directory=order.spec_directory,
+            checkpoint_path=path,
+            log_directory=str(self._logs),
+            token=order.token,
+            backend=self._backend,
+            endpoint=self._endpoint,
+            storage=ThreadedTier(Storage(path, job.name), Strand()),
+            tls_name=names.tls(order.job_id),
+            tls_context=tls.server_context_from_pem(order.certificate, order.key),
+            on_note=log.warning,
+        )
+        self._serving = asyncio.Event()
+        self._refusal = ""
+
+    async def run(self) -> None:
+        self._log_to_file()
+        with job_environment(self.job):
+            try:
+                await self._run()
+            except UserError as error:
+                # Only a job that has never run: nothing was started, and nothing will be.
+                log.error("%s", error)
+                self._refusal = str(error)
+                self._serving.set()
+                await self._finish(self.assembly.view(live=False), refusal=str(error))
+
+    async def _run(self) -> None:
+        journal = await open_journal(self._keys, self.job.name)
+        fresh = not journal.records and journal.snapshot is None
+        try:
+            await self.assembly.prepare(fresh=fresh)
+            await self._endpoint.open("0.0.0.0", tls=True)
+            address = cluster.here()["address"]
+            self._backend.set_endpoint(address, self._endpoint.port)
+            await self.assembly.begin(journal)
+            log.info("agents dial %s:%d", address, self._endpoint.port)
+            self._serving.set()
+            await self.assembly.run()
+        finally:
+            await self.assembly.close()
+            await self._endpoint.close()
+        await self._finish(self.assembly.view(live=False))
+
+    async def _finish(self, view: JobView, refusal: str = "") -> None:
+        """What is known of the job from now on, and that there is no controller any more."""
+        data = await asyncio.to_thread(self._keys.get, RECORD)
+        record = json.loads(data) if data else {}
+        record |= {"view": view_body(view), "refusal": refusal}
+        await asyncio.to_thread(self._keys.put, RECORD, json.dumps(record).encode())
+
+    async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        await self._serving.wait()
+        if self._refusal:
+            return {"ok": False, "detail": self._refusal, "body": {}}
+        try:
+            reply = await self.assembly.control.perform(verb, arguments)
+        except HoldfastError as error:
+            return {"ok": False, "detail": str(error), "body": {}}
+        return {"ok": reply.ok, "detail": reply.detail, "body": reply.body}
+
+    async def watch(self, seen: int) -> dict[str, Any]:
+        await self._serving.wait()
+        changes = self.assembly.changes
+        await changes.after(seen)
+        await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
+        return {"seen": changes.count, "view": view_body(self.assembly.view())}
+
+    def _log_to_file(self) -> None:
+        """Beside the workers' logs, where the dashboard shows it; the actor's own output too."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        form = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        for handler in (
+            logging.FileHandler(self._logs / "controller.log"),
+            logging.StreamHandler(),
+        ):
+            handler.setFormatter(form)
+            log.addHandler(handler)
+
+
+def checkpoint_path(order: ControllerOrder, path: str | None) -> str:
+    """Where checkpoints are. Without a path of its own: in the home of whoever runs Ray, which is
+    shared by all nodes of the cluster or holds them for one machine only."""
+    if path is None:
+        home = Path.home() / ".holdfast" / "ray"
+        return str(home / f"{order.job}-{order.job_id}" / "checkpoints")
+    return storage_place(path, order.spec_directory)
