@@ -68,3 +68,18 @@ def test_a_job_without_spares_waits_for_the_replacement_and_loses_nothing(starte
     incident = terminate(job)
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
     assert incident.world_size_after == 4
+
+
+def test_a_controller_that_comes_back_in_time_learns_of_it_and_nothing_is_lost(
+    started: Any,
+) -> None:
+    job = started(nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED)
+    view = job.until(lambda view: sum(n.state == "member" for n in view.nodes) == 2)
+    node = next(n.name for n in view.nodes if n.state == "member")
+    job.command.kill()
+    job.command.wait()
+    job.kill(job.agent_pid(node), signal.SIGTERM)
+    job.attach()
+    incident = job.running(incidents=1).incidents[0]
+    assert (incident.failure_class, incident.culprit_node) == ("preemption", node)
+    assert incident.steps_lost == 0 and incident.restored_from == "memory"

@@ -108,6 +108,23 @@ def test_a_job_that_must_wait_for_nodes_has_its_newest_step_in_storage_first() -
     assert launch.membership.restore.step == 30
 
 
+def test_when_all_nodes_leave_at_once_everything_is_in_storage_before_they_go() -> None:
+    story = Story(sharded()).started()
+    leave(story, "a")
+    leave(story, "b")
+    assert story.state.expected_nodes == 2
+    story.wait(GRACE_S / 3 + 0.1)
+    story.all_stopped(30)
+    assert {action.node for action in story.of(PersistStep)} == {"a", "b"}
+    for shard in range(4):
+        story.persisted(30, shard)
+    story.succeed(CommitManifest)
+    assert {action.node for action in story.of(ReleaseNode)} == {"a", "b"}
+    story.join("c", "d")
+    restore = story.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and (restore.step, bool(restore.directory)) == (30, True)
+
+
 def test_what_a_parked_job_wrote_counts_even_if_the_leaving_node_goes_first() -> None:
     story = Story(sharded()).started()
     leave(story)
