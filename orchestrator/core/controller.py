@@ -28,6 +28,7 @@ from .events import (
     ActionFailed,
     ActionSucceeded,
     ActionUnknown,
+    AdjustRequested,
     AnyEvent,
     CancelRequested,
     ChaosInjected,
@@ -342,6 +343,7 @@ _DUE: tuple[tuple[str, Callable[[Turn], None]], ...] = (
 
 _NOTE: dict[type, Callable[[Turn, Any], None]] = {
     ResizeRequested: wishes.resize,
+    AdjustRequested: wishes.adjust,
     SuspendRequested: wishes.suspend,
     ResumeRequested: wishes.resume,
     CancelRequested: wishes.cancel,

@@ -35,6 +35,16 @@ class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
     by: str = ""
 
 
+class AdjustRequested(Event, frozen=True, kw_only=True, tag="adjust-requested"):
+    """What of the spec may change while the job lives, beside its size; all of it, as it is now."""
+
+    min_nodes: int
+    spares: int
+    recovery: dict[str, Any]
+    """spec.recovery, as the document has it."""
+    by: str = ""
+
+
 class SuspendRequested(Event, frozen=True, kw_only=True, tag="suspend-requested"):
     by: str = ""
 
@@ -205,7 +215,8 @@ class Heartbeat(Event, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 AnyEvent = (
-    JobSubmitted | ResizeRequested | SuspendRequested | ResumeRequested | CancelRequested
+    JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
+    | CancelRequested
     | ChaosInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepsAdvanced
     | HangDetected | StragglerDetected | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted

@@ -5,9 +5,16 @@ Owns: state.intent and the wanted size. Must not: know how a generation is stopp
 
 from __future__ import annotations
 
+from ..protocol.spec import Recovery
 from . import ending, membership, recovery
 from .actions import Reason
-from .events import CancelRequested, ResizeRequested, ResumeRequested, SuspendRequested
+from .events import (
+    AdjustRequested,
+    CancelRequested,
+    ResizeRequested,
+    ResumeRequested,
+    SuspendRequested,
+)
 from .ranks import check_resize, resized
 from .state import PURPOSE_CODE, JobState, Node
 from .turn import SECOND_NS, Turn
@@ -21,6 +28,17 @@ def resize(turn: Turn, event: ResizeRequested) -> None:
         return
     state.resized = event.nodes != state.target_nodes
     state.job = resized(state.job, event.nodes)
+
+
+def adjust(turn: Turn, event: AdjustRequested) -> None:
+    """Read where they matter next: a wait that is under way keeps its length."""
+    state = turn.state
+    nodes, limits = state.job.spec.nodes, Recovery.model_validate(event.recovery)
+    # The size is a wish of its own; see ranks.resized for the same rule.
+    low = min(event.min_nodes, nodes.max)
+    changed = nodes.model_copy(update={"min": low, "spares": event.spares})
+    spec = state.job.spec.model_copy(update={"nodes": changed, "recovery": limits})
+    state.job = state.job.model_copy(update={"spec": spec})
 
 
 def suspend(turn: Turn, event: SuspendRequested) -> None:

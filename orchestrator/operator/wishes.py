@@ -39,6 +39,8 @@ class Wishes:
         self._owner, self._cluster = owner, cluster
         self._assembly, self._events = assembly, events
         self._refused_generation = 0
+        self._adjusted = 0
+        """Generation of the object that was followed last: said once, however it turned out."""
         self._acted_version = 0
         """Of the object, without the act that was carried out last: older ones may still hold it.
         Resource versions of one kind of object are ordered integers."""
@@ -59,6 +61,9 @@ class Wishes:
             self.refusal = ""
             if job.spec.nodes.max != state.target_nodes:
                 await self._perform("resize", generation, nodes=job.spec.nodes.max, by="its spec")
+            if self._adjusted != generation and _adjustable(job) != _adjustable(state.job):
+                self._adjusted = generation
+                await self._perform("adjust", generation, by="its spec", **_adjustable(job))
             if job.spec.suspend and state.intent == "run":
                 await self._perform("suspend", generation, by="its spec")
             elif not job.spec.suspend and state.intent == "suspend":
@@ -106,6 +111,13 @@ class Wishes:
         by = arguments.get("by")
         text = f"{verb}: {reply.detail}" + (f" (asked for by {by})" if by else "")
         self._events.tell("Normal", verb.capitalize(), text)
+
+
+def _adjustable(job: TrainingJob) -> Document:
+    """What a running job follows beside its size; the CRD refuses changes of anything else."""
+    recovery = job.spec.recovery.model_dump(mode="json", by_alias=True)
+    nodes = job.spec.nodes
+    return {"min_nodes": nodes.min, "spares": nodes.spares, "recovery": recovery}
 
 
 def _version(document: Document) -> int:

@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+from pydantic import ValidationError
 
 from ..backends.base import Backend
 from ..core import events
 from ..core.ranks import check_resize
 from ..protocol import messages as wire
 from ..protocol.errors import Problem, UserError
+from ..protocol.spec import Recovery
 from .changes import Changes
 from .driver import Driver
 from .endpoint import AgentLink, Stream
@@ -50,6 +52,7 @@ class Control:
         self._verbs: dict[str, Callable[[dict[str, Any]], Awaitable[wire.Reply]]] = {
             "status": self._status,
             "resize": self._resize,
+            "adjust": self._adjust,
             "suspend": self._suspend,
             "resume": self._resume,
             "cancel": self._cancel,
@@ -96,6 +99,24 @@ class Control:
         before = state.target_nodes
         await self._wish(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
         return wire.Reply(ok=True, detail=f"from {before} to {nodes} nodes")
+
+    async def _adjust(self, arguments: dict[str, Any]) -> wire.Reply:
+        """What a running job can follow of a changed spec, beside its size."""
+        try:
+            recovery = Recovery.model_validate(arguments.get("recovery"))
+        except ValidationError as error:
+            raise UserError(str(Problem("recovery", str(error), "spec.recovery"))) from None
+        low, spares = _integer(arguments, "min_nodes"), _integer(arguments, "spares")
+        await self._wish(
+            events.AdjustRequested(
+                min_nodes=low,
+                spares=spares,
+                recovery=recovery.model_dump(mode="json", by_alias=True),
+                by=_by(arguments),
+            )
+        )
+        detail = f"nodes.min {low}, nodes.spares {spares}, recovery as it stands there"
+        return wire.Reply(ok=True, detail=detail)
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._wish(events.SuspendRequested(by=_by(arguments)))

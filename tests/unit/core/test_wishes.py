@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.core.actions import (
@@ -15,16 +17,19 @@ from orchestrator.core.actions import (
 )
 from orchestrator.core.events import (
     ActionSucceeded,
+    AdjustRequested,
     CancelRequested,
+    Heartbeat,
     ResizeRequested,
     ResumeRequested,
     SuspendRequested,
 )
+from orchestrator.core.health import Monitor
 from orchestrator.core.ranks import check_resize
 from orchestrator.protocol.facts import Exit
-from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.protocol.spec import Recovery, job_from_mapping
 
-from .story import Story, spec
+from .story import SECOND, Story, spec
 
 
 def test_a_suspended_job_has_its_newest_step_in_storage_and_no_nodes() -> None:
@@ -199,6 +204,45 @@ def test_a_resize_to_more_nodes_is_made_as_soon_as_they_are_there() -> None:
     story.join("c")
     story.all_stopped(5)
     assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "b", "c"]
+
+
+def adjusted(**more: Any) -> AdjustRequested:
+    recovery = Recovery(**more).model_dump(mode="json", by_alias=True)
+    return AdjustRequested(min_nodes=1, spares=1, recovery=recovery, by="ann")
+
+
+def test_a_running_job_follows_what_may_change_of_its_spec() -> None:
+    story = Story().started()
+    story.tell(adjusted(replacement_wait_s=40, bad_node_strikes=7))
+    assert story.one(RequestNodes).count == 1, "the spare"
+    assert story.state.job.spec.recovery.bad_node_strikes == 7
+    story.succeed(RequestNodes)
+    story.join("c")
+    story.lose("b")
+    story.all_stopped(5)
+    assert [launch.node for launch in story.of(LaunchGroup)][-2:] == ["a", "c"]
+    again = story.replayed()
+    assert again.state == story.state
+
+
+def test_silence_is_measured_with_the_limits_as_they_are_now() -> None:
+    story = Story().started()
+    monitor = Monitor(story.state.job, story.controller)
+    monitor.observe(story.now, Heartbeat(node="a", generation=1))
+    before = monitor.next_deadline_ns()
+    story.tell(adjusted(heartbeat_timeout_s=60))
+    monitor.observe(story.now, Heartbeat(node="a", generation=1))
+    after = monitor.next_deadline_ns()
+    assert before is not None and after is not None
+    assert after - before == 57 * SECOND
+
+
+def test_a_minimum_above_the_size_is_the_size() -> None:
+    story = Story().started()
+    recovery = Recovery().model_dump(mode="json", by_alias=True)
+    story.tell(AdjustRequested(min_nodes=9, spares=0, recovery=recovery))
+    assert story.state.job.spec.nodes.min == 2
+    assert story.state.phase == "running"
 
 
 def promised(*names: str) -> Story:
