@@ -28,6 +28,7 @@ from .clock import Clock
 from .control import Control
 from .driver import Driver
 from .endpoint import AgentLink, Endpoint
+from .evidence import Evidence
 from .executor import Executor
 from .relay import Relay
 from .surroundings import CHECKPOINT_FIELD
@@ -108,12 +109,14 @@ class Assembly:
         self._backend_open = False
         self.log = JobLog(logging.getLogger("holdfast"), {"job": key})
         self.driver = Driver(job, self._clock, self._carry_out, self._on_change)
-        self._executor = Executor(backend, storage, self.links, self.driver.submit)
+        evidence = Evidence()
+        self._executor = Executor(backend, storage, self.links, self.driver.submit, evidence)
         self._relay = Relay(
             backend,
             self._executor,
             lambda: self.driver.controller.state,
             self.driver.submit,
+            evidence,
             self.log,
         )
         self.control = Control(self.driver, backend, self.links, self.view, self.changes)

@@ -31,6 +31,7 @@ from ..core.events import (
 )
 from ..protocol import messages as wire
 from .endpoint import AgentLink
+from .evidence import Evidence
 from .tier import Tier
 
 NodeAction = LaunchGroup | StopGroup
@@ -48,9 +49,11 @@ class Executor:
         tier: Tier,
         links: Mapping[str, AgentLink],
         submit: Callable[[AnyEvent], None],
+        evidence: Evidence,
     ) -> None:
         self._backend, self._tier, self._links = backend, tier, links
         self._submit = submit
+        self._evidence = evidence
         self._waiting: dict[int, NodeAction] = {}
         """Sent to a node that has not answered yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,14 +144,15 @@ class Executor:
         action = self._waiting.get(message.action_id)
         if isinstance(action, StopGroup) and action.node == node:
             del self._waiting[message.action_id]
+            generation = message.generation
             self._submit(
                 GroupStopped(
                     action_id=message.action_id,
                     node=node,
-                    generation=message.generation,
-                    exits=message.exits,
+                    generation=generation,
+                    exits=tuple(self._evidence.exit(generation, one) for one in message.exits),
                     staged=message.staged,
-                    stacks=message.stacks,
+                    stacks=self._evidence.stacks(generation, message.stacks),
                     offered_port=message.offered_port,
                 )
             )

@@ -19,6 +19,7 @@ from ..core.state import JobState
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 from .endpoint import AgentLink
+from .evidence import Evidence
 from .executor import Executor
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -33,10 +34,12 @@ class Relay:
         executor: Executor,
         state: Callable[[], JobState],
         submit: Callable[[AnyEvent], None],
+        evidence: Evidence,
         log: Log,
     ) -> None:
         self._backend, self._executor = backend, executor
         self._state, self._submit, self._log = state, submit, log
+        self._evidence = evidence
         self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,8 +99,9 @@ class Relay:
                     )
                 )
             case wire.WorkerExited():
+                exit = self._evidence.exit(message.generation, message.exit)
                 self._submit(
-                    events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
+                    events.WorkerExited(node=node, generation=message.generation, exit=exit)
                 )
             case wire.Launched():
                 self._executor.launched(node, message)

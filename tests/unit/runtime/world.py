@@ -173,6 +173,9 @@ class FakeAgent:
                 )
             case wire.Persist():
                 self.persist(message.step)
+            case wire.Refused(final=False):
+                assert self.frames is not None
+                self.frames.close()
             case wire.Refused() | wire.Shutdown():
                 self.alive = False
                 assert self.frames is not None
