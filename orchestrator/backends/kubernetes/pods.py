@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...protocol.errors import Problem, UserError
 from ...protocol.spec import TrainingJob
 from . import names
 from .merge import merge
@@ -78,7 +79,7 @@ def pod_document(
     blamed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The pod that is node `node`. `blamed`: nodes of the job that are not to be used again -> the
-    Kubernetes nodes that they were on."""
+    Kubernetes nodes that they were on. Raises UserError for a template that leaves no container."""
     blamed = blamed or {}
     ours: dict[str, Any] = {
         "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
@@ -110,8 +111,12 @@ def _labels(owner: Owner) -> dict[str, str]:
 
 
 def _container(spec: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(c for c in spec["containers"] if c["name"] == names.CONTAINER)
-    return found
+    for container in spec.get("containers") or ():
+        if isinstance(container, dict) and container.get("name") == names.CONTAINER:
+            return container
+    field = "spec.kubernetes.podTemplate.spec.containers"
+    problem = Problem(field, f"none called {names.CONTAINER}", "the one that trains to stay")
+    raise UserError(str(problem))
 
 
 def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:

@@ -70,17 +70,18 @@ def disruption(pod: Document) -> str:
 def end(pod: Document, *, deleted: bool = False) -> str:
     """How it ended, in one sentence. `deleted`: its object is gone, and this was its last state."""
     where = f" on {place(pod)}" if place(pod) else ""
+    host = f"its Kubernetes node{where.removeprefix(' on')}"
     why = disruption(pod)
     reason = str(pod.get("status", {}).get("reason", ""))
     message = str(pod.get("status", {}).get("message", ""))
     if reason == "Evicted":
         return _with_message(f"evicted{where} by its kubelet", message)
     if reason in ("NodeShutdown", "Terminated", "Shutdown"):
-        return _with_message(f"its Kubernetes node{where} was shut down", message)
+        return _with_message(f"{host} was shut down", message)
     if reason == "DeadlineExceeded":
         return f"its pod{where} was active for longer than activeDeadlineSeconds of its template"
     if reason in ("NodeLost", "Preempting"):
-        return _with_message(f"its Kubernetes node{where} was lost", message)
+        return _with_message(f"{host} was lost", message)
     ended = _ended_container(pod)
     if ended is not None:
         text = _exit(ended, where)
