@@ -43,6 +43,7 @@ class Cluster:
         for role, archive in zip(names[1:], self._images[1:], strict=True):
             images.write_holdfast(archive, role)
         self._names = NameServer(self.network.address, self.control_plane.request)
+        run.at_end(self._names.close)
 
     def start(self, num_nodes: int) -> None:
         """Returns when all nodes are ready."""

@@ -19,28 +19,41 @@ PORT = 53
 ADDRESS_RECORD = 1
 NO_ERROR, NO_SUCH_NAME = 0, 3
 TTL_S = 1
+LOOK_UP_S = 0.2
+"""How often it looks whether it is to end."""
 
 Request = Callable[[str], bytes | None]
 """GET of a path of the API; None when there is no such thing or nobody answers."""
 
 
 class NameServer:
-    """Answers from `start` until the process ends."""
+    """Answers from `start` until `close`."""
 
     def __init__(self, address: str, request: Request) -> None:
         self._request = request
         self._last: dict[str, list[str]] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((address, PORT))
+        self._socket.settimeout(LOOK_UP_S)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="rig-dns", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._serve, name="rig-dns", daemon=True).start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """The next cluster of this process may have the same address."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
 
     def _serve(self) -> None:
-        while True:
-            question, sender = self._socket.recvfrom(4096)
-            with contextlib.suppress(OSError, IndexError, struct.error):  # theirs, not ours
-                self._socket.sendto(self._answer(question), sender)
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                question, sender = self._socket.recvfrom(4096)
+                with contextlib.suppress(OSError, IndexError, struct.error):  # theirs, not ours
+                    self._socket.sendto(self._answer(question), sender)
 
     def _answer(self, question: bytes) -> bytes:
         """Section 4 of RFC 1035: the header, the question again, one record for each address."""

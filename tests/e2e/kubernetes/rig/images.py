@@ -1,10 +1,10 @@
 """Images without an engine: docker archives written by hand.
 
-Owns the bytes of the images and the list of what a node lays into them. The images of Holdfast
-hold empty directories and links; the directories of this machine that an image would hold (the
-system, the virtual environment, the repository) are bound into all containers, read-only, by the
-node. So nothing is copied, and a pod needs no volumes that a real cluster would not give it. They
-go by the names that the chart gives to pods when nobody says otherwise.
+Owns the bytes of the images and the list of what a node binds into them. Holdfast's images are laid
+out from images/files.yaml and the last stage of each Dockerfile: what they would hold of Holdfast
+is in the layer; what they would hold of others (the system, Python, the libraries) is bound in from
+this machine, read-only, by the node. So little is copied, a pod needs no volumes that a real
+cluster would not give it, and a file that the list forgets is missing here too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import hashlib
 import io
 import json
 import platform
+import re
+import shlex
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -23,33 +26,33 @@ import yaml
 from tests.e2e.kubernetes.rig.run import REPOSITORY
 
 CHART = REPOSITORY / "helm" / "holdfast" / "Chart.yaml"
+IMAGES = REPOSITORY / "images"
 PAUSE = "holdfast.test/pause:rig"
 REGISTRY = "docker.io"  # what a name without a registry means
-USER = 65532
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-PASSWD = f"root:x:0:0:root:/root:/bin/sh\nholdfast:x:{USER}:{USER}::/home/holdfast:/bin/sh\n"
-GROUP = f"root:x:0:\nholdfast:x:{USER}:\n"
+
+PREFIX = "/opt/holdfast"  # the virtual environment of the Dockerfiles
+LIBRARIES = f"{PREFIX}/libraries"
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
-DIRECTORIES = ("dev", "etc", "home/holdfast", "mnt", "proc", "root", "run", "sys", "usr", "var")
+DIRECTORIES = ("dev", "etc", "mnt", "proc", "root", "run", "sys", "usr", "var")
 
 
 def image(role: str) -> str:
-    """The name of the image of the operator or of a worker."""
+    """The name of the image of the operator or of a worker, as the chart gives it to pods."""
     return f"holdfast/{role}:{yaml.safe_load(CHART.read_text())['appVersion']}"
 
 
-def host_directories() -> list[Path]:
-    """What the image would hold and takes from this machine, outermost first."""
-    wanted = [Path("/usr"), REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)]
-    found: list[Path] = []
-    for path in sorted({path.resolve() for path in wanted}):
-        if not any(path.is_relative_to(outer) for outer in found):
-            found.append(path)
+def binds() -> dict[str, Path]:
+    """Place in the container -> directory of this machine."""
+    found = {"/usr": Path("/usr"), LIBRARIES: Path(sysconfig.get_path("purelib"))}
+    base = Path(sys.base_prefix).resolve()
+    if not base.is_relative_to("/usr"):
+        found[str(base)] = base
     return found
 
 
 class Layer:
-    """A tar file in memory whose entries belong to root and carry no times."""
+    """A tar file in memory whose entries belong to root."""
 
     def __init__(self) -> None:
         self._bytes = io.BytesIO()
@@ -57,7 +60,7 @@ class Layer:
         self._known: set[str] = set()
 
     def directory(self, path: str, mode: int = 0o755) -> None:
-        parts = path.split("/")
+        parts = path.strip("/").split("/")
         for end in range(1, len(parts) + 1):
             name = "/".join(parts[:end])
             if name in self._known:
@@ -69,16 +72,28 @@ class Layer:
             self._tar.addfile(entry)
 
     def link(self, path: str, target: str) -> None:
-        entry = tarfile.TarInfo(path)
+        entry = tarfile.TarInfo(path.strip("/"))
         entry.type = tarfile.SYMTYPE
         entry.linkname = target
         self._tar.addfile(entry)
 
-    def file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        entry = tarfile.TarInfo(path)
+    def file(self, path: str, content: bytes, mode: int = 0o644, changed_s: float = 0) -> None:
+        entry = tarfile.TarInfo(path.strip("/"))
         entry.size = len(content)
         entry.mode = mode
+        entry.mtime = int(changed_s)
         self._tar.addfile(entry, io.BytesIO(content))
+
+    def package(self, source: Path, place: str) -> None:
+        """What pip installs of a package: its modules, and their bytecode where there is some.
+
+        Bytecode names the time and size of its source, so both keep the time that they have here.
+        """
+        for path in sorted(source.rglob("*.py*")):
+            if path.suffix in (".py", ".pyc"):
+                inside = f"{place}/{path.relative_to(source)}"
+                self.directory(str(Path(inside).parent))
+                self.file(inside, path.read_bytes(), changed_s=path.stat().st_mtime)
 
     def finish(self) -> bytes:
         self._tar.close()
@@ -106,26 +121,61 @@ def write_archive(path: Path, reference: str, layer: bytes, config: dict[str, An
 def write_pause(path: Path, program: Path) -> None:
     layer = Layer()
     layer.file("pause", program.read_bytes(), 0o755)
-    for directory in host_directories():  # the node binds them into every container
-        layer.directory(str(directory).lstrip("/"))
-    config = {"Entrypoint": ["/pause"], "User": f"{USER}:{USER}", "WorkingDir": "/"}
+    for place in binds():  # the node binds them into every container
+        layer.directory(place)
+    config = {"Entrypoint": ["/pause"], "User": "65535:65535", "WorkingDir": "/"}
     write_archive(path, PAUSE, layer.finish(), config)
 
 
 def write_holdfast(path: Path, role: str) -> None:
+    """The image of the operator or of a worker."""
+    listed = yaml.safe_load((IMAGES / "files.yaml").read_text())[role]
+    stage = last_stage((IMAGES / role / "Dockerfile").read_text())
     layer = Layer()
-    for name in (*DIRECTORIES, *(str(d).lstrip("/") for d in host_directories())):
-        layer.directory(name)
+    for name in (*DIRECTORIES, *binds(), stage["WORKDIR"]):
+        if name != "/tmp":
+            layer.directory(name)
     layer.directory("tmp", 0o1777)
     for name, target in LINKS.items():
         if Path(f"/{name}").is_symlink():
             layer.link(name, target)
-    layer.file("etc/passwd", PASSWD.encode())
-    layer.file("etc/group", GROUP.encode())
+    layer.file("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n")
+    layer.file("etc/group", b"root:x:0:\n")
+    environment(layer)
+    packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
+    for entry in listed["files"]:
+        source = REPOSITORY / entry["from"]
+        if (source / "__init__.py").exists():
+            layer.package(source, f"{packages}/{source.name}")
     config = {
-        "User": f"{USER}:{USER}",
-        "WorkingDir": str(REPOSITORY),
-        "Env": [f"PATH={Path(sys.prefix) / 'bin'}:/usr/bin:/bin", "HOME=/home/holdfast"],
-        **({"Entrypoint": ["holdfast"]} if role == "operator" else {}),
+        "User": str(listed["user"]),
+        "Entrypoint": listed["entrypoint"],
+        "WorkingDir": stage["WORKDIR"],
+        "Env": shlex.split(stage["ENV"]),
+        **({"Cmd": json.loads(stage["CMD"])} if "CMD" in stage else {}),
     }
     write_archive(path, f"{REGISTRY}/{image(role)}", layer.finish(), config)
+
+
+def environment(layer: Layer) -> None:
+    """A virtual environment of the host's Python whose libraries are elsewhere."""
+    python = Path(sys.base_prefix).resolve() / "bin" / "python3"
+    layer.directory(f"{PREFIX}/bin")
+    layer.link(f"{PREFIX}/bin/python", str(python))
+    layer.file(f"{PREFIX}/pyvenv.cfg", f"home = {python.parent}\n".encode())
+    packages = f"{PREFIX}/lib/python{sysconfig.get_python_version()}/site-packages"
+    layer.directory(packages)
+    layer.file(f"{packages}/libraries.pth", f"{LIBRARIES}\n".encode())
+
+
+def last_stage(dockerfile: str) -> dict[str, str]:
+    """Instruction -> what follows it, in the stage that becomes the image."""
+    text = re.sub(r"\\\n", " ", dockerfile)
+    stage: dict[str, str] = {}
+    for line in text.splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            stage = {}
+        elif word and not word.startswith("#"):
+            stage[word] = rest.strip()
+    return stage

@@ -101,14 +101,14 @@ def kubelet(
 
 
 def base_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """The runtime's own default, plus the directories that the Holdfast image would hold."""
+    """The runtime's own default, plus what Holdfast's images would hold of others."""
     binds = [
         {
-            "destination": str(directory),
+            "destination": place,
             "type": "bind",
             "source": str(directory),
             "options": ["rbind", "ro", "nosuid", "nodev"],
         }
-        for directory in images.host_directories()
+        for place, directory in images.binds().items()
     ]
     return {**spec, "mounts": [*spec["mounts"], *binds]}

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -48,6 +49,7 @@ class Run:
             (self.directory / "processes").mkdir(parents=True)
             self._lock = (self.directory / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._at_end: list[Callable[[], None]] = []
         self._keeper, self._pipe = self._start_keeper()
 
     def _start_keeper(self) -> tuple[subprocess.Popen[bytes], int]:
@@ -76,9 +78,15 @@ class Run:
     def forget(self, name: str) -> None:
         (self.directory / "processes" / f"{name}.json").unlink(missing_ok=True)
 
+    def at_end(self, end: Callable[[], None]) -> None:
+        """For what is in this very process, such as threads: called when the run is closed."""
+        self._at_end.append(end)
+
     def close(self) -> None:
         """Removes everything. Raises when something of the run is still there."""
         try:
+            for end in self._at_end:
+                end()
             self._keep_logs()
             remove(self.name)
         finally:
