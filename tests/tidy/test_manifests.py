@@ -186,7 +186,10 @@ def test_the_chart_has_the_version_of_the_program_and_of_the_images() -> None:
 # -- images ------------------------------------------------------------------------------------
 IMAGES = ("operator", "worker")
 COPY = re.compile(r"^COPY (?!--from)(\S+) (\S+)$", re.MULTILINE)
-ROOTS = {"operator": ("orchestrator",), "worker": ("workers", "orchestrator/protocol")}
+ROOTS = {
+    "operator": ("orchestrator.cli.main", "orchestrator.cli.commands.operator"),
+    "worker": ("workers.agent.__main__", "workers.session", "workers.recipes.pretrain"),
+}
 # Installed under another name than it is imported by.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
@@ -222,20 +225,49 @@ def test_an_image_has_a_base_of_one_version_and_no_shell_scripts(image: str) -> 
     assert all(re.fullmatch(r"#.*|[\w-]+==[\d.]+", line) for line in pinned)
 
 
-def imported(root: Path) -> Iterator[str]:
-    """Top-level names of what the files below import from outside."""
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                yield str(node.module).partition(".")[0]
+def file_of(module: str) -> Path | None:
+    """Of our own packages."""
+    path = render.ROOT.joinpath(*module.split("."))
+    found = (path / "__init__.py", path.with_suffix(".py"))
+    return next((file for file in found if file.is_file()), None)
+
+
+def imported(module: str, file: Path) -> Iterator[str]:
+    """Modules that a file names, in functions too."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def outside(*modules: str) -> set[str]:
+    """Top-level names of what is reached from these modules and is not ours."""
+    seen: set[str] = set()
+    found: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        top = module.partition(".")[0]
+        file = file_of(module)
+        if top not in ("orchestrator", "workers"):
+            found.add(top)
+        elif file is not None:
+            todo += imported(module, file)
+    return found - set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_installs_everything_that_its_files_import(image: str) -> None:
     lines = (render.ROOT / "images" / image / "requirements.txt").read_text().splitlines()
     installed = {line.partition("==")[0] for line in lines if not line.startswith("#")}
-    found = {name for root in ROOTS[image] for name in imported(render.ROOT / root)}
-    outside = found - set(sys.stdlib_module_names) - {"orchestrator", "workers"}
-    assert {DISTRIBUTIONS.get(name, name) for name in outside} - installed == set()
+    found = outside(*ROOTS[image])
+    assert {DISTRIBUTIONS.get(name, name) for name in found} - installed == set()
+    assert ("torch" in found) == (image == "worker")

@@ -46,12 +46,11 @@ class Rule:
         return f"{_text(self.message)}.format([{values}])"
 
 
-MUTABLE = (
-    "nodes", "recovery", "suspend", "priority", "activeDeadlineSeconds", "ttlSecondsAfterFinished",
-)  # fmt: skip
-"""Fields of the spec that may change once the job has been started. All others are part of every
-launch: a change would reach the workers of one generation and not those of another, or would make
-the checkpoints another job's."""
+MUTABLE = ("nodes", "recovery", "suspend", "ttlSecondsAfterFinished")
+"""Fields of the spec that may change once the job has been started, because it follows them (see
+core/wishes.py). All others are part of every launch, or were read at the start: a change would
+reach the workers of one generation and not those of another, make the checkpoints another job's, or
+do nothing without a word."""
 
 FIXED_FROM_THE_FIRST = ("managedBy",)
 """Not even before the start: two controllers would each believe that the job is theirs."""

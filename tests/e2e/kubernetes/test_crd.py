@@ -141,7 +141,7 @@ def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part:
         {"suspend": True},
         {"nodes": {"max": 4, "spares": 1}},
         {"recovery": {"hangTimeoutSeconds": 30, "budgets": {"hang": {"restarts": 1}}}},
-        {"priority": 5, "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60},
+        {"ttlSecondsAfterFinished": 60},
     ],
     ids=lambda change: "+".join(change),
 )

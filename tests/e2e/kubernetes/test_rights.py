@@ -127,7 +127,11 @@ def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> 
     for kind, name in (("secret", "life-agents"), ("configmap", "life-journal")):
         found = team.get(kind, name)
         assert found is not None and found["metadata"]["ownerReferences"][0]["name"] == "life"
+    change = '{"spec": {"nodes": {"spares": 2}, "recovery": {"badNodeStrikes": 5}}}'
+    team.run("patch", "tj", "life", "--type=merge", "--patch", change)
+    until(lambda: pods(team, "life") == 5, "one more spare", timeout_s=60)
     team.run("scale", "tj/life", "--replicas=1")
+    until(lambda: pods(team, "life") == 3, "the surplus pods to go", timeout_s=60)
     until(lambda: status(team, "life")["nodes"]["desired"] == 1, "the new size", timeout_s=60)
     team.run("annotate", "tj", "life", 'holdfast.dev/chaos={"kind":"kill-worker","rank":0}')
     until(
@@ -144,7 +148,7 @@ def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> 
     until(lambda: pods(team, "life") > 0, "new pods", timeout_s=60)
     assert team.get("secret", "life-agents") is not None
     events = team.run("get", "events", "--field-selector=involvedObject.name=life")
-    assert "Resize" in events and "Suspend" in events
+    assert "Resize" in events and "Suspend" in events and "Adjust" in events
     team.run("annotate", "tj", "life", "holdfast.dev/cancel=me")
     until(lambda: team.get("tj", "life") is None, "the job to expire", timeout_s=60)
     until(lambda: team.get("secret", "life-agents") is None, "its keys to go", timeout_s=60)

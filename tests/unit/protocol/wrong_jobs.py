@@ -218,6 +218,8 @@ CHANGES = (
     ),
     _fixed("metrics", {"perRank": True}),
     _fixed("kubernetes", {"priorityClassName": "high"}),
+    _fixed("priority", 5),
+    _fixed("activeDeadlineSeconds", 60),
     _fixed("queue", "team-b", script(queue="team-a")),
     _fixed("managedBy", "kueue.x-k8s.io/multikueue"),
 )
