@@ -18,6 +18,7 @@ import pytest
 from orchestrator.protocol import messages as m
 from orchestrator.protocol import tls
 from orchestrator.protocol.facts import Membership, WorkerSeat
+from orchestrator.protocol.manifest import directory_name, shard_file_name
 from orchestrator.protocol.mesh import Mesh
 from tests.unit.runtime.certificates import make
 from workers.agent import cgroup
@@ -34,6 +35,15 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 print("here", os.environ["RANK"], getpass.getuser(), flush=True)
 print("cache", default_cache_dir(), os.access(Path.home(), os.W_OK), flush=True)
 import time
+if Path("stage").exists():
+    import mmap
+    from workers import wire
+    link, seat = wire.attached.link, wire.attached.assign.seat
+    link.setblocking(True)
+    wire.send(link, wire.BufferRequest(num_bytes=1_000_000))
+    message, fd = wire.receive(link)
+    mmap.mmap(fd, 1_000_000)[:] = bytes([seat.shard]) * 1_000_000
+    wire.send(link, wire.Staged(buffer=message.buffer, step=7, num_bytes=1_000_000))
 if Path("eat").exists() and os.environ["RANK"] == "1":
     eaten = [bytearray(2**28) for _ in range(16)]
 while True:
@@ -191,6 +201,22 @@ def test_a_pod_without_a_controller_has_nothing_to_wait_for(pod: Pod) -> None:
     assert pod.process.wait(PATIENCE_S) == 0
 
 
+def test_a_pod_whose_controller_is_gone_saves_what_it_holds_and_ends_in_time(pod: Pod) -> None:
+    (pod.directory / "stage").touch()
+    pod.start("--grace", "6")
+    pod.controller.wait(m.Hello, "pod-1")
+    pod.launch()
+    pod.controller.wait(m.Heartbeat, "pod-1", lambda beat: beat.staged_step == 7)
+    pod.controller.close()
+    pod.until_printed("the controller has closed the connection|the connection broke")
+    pod.terminate()
+    assert pod.process.wait(PATIENCE_S) == 0
+    directory = pod.directory / "checkpoints" / directory_name(7, 1)
+    for shard in range(2):
+        data = (directory / shard_file_name(shard, 2)).read_bytes()
+        assert data == bytes([shard]) * 1_000_000
+
+
 def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> None:
     pod.start(environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
     facts = pod.controller.wait(m.Hello, "pod-1").facts
@@ -227,13 +253,22 @@ AS_NOBODY = (
 )  # fmt: skip
 
 
+READ_ONLY = (
+    "unshare", "--mount", "/bin/sh", "-c",
+    "mount --make-rprivate / && mount -o remount,bind,ro / && mount -t tmpfs none /dev/shm"
+    ' && exec "$@"', "enter",
+)  # fmt: skip
+
+
 @pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None,
-    reason="only root can become another user, with setpriv of util-linux",
+    os.geteuid() != 0 or not (shutil.which("setpriv") and shutil.which("unshare")),
+    reason="only root can become another user, with setpriv and unshare of util-linux",
 )
-def test_a_user_without_a_name_and_a_home_can_train(pod: Pod) -> None:
+def test_a_user_without_a_name_can_train_where_only_memory_can_be_written(pod: Pod) -> None:
+    if subprocess.run([*READ_ONLY, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
     bare = dict.fromkeys(("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"), "")
-    pod.start(wrapper=AS_NOBODY, environment=bare)
+    pod.start(wrapper=(*READ_ONLY, *AS_NOBODY), environment={**bare, "TMPDIR": "/dev/shm"})
     pod.controller.wait(m.Hello, "pod-1")
     pod.launch()
     text = pod.until_printed(r"^\[rank 0\] cache", r"^\[rank 1\] cache")
