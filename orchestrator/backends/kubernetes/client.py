@@ -28,7 +28,10 @@ Document = dict[str, Any]
 TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 WATCH_S = 270
 """The server ends a watch then; below the five minutes after which many proxies do."""
-WATCH_TIMEOUT = aiohttp.ClientTimeout(total=WATCH_S + 30, sock_connect=5)
+WATCH_TIMEOUT = aiohttp.ClientTimeout(total=WATCH_S + 30, sock_connect=5, sock_read=100)
+"""A bookmark comes about once a minute; without one for longer, the server or the way is gone."""
+LOG_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
+"""A pod may have nothing to say for hours."""
 PAGE = 500
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
@@ -235,7 +238,7 @@ class Cluster:
         query += [("sinceTime", since)] if since else []
         resource = Resource("", "v1", "pods")
         path = resource.path(namespace, pod, "log")
-        response = await self._open("get", "GET", resource, path, None, "", query)
+        response = await self._open("log", "GET", resource, path, None, "", query)
         return response.content
 
     # -- requests ------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ class Cluster:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content or "application/json"
-        timeout = WATCH_TIMEOUT if verb == "watch" or path.endswith("/log") else TIMEOUT
+        timeout = {"watch": WATCH_TIMEOUT, "log": LOG_TIMEOUT}.get(verb, TIMEOUT)
         request = await self._api.param_serialize(
             method,
             path,

@@ -21,6 +21,8 @@ Key = tuple[str, str]
 """(namespace, name)"""
 PAUSE_MIN_S = 0.25
 PAUSE_MAX_S = 30.0
+SHORT_S = 1.0
+"""A watch that ends sooner has not been one."""
 
 log = logging.getLogger("holdfast.kubernetes")
 
@@ -80,7 +82,9 @@ class Mirror:
 
     async def _follow(self, version: str, pauses: Pauses) -> None:
         """One watch after the other, each from where the last one ended."""
+        loop = asyncio.get_running_loop()
         while True:
+            began = loop.time()
             try:
                 watch = self._cluster.watch(
                     self._resource, version, self._namespace, self._selector
@@ -95,6 +99,9 @@ class Mirror:
                 raise
             except ApiError as error:
                 self._say(str(error))
+                await asyncio.sleep(pauses.next_s())
+                continue
+            if loop.time() - began < SHORT_S:  # a server that is being stopped ends them at once
                 await asyncio.sleep(pauses.next_s())
 
     async def _list(self) -> str:
