@@ -35,6 +35,10 @@ class Host:
         self.job = job_from_mapping(world.document)
         self.up = False
         self.journal: list[bytes] = []
+        self.durable = 0
+        """Records that a commit has made so; the rest dies with a controller whose journal is
+        behind a network, and in every other world it does."""
+        self.forgets = world.seed % 2 == 1
         self.links: dict[str, Link] = {}
         self.waiting: dict[int, a.LaunchGroup | a.StopGroup] = {}
         self.crash_at: CrashPoint | None = None
@@ -78,6 +82,8 @@ class Host:
     def crash(self) -> None:
         """SIGKILL."""
         self.world.tell("** the controller dies")
+        if self.forgets:
+            del self.journal[self.durable :]
         self.up = False
         self.crashes += 1
         self.crash_at = None
@@ -104,12 +110,15 @@ class Host:
 
     def _decide(self, now: int, event: e.AnyEvent) -> None:
         world = self.world
+        phase = self.controller.state.phase if self.controller.submitted else None
         actions = self.controller.step(now, event)
         crash = self.crash_at if actions else None
         if crash == "before-journal":
             self.crash()
             return
         self.journal.append(_ENCODER.encode((now, event)))
+        if actions or self.controller.state.phase != phase:
+            self.durable = len(self.journal)
         if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepsAdvanced) or actions:
             world.tell(f"{_short(event)}  [{self.controller.state.phase}]")
         world.oracle.decided(self.controller.state, event, actions)
