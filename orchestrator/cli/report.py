@@ -6,7 +6,7 @@ Owns: its layout. Must not: compute; everything is in the view, which is also wh
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -22,12 +22,27 @@ STACK_LINES = 15
 """Of the culprit's main thread; the innermost frames tell what it was doing."""
 
 
-def print_report(console: Console, view: JobView, *, stacks: bool = False) -> None:
-    console.print(report(view, stacks=stacks), soft_wrap=not console.is_terminal)
+def local_command(*words: str) -> str:
+    """How a person types a command for a job of this machine."""
+    return " ".join(["holdfast", *words])
 
 
-def report(view: JobView, *, stacks: bool = False) -> Group:
-    """`stacks`: all of them in full, not only the culprit's main thread."""
+def print_report(
+    console: Console,
+    view: JobView,
+    *,
+    stacks: bool = False,
+    command: Callable[..., str] = local_command,
+) -> None:
+    shown = report(view, stacks=stacks, command=command)
+    console.print(shown, soft_wrap=not console.is_terminal)
+
+
+def report(
+    view: JobView, *, stacks: bool = False, command: Callable[..., str] = local_command
+) -> Group:
+    """`stacks`: all of them in full, not only the culprit's main thread. `command`: how hints are
+    spelled where this job lives."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
         goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
@@ -42,7 +57,7 @@ def report(view: JobView, *, stacks: bool = False) -> Group:
         parts += [_incident(one, told, ended=ended, stacks=stacks) for one in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
-    parts += ["", *_checkpoints(view)]
+    parts += ["", *_checkpoints(view, command)]
     if view.traceback:
         parts += ["", Text("the error that ended it", style="bold"), Text(view.traceback.rstrip())]
     return Group(*parts)
@@ -155,7 +170,7 @@ def main_thread(stack: str) -> list[str]:
     return frames or stack.rstrip().splitlines()
 
 
-def _checkpoints(view: JobView) -> Iterator[str | Text]:
+def _checkpoints(view: JobView, command: Callable[..., str]) -> Iterator[str | Text]:
     if view.storage_problem:
         yield Text(storage_problem(view), style="red")
     if not view.checkpoints:
@@ -163,4 +178,4 @@ def _checkpoints(view: JobView) -> Iterator[str | Text]:
         return
     last = view.checkpoints[-1]
     yield f"checkpoint of step {last.step} ({size(last.num_bytes)}) in {view.checkpoint_path}"
-    yield f"take it out with: holdfast checkpoint export {view.name} DIRECTORY"
+    yield f"take it out with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"

@@ -140,8 +140,10 @@ def _by(event: Any) -> str:
 _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.JobSubmitted: lambda v: f"job {v.job_id} submitted",
     e.ResizeRequested: lambda v: f"resize to {plural(v.nodes, 'node')} requested{_by(v)}",
-    e.AdjustRequested: lambda v: f"at least {plural(v.min_nodes, 'node')}, "
-    f"{plural(v.spares, 'spare')} and spec.recovery as it is now{_by(v)}",
+    e.AdjustRequested: lambda v: (
+        f"at least {plural(v.min_nodes, 'node')}, "
+        f"{plural(v.spares, 'spare')} and spec.recovery as it is now{_by(v)}"
+    ),
     e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
     e.ResumeRequested: lambda v: f"resume requested{_by(v)}",
     e.CancelRequested: lambda v: f"cancel requested{_by(v)}",

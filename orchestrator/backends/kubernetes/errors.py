@@ -100,6 +100,7 @@ class TooBusy(ApiError):
     """429, or an error of the server itself; later it may work."""
 
 
+_NO_KIND = re.compile(r"the server could not find the|404 page not found")
 _RIGHT = re.compile(r"cannot (\w+) resource \"([^\"]+)\"")
 _TYPES: dict[int, type[ApiError]] = {
     400: Invalid, 401: NotAuthenticated, 403: Forbidden, 404: NotFound, 409: Conflict,
@@ -122,7 +123,7 @@ def refused(host: str, verb: str, path: str, status: int, body: bytes) -> ApiErr
             f"missing right: {right[1]} {right[2]} ({message}); bind a role that has it, see the "
             f"chart's RBAC"
         )
-    elif kind is NotFound and f"/{names.GROUP}/" in path and "could not find the" in message:
+    elif kind is NotFound and f"/{names.GROUP}/" in path and _NO_KIND.match(message):
         text = (
             f"the cluster at {host} does not know {names.PLURAL}.{names.GROUP} in version "
             f"{names.VERSION}; install the Holdfast of this version there (helm upgrade --install)"

@@ -93,7 +93,7 @@ def report(
     if as_json:
         print_json(view)
         return
-    print_report(stdout(), view, stacks=stacks)
+    print_report(stdout(), view, stacks=stacks, command=place.command)
     _remark(found.remarks(view))
 
 

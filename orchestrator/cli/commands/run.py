@@ -62,5 +62,5 @@ def _run(file: Path | None, attach: str | None, place: Place, as_json: bool) -> 
         if as_json:
             print_json(ended.view)
         else:
-            print_report(console, ended.view)
+            print_report(console, ended.view, command=place.command)
     return ended.exit_code

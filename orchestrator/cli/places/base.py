@@ -94,6 +94,10 @@ class Place(Protocol):
         """What is said where there are none."""
         ...
 
+    def command(self, *words: str) -> str:
+        """A command as the person would type it for a job here."""
+        ...
+
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         """Start a job, or go on with one, and show it until it ends."""
         ...

@@ -77,6 +77,9 @@ class ClusterPlace:
         start = self._link.hint("run", "FILE")
         return f"no jobs in namespace {self._searched}; start one with {start}"
 
+    def command(self, *words: str) -> str:
+        return self._link.hint(*words).strip("`")
+
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         job = load_job(file) if file is not None else None

@@ -22,7 +22,7 @@ from ...backends.kubernetes.mirror import Pauses
 from ...protocol.spec import KIND
 from ...runtime.clock import Clock
 from ...runtime.view import Incident
-from ..output import date, print_json_line, stdout
+from ..output import date, print_json_line, stderr, stdout
 from ..render import FINISHED, outcome
 from .link import Link
 from .objects import time_ns, view_of_object
@@ -92,6 +92,9 @@ class _Teller:
             (one.at_ns, one) for one in view.incidents if one.number not in numbers
         ]
         lines += [(event_ns(event), event) for event in events]
+        if not lines:
+            text = f"no events of job {view.name} are kept: a cluster forgets them after an hour"
+            stderr().print(text, soft_wrap=True)
         for at_ns, line in sorted(lines, key=lambda line: line[0]):
             if isinstance(line, Incident):
                 self._tell_incident(at_ns, line, ended=ended)
@@ -170,8 +173,8 @@ class _Teller:
             print_json_line({"at_ns": at_ns, "incident": msgspec.to_builtins(incident)})
             return
         rehearsal = " (rehearsal)" if incident.rehearsal else ""
-        self._line(at_ns, "", f"incident {incident.number}: {incident.title}{rehearsal}")
+        self._line(at_ns, "status", f"incident {incident.number}: {incident.title}{rehearsal}")
         self._line(at_ns, "->", outcome(incident, ended=ended))
 
     def _line(self, at_ns: int, source: str, text: str) -> None:
-        self._console.print(f"{date(at_ns)}  {source or 'status':<12}  {text}", soft_wrap=True)
+        self._console.print(f"{date(at_ns)}  {source:<18}  {text}", soft_wrap=True)

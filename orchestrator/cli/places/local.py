@@ -19,6 +19,7 @@ from ...runtime.view import JobView
 from ..display import Display
 from ..output import stderr
 from ..render import FINISHED
+from ..report import local_command
 from .base import Answer, Ended, Wanted
 
 if TYPE_CHECKING:
@@ -134,6 +135,9 @@ class LocalPlace:
 
     def nothing(self) -> str:
         return f"no jobs in {self._home.path}; start one with `holdfast run FILE`"
+
+    def command(self, *words: str) -> str:
+        return local_command(*words)
 
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         from ...runtime.clock import Clock

@@ -38,7 +38,8 @@ def view_of_object(document: Document, now_ns: int) -> JobView:
     known = _known(status, TrainingJobStatus)
     view = view_of({**document, "status": known}, now_ns)
     view.num_incidents = max((one.number for one in view.incidents), default=0)
-    view.reason = _longest(view.reason, status)
+    if status.get("state"):
+        view.reason = _longest(str(status.get("reason") or ""), status)
     view.controller_alive = neglect(document, now_ns) is None
     return view
 
@@ -51,8 +52,9 @@ def neglect(document: Document, now_ns: int) -> Neglect | None:
         return None
     asked_ns, told_ns = asked_at(document), told_at(document)
     if not state:
+        made_ns = time_ns(metadata.get("creationTimestamp"))
         what = "the operator has not looked at this job yet"
-        return Neglect(what, asked_ns) if now_ns - asked_ns > TAKE_UP_S * NS else None
+        return Neglect(what, made_ns) if now_ns - made_ns > TAKE_UP_S * NS else None
     behind = int(status.get("observedGeneration") or 0) < int(metadata.get("generation") or 0)
     if behind and now_ns - asked_ns > TAKE_UP_S * NS:
         return Neglect("the operator has not acted on the last change of the spec", asked_ns)

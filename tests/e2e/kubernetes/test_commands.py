@@ -1,0 +1,427 @@
+"""`holdfast --kubernetes` at a real API server: what it reads, writes and says when it cannot.
+
+There are no nodes here. Two kinds of tests: those with the real operator, whose pods wait for nodes
+that never come; and those of jobs that have trained, whose status is written by the test, through
+the API, with the operator's own code from a view made up by the test. Training itself is watched in
+test_commands_training.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.errors import EVENTS, JOBS
+from orchestrator.backends.kubernetes.events import event_document
+from orchestrator.cli.plugin import main as plugin
+from orchestrator.operator.spec import owner_of
+from orchestrator.operator.status import About, status_of
+from orchestrator.protocol.spec.crd import NAME, definition_text
+from orchestrator.runtime.view import JobView
+from tests.e2e.kubernetes.commands import Commands, called
+from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.process import Server
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.unit.cli.views import NS, make_incident, make_view
+
+pytestmark = pytest.mark.e2e
+
+AGENTS = "127.0.0.1"
+SCRIPT: dict[str, Any] = {
+    "apiVersion": "holdfast.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "demo"},
+    "spec": {
+        "entrypoint": {"script": "train.py"},
+        "image": "example.test/worker:1",
+        "nodes": {"max": 2},
+        "checkpoint": {"path": "s3://bucket/demo"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def crd(control_plane: ControlPlane | GivenCluster) -> None:
+    kubectl = control_plane.kubectl()
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    # Not by `kubectl wait`, which fails on a definition that has no status yet.
+    kubectl.wait("crd", NAME, lambda d: condition(d, "Established") == "True", "to be served")
+
+
+@pytest.fixture
+def jobs(crd: None, namespace: Kubectl) -> Kubectl:
+    """A namespace that no operator looks at."""
+    return namespace
+
+
+@pytest.fixture
+def holdfast(jobs: Kubectl) -> Commands:
+    return Commands(jobs)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(SCRIPT))
+    return path
+
+
+def write_status(kubectl: Kubectl, view: JobView) -> None:
+    """As the operator writes it, and the Event of the newest incident as it tells that."""
+    document = kubectl.get("trainingjob", view.name)
+    assert document is not None
+    owner = owner_of(document)
+    status = status_of(view, About(view.name, document["metadata"]["generation"], 2, view.now_ns))
+    body = {
+        "apiVersion": document["apiVersion"],
+        "kind": document["kind"],
+        "metadata": {"name": view.name, "namespace": owner.namespace},
+        "status": status,
+    }
+
+    async def act() -> None:
+        async with await Cluster.connect(kubeconfig=kubectl.kubeconfig) as cluster:
+            await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
+            for one in view.incidents[-1:]:
+                text = f"incident {one.number}: {one.title}; {one.decision}"
+                event = event_document(owner, f"{view.name}.1", "Warning", "Hang", text)
+                await cluster.create(EVENTS, owner.namespace, event)
+
+    asyncio.run(act())
+
+
+def trained(**changes: Any) -> JobView:
+    """A job that has seen two incidents, now."""
+    now_ns = time.time_ns()
+    incidents = [
+        make_incident(at_ns=now_ns - 50 * NS),
+        make_incident(number=2, at_ns=now_ns - 20 * NS, title="worker 1 hangs", rehearsal=False),
+    ]
+    times = {"submitted_ns": now_ns - 60 * NS, "now_ns": now_ns}
+    return make_view(**{"incidents": incidents, "nodes": [], **times, **changes})
+
+
+# -- what was trained -------------------------------------------------------------------------
+def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Commands) -> None:
+    jobs.create(SCRIPT)
+    write_status(jobs, trained())
+    status = holdfast("status", "demo")
+    assert status.code == 0 and status.err == ""
+    for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "step 41 in "):
+        assert part in status.out
+    report = holdfast("report", "demo")
+    for part in ("goodput 90.9%", "2 incidents", "worker 1 hangs", "decision: restart all 4 work"):
+        assert part in report.out
+    assert f"holdfast checkpoint export demo DIRECTORY --kubernetes -n {jobs.namespace}" in (
+        report.out
+    )
+    facts = [{**holdfast.json(verb, "demo"), "now_ns": 0} for verb in ("status", "report")]
+    assert facts[0] == facts[1]
+    assert holdfast.json("status")[0]["num_incidents"] == 2
+    assert holdfast("status").out.split("\n")[1].split()[:3] == ["demo", "running", "42/100"]
+
+
+def test_incidents_whose_events_are_forgotten_are_told_from_the_status(
+    jobs: Kubectl, holdfast: Commands
+) -> None:
+    jobs.create(SCRIPT)
+    write_status(jobs, trained())
+    told = holdfast("events", "demo").out.splitlines()
+    assert "status" in told[0] and "incident 1: worker 2 on node-1 was killed" in told[0]
+    assert "next step after 0.67 s" in told[1]
+    assert "Hang" in told[2] and told[2].endswith(
+        "worker 1 hangs; restart all 4 workers from memory"
+    )
+    assert len(told) == 3, "no incident is told twice"
+    lines = [json.loads(line) for line in holdfast("events", "demo", "--json").out.splitlines()]
+    assert [sorted(line) for line in lines] == [["at_ns", "incident"], ["at_ns", "event"]]
+
+
+def test_the_newest_checkpoint_is_listed_from_the_status(jobs: Kubectl, holdfast: Commands) -> None:
+    jobs.create(SCRIPT)
+    assert "no committed checkpoint" in holdfast("checkpoint", "list", "demo").err
+    write_status(jobs, trained(checkpoint_path="/checkpoints/demo"))
+    assert holdfast("checkpoint", "list", "demo").out.splitlines()[1].split()[:2] == ["39", "1"]
+    found = holdfast.json("checkpoint", "list", "demo")
+    assert (found[0]["step"], found[0]["path"]) == (39, "/checkpoints/demo")
+    verify = holdfast("checkpoint", "verify", "demo")
+    assert verify.code == 2 and "a directory of the cluster" in verify.err
+
+
+def test_an_ended_job_keeps_its_name_until_it_is_deleted(
+    jobs: Kubectl, holdfast: Commands, file: Path
+) -> None:
+    jobs.create(SCRIPT)
+    write_status(jobs, trained(state="failed", reason="no", finished_ns=time.time_ns()))
+    again = holdfast("run", file)
+    assert again.code == 2
+    assert "metadata.name: got demo, which exists in namespace" in again.err
+    assert "is failed; expected a name that is free; remove it with `holdfast delete" in again.err
+    watched = holdfast("run", "--attach", "demo")
+    assert watched.code == 1 and "2 incidents" in watched.out
+    ended = holdfast("resize", "demo", "1")
+    assert ended.code == 2 and "got failed; expected a job that has not ended" in ended.err
+    kept = holdfast("delete", "demo", "--yes", "--keep-checkpoints", "here")
+    assert kept.code == 2 and "stay where they are" in kept.err
+    assert holdfast("delete", "demo", "--yes").code == 0
+    assert jobs.get("trainingjob", "demo") is None
+
+
+# -- without an operator ----------------------------------------------------------------------
+def test_ctrl_c_leaves_the_job_in_the_cluster_and_says_how_to_come_back(
+    jobs: Kubectl, holdfast: Commands, file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    command = holdfast.start(output, "run", file)
+    jobs.wait("trainingjob", "demo", bool, "to be created")
+    write_status(jobs, trained())
+    until(lambda: "step 41" in output.read_text(), "a line of progress", timeout_s=60,
+          last=output.read_text)  # fmt: skip
+    command.send_signal(signal.SIGINT)
+    assert command.wait(60) == 130
+    assert "job demo goes on in the cluster. Watch it again with `holdfast run --attach" in (
+        output.read_text()
+    )
+    assert jobs.get("trainingjob", "demo") is not None
+    output = tmp_path / "again"
+    command = holdfast.start(output, "run", file)
+    until(lambda: "runs in namespace" in output.read_text(), "the same job", timeout_s=60,
+          last=output.read_text)  # fmt: skip
+    write_status(jobs, trained(state="succeeded", reason="all steps done", incidents=[]))
+    assert command.wait(60) == 0, output.read_text()
+    assert "goodput 90.9%" in output.read_text()
+
+
+def test_another_job_of_the_same_name_is_not_touched(
+    jobs: Kubectl, holdfast: Commands, file: Path
+) -> None:
+    jobs.create({**SCRIPT, "spec": {**SCRIPT["spec"], "nodes": {"max": 7}}})
+    result = holdfast("run", file)
+    assert result.code == 2 and "watch it with `holdfast run --attach demo" in result.err
+    found = jobs.get("trainingjob", "demo")
+    assert found is not None and found["spec"]["nodes"]["max"] == 7
+
+
+def test_a_job_that_is_deleted_ends_whoever_watches_it(
+    jobs: Kubectl, holdfast: Commands, file: Path, tmp_path: Path
+) -> None:
+    command = holdfast.start(tmp_path / "output", "run", file)
+    jobs.wait("trainingjob", "demo", bool, "to be created")
+    jobs.run("delete", "trainingjob", "demo")
+    assert command.wait(60) == 1
+    assert "job demo: was deleted" in (tmp_path / "output").read_text()
+
+
+def test_a_rehearsal_that_nobody_answers_is_taken_back(jobs: Kubectl, holdfast: Commands) -> None:
+    jobs.create(SCRIPT)
+    write_status(jobs, trained())
+    result = holdfast("chaos", "kill-worker", "demo", "--rank", "1")
+    assert result.code == 1
+    assert "chaos: no operator answered within 20 s, so it was taken back" in result.err
+    found = jobs.get("trainingjob", "demo")
+    assert found is not None and "annotations" not in found["metadata"]
+
+
+def test_a_wish_that_waits_for_an_operator_says_so(jobs: Kubectl, holdfast: Commands) -> None:
+    jobs.create(SCRIPT)
+    document = jobs.get("trainingjob", "demo")
+    assert document is not None
+    until(lambda: holdfast("status", "demo").err, "the remark", timeout_s=60)
+    assert "the operator has not looked at this job yet" in holdfast("status", "demo").err
+    suspended = holdfast("suspend", "demo")
+    assert suspended.code == 0 and "as soon as an operator runs again" in suspended.out
+
+
+# -- with the operator ------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def attended(
+    crd: None, own_control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kubectl]:
+    """A namespace with an operator of its own."""
+    plane = own_control_plane
+    agents, metrics = free_ports(AGENTS, 2)
+    for kubectl in fresh(plane.kubectl()):
+        operator = Server(
+            plane.run,
+            f"operator-{kubectl.namespace}",
+            [
+                *(sys.executable, "-m", "orchestrator.cli.main", "operator"),
+                *("--namespace", kubectl.namespace, "--lease-namespace", kubectl.namespace),
+                *("--agent-endpoint", f"{AGENTS}:{agents}", "--listen", f"{AGENTS}:{agents}"),
+                *("--metrics-address", AGENTS, "--metrics-port", str(metrics)),
+                *("--checkpoint-root", str(tmp_path_factory.mktemp("checkpoints"))),
+                *("--log-format", "text"),
+            ],
+            environment={"KUBECONFIG": str(plane.kubeconfig), "PYTHONPATH": str(Path.cwd())},
+        )
+        operator.start()
+        yield kubectl
+        operator.kill()
+
+
+def test_every_wish_reaches_the_operator_and_its_answer_comes_back(
+    attended: Kubectl, tmp_path: Path
+) -> None:
+    holdfast, output = Commands(attended), tmp_path / "output"
+    name = "wishes"
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": name}, "spec": {
+        **SCRIPT["spec"], "checkpoint": {}}}))  # fmt: skip
+    command = holdfast.start(output, "run", path)
+    attended.wait("trainingjob", name, lambda d: bool(d and d.get("status")), "to be taken up",
+                  timeout_s=120)  # fmt: skip
+    until(lambda: len(holdfast.json("status", name)["nodes"]) == 2, "two pods", timeout_s=60)
+    assert "joining" in holdfast("status", name).out
+
+    refused = holdfast("chaos", "kill-worker", name)
+    assert refused.code == 2 and "got pending, no workers; expected running workers" in refused.err
+    saved = holdfast("checkpoint", "save", name)
+    assert saved.code == 2 and "expected a running job" in saved.err
+    assert "Refused" in holdfast("events", name).out
+    asked = holdfast("resume", name)
+    assert asked.code == 2 and "got pending; expected a suspended job" in asked.err
+
+    assert holdfast("resize", name, "1").out == f"job {name}: from 2 to 1 nodes\n"
+    assert holdfast("suspend", name).code == 0
+    until(lambda: holdfast.json("status", name)["state"] == "suspended", "to hold", timeout_s=60)
+    assert holdfast("resume", name).out == f"job {name}: asking for nodes\n"
+    until(lambda: holdfast.json("status", name)["state"] == "pending", "to go on", timeout_s=60)
+    assert holdfast("cancel", name).out == f"job {name}: stopping all workers\n"
+    assert command.wait(60) == 1, output.read_text()
+    told = output.read_text()
+    assert f"{name}  cancelled" in told and "suspended" in told and "cancel was asked for" in told
+    assert "pods" in holdfast("logs", name).err
+    assert holdfast("delete", name, "--yes").code == 0
+
+
+# -- what cannot be done ----------------------------------------------------------------------
+def test_a_job_that_is_not_there_names_those_that_are(jobs: Kubectl, holdfast: Commands) -> None:
+    alone = holdfast("status", "nope")
+    assert alone.code == 2 and f"expected a job; namespace {jobs.namespace} has none" in alone.err
+    assert f"no jobs in namespace {jobs.namespace}" in holdfast("status").err
+    jobs.create(SCRIPT)
+    for words in (["status"], ["report"], ["events"], ["logs"], ["cancel"], ["delete"]):
+        result = holdfast(*words, "nope")
+        assert result.code == 2
+        assert f"job: got nope; expected one of demo in namespace {jobs.namespace}" in result.err
+
+
+def test_a_namespace_that_is_not_there_is_named(jobs: Kubectl, file: Path) -> None:
+    holdfast = Commands(jobs.inside("missing"))
+    for words in (["status"], ["status", "demo"], ["run", file]):
+        result = holdfast(*words)
+        assert result.code == 2
+        assert "--namespace: got missing, which does not exist; expected a name" in result.err
+
+
+def test_a_file_for_another_namespace_is_a_contradiction(
+    jobs: Kubectl, holdfast: Commands, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": "demo", "namespace": "team"}}))
+    result = holdfast("run", path)
+    assert result.code == 2
+    assert f"--namespace: got {jobs.namespace}; expected team, as metadata.namespace" in result.err
+
+
+@pytest.fixture
+def viewer(jobs: Kubectl, own_control_plane: ControlPlane) -> Commands:
+    """Somebody who may look at jobs and at nothing else."""
+    rights = ["--verb=get,list,watch", "--resource=trainingjobs.holdfast.dev"]
+    jobs.run("create", "serviceaccount", "viewer")
+    jobs.run("create", "role", "viewer", *rights)
+    account = f"--serviceaccount={jobs.namespace}:viewer"
+    jobs.run("create", "rolebinding", "viewer", "--role=viewer", account)
+    token = jobs.run("create", "token", "viewer").strip()
+    name = f"viewer-{jobs.namespace}"
+    return Commands(jobs, own_control_plane.write_kubeconfig(name, token=token))
+
+
+def test_whoever_may_only_see_jobs_sees_them_and_is_told_which_right_is_missing(
+    jobs: Kubectl, viewer: Commands, file: Path
+) -> None:
+    jobs.create(SCRIPT)
+    write_status(jobs, trained())
+    assert "42 of 100 steps" in viewer("status", "demo").out
+    for words, missing in (
+        (["suspend", "demo"], "patch trainingjobs"),
+        (["resize", "demo", "1"], "patch trainingjobs/scale"),
+        (["run", file], "create trainingjobs"),
+        (["logs", "demo"], "list pods"),
+        (["events", "demo"], "list events"),
+        (["chaos", "kill-worker", "demo"], "patch trainingjobs"),
+    ):
+        result = viewer(*words)
+        assert result.code == 2, words
+        assert f"missing right: {missing}" in result.err
+        assert "Traceback" not in result.err
+
+
+def test_credentials_that_are_not_accepted_are_told(
+    jobs: Kubectl, own_control_plane: ControlPlane
+) -> None:
+    """As an expired token is: the API server does not say more than Unauthorized."""
+    old = own_control_plane.write_kubeconfig("expired", token="expired")
+    result = Commands(jobs, old)("status")
+    assert result.code == 2
+    assert "does not accept our credentials" in result.err and "log in again" in result.err
+
+
+def test_an_api_server_that_is_not_there_is_told(
+    jobs: Kubectl, own_control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    closed = tmp_path / "closed"
+    document = yaml.safe_load(own_control_plane.kubeconfig.read_text())
+    [port] = free_ports("127.0.0.1", 1)
+    document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
+    closed.write_text(yaml.safe_dump(document))
+    result = Commands(jobs, closed)("status")
+    assert result.code == 1
+    assert f"the API server at https://127.0.0.1:{port} does not answer" in result.err
+
+
+# -- kubectl ----------------------------------------------------------------------------------
+def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
+    jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl-holdfast"
+    code = "from orchestrator.cli.plugin import main; main()"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.setenv("KUBECONFIG", str(jobs.kubeconfig))
+    jobs.create(SCRIPT)
+    bare = [str(jobs.program), "holdfast"]
+    for words in (["status", "demo", "-n", jobs.namespace], ["-n", jobs.namespace, "status"]):
+        done = run([*bare, *words])
+        assert done.startswith(("demo", "JOB")), done
+
+
+def run(command: list[str]) -> str:
+    import subprocess
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
+    where = ["--kubeconfig", str(jobs.kubeconfig), "-n", jobs.namespace]
+    result = called(plugin, *where, "status", "nope")
+    assert result.code == 2
+    assert f"see `kubectl holdfast status -n {jobs.namespace}" in result.err
+    assert "Usage: kubectl holdfast" in called(plugin, "--help").out
