@@ -9,7 +9,7 @@ from orchestrator.protocol.facts import StagedShard
 from workers.agent import facts as f
 from workers.agent.leaving import MARGIN_S, SAVE_AT
 
-from .test_machine import NS, Bench, T, of, request_buffers
+from .bench import NS, Bench, T, of, request_buffers
 
 GRACE_S = 30.0
 

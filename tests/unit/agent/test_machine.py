@@ -2,113 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 from orchestrator.protocol import messages as m
 from orchestrator.protocol.facts import (
-    Membership,
-    NodeFacts,
     Restore,
     ShardSource,
     StagedShard,
-    WorkerSeat,
 )
 from orchestrator.protocol.limits import CONTROLLER_ABSENCE_S
-from orchestrator.protocol.mesh import Mesh
 from workers import wire
 from workers.agent import facts as f
-from workers.agent.machine import AgentMachine
 from workers.agent.standbys import REFILL_DELAY_S, SPARE_DELAY_S
 
-NS = 1_000_000_000
-FACTS = NodeFacts(hostname="h", address="127.0.0.1", data_port=1, slots=2)
-
-
-class Bench:
-    """One machine with two workers, and a clock that only the test moves."""
-
-    def __init__(self, *, joined: bool = True) -> None:
-        self.machine = AgentMachine(job="j", node="node-0", token="t", slots=2)
-        self.now_ns = 0
-        if joined:
-            self.join()
-
-    def give(self, given: f.Input) -> tuple[f.Output, ...]:
-        return self.machine.step(self.now_ns, given)
-
-    def tell(self, message: m.ToAgent) -> tuple[f.Output, ...]:
-        return self.give(f.Received(message))
-
-    def join(self) -> tuple[f.Output, ...]:
-        self.give(f.LinkUp(FACTS, 29500))
-        return self.tell(
-            m.Welcome(
-                spec={},
-                spec_directory="",
-                checkpoint_path="",
-                log_directory="",
-                heartbeat_interval_s=0.5,
-            )
-        )
-
-    def launch(self, generation: int = 1, **more: object) -> tuple[f.Output, ...]:
-        restore = more.pop("restore", None)
-        membership = Membership(
-            generation=generation,
-            mesh=Mesh(shard=2),
-            num_nodes=1,
-            workers_per_node=2,
-            master_address="127.0.0.1",
-            master_port=1,
-            restart_count=0,
-            restore=restore,  # type: ignore[arg-type]
-        )
-        seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
-        out = self.tell(
-            m.Launch(
-                action_id=10 + generation,
-                membership=membership,
-                node_rank=0,
-                seats=seats,
-                **more,  # type: ignore[arg-type]
-            )
-        )
-        for rank in range(2):
-            out += self.give(f.WorkerForked(generation, rank, 100 + rank))
-        return out
-
-    def says(
-        self, rank: int, message: wire.FromWorker, generation: int = 1
-    ) -> tuple[f.Output, ...]:
-        return self.give(f.FromRank(generation, rank, message))
-
-    def ends(
-        self, rank: int, code: int | None = None, signal: int | None = None, generation: int = 1
-    ) -> tuple[f.Output, ...]:
-        return self.give(f.WorkerEnded(generation, rank, code, signal))
-
-    def stage(self, step: int, generation: int = 1) -> tuple[f.Output, ...]:
-        """Both workers stage a step, into whichever buffers they may write."""
-        out: tuple[f.Output, ...] = ()
-        for rank in range(2):
-            free = [
-                b for b in self.machine.tiers.buffers.of_slot(rank) if b.writable
-            ]  # fmt: skip
-            staged = wire.Staged(buffer=free[0].number, step=step, num_bytes=100)
-            out += self.says(rank, staged, generation)
-        return out
-
-    def staged(self) -> set[tuple[int, int, int]]:
-        return {(s.generation, s.step, s.shard) for s in self.machine.tiers.inventory()}
-
-
-T = TypeVar("T")
-
-
-def of(kind: type[T], outputs: Iterable[object]) -> list[T]:
-    found = [o.message if isinstance(o, f.Send) else o for o in outputs]
-    return [o for o in found if isinstance(o, kind)]
+from .bench import FACTS, NS, Bench, of, request_buffers
 
 
 def test_a_launch_forks_every_seat_and_answers_once_all_are_forked() -> None:
@@ -249,14 +154,6 @@ def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
     assert {k.signal for k in of(f.Kill, bench.give(f.Tick()))} == {9}
     bench.ends(0, signal=9)
     assert of(f.EndNode, bench.ends(1, signal=9))
-
-
-def request_buffers(bench: Bench, generation: int = 1) -> tuple[f.Output, ...]:
-    out: tuple[f.Output, ...] = ()
-    for rank in range(2):
-        for _ in range(3):
-            out += bench.says(rank, wire.BufferRequest(num_bytes=100), generation)
-    return out
 
 
 def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> None:
