@@ -112,9 +112,9 @@ def test_a_pod_of_the_holdfast_image_imports_torch(kubectl: Kubectl) -> None:
 
 def test_a_pod_writes_to_storage_that_this_machine_reads(short: Cluster, kubectl: Kubectl) -> None:
     directory = short.run.directory / "shared"
-    kubectl.apply(*shared_storage(kubectl.namespace, directory))
+    kubectl.apply(*shared_storage(kubectl.namespace, directory, "storage"))
     writing = pod("writing", "sh", "-c", "echo kept > /storage/file")
-    claim = {"persistentVolumeClaim": {"claimName": kubectl.namespace}, "name": "storage"}
+    claim = {"persistentVolumeClaim": {"claimName": "storage"}, "name": "storage"}
     writing["spec"]["volumes"] = [claim]
     mount = {"name": "storage", "mountPath": "/storage"}
     writing["spec"]["containers"][0]["volumeMounts"] = [mount]

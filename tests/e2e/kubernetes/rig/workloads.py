@@ -42,7 +42,7 @@ def pod(name: str, *command: str, node: str = "") -> Document:
     }
 
 
-def shared_storage(name: str, directory: Path) -> list[Document]:
+def shared_storage(volume_name: str, directory: Path, claim_name: str) -> list[Document]:
     """A volume that all nodes can write to, as a file server would give it, and a claim on it.
 
     The volume belongs to no namespace: its name has to be free in the whole cluster.
@@ -56,7 +56,7 @@ def shared_storage(name: str, directory: Path) -> list[Document]:
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
-        "metadata": {"name": name},
+        "metadata": {"name": volume_name},
         "spec": {
             **common,
             "capacity": {"storage": "1Gi"},
@@ -67,10 +67,10 @@ def shared_storage(name: str, directory: Path) -> list[Document]:
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name},
+        "metadata": {"name": claim_name},
         "spec": {
             **common,
-            "volumeName": name,
+            "volumeName": volume_name,
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }

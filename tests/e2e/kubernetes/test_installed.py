@@ -1,0 +1,129 @@
+"""The chart on a cluster with nodes: what `helm install` starts, under the restricted pod security
+standard, trains a job and goes on when its leader is killed.
+
+Owns: these tests, on a cluster of their own, because its operator looks after all namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helm import render
+from tests.e2e.kubernetes.conftest import skip_without
+from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
+from tests.e2e.kubernetes.rig import binaries as programs
+from tests.e2e.kubernetes.rig.cluster import Cluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.rig.workloads import shared_storage
+from tests.e2e.kubernetes.test_chart import Helm
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+JOBS = "jobs"
+CLAIM = "checkpoints"
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+OPERATOR = "app.kubernetes.io/component=operator"
+
+
+@dataclass
+class Installed:
+    """A cluster of two nodes with the chart on it."""
+
+    cluster: Cluster
+    helm: Helm
+
+    @property
+    def system(self) -> Kubectl:
+        return self.cluster.kubectl(render.NAMESPACE)
+
+    @property
+    def jobs(self) -> Kubectl:
+        return self.cluster.kubectl(JOBS)
+
+    def leader(self) -> str:
+        """The name of the pod that holds the lease; empty while nobody does."""
+        lease = self.system.get("lease", "holdfast-operator") or {"spec": {}}
+        holder = lease["spec"].get("holderIdentity") or ""
+        pods = [pod["metadata"]["name"] for pod in self.system.list("pods", OPERATOR)]
+        return next((name for name in pods if holder.startswith(name)), "")
+
+
+@pytest.fixture(scope="module")
+def installed(
+    node_binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installed]:
+    skip_without(node_binaries, ("helm",))
+    with Run() as run:
+        cluster = Cluster(run, node_binaries)
+        cluster.start(2)
+        kubectl = cluster.kubectl()
+        for namespace in (render.NAMESPACE, JOBS):
+            kubectl.run("create", "namespace", namespace)
+            kubectl.run("label", "namespace", namespace, RESTRICTED)
+            storage = shared_storage(f"{CLAIM}-{namespace}", run.directory / CLAIM, CLAIM)
+            kubectl.inside(namespace).apply(*storage)
+        kubeconfig = cluster.control_plane.kubeconfig
+        helm = Helm(node_binaries.path("helm"), tmp_path_factory.mktemp("helm"), kubeconfig)
+        helm.run(*install(Path("/checkpoints")))
+        yield Installed(cluster, helm)
+
+
+def install(root: Path) -> tuple[str, ...]:
+    volume = json.dumps({"persistentVolumeClaim": {"claimName": CLAIM}})
+    return (
+        *("install", "holdfast", str(render.CHART), "--namespace", render.NAMESPACE),
+        *("--set", f"checkpoints.root={root}", "--set-json", f"checkpoints.volume={volume}"),
+        *("--wait", "--timeout", "100s"),
+    )
+
+
+def test_two_operators_run_and_the_charts_own_test_passes(installed: Installed) -> None:
+    installed.system.wait(
+        "deployment",
+        "holdfast-operator",
+        lambda d: d is not None and d["status"].get("readyReplicas") == 2,
+        "to have two ready replicas",
+    )
+    until(lambda: installed.leader() != "", "a leader", timeout_s=60)
+    told = installed.helm.run("test", "holdfast", "--namespace", render.NAMESPACE)
+    assert "Phase:          Succeeded" in told
+
+
+def test_a_job_survives_its_operator_and_is_taken_up_by_the_other(installed: Installed) -> None:
+    job = Job(installed.jobs, example("endless", ENDLESS))
+    job.wait_running(4)
+    before = job.wait_steps(2)
+    leader = installed.leader()
+    kill_operator(installed, leader)
+    until(
+        lambda: installed.leader() not in ("", leader),
+        "the other replica to lead",
+        timeout_s=60,
+        last=lambda: installed.system.run("get", "pods,leases"),
+    )
+    after = job.wait_steps(3)
+    assert after["generation"] == before["generation"], job.story()
+    assert job.incidents_after(before) == []
+    job.delete()
+
+
+def kill_operator(installed: Installed, pod: str) -> None:
+    """SIGKILL from outside, as the kernel would when memory runs out."""
+    where = (installed.system.get("pod", pod) or {})["spec"]["nodeName"]
+    uid = (installed.system.get("pod", pod) or {})["metadata"]["uid"]
+    for pid in installed.cluster.nodes[where].processes():
+        words = psutil.Process(pid).cmdline()
+        if "orchestrator.cli.main" in words and uid in Path(f"/proc/{pid}/cgroup").read_text():
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"the process of {pod} was not found on {where}")
