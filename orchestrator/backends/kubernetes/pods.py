@@ -98,6 +98,10 @@ def pod_document(
     _keep_away(pod["spec"], set(blamed.values()))
     worker = _container(pod["spec"])
     worker["args"] = _arguments(job, owner, settings, node)
+    grace_s = pod["spec"].get("terminationGracePeriodSeconds")
+    if isinstance(grace_s, int) and grace_s > 0:
+        # As the kubelet will keep it, whoever wrote it.
+        worker["args"] += ["--grace", str(grace_s)]
     worker.setdefault("command", ["python"])
     return {"apiVersion": "v1", "kind": "Pod", **pod}
 

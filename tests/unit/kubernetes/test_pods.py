@@ -62,7 +62,13 @@ def test_the_agent_is_told_everything_that_it_must_know_to_dial_in() -> None:
         "--endpoint": "holdfast-agents.holdfast.svc:7077",
         "--tls": SECRETS,
         "--tls-name": "0b1c.jobs.holdfast.dev",
+        "--grace": "35",
     }
+
+
+def test_the_agent_knows_the_grace_that_the_pod_really_has() -> None:
+    mine = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
+    assert worker(pod(kubernetes=mine))["args"][-2:] == ["--grace", "600"]
 
 
 def test_a_pod_satisfies_the_restricted_security_standard() -> None:
