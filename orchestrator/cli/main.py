@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from .commands import chaos, checkpoint, control, inspect, operator, run, spec
+from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
 
 # Newer typer carries a click of its own, older typer uses the real one; either way these are the
 # bases of the one usage error that typer exports.
@@ -48,12 +48,13 @@ def holdfast() -> None:
     """Elastic multi-node PyTorch training that survives lost workers, nodes and controllers."""
 
 
-for panel, module in {
-    "Run": run,
-    "Look": inspect,
-    "Change": control,
-    "Prepare": spec,
-    "Cluster": operator,
+for module, panel in {
+    run: "Run",
+    submit: "Run",
+    inspect: "Look",
+    control: "Change",
+    spec: "Prepare",
+    operator: "Cluster",
 }.items():
     module.register(app, panel)
 app.add_typer(chaos.app, name="chaos", rich_help_panel="Rehearse")

@@ -55,6 +55,14 @@ KubeconfigOption = Annotated[
         rich_help_panel=WHERE,
     ),
 ]  # fmt: skip
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS",
+        help="In a Ray cluster: auto inside of it, HOST:PORT of its head, or http://HOST:8265.",
+        rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's metadata.name.")]
 FileArgument = Annotated[
@@ -68,6 +76,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "namespace": (NamespaceOption, None),
     "context": (ContextOption, None),
     "kubeconfig": (KubeconfigOption, None),
+    "ray": (RayOption, None),
 }
 """Options of every command that speaks of jobs -> type and default."""
 
@@ -98,10 +107,16 @@ def choose(
     namespace: str | None,
     context: str | None,
     kubeconfig: Path | None,
+    ray: str | None,
 ) -> Place:
     """Raises UserError for options that do not go together."""
     from ..protocol.errors import Problem, UserError
 
+    if ray is not None:
+        if kubernetes:
+            got = f"{ray} beside --kubernetes"
+            raise UserError(str(Problem("--ray", got, "one place", "leave one out")))
+        return _ray(ray)
     if kubernetes or ctx.obj == PLUGIN:
         source = ctx.get_parameter_source("home")
         if source is not None and source.name == "COMMANDLINE":
@@ -123,6 +138,24 @@ def choose(
     from .places.local import LocalPlace
 
     return LocalPlace(home)
+
+
+def _ray(address: str) -> Place:
+    """Raises UserError without Ray's libraries. Behind a dashboard's address the same command runs
+    once more, inside the cluster, and this one ends with its exit code."""
+    from ..protocol.errors import Problem, UserError
+
+    try:
+        if address.startswith(("http://", "https://")):
+            from .places.ray_jobs_api import forward
+
+            raise typer.Exit(forward(address))
+        from .places.ray import RayPlace
+    except ModuleNotFoundError as error:
+        got = f"{address}, but the package {error.name} is not installed"
+        fix = "pip install 'holdfast[ray]'"
+        raise UserError(str(Problem("--ray", got, "Ray's libraries", fix))) from None
+    return RayPlace(address)
 
 
 PLUGIN = "kubectl plugin"

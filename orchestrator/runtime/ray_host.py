@@ -16,7 +16,7 @@ from ..backends.ray import cluster, names
 from ..backends.ray.backend import RayBackend
 from ..backends.ray.controller import ControllerOrder
 from ..backends.ray.journal import open_journal
-from ..backends.ray.kv import RECORD, Keys
+from ..backends.ray.kv import ENDED, Keys
 from ..protocol import tls
 from ..protocol.certificate import Keys as Secrets
 from ..protocol.errors import HoldfastError, UserError
@@ -43,7 +43,7 @@ class RayHost:
         secrets = Secrets(order.token, order.certificate, order.key)
         self._backend = RayBackend(job, order.job_id, self._keys, secrets)
         self._endpoint = Endpoint()
-        self._logs = cluster.log_directory(job.name)
+        self._logs = cluster.log_directory(job.name, order.job_id)
         path = checkpoint_path(order, job.spec.checkpoint.path)
         self.assembly = Assembly(
             job,
@@ -94,10 +94,8 @@ class RayHost:
 
     async def _finish(self, view: JobView, refusal: str = "") -> None:
         """What is known of the job from now on, and that there is no controller any more."""
-        data = await asyncio.to_thread(self._keys.get, RECORD)
-        record = json.loads(data) if data else {}
-        record |= {"view": view_body(view), "refusal": refusal}
-        await asyncio.to_thread(self._keys.put, RECORD, json.dumps(record).encode())
+        record = {"view": view_body(view), "refusal": refusal}
+        await asyncio.to_thread(self._keys.put, ENDED, json.dumps(record).encode())
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         await self._serving.wait()

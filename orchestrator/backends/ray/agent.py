@@ -55,7 +55,7 @@ class AgentActor:
         self._write(tls.CERTIFICATE_NAME, order.certificate)
         self._write(tls.KEY_NAME, order.key)
         await self.set_endpoint(order.address, order.port)
-        logs = cluster.log_directory(order.job)
+        logs = cluster.log_directory(order.job, order.job_id)
         logs.mkdir(parents=True, exist_ok=True)
         # From this thread, which is the loop's and lives as long as the process: the kernel ends
         # the child when the thread that started it does.

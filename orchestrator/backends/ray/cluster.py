@@ -92,12 +92,12 @@ def here() -> dict[str, str]:
     }
 
 
-def log_directory(job: str) -> Path:
+def log_directory(job: str, job_id: str) -> Path:
     """Where the dashboard's log view finds a job's files, on this Ray node."""
     import ray
 
     node = ray._private.worker._global_node  # Ray tells its session directory nowhere else
-    return Path(node.get_logs_dir_path()) / f"holdfast-{job}"
+    return Path(node.get_logs_dir_path()) / f"holdfast-{job}-{job_id[:6]}"
 
 
 def alive_nodes() -> dict[str, dict[str, Any]]:

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ...core.events import AnyEvent
 from ...core.journal import JournalError, JournalLost, Record, decode_records, encode_record
 from ...protocol import limits
 from .kv import Keys
 
+COVERED = struct.Struct("<Q")
 EPOCH, TAIL, SNAPSHOT = "journal/epoch-", "journal/tail-", "journal/snap-"
 PATIENCE_S = 120.0
 """A head that restarts is back within a minute where Ray keeps its state; training goes on."""
@@ -46,7 +48,12 @@ class KvJournal:
             raise JournalLost(f"job {job}: another controller takes it over at this moment")
         self._pending: list[bytes] = []
         self._commit = asyncio.Lock()
-        self.snapshot, self.records, self._chunks, self._bytes = read(keys, job)
+        chunks = read(keys, job)
+        self.snapshot = chunks[0].snapshot if chunks else None
+        self.records = [record for chunk in chunks for record in chunk.records]
+        self._chunks = [chunk.key for chunk in chunks]
+        self._bytes = sum(chunk.num_bytes for chunk in chunks)
+        self._num_records = len(self.records) + (chunks[0].covered if chunks else 0)
         self._next = 1 + max((_number(key) for key in self._chunks), default=0)
 
     @property
@@ -55,6 +62,7 @@ class KvJournal:
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
         self._pending.append(encode_record(now_ns, event))
+        self._num_records += 1
 
     async def commit(self) -> None:
         async with self._commit:
@@ -69,7 +77,7 @@ class KvJournal:
         async with self._commit:
             self._pending.clear()
             covered = list(self._chunks)
-            await self._write(SNAPSHOT, zlib.compress(snapshot))
+            await self._write(SNAPSHOT, COVERED.pack(self._num_records) + zlib.compress(snapshot))
             self._chunks, self._bytes = self._chunks[len(covered) :], 0
             # Readers begin at the newest snapshot, so what is left of a deletion does no harm.
             await _patiently(self._job, lambda: self._keys.delete(*covered))
@@ -92,29 +100,41 @@ async def open_journal(keys: Keys, job: str) -> KvJournal:
     return await _patiently(job, lambda: KvJournal(keys, job))
 
 
-def read(keys: Keys, job: str) -> tuple[bytes | None, list[Record], list[str], int]:
-    """(newest snapshot, records since, keys of both, bytes of the records). Raises JournalError."""
-    chunks = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
-    newest = max((i for i, key in enumerate(chunks) if key.startswith(SNAPSHOT)), default=None)
-    snapshot, records, size = None, [], 0
-    for index, key in enumerate(chunks):
-        if newest is not None and index < newest:
-            continue
-        data = keys.get(key)
-        try:
-            if data is None:
-                raise ValueError("it was deleted while it was read")
-            if index == newest:
-                snapshot = zlib.decompress(data)
-            else:
-                records += decode_records(data)
-                size += len(data)
-        except (ValueError, zlib.error) as error:
-            raise JournalError(
-                f"job {job}: its journal in the cluster's store is damaged ({key}: {error}). "
-                f"Nothing was changed and training is not affected"
-            ) from None
-    return snapshot, records, chunks, size
+class Chunk(NamedTuple):
+    """One key's content: a snapshot, or the records of one commit."""
+
+    key: str
+    records: list[Record]
+    snapshot: bytes | None = None
+    covered: int = 0
+    """Records that the snapshot stands for."""
+    num_bytes: int = 0
+
+
+def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
+    """From the newest snapshot on; of what came after a key that was read before. Raises
+    JournalError."""
+    found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
+    snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
+    start = snapshots[-1] if snapshots else 0
+    last = _number(after) if after else 0
+    return [_chunk(keys, job, key) for key in found[start:] if _number(key) > last]
+
+
+def _chunk(keys: Keys, job: str, key: str) -> Chunk:
+    data = keys.get(key)
+    try:
+        if data is None:
+            raise ValueError("it was deleted while it was read")
+        if key.startswith(SNAPSHOT):
+            (covered,) = COVERED.unpack_from(data)
+            return Chunk(key, [], zlib.decompress(data[COVERED.size :]), covered)
+        return Chunk(key, decode_records(data), num_bytes=len(data))
+    except (ValueError, zlib.error, struct.error) as error:
+        raise JournalError(
+            f"job {job}: its journal in the cluster's store is damaged ({key}: {error}). Nothing "
+            f"was changed and training is not affected"
+        ) from None
 
 
 async def _patiently(job: str, work: Callable[[], T]) -> T:

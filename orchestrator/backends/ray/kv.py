@@ -16,7 +16,9 @@ from . import names
 
 _NAMESPACE = names.NAMESPACE.encode()
 RECORD = "record"
-"""JSON: what was submitted, and how it ended."""
+"""What was submitted (ControllerOrder, msgpack). Who creates it has the job's name."""
+ENDED = "ended"
+"""JSON {view, refusal}: how it ended. Without it there is, or was, a controller."""
 
 
 class Keys:

@@ -1,0 +1,56 @@
+"""Calls to a controller actor from a command that is no event loop.
+
+Owns: waiting, and what becomes of Ray's errors. Must not: know what the verbs mean.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...protocol.errors import HoldfastError
+
+ANSWER_S = 60.0
+"""A controller that is being restarted by Ray answers once it has read its journal."""
+PAUSE_S = 0.25
+
+
+class ControllerGone(HoldfastError):
+    """Nobody answers for this job."""
+
+
+def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+    """Raises ControllerGone when the actor has ended or does not answer in time."""
+    import ray
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.1, give_up - time.monotonic())
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=left_s)
+        except ActorUnavailableError as error:
+            if time.monotonic() > give_up:
+                raise ControllerGone(str(error).splitlines()[0]) from None
+            time.sleep(PAUSE_S)  # Ray restarts it
+        except GetTimeoutError:
+            raise ControllerGone(f"no answer within {timeout_s:g} s") from None
+        except RayActorError as error:
+            raise ControllerGone(str(error).splitlines()[0]) from None
+
+
+@contextmanager
+def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
+    """`ray job stop` sends it, and SIGKILL three seconds later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,75 @@
+"""A job's log files, which lie on the Ray nodes that wrote them, copied to where somebody reads.
+
+Owns: fetching what is new. Must not: know what is in them; cli/tail.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from . import cluster
+
+MOST_BYTES = 8 << 20
+"""Of one file at once."""
+FETCH_TIMEOUT_S = 60.0
+
+Part = tuple[str, str, bytes]
+"""(identity of the file, path below the log directory, bytes from the asked offset)."""
+
+
+def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
+    """Append what is new to the copies under `target`; `offsets` (identity -> bytes read) goes on
+    from call to call. Returns whether there was anything. Nodes that do not answer are passed."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(_read)
+    asked = [
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            job, job_id, offsets
+        )
+        for node in cluster.alive_nodes()
+    ]
+    ready, _late = ray.wait(asked, num_returns=len(asked), timeout=FETCH_TIMEOUT_S)
+    parts: dict[str, Part] = {}
+    for answer in ready:
+        try:
+            # Several Ray nodes of one machine see the same files.
+            parts |= {part[0]: part for part in ray.get(answer)}
+        except RayError:
+            continue
+    for identity, path, data in parts.values():
+        offsets[identity] = offsets.get(identity, 0) + len(data)
+        copy = target / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.open("ab") as file:
+            file.write(data)
+    return bool(parts)
+
+
+def _ready(asked: list[Any]) -> list[Any]:
+    import ray
+
+    if not asked:
+        return []
+    ready, _late = ray.wait(asked, num_returns=len(asked), timeout=FETCH_TIMEOUT_S)
+    return list(ready)
+
+
+def _read(job: str, job_id: str, offsets: dict[str, int]) -> list[Part]:
+    """On a Ray node."""
+    found: list[Part] = []
+    root = cluster.log_directory(job, job_id)
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    for path in sorted(root.rglob("*.log")):
+        with path.open("rb") as file:
+            status: Any = os.fstat(file.fileno())
+            identity = f"{machine}:{status.st_dev}:{status.st_ino}"
+            file.seek(offsets.get(identity, 0))
+            if data := file.read(MOST_BYTES):
+                found.append((identity, str(path.relative_to(root)), data))
+    return found

@@ -1,0 +1,122 @@
+"""Jobs of a Ray cluster: named controller actors, and records in the cluster's store.
+
+Owns: finding, listing, creating and watching them. Must not: import ray; backends/ray does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from ...backends.ray import calls, cluster, controller, kv, names
+from ...backends.ray.controller import ControllerOrder
+from ...protocol.certificate import make_keys
+from ...protocol.errors import HoldfastError, Problem, UserError
+from ...protocol.spec import TrainingJob, job_to_mapping
+from ...runtime.ray_host import RayHost
+from ...runtime.view import JobView
+from ..display import Display
+from ..output import stderr
+from ..preflight import load_checked
+from ..render import FINISHED
+from .base import Ended
+from .ray_job import RayJob
+
+
+class RayPlace:
+    """One cluster. Connects when it is first asked for something."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def find(self, name: str) -> RayJob:
+        cluster.connect(self._address)
+        data = kv.Keys(name).get(kv.RECORD) if name else None
+        if data is None:
+            there = kv.jobs()
+            known = f"one of {', '.join(there)}" if there else "a job; there is none in the cluster"
+            raise UserError(str(Problem("job", name, known, f"see `{self.command('status')}`")))
+        try:
+            order = msgspec.msgpack.decode(data, type=ControllerOrder)
+        except msgspec.MsgspecError as error:
+            raise HoldfastError(
+                f"job {name}: its record in the cluster's store cannot be read ({error}); use the "
+                f"Holdfast that wrote it"
+            ) from None
+        return RayJob(order, self.command)
+
+    def views(self) -> list[JobView]:
+        cluster.connect(self._address)
+        found = []
+        for name in kv.jobs():
+            try:
+                found.append(self.find(name).view())
+            except HoldfastError as error:
+                stderr().print(f"{name}: {error}", markup=False, soft_wrap=True)
+        return found
+
+    def nothing(self) -> str:
+        return f"no jobs in this Ray cluster; start one with `{self.command('run', 'FILE')}`"
+
+    def command(self, *words: str) -> str:
+        return " ".join(["holdfast", *words, "--ray", self._address])
+
+    # -- run -----------------------------------------------------------------------------------
+    def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
+        if file is not None:
+            job = load_checked(file)
+            cluster.connect(self._address)
+            self._create(job, file.absolute().parent)
+            name = job.name
+        else:
+            assert attach is not None
+            name = attach
+            self._revive(self.find(attach), display)
+        found = self.find(name)
+        with display, calls.on_sigterm(lambda: found.request("cancel", by="SIGTERM")):
+            try:
+                view = found.watch(display)
+            except KeyboardInterrupt:
+                display.note(
+                    f"Ctrl-C: job {name} goes on in the cluster. Watch it again with "
+                    f"`{self.command('run', '--attach', name)}`; end it with "
+                    f"`{self.command('cancel', name)}`"
+                )
+                return Ended(None, 130)
+        return Ended(view, 0 if view.state == "succeeded" else 1)
+
+    def _create(self, job: TrainingJob, spec_directory: Path) -> None:
+        """Raises UserError when the name is taken."""
+        keys, job_id = kv.Keys(job.name), secrets.token_hex(8)
+        made = make_keys(names.tls(job_id))
+        order = ControllerOrder(
+            document=job_to_mapping(job),
+            job=job.name,
+            job_id=job_id,
+            spec_directory=str(spec_directory),
+            token=made.token,
+            certificate=made.certificate,
+            key=made.key,
+        )
+        if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
+            raise UserError(str(self._taken(self.find(job.name))))
+        controller.create(order, RayHost)
+
+    def _taken(self, job: RayJob) -> Problem:
+        state = job.view().state
+        if state in FINISHED:
+            fix = f"remove it with `{self.command('delete', job.name)}`"
+        else:
+            fix = f"watch it with `{self.command('run', '--attach', job.name)}`"
+        got = f"{job.name}, which exists in this Ray cluster and is {state}"
+        return Problem(
+            "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
+        )
+
+    def _revive(self, job: RayJob, display: Display) -> None:
+        """A controller whose actor somebody has removed comes back; its agents wait for it."""
+        if not job.ended and controller.find(job.name) is None:
+            display.note(f"job {job.name}: had no controller; starting one")
+            controller.create(job.order, RayHost)

@@ -1,0 +1,226 @@
+"""One job of a Ray cluster, as the commands ask about it.
+
+Owns: asking its controller, or reading what it has left in the cluster's store. Must not: import
+ray, or interpret; runtime/ and the renderers do.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...backends.ray import calls, controller, journal, kv, logs
+from ...backends.ray.controller import ControllerOrder
+from ...protocol.errors import UserError
+from ...protocol.manifest import Manifest
+from ...protocol.spec import job_from_mapping
+from ...runtime.home import JobDirectory
+from ...runtime.journal import Snapshot
+from ...runtime.ray_host import checkpoint_path
+from ...runtime.replay import replay
+from ...runtime.storage import Storage
+from ...runtime.surroundings import job_environment
+from ...runtime.view import JobView
+from ..client import RequestRefused
+from ..display import Display
+from ..render import FINISHED
+from .base import Answer, Wanted
+
+FOLLOW_INTERVAL_S = 0.5
+RECORD_S = 30.0
+"""From a job's last view to its record."""
+
+
+class RayJob:
+    """A job that has a record."""
+
+    def __init__(self, order: ControllerOrder, command: Callable[..., str]) -> None:
+        self.order, self._command = order, command
+        self._keys = kv.Keys(order.job)
+        self._job = job_from_mapping(order.document, f"job {order.job}")
+
+    @property
+    def name(self) -> str:
+        return self.order.job
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """What its controller has written last of all."""
+        data = self._keys.get(kv.ENDED)
+        return json.loads(data) if data else None
+
+    def view(self) -> JobView:
+        if (ended := self.ended) is not None:
+            return _view(ended["view"])
+        try:
+            return _view(self._ask("perform", "status", {})["body"])
+        except calls.ControllerGone:
+            if (ended := self.ended) is not None:
+                return _view(ended["view"])
+            return self._fold()
+
+    def _fold(self) -> JobView:
+        """As of the last event in its journal."""
+        chunks = journal.read(self._keys, self.name)
+        records = [record for chunk in chunks for record in chunk.records]
+        story = replay(self._job, records, chunks[0].snapshot if chunks else None)
+        path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        view = story.view(story.now_ns, live=False, checkpoint_path=path)
+        view.job_id, view.controller_alive = self.order.job_id, False
+        return view
+
+    def remarks(self, view: JobView) -> list[str]:
+        if view.controller_alive or view.state in FINISHED:
+            return []
+        attach = self._command("run", "--attach", self.name)
+        return [
+            f"No controller answers: this is what the journal says. Training goes on without one; "
+            f"`{attach}` starts one."
+        ]
+
+    def request(self, verb: str, **arguments: Any) -> Answer:
+        arguments.setdefault("by", _user())
+        try:
+            answer = self._ask("perform", verb, arguments)
+        except calls.ControllerGone as error:
+            if (ended := self.ended) is None:
+                raise
+            state = ended["view"]["state"]
+            raise RequestRefused(f"job {self.name}: has {state} ({error})") from None
+        if not answer["ok"]:
+            raise RequestRefused(f"job {self.name}: {answer['detail']}")
+        return Answer(answer["detail"], answer["body"])
+
+    def watch(self, display: Display) -> JobView:
+        """Show it until it has ended; its last view. Raises UserError when it could not begin."""
+        seen, last = -1, None
+        while (ended := self.ended) is None:
+            try:
+                news = self._ask("watch", seen)
+            except calls.ControllerGone as error:
+                if self.ended is None and controller.find(self.name) is None:
+                    raise calls.ControllerGone(
+                        f"job {self.name}: its controller was removed from the cluster ({error}); "
+                        f"training goes on; `{self._command('run', '--attach', self.name)}` "
+                        f"starts another"
+                    ) from None
+                seen = -1
+                time.sleep(calls.PAUSE_S)
+                continue
+            seen, last = news["seen"], _view(news["view"])
+            display.show(last)
+        if ended["refusal"]:
+            self._keys.clear()  # it never began: its name is free again
+            raise UserError(ended["refusal"])
+        view = _view(ended["view"])
+        display.show(view)
+        return view
+
+    # -- events and logs -----------------------------------------------------------------------
+    def print_events(self, *, follow: bool, as_json: bool) -> None:
+        from ..output import stdout
+        from ..sentences import Narrator
+
+        console, narrator, after, seen = stdout(), Narrator(), "", -1
+        while True:
+            # Asked before reading: what was written up to the job's end is then seen.
+            over = self.ended is not None
+            for chunk in journal.read(self._keys, self.name, after):
+                if chunk.snapshot is not None:
+                    item = Snapshot(chunk.covered, chunk.snapshot)
+                    narrator.resume(console, item, as_json=as_json)
+                for record in chunk.records:
+                    narrator.tell(console, record.now_ns, record.event, as_json=as_json)
+                after = chunk.key
+            if not follow or over:
+                return
+            try:
+                seen = self._ask("watch", seen)["seen"]
+            except calls.ControllerGone:
+                seen = -1
+                time.sleep(calls.PAUSE_S)
+
+    def print_logs(self, wanted: Wanted, *, follow: bool) -> None:
+        from ..tail import follow_files, print_files
+
+        with tempfile.TemporaryDirectory(prefix="holdfast-logs-") as place:
+            copy = _Copy(Path(place) / self.name, self)
+            while copy.fetch():
+                continue
+            if follow:
+                follow_files(copy, *wanted, FOLLOW_INTERVAL_S)
+            else:
+                print_files(copy, *wanted)
+
+    # -- checkpoints and the end ---------------------------------------------------------------
+    @contextmanager
+    def storage(self) -> Iterator[str]:
+        with job_environment(self._job):
+            yield checkpoint_path(self.order, self._job.spec.checkpoint.path)
+
+    def manifests(self) -> tuple[str, list[Manifest]] | None:
+        with self.storage() as path:
+            if "://" not in path and not Path(path).is_dir():
+                return None  # a directory of the cluster's machines
+            return path, Storage(path, self.name).manifests()
+
+    def deleting(self, keep: Path | None) -> str:
+        state = self.view().state
+        if keep is not None:
+            raise UserError(
+                "--keep-checkpoints: got a directory; expected none with --ray, where checkpoints "
+                "stay where they are"
+            )
+        if state not in FINISHED:
+            raise UserError(
+                f"job {self.name}: got a job that is {state}; expected one that is "
+                f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
+                f"`{self._command('cancel', self.name)}`"
+            )
+        return f"the record of {self.name} in the Ray cluster"
+
+    def delete(self, keep: Path | None) -> list[str]:
+        path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        self._keys.clear()
+        return [f"its checkpoints stay in {path}, its logs in Ray's log directories"]
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        actor = controller.find(self.name)
+        if actor is None:
+            raise calls.ControllerGone(f"job {self.name}: there is no controller")
+        return calls.ask(actor, method, *arguments)
+
+
+class _Copy(JobDirectory):
+    """The job's log files here, brought up to date whenever they are about to be read."""
+
+    def __init__(self, path: Path, job: RayJob) -> None:
+        super().__init__(path)
+        self._job, self._offsets = job, dict[str, int]()
+
+    def fetch(self) -> bool:
+        return logs.fetch(self._job.name, self._job.order.job_id, self._offsets, self.logs)
+
+    def controller_alive(self) -> bool:
+        over = self._job.ended is not None
+        self.fetch()
+        return not over
+
+
+def _view(body: dict[str, Any]) -> JobView:
+    return msgspec.convert(body, JobView)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
