@@ -1,0 +1,125 @@
+"""`holdfast --kubernetes` beside jobs that really train, on a cluster with nodes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.kubernetes.commands import Commands
+from tests.e2e.kubernetes.jobs import ENDLESS, example
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.operator import Operator
+from tests.e2e.kubernetes.rig.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+BOUND_S = 150
+
+
+@pytest.fixture
+def holdfast(operator: Operator, cluster_namespace: Kubectl) -> Iterator[Commands]:
+    operator.ensure_running()
+    yield Commands(cluster_namespace)
+    cluster_namespace.run("delete", "trainingjobs", "--all")
+
+
+def seen(holdfast: Commands, name: str, what: str, true_of: Any) -> dict[str, Any]:
+    """The status as `holdfast status --json` prints it, once this is true of it."""
+    found: dict[str, Any] = {}
+
+    def look() -> bool:
+        found.update(holdfast.json("status", name))
+        return bool(true_of(found))
+
+    until(look, what, timeout_s=BOUND_S, every_s=0.5, last=lambda: found)
+    return found
+
+
+def written(path: Path, text: str) -> None:
+    until(lambda: text in path.read_text(), f"{text!r}", timeout_s=BOUND_S, last=path.read_text)
+
+
+def start(holdfast: Commands, tmp_path: Path, document: dict[str, Any]) -> Any:
+    """`holdfast run` of a file; its output is in tmp_path/run."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+    command = holdfast.start(tmp_path / "run", "run", file)
+    name = document["metadata"]["name"]
+    until(lambda: holdfast("status", name).code == 0, f"job {name}", timeout_s=BOUND_S,
+          last=(tmp_path / "run").read_text)  # fmt: skip
+    return command
+
+
+def test_a_job_is_run_and_reported_to_its_end(holdfast: Commands, tmp_path: Path) -> None:
+    command = start(holdfast, tmp_path, example("short", 12))
+    assert command.wait(BOUND_S) == 0, (tmp_path / "run").read_text()
+    told = (tmp_path / "run").read_text()
+    assert "short  succeeded after" in told
+    assert "12 of 12 steps, loss " in told and "no incidents" in told
+    events = holdfast("events", "short", "-f").out
+    assert "Succeeded" in events, "and following a job that has ended comes to an end"
+    assert holdfast.json("checkpoint", "list", "short")[0]["step"] == 11
+    assert holdfast("delete", "short", "--yes").code == 0
+
+
+def test_a_job_is_watched_broken_looked_at_and_ended(holdfast: Commands, tmp_path: Path) -> None:
+    command = start(holdfast, tmp_path, example("broken", ENDLESS))
+    status = seen(holdfast, "broken", "steps", lambda v: v["step"] >= 2)
+    nodes = {node["name"]: node["state"] for node in status["nodes"]}
+    assert status["world_size"] == 4 and sorted(nodes.values()) == ["member", "member"]
+    written(tmp_path / "run", "step ")
+
+    done = holdfast("chaos", "kill-worker", "broken", "--rank", "3")
+    assert done.code == 0, done.err
+    assert re.match(r"job broken: kill-worker: worker 3 on broken-\w{5} \(asked", done.out)
+    status = seen(
+        holdfast, "broken", "to recover",
+        lambda v: v["incidents"] and "total" in v["incidents"][0]["seconds"],
+    )  # fmt: skip
+    assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 3
+    written(tmp_path / "run", "incident 1 over: next step after ")
+    assert "incident 1" in holdfast("events", "broken").out
+
+    wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")
+    assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err
+    saved = holdfast("checkpoint", "save", "broken")
+    assert saved.code == 0 and "goes to storage" in saved.out
+
+    assert holdfast("cancel", "broken").code == 0
+    assert command.wait(BOUND_S) == 1
+    report = (tmp_path / "run").read_text()
+    assert "broken  cancelled after" in report and "outcome: next step after" in report
+
+
+def test_what_workers_print_is_shown_by_rank_and_followed_to_the_end(
+    holdfast: Commands, tmp_path: Path
+) -> None:
+    command = start(holdfast, tmp_path, example("talks", ENDLESS))
+    status = seen(holdfast, "talks", "steps", lambda v: v["step"] >= 2)
+    followed = tmp_path / "followed"
+    following = holdfast.start(followed, "logs", "talks", "-f")
+    ranks = until(
+        lambda: re.findall(r"^\[\d\]", holdfast("logs", "talks").out, re.MULTILINE),
+        "lines of workers", timeout_s=BOUND_S,
+        last=lambda: holdfast("logs", "talks"),
+    )  # fmt: skip
+    first = holdfast("logs", "talks", "--rank", ranks[0].strip("[]"))
+    assert first.code == 0 and first.out and "[rank" not in first.out
+    node = status["nodes"][0]["name"]
+    agent = holdfast("logs", "talks", "--node", node)
+    assert agent.code == 0 and "[rank" not in agent.out
+    unknown = holdfast("logs", "talks", "--node", "nope")
+    assert unknown.code == 2 and f"--node: got nope; expected one of {node}" in unknown.err
+    assert "0 to 3" in holdfast("logs", "talks", "--rank", "4").err
+    assert "one after another" in holdfast("logs", "talks", "-g", "1").err
+    until(lambda: "[" in followed.read_text(), "followed lines", timeout_s=BOUND_S)
+    holdfast("cancel", "talks")
+    assert following.wait(BOUND_S) == 0, followed.read_text()
+    command.send_signal(signal.SIGINT)
+    command.wait(BOUND_S)
