@@ -29,7 +29,9 @@ class NodeGone(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """All calls are idempotent and return when the request is accepted, not when it is fulfilled.
 
-    They may block for milliseconds, never for a node to come up.
+    They may block for milliseconds, never for a node to come up. Where a queue has to admit nodes
+    first, `request_nodes` lasts until it does, and returns those that it has admitted: fewer than
+    asked for, perhaps.
     """
 
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:

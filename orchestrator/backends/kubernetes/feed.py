@@ -76,14 +76,15 @@ def trim(pod: Document) -> Document:
     metadata = pod["metadata"]
     kept = (
         "name", "namespace", "uid", "resourceVersion", "labels", "annotations", "ownerReferences",
-        "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
+        "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers",
     )  # fmt: skip
-    status = pod.get("status", {})
+    kept_spec = ("nodeName", "schedulingGates")
+    spec, status = pod.get("spec", {}), pod.get("status", {})
     kept_status = (
         "phase", "reason", "message", "conditions", "containerStatuses", "initContainerStatuses",
     )  # fmt: skip
     return {
         "metadata": {key: metadata[key] for key in kept if key in metadata},
-        "spec": {"nodeName": pod.get("spec", {}).get("nodeName", "")},
+        "spec": {key: spec[key] for key in kept_spec if key in spec},
         "status": {key: status[key] for key in kept_status if key in status},
     }

@@ -236,6 +236,42 @@ def test_the_core_hears_of_nodes_when_they_are_admitted_and_growth_comes_after_t
     assert queue.plan(3, gang | single).ready == ("llm-d",)
 
 
+def test_nothing_is_asked_for_twice_while_pods_are_on_their_way() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a")
+    plan = queue.plan(6, pods, {"llm-a", "llm-b", "llm-c"})
+    assert (plan.create, bool(plan.held)) == (0, True)
+
+
+def test_a_job_that_is_held_gives_its_places_in_the_queue_up_and_asks_again_later() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    assert queue.unwanted(pods) == []
+    spec = wanted.spec.model_copy(update={"suspend": True})
+    queue.follow(wanted.model_copy(update={"spec": spec}))
+    assert queue.unwanted(pods) == ["llm-a", "llm-b", "llm-c"]
+    assert queue.plan(6, {}).create == 0
+    changed = queue.changed
+    queue.follow(wanted)
+    assert changed.is_set()
+    assert queue.plan(6, {}).create == 3
+
+
+def test_a_job_that_became_smaller_takes_single_nodes_out_of_the_queue() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    admit(*gang.values())
+    single = {n: queue.decorate(plain_pod(wanted, n), gang) for n in ("llm-d", "llm-e", "llm-f")}
+    assert queue.unwanted(gang | single) == []
+    nodes = wanted.spec.nodes.model_copy(update={"max": 4})
+    spec = wanted.spec.model_copy(update={"nodes": nodes})
+    queue.follow(wanted.model_copy(update={"spec": spec}))
+    assert len(queue.unwanted(gang | single)) == 2
+
+
 def test_an_operator_that_starts_anew_knows_admitted_nodes_from_waiting_ones() -> None:
     wanted = training_job("kueue", "team-a")
     before = queue_of(wanted)

@@ -10,7 +10,8 @@ that it neither waits for them nor gives them back, which would lose their place
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ....protocol.errors import UserError
@@ -53,13 +54,31 @@ class Queue:
         self._loose = False
         """The gang is fixed at a size that it no longer has: further nodes go by themselves."""
 
+        self._most = 0
+        """Nodes that the job may have; those behind a gate count."""
+        self._stopped = False
+        self.changed = asyncio.Event()
+        """Set when a plan may be another one; then there is a new event."""
+        self.follow(job)
+
     @property
     def group(self) -> Group:
         return self._group
 
     def follow(self, job: TrainingJob) -> None:
-        """The spec has changed: nodes.min may be another one."""
+        """The spec has changed: its size, or that it is held."""
+        nodes = job.spec.nodes
         self._group = group_of(job, self._group.owner)
+        self._most = 0 if job.spec.suspend else nodes.max + nodes.spares
+        self.wake()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nothing is to be made any more."""
+        self._stopped = True
 
     # -- pods ----------------------------------------------------------------------------------
     def opened(self, pods: Mapping[str, Document]) -> None:
@@ -73,10 +92,16 @@ class Queue:
         member = not self._kueue or index < kueue.members_wanted(pods, self._group)
         return self._integration.pod(pod, self._group, member=member)
 
-    def plan(self, count: int, pods: Mapping[str, Document]) -> Plan:
-        """`count`: what the core asks for."""
+    def plan(
+        self, count: int, pods: Mapping[str, Document], coming: Set[str] = frozenset()
+    ) -> Plan:
+        """`count`: what the core asks for; `coming`: pods that are asked for and may not be among
+        `pods` yet."""
         if not self._kueue:
             return Plan(create=count)
+        waiting = Plan(held=self.why_held)
+        if self._stopped or coming - pods.keys():
+            return waiting
         admitted = [
             name
             for name, pod in pods.items()
@@ -86,14 +111,24 @@ class Queue:
         if admitted:
             self._granted.update(admitted)
             return Plan(ready=tuple(sorted(admitted)))
-        held = [pod for pod in pods.values() if self.is_held(pod) and not words.is_over(pod)]
+        if not self._most:
+            return waiting
         missing = kueue.members_wanted(pods, self._group)
-        waiting = self.why_held
         if missing:
-            return Plan(create=missing, held=waiting)
+            return Plan(create=missing, held=self.why_held)
+        held = [pod for pod in pods.values() if self.is_held(pod)]
         if any(kueue.is_member(pod) for pod in held):
-            return Plan(held=waiting)
-        return Plan(create=max(0, count - len(held)), held=waiting)
+            return waiting
+        return Plan(create=max(0, count - len(held)), held=self.why_held)
+
+    def unwanted(self, pods: Mapping[str, Document]) -> list[str]:
+        """Nodes behind the gate beyond what the job may have. The gang goes as a whole."""
+        held = [name for name, pod in pods.items() if self.is_held(pod)]
+        if not self._most:
+            return held
+        alive = sum(not (words.is_over(p) or words.is_leaving(p)) for p in pods.values())
+        single = [name for name in held if not kueue.is_member(pods[name])]
+        return single[: max(0, alive - self._most)]
 
     @property
     def why_held(self) -> str:
