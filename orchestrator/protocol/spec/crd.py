@@ -41,6 +41,8 @@ MAX_KEYS = 256
 
 NODE_COUNTS = ("spec.nodes.min", "spec.nodes.max", "spec.nodes.spares")
 """The scale subresource speaks of 32 bits."""
+OPEN_MAPPINGS = {"spec.kubernetes.podTemplate": ("metadata", "spec")}
+"""Mappings that hold a document of somebody else's schema below each of these keys."""
 LIST_KEYS = {"status.conditions": ["type"], "status.incidents": ["number"]}
 """Lists whose elements are told apart by a key, so that server-side apply can merge them."""
 
@@ -170,7 +172,7 @@ class _Converter:
 
     def _shape(self, node: Node, path: str) -> Node:
         if "x-kubernetes-preserve-unknown-fields" in node:
-            return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+            return _open(path)
         if "x-kubernetes-int-or-string" in node:
             return _untyped(
                 [{"type": "number", "minimum": 0}, {"type": "string", "pattern": PATTERN}]
@@ -222,6 +224,16 @@ class _Converter:
                 "maxLength": MAX_WORD,
             }
         return _untyped(choices)
+
+
+def _open(path: str) -> Node:
+    """What is kept as it is, whatever its fields are."""
+    kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    if path not in OPEN_MAPPINGS:
+        return kept
+    text = "Kept as it is: the schema of a pod is not ours to check."
+    properties = {name: {"description": text, **kept} for name in OPEN_MAPPINGS[path]}
+    return {"type": "object", "properties": properties}
 
 
 # A bound says nothing about a value of another type, so that pairs which nothing of one type meets

@@ -255,6 +255,9 @@ def test_a_status_is_the_operators_to_write(user: Kubectl) -> None:
     assert f"status: got a change by admin; expected one by {OPERATOR}" in text
     assert "change spec, or annotate the job" in text
     user.run(*patch, '{"status":{"state":"running"}}', f"--as={OPERATOR}")
+    user.create(job({**SCRIPT, "managedBy": "example.com/dispatcher"}, "theirs"))
+    theirs = ("patch", "tj", "theirs", "--subresource=status", "--type=merge", "--patch")
+    user.run(*theirs, '{"status":{"state":"running"}}')
 
 
 def test_people_who_may_edit_a_namespace_may_run_jobs_but_not_write_their_status(

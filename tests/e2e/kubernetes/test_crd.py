@@ -182,6 +182,28 @@ def test_a_misspelt_key_is_refused_for_people_and_dropped_for_programs(jobs: Kub
     assert stored is not None and "nodez" not in stored["spec"]
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ({"specs": {}}, 'unknown field "spec.kubernetes.podTemplate.specs"'),
+        ({"spec": []}, "spec.kubernetes.podTemplate.spec"),
+    ],
+    ids=["key", "type"],
+)
+def test_a_pod_template_that_is_none_is_refused(
+    dry: Kubectl, template: dict[str, Any], told: str
+) -> None:
+    document = yaml.safe_dump(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
+    assert told in refusal(dry, "create", "--filename=-", stdin=document)
+
+
+def test_a_pod_template_is_kept_as_it_was_written(jobs: Kubectl) -> None:
+    """Nulls too, which remove a key; plain `kubectl apply` alone would drop them."""
+    template = {"spec": {"hostname": None, "containers": [{"name": "worker", "any": {"thing": 1}}]}}
+    made = jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
+    assert made["spec"]["kubernetes"]["podTemplate"] == template
+
+
 def test_a_version_of_the_future_is_refused_with_the_versions_that_there_are(jobs: Kubectl) -> None:
     document = {**job(SCRIPT), "apiVersion": "holdfast.dev/v9"}
     text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(document))
