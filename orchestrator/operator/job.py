@@ -12,22 +12,24 @@ from going away whenever no operator runs. Who wants a last checkpoint suspends 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..backends.kubernetes.backend import KubernetesBackend, Shared
+from ..backends.kubernetes.backend import KubernetesBackend
 from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.errors import JOBS, PODS, ApiError, Invalid
 from ..backends.kubernetes.events import Recorder
 from ..backends.kubernetes.journal import open_journal
 from ..backends.kubernetes.keys import Keys, ensure_keys
 from ..backends.kubernetes.mirror import Pauses
-from ..backends.kubernetes.names import new_node_name, tls_name
+from ..backends.kubernetes.names import CANCEL, new_node_name, tls_name
 from ..backends.kubernetes.pods import LOGS, pod_document
 from ..backends.kubernetes.queues.queue import Queue
+from ..backends.kubernetes.shared import Shared
 from ..core.events import PreemptionNoticed
 from ..protocol import messages as wire
 from ..protocol.errors import HoldfastError, SpecError, UserError
@@ -43,7 +45,7 @@ from ..runtime.view import JobView
 from .news import news
 from .reporting import Reporter
 from .spec import checkpoint_path, owner_of, read_job
-from .status import FINISHED, About, Verdict, condition, status_of, status_without_controller
+from .status import FINISHED, About, Verdict, status_of, status_without_controller
 from .wishes import Wishes
 
 Document = dict[str, Any]
@@ -150,23 +152,28 @@ class Job:
         self.reporter.dirty(urgent=True)
 
     async def _wait_for_change(self, verdict: Verdict) -> None:
-        """Nothing can be done until somebody edits the spec."""
+        """Nothing can be done until somebody edits the object."""
         if verdict != self._verdict:
             self._verdict = verdict
             bad = verdict.state == "failed"
             self.events.tell("Warning" if bad else "Normal", verdict.reason, verdict.message)
         self.reporter.dirty(urgent=True)
-        generation = self._document["metadata"]["generation"]
-        while self._document["metadata"]["generation"] == generation:
-            self._changed.clear()
-            await self._changed.wait()
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _held(self) -> Verdict:
+        """Of a job that was never started."""
+        annotations = self._document["metadata"].get("annotations") or {}
+        if CANCEL in annotations:
+            who = annotations[CANCEL] or "somebody"
+            return Verdict("cancelled", "Cancelled", f"cancelled by {who}; nothing was started")
+        return Verdict("suspended", "Suspended", "spec.suspend is set; nothing was started")
 
     async def _live(self, pauses: Pauses) -> bool:
         """Take the job up, wherever it is; True when it has ended."""
         job = read_job(self._document, self._context.shared.settings)
         if job.spec.suspend and not self._document.get("status", {}).get("jobId"):
-            held = Verdict("suspended", "Suspended", "spec.suspend is set; nothing was started")
-            await self._wait_for_change(held)
+            await self._wait_for_change(self._held())
             return False
         async with self._context.starting:
             keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
@@ -224,7 +231,7 @@ class Job:
             try:
                 job = read_job(self._document, self._context.shared.settings)
                 if self._backend is not None:
-                    self._backend.queue.follow(job)
+                    await self._backend.follow(job)
                 await wishes.follow(self._document, job)
             except SpecError as error:
                 # It was valid when it started; the job goes on as it was.
@@ -356,15 +363,23 @@ class Job:
                 log.warning("the final status: %s", error, extra={"job": self.owner.key})
                 await asyncio.sleep(pauses.next_s())
 
+    def _finished_at(self) -> float:
+        """Unix time; now, where nobody knows."""
+        if self._final is not None and self._final.finished_ns is not None:
+            return self._final.finished_ns / 1e9
+        text = (self._document.get("status") or {}).get("completionTime")
+        now = self._clock.now_ns() / 1e9
+        return datetime.datetime.fromisoformat(text).timestamp() if text else now
+
     async def _expire(self) -> None:
         """ttlSecondsAfterFinished: delete the object, and with it everything of it."""
         ttl_s = self._document.get("spec", {}).get("ttlSecondsAfterFinished")
         if ttl_s is None:
             return
-        over = condition(self._document, "Succeeded") or condition(self._document, "Failed")
-        log.info("deleted in %s s (%s)", ttl_s, over.get("reason", ""),
-                 extra={"job": self.owner.key})  # fmt: skip
-        await asyncio.sleep(float(ttl_s))
+        over = self._finished_at()
+        wait_s = max(0.0, over + float(ttl_s) - self._clock.now_ns() / 1e9)
+        log.info("deleted in %.0f s", wait_s, extra={"job": self.owner.key})
+        await asyncio.sleep(wait_s)
         namespace, name = self.owner.namespace, self.owner.name
         await self._context.cluster.delete(JOBS, namespace, name, uid=self.owner.uid)
 

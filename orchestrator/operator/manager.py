@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends.kubernetes.backend import Shared
 from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.errors import JOBS
 from ..backends.kubernetes.feed import PodFeed
@@ -21,6 +20,7 @@ from ..backends.kubernetes.mirror import Change, Key, Mirror, key_of
 from ..backends.kubernetes.places import Places
 from ..backends.kubernetes.pods import PodSettings
 from ..backends.kubernetes.queues import choice
+from ..backends.kubernetes.shared import Shared
 from ..runtime.endpoint import Endpoint
 from .job import Context, Job
 

@@ -18,7 +18,7 @@ from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.leader import LEASE_S, Leader, LeaseName
 from ..runtime.view import JobView
 from .manager import Manager, Options
-from .metrics import OperatorCollector, registry
+from .metrics import Facts, exposition
 from .serve import Server
 
 LogFormat = Literal["json", "text"]
@@ -73,8 +73,7 @@ class Operator:
 
     async def run(self) -> None:
         """Stand by, lead until cancelled; then let everything go."""
-        collector = OperatorCollector(self._views, self._leading, self._requests)
-        server = Server(self._unready, registry(collector))
+        server = Server(self._unready, self._metrics)
         async with await Cluster.connect(self._process.context) as self._cluster:
             await server.open(self._process.metrics_address, self._process.metrics_port)
             try:
@@ -120,16 +119,18 @@ class Operator:
             return "starting"
         return self.manager.ready if self.manager is not None else ""
 
-    def _views(self) -> dict[tuple[str, str], JobView]:
-        jobs = self.manager.jobs if self.manager is not None else {}
-        views = {key: job.view for key, job in jobs.items()}
-        return {key: view for key, view in views.items() if view is not None}
-
-    def _leading(self) -> bool:
-        return self.leader is not None and self.leader.leading
-
-    def _requests(self) -> dict[tuple[str, str], int]:
-        return dict(self._cluster.requests) if self._cluster is not None else {}
+    async def _metrics(self) -> bytes:
+        """Agents are heard between the views of two jobs."""
+        views: dict[tuple[str, str], JobView] = {}
+        jobs = list(self.manager.jobs.items()) if self.manager is not None else []
+        for key, job in jobs:
+            view = job.view
+            if view is not None:
+                views[key] = view
+                await asyncio.sleep(0)
+        leading = self.leader is not None and self.leader.leading
+        requests = dict(self._cluster.requests) if self._cluster is not None else {}
+        return await asyncio.to_thread(exposition, Facts(leading, requests, views))
 
 
 class JsonLines(logging.Formatter):

@@ -5,11 +5,10 @@ Owns: the HTTP server. Must not: know what makes it ready; it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ..runtime.endpoint import cannot_listen
 
@@ -17,8 +16,8 @@ from ..runtime.endpoint import cannot_listen
 class Server:
     """Answers from the event loop itself: an answer is a proof that the loop turns."""
 
-    def __init__(self, unready: Callable[[], str], metrics: CollectorRegistry) -> None:
-        """`unready`: why not; empty when ready."""
+    def __init__(self, unready: Callable[[], str], metrics: Callable[[], Awaitable[bytes]]) -> None:
+        """`unready`: why not; empty when ready. `metrics`: the page of a scrape."""
         self._unready, self._metrics = unready, metrics
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -50,5 +49,5 @@ class Server:
         return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
 
     async def _scrape(self, request: web.Request) -> web.Response:
-        body = generate_latest(self._metrics)
+        body = await self._metrics()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -47,6 +47,9 @@ class Place(Protocol):
     def leftovers(self) -> list[str]:
         """Processes and files of this job that must not be there after its release."""
 
+    def close(self) -> None:
+        """Take away what the place itself has started."""
+
 
 class LocalPlace:
     def __init__(self, directory: Path) -> None:
@@ -81,8 +84,27 @@ class LocalPlace:
         files = [str(self.paths.socket)] if self.paths.socket.exists() else []
         return [*map(str, self.host_pids()), *files]
 
+    def close(self) -> None:
+        return  # it has started nothing
 
-PLACES: dict[str, Callable[[Path], Place]] = {"local": LocalPlace}
+
+def kubernetes_place(directory: Path) -> Place:
+    from .kubernetes_place import KubernetesPlace  # only where it is wanted: it needs an extra
+
+    return KubernetesPlace(directory)
+
+
+def ray_place(directory: Path) -> Place:
+    from .ray_place import RayPlace
+
+    return RayPlace(make_job(), directory)
+
+
+PLACES: dict[str, Callable[[Path], Place]] = {
+    "local": LocalPlace,
+    "kubernetes": kubernetes_place,
+    "ray": ray_place,
+}
 
 
 class Controller:

@@ -31,8 +31,11 @@ def place(
     async def release(controller: Controller) -> None:
         await controller.backend.close(release=True)
 
-    run(release, place)
-    assert place.leftovers() == []
+    try:
+        run(release, place)
+        assert place.leftovers() == []
+    finally:
+        place.close()
 
 
 def test_requested_nodes_come_up_and_are_listed(place: Place) -> None:

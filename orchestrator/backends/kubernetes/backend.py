@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
@@ -25,15 +24,14 @@ from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom
 from . import names, words
-from .client import Cluster, Document
+from .client import Document
 from .errors import PODS, ApiError
-from .feed import PodFeed
-from .gang import Gangs, Rank
-from .known import Known
+from .gang import Rank
+from .known import Known, Refusal
 from .mirror import Change, Pauses
-from .places import Places
-from .pods import GRACE_MARGIN_S, Owner, PodSettings, pod_document
+from .pods import GRACE_MARGIN_S, Owner, pod_document
 from .queues.queue import Queue
+from .shared import Shared
 from .starting import Starting
 
 AT_ONCE = 16
@@ -44,19 +42,10 @@ END_S = 10.0
 """So long the agents of a finished job may take to end by themselves; then their pods are deleted.
 Those that ended stay until the job is deleted: `kubectl logs` still answers."""
 GONE_CHECK_S = 30.0
+SETTLE_S = 0.05
+"""Changes come in swarms; what they add up to is looked at once."""
 
 log = logging.getLogger("holdfast.kubernetes")
-
-
-@dataclass
-class Shared:
-    """What the backends of all jobs of an operator share."""
-
-    cluster: Cluster
-    feed: PodFeed
-    places: Places
-    gangs: Gangs
-    settings: PodSettings
 
 
 class KubernetesBackend:
@@ -89,13 +78,12 @@ class KubernetesBackend:
         self._ensure_secret = ensure_secret
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
         self._known = Known()
-        self._refusal = ""
+        self._refusal = Refusal()
         self._pauses = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
-        self._not_before = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._open = self._closing = False
+        self._open = self._closing = self._looking = False
         self._news = asyncio.Event()
 
     # -- the contract --------------------------------------------------------------------------
@@ -112,19 +100,30 @@ class KubernetesBackend:
         self._look()
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
+        """Behind a queue it lasts until some are admitted: they are no nodes before."""
         self._refuse_too_early()
-        plan = self.queue.plan(count, self._pods())
-        if plan.ready:
-            return plan.ready
+        while True:
+            changed = self.queue.changed
+            plan = self.queue.plan(count, self._pods(), self._known.creating)
+            made = await self._make(plan.create, avoid) if plan.create else ()
+            if plan.ready or not plan.held:
+                return plan.ready or made
+            await changed.wait()
+
+    async def follow(self, job: TrainingJob) -> None:
+        """Its size may be another one, or it is held. Raises ApiError."""
+        self.queue.follow(job)
+        await self._delete(self.queue.unwanted(self._pods()))
+
+    async def _make(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         blamed = self._known.blamed(avoid, self._pods())
-        nodes = tuple(names.new_node_name(self._owner.name) for _ in range(plan.create))
+        nodes = tuple(names.new_node_name(self._owner.name) for _ in range(count))
         self._known.creating.update(nodes)
         try:
             if self._ensure_secret is not None:
                 await self._ensure_secret()
             pods = [self._document(node, blamed, index) for index, node in enumerate(nodes)]
-            if pods:
-                await self.queue.ensure(pods[0], self._pods())
+            await self.queue.ensure(pods[0], self._pods())
             results = await asyncio.gather(*(self._create(pod) for pod in pods))
         except (ApiError, UserError) as error:
             self._known.creating.difference_update(nodes)
@@ -136,10 +135,8 @@ class KubernetesBackend:
             self._known.told.update(nodes)
             await self._delete(nodes)
             raise self._no_room(count, refused[0])
-        self._refusal = ""
+        self._refusal = Refusal()
         self._on_change()
-        if plan.held:
-            raise NoRoom(plan.held)
         return nodes
 
     async def release_node(self, node: str) -> None:
@@ -158,6 +155,7 @@ class KubernetesBackend:
 
     async def close(self, *, release: bool) -> None:
         self._closing = True
+        self.queue.stop()
         self._starting.leave()
         if release and self._open:
             await self._end_all()
@@ -179,8 +177,8 @@ class KubernetesBackend:
     def troubles(self) -> list[words.Trouble]:
         """Why pods do not start, or could not even be made; the same only once."""
         found = [self.queue.trouble(pod) or words.trouble(pod) for pod in self._pods().values()]
-        if self._refusal:
-            found.append(words.Trouble("NoRoom", self._refusal))
+        if said := self._refusal.text(asyncio.get_running_loop().time()):
+            found.append(words.Trouble("NoRoom", said))
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
@@ -208,12 +206,13 @@ class KubernetesBackend:
 
     # -- making pods ---------------------------------------------------------------------------
     def _refuse_too_early(self) -> None:
-        left_s = self._not_before - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise NoRoom(f"{self._refusal or 'no room'}; asking again in {left_s:.0f} s")
+        now_s = asyncio.get_running_loop().time()
+        if left_s := self._refusal.left_s(now_s):
+            raise NoRoom(f"{self._refusal.text(now_s)}; asking again in {left_s:.0f} s")
         if ahead := self._starting.blocked_by():
-            self._refusal = f"waiting for room; job {ahead} came first and has not enough either"
-            raise NoRoom(self._refusal)
+            text = f"waiting for room; job {ahead} came first and has not enough either"
+            self._hold_off(0.0, text)
+            raise NoRoom(text)
 
     def _document(self, node: str, blamed: Mapping[str, str], index: int) -> Document:
         pod = pod_document(self._job, self._owner, self._shared.settings, node, blamed)
@@ -229,13 +228,12 @@ class KubernetesBackend:
 
     def _no_room(self, count: int, error: HoldfastError) -> NoRoom:
         why = error.message if isinstance(error, ApiError) else str(error)
-        self._refusal = f"{count} pods were asked for and none was made: {why}"
-        self._on_change()
-        return NoRoom(self._refusal)
+        text = f"{count} pods were asked for and none was made: {why}"
+        self._hold_off(0.0, text)
+        return NoRoom(text)
 
     def _hold_off(self, seconds: float, why: str) -> None:
-        self._refusal = why
-        self._not_before = asyncio.get_running_loop().time() + seconds
+        self._refusal = Refusal(why, asyncio.get_running_loop().time() + seconds)
         self._on_change()
 
     # -- what happens to pods ------------------------------------------------------------------
@@ -272,7 +270,10 @@ class KubernetesBackend:
         if words.is_running(pod):
             self._pauses.reset()
         self._news.set()
-        self._look()
+        self.queue.wake()
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_later(SETTLE_S, self._look)
 
     def _learn(self, pod: Document) -> None:
         name, place = pod["metadata"]["name"], words.place(pod)
@@ -301,6 +302,7 @@ class KubernetesBackend:
     # -- pods that do not start ----------------------------------------------------------------
     def _look(self) -> None:
         """After every change, and when a time limit of starting.py is due."""
+        self._looking = False
         if self._closing:
             return
         now_s = asyncio.get_running_loop().time()
@@ -378,12 +380,12 @@ class KubernetesBackend:
             await self._cluster.patch(PODS, self._owner.namespace, name, body)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._logged(work))
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
 
-    async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except ApiError as error:
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             log.warning("%s", error, extra={"job": self._owner.key})

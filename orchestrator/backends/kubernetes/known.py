@@ -12,6 +12,24 @@ from typing import Any
 
 from . import names
 
+REFUSAL_S = 30.0
+"""Whoever still wants nodes asks every few seconds; a refusal that nobody hears again is over."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no pods are made, and until when none are even tried."""
+
+    why: str = ""
+    until_s: float = 0.0
+
+    def left_s(self, now_s: float) -> float:
+        return max(0.0, self.until_s - now_s)
+
+    def text(self, now_s: float) -> str:
+        """Empty: nothing was refused lately."""
+        return self.why if now_s < self.until_s + REFUSAL_S else ""
+
 
 @dataclass
 class Known:

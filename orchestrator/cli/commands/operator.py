@@ -15,71 +15,86 @@ DEFAULT_PORT = 7077
 HTTP_PORT = 8080
 
 
+EndpointOption = Annotated[
+    str,
+    typer.Option(
+        "--agent-endpoint",
+        metavar="HOST:PORT[,HOST:PORT...]",
+        help="Where the pods of jobs find this operator: the name of its headless Service.",
+    ),
+]
+NamespacesOption = Annotated[
+    list[str] | None,
+    typer.Option("--namespace", "-n", help="Whose jobs; may be repeated. Without it: all."),
+]
+ListenOption = Annotated[
+    str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents dial in.")
+]
+MetricsPortOption = Annotated[
+    int,
+    typer.Option(
+        "--metrics-port", min=0, max=65535, help="Port of /healthz, /readyz and /metrics."
+    ),
+]
+MetricsAddressOption = Annotated[
+    str, typer.Option("--metrics-address", help="Address of the same; empty: all.")
+]
+ImageOption = Annotated[str, typer.Option("--worker-image", help="For jobs without spec.image.")]
+PullOption = Annotated[str, typer.Option("--image-pull-policy", help="Of the pods of jobs.")]
+RootOption = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint-root",
+        metavar="DIRECTORY_OR_URL",
+        help="Jobs without spec.checkpoint.path keep theirs below it, by namespace and name.",
+    ),
+]
+VolumeOption = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint-volume",
+        metavar="JSON",
+        help="A volume source that every pod gets at --checkpoint-root, for a directory.",
+    ),
+]
+LeaseNamespaceOption = Annotated[
+    str, typer.Option("--lease-namespace", help="Empty: the one it runs in.")
+]
+LeaseNameOption = Annotated[
+    str, typer.Option("--lease-name", help="Operators of one name elect a leader.")
+]
+LeaseOption = Annotated[
+    float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after it.")
+]
+IdentityOption = Annotated[
+    str, typer.Option("--identity", help="Among the replicas.", show_default="the host's name")
+]
+ContextOption = Annotated[
+    str | None, typer.Option("--context", help="Of the kubeconfig, outside of a cluster.")
+]
+LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
+
+
 def register(app: typer.Typer, panel: str) -> None:
     app.command(rich_help_panel=panel)(operator)
 
 
 def operator(
-    agent_endpoint: Annotated[
-        str,
-        typer.Option(
-            "--agent-endpoint",
-            metavar="HOST:PORT[,HOST:PORT...]",
-            help="Where the pods of jobs find this operator: the name of its headless Service.",
-        ),
-    ],
-    namespace: Annotated[
-        list[str] | None,
-        typer.Option("--namespace", "-n", help="Whose jobs; may be repeated. Without it: all."),
-    ] = None,
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents dial in.")
-    ] = str(DEFAULT_PORT),
-    metrics_port: Annotated[
-        int,
-        typer.Option("--metrics-port", min=0, help="Port of /healthz, /readyz and /metrics."),
-    ] = HTTP_PORT,
-    metrics_address: Annotated[
-        str, typer.Option("--metrics-address", help="Address of the same; empty: all.")
-    ] = "",
-    worker_image: Annotated[
-        str, typer.Option("--worker-image", help="For jobs without spec.image.")
-    ] = "",
-    image_pull_policy: Annotated[
-        str, typer.Option("--image-pull-policy", help="Of the pods of jobs.")
-    ] = "",
-    checkpoint_root: Annotated[
-        str,
-        typer.Option(
-            "--checkpoint-root",
-            metavar="DIRECTORY_OR_URL",
-            help="Jobs without spec.checkpoint.path keep theirs below it, by namespace and name.",
-        ),
-    ] = "",
-    checkpoint_volume: Annotated[
-        str,
-        typer.Option(
-            "--checkpoint-volume",
-            metavar="JSON",
-            help="A volume source that every pod gets at --checkpoint-root, for a directory.",
-        ),
-    ] = "",
-    lease_namespace: Annotated[
-        str, typer.Option("--lease-namespace", help="Empty: the one it runs in.")
-    ] = "",
-    lease_name: Annotated[
-        str, typer.Option("--lease-name", help="Operators of one name elect a leader.")
-    ] = "holdfast-operator",
-    lease_s: Annotated[
-        float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after it.")
-    ] = 10.0,
-    identity: Annotated[
-        str, typer.Option("--identity", help="Among the replicas.", show_default="the host's name")
-    ] = "",
-    context: Annotated[
-        str | None, typer.Option("--context", help="Of the kubeconfig, outside of a cluster.")
-    ] = None,
-    log_format: Annotated[str, typer.Option("--log-format", help="json or text.")] = "json",
+    agent_endpoint: EndpointOption,
+    namespace: NamespacesOption = None,
+    listen: ListenOption = str(DEFAULT_PORT),
+    metrics_port: MetricsPortOption = HTTP_PORT,
+    metrics_address: MetricsAddressOption = "",
+    worker_image: ImageOption = "",
+    image_pull_policy: PullOption = "",
+    checkpoint_root: RootOption = "",
+    checkpoint_volume: VolumeOption = "",
+    lease_namespace: LeaseNamespaceOption = "",
+    lease_name: LeaseNameOption = "holdfast-operator",
+    lease_s: LeaseOption = 10.0,
+    identity: IdentityOption = "",
+    context: ContextOption = None,
+    log_format: LogOption = "json",
 ) -> None:
     """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
 

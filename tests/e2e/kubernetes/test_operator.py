@@ -6,36 +6,35 @@ scheduled, so a job waits for its nodes, which is all that these tests need.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from orchestrator.protocol.spec.crd import NAME, definition_text
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.unplaced import (
+    BOUND_S,
+    Plane,
+    gone,
+    install,
+    job,
+    message_of,
+    names_of,
+    pods,
+    reason_of,
+    wait_pods,
+)
 
 pytestmark = pytest.mark.e2e
-
-Document = dict[str, Any]
-Plane = ControlPlane | GivenCluster
-BOUND_S = 90
-"""Everything here takes a second or two on a machine that has nothing else to do."""
-IMAGE = "registry.invalid/holdfast/worker:test"
 
 
 @pytest.fixture(scope="module")
 def plane(control_plane: Plane) -> Plane:
-    kubectl = control_plane.kubectl()
-    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=90s")
+    install(control_plane)
     return control_plane
 
 
@@ -67,59 +66,6 @@ def operator(
     replica.wait_leading()
     yield replica
     assert replica.close() == 0, replica.tail()
-
-
-def job(name: str, **spec: Any) -> Document:
-    """Two nodes; no pod of it can ever be placed."""
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": name},
-        "spec": {
-            "entrypoint": {"script": "train.py"},
-            "image": IMAGE,
-            "nodes": {"min": 1, "max": 2},
-            **spec,
-        },
-    }
-
-
-def pods(kubectl: Kubectl, name: str) -> list[Document]:
-    """Those that nobody has deleted."""
-    found = kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node")
-    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
-
-
-def names_of(found: list[Document]) -> set[str]:
-    return {one["metadata"]["name"] for one in found}
-
-
-def wait_pods(kubectl: Kubectl, name: str, count: int) -> list[Document]:
-    until(
-        lambda: len(pods(kubectl, name)) == count,
-        f"{count} pods of {name}",
-        timeout_s=BOUND_S,
-        last=lambda: (names_of(pods(kubectl, name)), kubectl.get("trainingjob", name)),
-    )
-    return pods(kubectl, name)
-
-
-def reason_of(document: Document | None, kind: str = "Ready") -> str:
-    for one in (document or {}).get("status", {}).get("conditions") or ():
-        if one["type"] == kind:
-            return str(one["reason"])
-    return ""
-
-
-def message_of(document: Document | None, kind: str = "Ready") -> str:
-    for one in (document or {}).get("status", {}).get("conditions") or ():
-        if one["type"] == kind:
-            return str(one["message"])
-    return ""
-
-
-def gone(kubectl: Kubectl, name: str) -> None:
-    kubectl.run("delete", "trainingjob", name, "--timeout=90s")
 
 
 # -- a job's objects ---------------------------------------------------------------------------
@@ -204,6 +150,15 @@ def test_a_suspended_job_starts_nothing_and_a_job_suspended_later_gives_its_pods
     jobs.run("wait", "--for=condition=Suspended", "trainingjob/held", "--timeout=90s")
     wait_pods(jobs, "held", 0)
     gone(jobs, "held")
+
+
+def test_a_job_that_was_never_started_can_be_cancelled(jobs: Kubectl, operator: Replica) -> None:
+    jobs.apply(job("unborn", suspend=True))
+    jobs.run("wait", "--for=condition=Suspended", "trainingjob/unborn", f"--timeout={BOUND_S}s")
+    jobs.run("annotate", "trainingjob", "unborn", "holdfast.dev/cancel=ann")
+    found = jobs.wait("trainingjob", "unborn", lambda d: condition(d, "Failed") == "True", "failed")
+    assert message_of(found, "Failed") == "cancelled by ann; nothing was started"
+    gone(jobs, "unborn")
 
 
 def test_a_cancelled_job_fails_says_who_asked_and_is_deleted_when_its_time_is_over(
@@ -338,108 +293,6 @@ def test_an_edited_status_is_overwritten(jobs: Kubectl, operator: Replica) -> No
     )  # fmt: skip
     assert found["status"]["worldSize"] == 0
     gone(jobs, "edited")
-
-
-# -- the operator itself -----------------------------------------------------------------------
-def test_another_replica_takes_over_when_the_leader_is_killed(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
-    first, second = (Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2))
-    first.start()
-    first.wait_leading()
-    second.start()
-    namespace.apply(job("heir"))
-    before = names_of(wait_pods(namespace, "heir", 2))
-    assert not second.leads()
-    assert second.get("/readyz")[0] == 200, "who stands by is ready to take over"
-    first.kill()
-    second.wait_leading()
-    namespace.run("scale", "trainingjob/heir", "--replicas=3")
-    after = names_of(wait_pods(namespace, "heir", 3))
-    assert before < after, "the pods of the first leader's time go on"
-    assert second.close() == 0
-
-
-def test_an_operator_that_stops_gives_its_lease_back(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
-    replica.start()
-    replica.wait_leading()
-    assert replica.close() == 0
-    heir = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
-    heir.start()
-    heir.wait_leading()
-    assert heir.close() == 0
-
-
-def test_an_operator_that_was_killed_goes_on_from_the_journal(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
-    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    replica.wait_leading()
-    namespace.apply(job("orphan"))
-    before = names_of(wait_pods(namespace, "orphan", 2))
-    secret = namespace.json("get", "secret", "orphan-agents")["data"]
-    replica.kill()
-    victim = sorted(before)[0]
-    namespace.run("delete", "pod", victim)
-    namespace.run("scale", "trainingjob/orphan", "--replicas=3")
-    replica.start()
-    replica.wait_leading()
-    until(
-        lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
-        "what was asked for while there was no operator",
-        timeout_s=BOUND_S,
-        last=replica.tail,
-    )
-    assert before - {victim} < names_of(pods(namespace, "orphan"))
-    assert namespace.json("get", "secret", "orphan-agents")["data"] == secret
-    assert replica.close() == 0
-
-
-def test_missing_rights_are_named_where_probes_and_people_look(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
-    if isinstance(plane, GivenCluster):
-        pytest.skip("needs the token of a service account in a kubeconfig of its own")
-    namespace.run("create", "serviceaccount", "poor")
-    namespace.run("create", "role", "lease", "--verb=get,create,update", "--resource=leases")
-    account = f"--serviceaccount={namespace.namespace}:poor"
-    namespace.run("create", "rolebinding", "lease", "--role=lease", account)
-    token = namespace.run("create", "token", "poor").strip()
-    kubeconfig = plane.write_kubeconfig(f"poor-{namespace.namespace}", token=token)
-    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    until(
-        lambda: "missing right: list" in replica.get("/readyz")[1],
-        "readyz to name the missing right",
-        timeout_s=BOUND_S,
-        last=replica.tail,
-    )
-    assert replica.get("/readyz")[0] == 503
-    assert replica.get("/healthz")[0] == 200
-    assert replica.close() == 0
-
-
-def test_an_expired_token_is_told_in_plain_words(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
-    if isinstance(plane, GivenCluster):
-        pytest.skip("needs a kubeconfig of its own")
-    old = base64.b64encode(b"expired").decode()
-    kubeconfig = plane.write_kubeconfig(f"expired-{namespace.namespace}", token=old)
-    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
-    replica.start()
-    until(
-        lambda: "does not accept our credentials" in replica.tail(),
-        "the log to say so",
-        timeout_s=BOUND_S,
-        last=replica.tail,
-    )
-    assert "log in again" in replica.tail()
-    assert replica.close() == 0
 
 
 def test_the_operator_outlives_a_restart_of_the_api_server(

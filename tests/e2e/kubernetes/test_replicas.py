@@ -1,0 +1,126 @@
+"""Replicas of the operator: who leads, who takes over, and what probes say when something is wrong.
+
+Owns: these tests. Each has operators of its own, in a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.unplaced import BOUND_S, Plane, install, job, names_of, pods, wait_pods
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Plane) -> Plane:
+    install(control_plane)
+    return control_plane
+
+
+def test_another_replica_takes_over_when_the_leader_is_killed(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    first, second = (Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2))
+    first.start()
+    first.wait_leading()
+    second.start()
+    namespace.apply(job("heir"))
+    before = names_of(wait_pods(namespace, "heir", 2))
+    assert not second.leads()
+    assert second.get("/readyz")[0] == 200, "who stands by is ready to take over"
+    first.kill()
+    second.wait_leading()
+    namespace.run("scale", "trainingjob/heir", "--replicas=3")
+    after = names_of(wait_pods(namespace, "heir", 3))
+    assert before < after, "the pods of the first leader's time go on"
+    assert second.close() == 0
+
+
+def test_an_operator_that_stops_gives_its_lease_back(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
+    replica.start()
+    replica.wait_leading()
+    assert replica.close() == 0
+    heir = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
+    heir.start()
+    heir.wait_leading()
+    assert heir.close() == 0
+
+
+def test_an_operator_that_was_killed_goes_on_from_the_journal(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    replica.wait_leading()
+    namespace.apply(job("orphan"))
+    before = names_of(wait_pods(namespace, "orphan", 2))
+    secret = namespace.json("get", "secret", "orphan-agents")["data"]
+    replica.kill()
+    victim = sorted(before)[0]
+    namespace.run("delete", "pod", victim)
+    namespace.run("scale", "trainingjob/orphan", "--replicas=3")
+    replica.start()
+    replica.wait_leading()
+    until(
+        lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
+        "what was asked for while there was no operator",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert before - {victim} < names_of(pods(namespace, "orphan"))
+    assert namespace.json("get", "secret", "orphan-agents")["data"] == secret
+    assert replica.close() == 0
+
+
+def test_missing_rights_are_named_where_probes_and_people_look(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    if isinstance(plane, GivenCluster):
+        pytest.skip("needs the token of a service account in a kubeconfig of its own")
+    namespace.run("create", "serviceaccount", "poor")
+    namespace.run("create", "role", "lease", "--verb=get,create,update", "--resource=leases")
+    account = f"--serviceaccount={namespace.namespace}:poor"
+    namespace.run("create", "rolebinding", "lease", "--role=lease", account)
+    token = namespace.run("create", "token", "poor").strip()
+    kubeconfig = plane.write_kubeconfig(f"poor-{namespace.namespace}", token=token)
+    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    until(
+        lambda: "missing right: list" in replica.get("/readyz")[1],
+        "readyz to name the missing right",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert replica.get("/readyz")[0] == 503
+    assert replica.get("/healthz")[0] == 200
+    assert replica.close() == 0
+
+
+def test_an_expired_token_is_told_in_plain_words(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    if isinstance(plane, GivenCluster):
+        pytest.skip("needs a kubeconfig of its own")
+    old = base64.b64encode(b"expired").decode()
+    kubeconfig = plane.write_kubeconfig(f"expired-{namespace.namespace}", token=old)
+    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    until(
+        lambda: "does not accept our credentials" in replica.tail(),
+        "the log to say so",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert "log in again" in replica.tail()
+    assert replica.close() == 0
