@@ -16,6 +16,8 @@ from .turn import Turn, seconds
 
 REQUEST_RETRY_S = 5.0
 RELEASE_RETRY_S = 5.0
+MAX_DETAIL = 500
+"""Characters kept of what a node says of itself."""
 REJOIN_ALLOWANCE_S = 5.0
 """On top of the heartbeat timeout: what a new controller gives agents to find it again."""
 
@@ -176,9 +178,9 @@ def preemption_noticed(turn: Turn, event: PreemptionNoticed) -> None:
         node.leaves_ns = min(node.leaves_ns or leaves_ns, leaves_ns)
     if node.preempting:
         if event.detail and event.detail not in node.leaving:
-            node.leaving = f"{node.leaving}; {event.detail}"
+            node.leaving = f"{node.leaving}; {event.detail}"[:MAX_DETAIL]
         return
-    node.preempting, node.leaving = True, event.detail or "no detail given"
+    node.preempting, node.leaving = True, event.detail[:MAX_DETAIL] or "no detail given"
     grace = f", in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
     turn.note(f"{event.node} will be taken away{grace}: {node.leaving}")
 
