@@ -18,6 +18,8 @@ from tests.e2e.kubernetes.rig.waiting import until
 
 EXAMPLE = REPOSITORY / "examples" / "stdlib-bytes.yaml"
 ENDLESS = 1_000_000
+START_TIMEOUT_S = 240
+"""Six processes that import torch on a machine with two cores, which may be busy with others."""
 OWNED = ("pods", "secrets", "configmaps")
 
 
@@ -79,6 +81,7 @@ class Job:
                 and s.get("step", 0) > 0
             ),
             f"to run with {world_size} workers",
+            timeout_s=START_TIMEOUT_S,
         )
 
     def pods(self) -> list[Document]:

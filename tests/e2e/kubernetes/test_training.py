@@ -17,7 +17,7 @@ from tests.e2e.kubernetes.rig.kubectl import Document, Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,29 @@ def test_the_example_is_applied_and_trains_to_its_end(
     columns = cluster_namespace.run("get", "tj").splitlines()
     assert columns[0].split()[:4] == ["NAME", "STATE", "NODES", "WORLD"]
     assert columns[1].split()[:2] == ["short", "succeeded"]
+    job.delete()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_loses_power(
+    operator: Operator, cluster: Cluster, cluster_namespace: Kubectl
+) -> None:
+    nodes = {"min": 2, "max": 2, "spares": 1}
+    job = Job(cluster_namespace, example("spared", ENDLESS, nodes=nodes))
+    job.wait_running(4)
+    job.wait(lambda s: s["nodes"]["spares"] == 1, "to have a spare")
+    before = job.wait_steps(2)
+    spare = next(pod for pod in job.pods() if "holdfast.dev/rank" not in pod["metadata"]["labels"])
+    lost = next(cluster.nodes[name] for name in job.nodes() if name != spare["spec"]["nodeName"])
+    lost.lose_power()
+    job.wait(lambda s: s["generation"] > before["generation"], "to go on", timeout_s=60)
+    assert lost.readiness() == "True", "Kubernetes was faster than Holdfast"
+    job.wait_steps(2)
+    (incident, *_) = job.incidents_after(before)
+    assert incident["decision"].startswith(f"{spare['metadata']['name']} in the place of ")
+    assert incident["worldSizeAfter"] == 4
+    assert incident["stepsLost"] <= 1, job.story()
+    cluster.remove_node(lost)
+    cluster.add_node()
     job.delete()
 
 
