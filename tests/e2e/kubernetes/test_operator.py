@@ -295,6 +295,38 @@ def test_an_edited_status_is_overwritten(jobs: Kubectl, operator: Replica) -> No
     gone(jobs, "edited")
 
 
+def bind(kubectl: Kubectl, pod: str, node: str) -> None:
+    """As a scheduler does it."""
+    binding = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": pod},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+    }
+    path = f"/api/v1/namespaces/{kubectl.namespace}/pods/{pod}/binding"
+    kubectl.run("create", f"--raw={path}", "--filename=-", stdin=json.dumps(binding))
+
+
+def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    silent = f"silent-{jobs.namespace}"
+    jobs.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": silent}})
+    jobs.apply(job("stuck", recovery={"terminationGraceSeconds": 0}))
+    lost, kept = sorted(names_of(wait_pods(jobs, "stuck", 2)))
+    bind(jobs, lost, "never-was")
+    bind(jobs, kept, silent)
+    jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":true}}')
+    jobs.wait("pod", lost, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+    # Kubernetes would do it, too, but only after 40 s.
+    assert f"{lost}: removed by force" in operator.log.read_text()
+    found = jobs.json("get", "pod", kept)
+    assert found["metadata"]["deletionTimestamp"], "asked to end, as its kubelet may still do"
+    jobs.run("delete", "node", silent)
+    jobs.wait("pod", kept, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+    gone(jobs, "stuck")
+
+
 def test_the_operator_outlives_a_restart_of_the_api_server(
     own_control_plane: ControlPlane, plane: Plane, jobs: Kubectl, operator: Replica
 ) -> None:

@@ -14,7 +14,16 @@ from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import BOUND_S, Plane, install, job, names_of, pods, wait_pods
+from tests.e2e.kubernetes.unplaced import (
+    BOUND_S,
+    Plane,
+    install,
+    job,
+    message_of,
+    names_of,
+    pods,
+    wait_pods,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +89,30 @@ def test_an_operator_that_was_killed_goes_on_from_the_journal(
     )
     assert before - {victim} < names_of(pods(namespace, "orphan"))
     assert namespace.json("get", "secret", "orphan-agents")["data"] == secret
+    assert replica.close() == 0
+
+
+def test_a_secret_that_vanished_with_the_operator_is_replaced_and_what_that_means_is_said(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    replica.wait_leading()
+    namespace.apply(job("keyless"))
+    wait_pods(namespace, "keyless", 2)
+    before = namespace.json("get", "secret", "keyless-agents")["data"]
+    replica.kill()
+    namespace.run("delete", "secret", "keyless-agents")
+    replica.start()
+    replica.wait_leading()
+    namespace.wait(
+        "trainingjob",
+        "keyless",
+        lambda d: "agents that still run cannot be spoken to any more" in message_of(d),
+        "to say what the new Secret means",
+        timeout_s=BOUND_S,
+    )
+    assert namespace.json("get", "secret", "keyless-agents")["data"] != before
     assert replica.close() == 0
 
 
