@@ -28,7 +28,7 @@ from orchestrator.protocol import limits
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
 
-from . import kernel
+from . import kernel, surroundings
 
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
@@ -87,7 +87,7 @@ def _warm(job: TrainingJob, directory: str) -> None:
 def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int, output: int | None) -> None:
     kernel.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file, output)
-    os.environ.update(assign.environment)
+    surroundings.adopt(assign.environment)
     os.environ[wire.AGENT_FD] = str(wire_fd)
     os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
     if "torch" in sys.modules:

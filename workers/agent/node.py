@@ -30,7 +30,7 @@ from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from workers import wire
 
 from . import facts as f
-from . import forkserver, inventory, kernel, memory, peers, persist, stacks
+from . import forkserver, inventory, kernel, memory, peers, persist, stacks, surroundings
 from .crew import Crew
 from .dial import Dialler, Endpoint, endpoint_in
 from .echo import TO_OUTPUT, Echo
@@ -230,6 +230,7 @@ class Node:
         welcome = self._machine.welcome
         assert welcome is not None
         self._job = job_from_mapping(welcome.spec)
+        surroundings.adopt(self._job.spec.env)
         self._crew.configure(welcome.spec, welcome.spec_directory)
 
     def _fork(self, fork: f.Fork) -> None:

@@ -1,14 +1,18 @@
-"""What a container may lack and libraries take for granted: a user with a name, a home.
+"""The environment of this process: what a container may lack, and what the job's spec adds.
 
-Owns: these two, in the environment that workers inherit. Must not: replace what is usable.
+Owns: a user with a name and a home for workers to inherit; spec.env for drivers of stores, which
+agents of a machine host have from their start and stand-alone ones only when they know their job.
+Must not: know jobs.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
+import sys
 import tempfile
-from collections.abc import MutableMapping
+import warnings
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 
@@ -26,3 +30,15 @@ def complete(environment: MutableMapping[str, str]) -> None:
         home = Path(tempfile.gettempdir()) / f"holdfast-home-{os.getuid()}"
         home.mkdir(mode=0o700, exist_ok=True)
         environment["HOME"] = str(home)
+
+
+def adopt(more: Mapping[str, str]) -> None:
+    """The job's own variables, over this process' environment and for fsspec, which reads its
+    FSSPEC_* once, when it is imported. Later imports see them by themselves."""
+    os.environ.update(more)
+    ours = {name: value for name, value in more.items() if name.startswith("FSSPEC_")}
+    config = sys.modules.get("fsspec.config")
+    if ours and config is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names that are not like that; they say nothing
+            config.set_conf_env(config.conf, ours)

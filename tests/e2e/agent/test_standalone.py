@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from orchestrator.protocol.mesh import Mesh
 from tests.unit.runtime.certificates import make
 from workers.agent import cgroup
 
+from ..storage.server import BUCKET, S3
 from .rig import PATIENCE_S, TOKEN, FakeController, watched
 
 pytestmark = pytest.mark.e2e
@@ -54,7 +56,7 @@ while True:
 class Pod:
     """One agent process, its own session and a controller of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, checkpoint_path: str = "", **spec: Any) -> None:
         self.directory = directory
         (directory / "token").write_text(TOKEN)
         (directory / "train.py").write_text(SCRIPT)
@@ -67,12 +69,13 @@ class Pod:
                 "entrypoint": {"script": "train.py"},
                 "nodes": {"min": 1, "max": 1},
                 "workersPerNode": 2,
+                **spec,
             },
         }
         welcome = m.Welcome(
             spec=document,
             spec_directory=str(directory),
-            checkpoint_path=str(directory / "checkpoints"),
+            checkpoint_path=checkpoint_path or str(directory / "checkpoints"),
             log_directory="-",
             heartbeat_interval_s=0.2,
         )
@@ -215,6 +218,25 @@ def test_a_pod_whose_controller_is_gone_saves_what_it_holds_and_ends_in_time(pod
     for shard in range(2):
         data = (directory / shard_file_name(shard, 2)).read_bytes()
         assert data == bytes([shard]) * 1_000_000
+
+
+def test_the_store_is_reached_with_what_the_spec_says_of_it(tmp_path: Path) -> None:
+    """A pod is not started with spec.env: its agent learns it with the job."""
+    server = S3()
+    pod = Pod(tmp_path, f"s3://{BUCKET}/job", env=server.environment)
+    try:
+        (pod.directory / "stage").touch()
+        pod.start()
+        pod.controller.wait(m.Hello, "pod-1")
+        pod.launch()
+        pod.controller.wait(m.Heartbeat, "pod-1", lambda beat: beat.staged_step == 7)
+        pod.controller.send("pod-1", m.Persist(action_id=3, generation=1, step=7))
+        for shard in range(2):
+            pod.controller.wait(m.Persisted, "pod-1", lambda p, k=shard: p.shard.shard == k)
+        assert server.steps("job") == [directory_name(7, 1)]
+    finally:
+        pod.end()
+        server.kill()
 
 
 def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> None:
