@@ -174,7 +174,7 @@ def build_kubernetes(target: Path) -> None:
         f"-X {package}.gitVersion={version}"
         for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
     )
-    built = ["build", "-v", "-trimpath", "-ldflags", f"-s -w {flags}", "-o"]
+    built = ["build", "-v", "-buildvcs=false", "-trimpath", "-ldflags", f"-s -w {flags}", "-o"]
     run_go(KUBERNETES, "mod", "download", what="download of modules", environment=static)
     run_go(KUBERNETES, *built, f"{target}/kubernetes", ".", what="compile", environment=static)
     run_go(KUBERNETES, *built, f"{target}/pause", "./pause", what="pause", environment=static)
@@ -188,7 +188,17 @@ def build_helm(target: Path) -> None:
     flags = f"-s -w -X helm.sh/helm/v3/internal/version.version={version}"
     run_go(
         HELM,
-        *("build", "-v", "-trimpath", "-ldflags", flags, "-o", f"{target}/helm", HELM_PACKAGE),
+        *(
+            "build",
+            "-v",
+            "-buildvcs=false",
+            "-trimpath",
+            "-ldflags",
+            flags,
+            "-o",
+            f"{target}/helm",
+            HELM_PACKAGE,
+        ),
         what="compile",
         environment={"CGO_ENABLED": "0"},
     )

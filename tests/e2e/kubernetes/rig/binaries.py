@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.kubernetes.binaries import build
+from tests.e2e.kubernetes.rig import cgroups
 
 CONTROL_PLANE = (
     "etcd",
@@ -87,4 +89,16 @@ def machine_refusal() -> str | None:
             "the nodes of this rig have been made to work on cgroup v1 only; boot with "
             "systemd.unified_cgroup_hierarchy=0, or point HOLDFAST_TEST_KUBECONFIG at a cluster"
         )
+    for directory in cgroups.hierarchies().values():
+        if not os.access(directory, os.W_OK):
+            return f"{directory} cannot be written: run outside of a container, or privileged"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--cgroup", "--fork", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode:
+        told = tried.stderr.strip()
+        return f"namespaces are refused ({told}): run outside of a container, or privileged"
     return None
