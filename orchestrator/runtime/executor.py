@@ -37,7 +37,7 @@ from .tier import Tier
 NodeAction = LaunchGroup | StopGroup
 
 SETTLE_S = 5.0
-"""How long the end of a job waits for its storage to carry out what was asked of it."""
+"""How long the end of a job or of its controller waits for storage to carry out what was asked."""
 
 
 class Executor:
@@ -79,12 +79,13 @@ class Executor:
                 self._run(action, self._finish(action))
 
     async def close(self) -> None:
-        """Returns when nothing of this job is under way any more, in storage either."""
+        """Let go of what is under way. A call to a store that does not answer is not waited for: it
+        may get through later, which the next controller expects of the one before."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._tier.settle()
+        await self._settle_storage()
 
     # -- over a node's link --------------------------------------------------------------------
     def _launch(self, action: LaunchGroup) -> None:

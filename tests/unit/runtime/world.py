@@ -24,6 +24,8 @@ from orchestrator.runtime.journal import FileJournal
 from orchestrator.runtime.service import Service
 from orchestrator.runtime.view import JobView
 
+from .frames import Frames
+
 BOUND_S = 20.0
 """No wait of a test is longer; a test that needs it has failed."""
 SHARD_BYTES = 100
@@ -52,31 +54,6 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
 def drive(scenario: Coroutine[Any, Any, None]) -> None:
     """Run a scenario, within a bound."""
     asyncio.run(asyncio.wait_for(scenario, 2 * BOUND_S))
-
-
-class Frames:
-    """One side of a connection in a test."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def dial(cls, address: str, port: int) -> Frames:
-        return cls(*await asyncio.open_connection(address, port))
-
-    def send(self, message: wire.Message) -> None:
-        self.writer.write(wire.encode(message))
-
-    async def receive(self) -> Any:
-        """The next message; None at the end."""
-        try:
-            header = await self.reader.readexactly(4)
-            return wire.decode(await self.reader.readexactly(wire.frame_length(header)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def node_facts() -> NodeFacts:
