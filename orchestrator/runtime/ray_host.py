@@ -17,6 +17,7 @@ from ..backends.ray.backend import RayBackend
 from ..backends.ray.controller import ControllerOrder
 from ..backends.ray.journal import open_journal
 from ..backends.ray.kv import ENDED, Keys
+from ..backends.ray.metrics import Metrics
 from ..protocol import tls
 from ..protocol.certificate import Keys as Secrets
 from ..protocol.errors import HoldfastError, UserError
@@ -24,11 +25,14 @@ from ..protocol.spec import job_from_mapping
 from .assembly import Assembly
 from .control import WATCH_INTERVAL_S, view_body
 from .endpoint import Endpoint
+from .metrics import METRICS
 from .storage import Storage
 from .strand import Strand
 from .surroundings import job_environment, storage_place
 from .tier import ThreadedTier
 from .view import JobView
+
+METRICS_INTERVAL_S = 2.0
 
 log = logging.getLogger("holdfast")
 
@@ -86,7 +90,11 @@ class RayHost:
             await self.assembly.begin(journal)
             log.info("agents dial %s:%d", address, self._endpoint.port)
             self._serving.set()
-            await self.assembly.run()
+            telling = asyncio.get_running_loop().create_task(self._tell_metrics())
+            try:
+                await self.assembly.run()
+            finally:
+                telling.cancel()
         finally:
             await self.assembly.close()
             await self._endpoint.close()
@@ -114,6 +122,15 @@ class RayHost:
         await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
         return {"seen": changes.count, "view": view_body(self.assembly.view())}
 
+    async def _tell_metrics(self) -> None:
+        """What /metrics of a job of one machine says, to Ray's exporter."""
+        metrics, seen = Metrics(), -1
+        while True:
+            await self.assembly.changes.after(seen)
+            seen = self.assembly.changes.count
+            export(metrics, self.job.name, self.assembly.view())
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
     def _log_to_file(self) -> None:
         """Beside the workers' logs, where the dashboard shows it; the actor's own output too."""
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -126,6 +143,21 @@ class RayHost:
         ):
             handler.setFormatter(form)
             log.addHandler(handler)
+
+
+def export(metrics: Metrics, job: str, view: JobView) -> None:
+    """Every metric that is not per rank. A summary becomes two gauges: Ray would add _total to the
+    name of a counter, and they are called _sum and _count everywhere else."""
+    for spec in METRICS:
+        if spec.per_rank:
+            continue
+        for labels, value in spec.samples(view):
+            given = {"job": job, **{name: labels[name] for name in spec.labels}}
+            if spec.kind == "counter":
+                metrics.counter(spec.name, spec.help, given, value)
+            else:
+                name = f"{spec.name}_{labels['']}" if spec.kind == "summary" else spec.name
+                metrics.gauge(name, spec.help, given, value)
 
 
 def checkpoint_path(order: ControllerOrder, path: str | None) -> str:

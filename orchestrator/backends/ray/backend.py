@@ -10,11 +10,10 @@ process has ended, and fails when the actor or its Ray node has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
-
-import msgspec
 
 from ...protocol.certificate import Keys as Secrets
 from ...protocol.spec import TrainingJob
@@ -22,36 +21,25 @@ from ..base import NodeGone, NoRoom
 from . import actors, cluster, groups
 from .agent import AgentOrder
 from .groups import Group
+from .known import Keeper, Known
 from .kv import Keys
 
-PLACE_S = 0.3
-"""Ray places a group in milliseconds where there is room; past this there is none now."""
+PLACE_S = 0.7
+"""Ray places a group in milliseconds where there is room, and within half a second where a node
+has just been given back; past this there is none now."""
 ANSWER_S = 1.0
 """An actor whose connection broke and that does not answer within this has ended."""
 END_S = 10.0
-NODES = "nodes"
-"""Key in the cluster's store."""
 
 log = logging.getLogger("holdfast.ray")
-
-
-class Known(msgspec.Struct):
-    """What a new controller must know of the nodes of an old one."""
-
-    next_number: int = 0
-    nodes: dict[str, tuple[str, int]] = {}
-    """Node -> its group and bundle."""
-    starting: set[str] = set()
-    """Nodes whose actor may not have been made yet."""
-    groups: dict[str, int] = {}
-    """Name -> bundles."""
 
 
 class RayBackend:
     """Implements backends.base.Backend."""
 
     def __init__(self, job: TrainingJob, job_id: str, keys: Keys, secrets: Secrets) -> None:
-        self._job, self._job_id, self._keys, self._secrets = job, job_id, keys, secrets
+        self._job, self._job_id, self._secrets = job, job_id, secrets
+        self._keeper = Keeper(keys)
         self._bundle = groups.bundle_of(job)
         self._known = Known()
         self._groups: dict[str, Group] = {}
@@ -67,15 +55,14 @@ class RayBackend:
         self._lock = asyncio.Lock()
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[None] | None = None
         self._withheld_until = 0.0
         self._closing = False
 
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
-        data = await asyncio.to_thread(self._keys.get, NODES)
-        if data is not None:
-            self._known = msgspec.json.decode(data, type=Known)
+        self._known = await self._keeper.load()
         await asyncio.to_thread(self._find_groups)
         for node in list(self._known.nodes):
             actor = await asyncio.to_thread(actors.find, self._job.name, node)
@@ -85,7 +72,7 @@ class RayBackend:
                 self._start_actor(node)
             else:
                 self._forget(node)
-        await self._save()
+        await self._keeper.save()
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         left_s = self._withheld_until - asyncio.get_running_loop().time()
@@ -105,7 +92,7 @@ class RayBackend:
     async def release_node(self, node: str) -> None:
         actor = self._actors.get(node)
         if actor is not None:
-            await asyncio.to_thread(actors.kill, actor)
+            self._spawn(self._end(actor))
         if not self._known.nodes.keys() - {node}:
             await self._drop_demand()
 
@@ -121,10 +108,13 @@ class RayBackend:
         self._closing = True
         if release:
             await self._end_everything()
+        if self._settling is not None:
+            await asyncio.wait([self._settling], timeout=END_S)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+        await self._keeper.settle()
 
     # -- beside the contract -------------------------------------------------------------------
     def set_endpoint(self, address: str, port: int) -> None:
@@ -136,11 +126,6 @@ class RayBackend:
     def withhold(self, seconds: float) -> None:
         """Rehearsal: have no room for this long."""
         self._withheld_until = asyncio.get_running_loop().time() + seconds
-
-    @property
-    def places(self) -> dict[str, str]:
-        """Node -> Ray node."""
-        return dict(self._places)
 
     # -- placing -------------------------------------------------------------------------------
     async def _place(self, count: int, shun: set[str]) -> list[str]:
@@ -177,7 +162,7 @@ class RayBackend:
         self._groups[group.name] = group
         self._known.groups[group.name] = size
         self._known.next_number += 1  # its name is its group's, whether a node ever has it or not
-        await self._save()
+        await self._keeper.save()
         return group
 
     def _awaited(self, group: Group) -> asyncio.Task[None]:
@@ -222,7 +207,7 @@ class RayBackend:
         group.taken[bundle] = node
         self._known.nodes[node] = (group.name, bundle)
         self._known.starting.add(node)
-        await self._save()  # first: what is not written down may not exist
+        await self._keeper.save()  # first: what is not written down may not exist
         self._start_actor(node)
         return node
 
@@ -259,7 +244,7 @@ class RayBackend:
             return  # the watch tells why
         self._places[node] = facts["ray_node"]
         self._known.starting.discard(node)
-        await self._save()
+        await self._keeper.save()
 
     async def _watch(self, node: str, actor: Any) -> None:
         """Until the node has ended, for whatever reason."""
@@ -284,6 +269,14 @@ class RayBackend:
         await asyncio.to_thread(actors.kill, actor)
         await self._ended(node, detail)
 
+    async def _end(self, actor: Any) -> None:
+        """The agent first: what is told of its end is then true of all its processes."""
+        from ray.exceptions import RayError
+
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(actor.end.remote(), ANSWER_S)
+        await asyncio.to_thread(actors.kill, actor)
+
     async def _ended(self, node: str, detail: str) -> None:
         if node not in self._known.nodes:
             return
@@ -294,9 +287,14 @@ class RayBackend:
             log.info("%s: %s", node, detail, extra={"job": self._job.name})
             # At once: a recovery waits for it.
             self._on_node_gone(NodeGone(node, detail))
+        # Also if this controller ends now: the room must not be held for nobody.
+        self._settling = self._spawn(self._settle(group))
+        await asyncio.shield(self._settling)
+
+    async def _settle(self, group: Group | None) -> None:
         if group is not None and not group.taken:
             await self._remove_group(group)
-        await self._save()
+        await self._keeper.save()
 
     def _forget(self, node: str) -> None:
         group = self._group_of(node)
@@ -356,23 +354,17 @@ class RayBackend:
 
     async def _end_everything(self) -> None:
         self._missing = 0
-        for actor in list(self._actors.values()):
-            await asyncio.to_thread(actors.kill, actor)
+        await asyncio.gather(*(self._end(actor) for actor in list(self._actors.values())))
         loop = asyncio.get_running_loop()
         give_up = loop.time() + END_S
         while self._known.nodes and loop.time() < give_up:
             self._news.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), give_up - loop.time())
-            except TimeoutError:
-                break
         for group in list(self._groups.values()):
             await self._remove_group(group)  # takes whatever actor is left with it
         self._known.nodes.clear()
-        await self._save()
-
-    async def _save(self) -> None:
-        await asyncio.to_thread(self._keys.put, NODES, msgspec.json.encode(self._known))
+        await self._keeper.save()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

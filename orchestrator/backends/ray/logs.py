@@ -27,18 +27,17 @@ def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # Several Ray nodes of one machine have the same files.
+    machines = {str(one["NodeManagerHostname"]): key for key, one in cluster.alive_nodes().items()}
+    machines.pop(socket.gethostname(), None)
     look = ray.remote(num_cpus=0, max_retries=0)(_read)
-    asked = [
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            job, job_id, offsets
-        )
-        for node in cluster.alive_nodes()
-    ]
-    ready, _late = ray.wait(asked, num_returns=len(asked), timeout=FETCH_TIMEOUT_S)
-    parts: dict[str, Part] = {}
-    for answer in ready:
+    asked = []
+    for node in machines.values():
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        asked.append(look.options(scheduling_strategy=there).remote(job, job_id, offsets))
+    parts = {part[0]: part for part in _read(job, job_id, offsets)}
+    for answer in _ready(asked):
         try:
-            # Several Ray nodes of one machine see the same files.
             parts |= {part[0]: part for part in ray.get(answer)}
         except RayError:
             continue
@@ -48,7 +47,7 @@ def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with copy.open("ab") as file:
             file.write(data)
-    return bool(parts)
+    return any(data for _identity, _path, data in parts.values())
 
 
 def _ready(asked: list[Any]) -> list[Any]:
@@ -70,6 +69,7 @@ def _read(job: str, job_id: str, offsets: dict[str, int]) -> list[Part]:
             status: Any = os.fstat(file.fileno())
             identity = f"{machine}:{status.st_dev}:{status.st_ino}"
             file.seek(offsets.get(identity, 0))
-            if data := file.read(MOST_BYTES):
+            data = file.read(MOST_BYTES)
+            if data or identity not in offsets:  # an empty file is worth its name
                 found.append((identity, str(path.relative_to(root)), data))
     return found

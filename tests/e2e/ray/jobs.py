@@ -1,0 +1,138 @@
+"""A job on the test cluster, as a person runs it: `holdfast run FILE --ray ADDRESS`.
+
+Owns: starting and watching it. Waits are on the controller's stream of views, never on time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from orchestrator.runtime.view import Incident, JobView
+
+from ..local.rig import spec
+from . import rig
+
+BOUND_S = 180.0
+
+
+def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli.main", *words],
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+class Job:
+    """One job; its command runs until `end`."""
+
+    def __init__(self, place: Path, name: str, steps: int, **changes: Any) -> None:
+        from orchestrator.cli.places.ray import RayPlace
+
+        self.cluster = rig.connected()
+        self.name = name
+        self.file = place / f"{name}.yaml"
+        changes = {
+            "checkpoint": {"path": str(place / name), "storage": {"everySteps": 50}}
+        } | changes
+        self.file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
+        self.output = place / f"{name}.log"
+        self._place = RayPlace(self.cluster.address)
+        with self.output.open("ab") as output:
+            self.command = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.cli.main", "run", str(self.file),
+                 "--ray", self.cluster.address],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+
+    def view(self) -> JobView:
+        return self._place.find(self.name).view()
+
+    def until(self, true: Callable[[JobView], bool]) -> JobView:
+        """The first view of which it is true."""
+        from orchestrator.backends.ray import calls, controller
+        from orchestrator.protocol.errors import UserError
+
+        give_up, seen, view = time.monotonic() + BOUND_S, -1, None
+        while time.monotonic() < give_up:
+            try:
+                view = self.view()
+                if true(view):
+                    return view
+                actor = controller.find(self.name)
+                if actor is not None:
+                    seen = calls.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
+            except (calls.ControllerGone, UserError):
+                seen = -1  # not yet, or between two lives
+            if self.command.poll() not in (None, 0, 1):
+                raise AssertionError(self.output.read_text())
+        raise AssertionError(f"not in {BOUND_S:g} s: {view}\n{self.output.read_text()[-2000:]}")
+
+    def running(self, nodes: int = 2) -> JobView:
+        """Trains on that many nodes."""
+        return self.until(
+            lambda view: (
+                view.state == "running"
+                and view.step >= 2
+                and sum(node.state == "member" for node in view.nodes) == nodes
+            )
+        )
+
+    def incident_after(self, number: int) -> Incident:
+        """The first interruption after that one, once it is over."""
+        view = self.until(
+            lambda view: any(
+                one.number > number and "total" in one.seconds for one in view.incidents
+            )
+        )
+        return next(one for one in view.incidents if one.number > number)
+
+    def facts(self, node: str) -> dict[str, Any]:
+        import ray
+
+        from orchestrator.backends.ray import actors
+
+        found: dict[str, Any] = ray.get(actors.find(self.name, node).facts.remote(), timeout=60)
+        return found
+
+    def controller(self) -> dict[str, Any]:
+        from orchestrator.backends.ray import calls, controller
+
+        found: dict[str, Any] = calls.ask(controller.find(self.name), "facts")
+        return found
+
+    def worker_pid(self, rank: int) -> int:
+        view = self.view()
+        for node in view.nodes:
+            if any(worker.rank == rank for worker in node.workers):
+                agent = psutil.Process(self.facts(node.name)["pid"])
+                for process in agent.children(recursive=True):
+                    name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                    if name == f"hf-rank-{rank}":
+                        return process.pid
+        raise AssertionError(f"rank {rank} is not there")
+
+    def members(self) -> list[str]:
+        return [node.name for node in self.view().nodes if node.state == "member"]
+
+    def end(self) -> None:
+        """Whatever the test has left."""
+        from orchestrator.backends.ray import controller, kv
+
+        if controller.find(self.name) is not None:
+            holdfast("cancel", self.name, "--ray", self.cluster.address)
+        try:
+            self.command.wait(30)
+        except subprocess.TimeoutExpired:
+            os.kill(self.command.pid, signal.SIGKILL)
+            self.command.wait()
+        kv.Keys(self.name).clear()

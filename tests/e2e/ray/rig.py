@@ -1,0 +1,84 @@
+"""A Ray cluster on this machine: one head and several raylets, each a Ray node of its own.
+
+Owns: starting it once for a whole test run, killing Ray nodes, adding others. Waits have a bound.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from typing import Any
+
+import psutil
+import pytest
+
+CPUS = 2
+STORE_BYTES = 80 << 20
+"""The smallest object store that Ray takes."""
+NODES = 4
+ATTEMPTS = 3
+
+
+class RayRig:
+    """The cluster. `NODES` Ray nodes of `CPUS` each; the head has none, so it holds no worker."""
+
+    def __init__(self) -> None:
+        # Read when its modules are imported; a busy machine takes long to start a Ray node.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster()
+        head = self._start(num_cpus=0, include_dashboard=True, dashboard_port=0)
+        self.dashboard = f"http://{head.webui_url}"
+        self._nodes: list[Any] = []
+        # One after the other: a raylet gives its own helpers 15 s to start, and no more.
+        for _ in range(NODES):
+            self.add_node()
+        self.address: str = self._cluster.address
+
+    def add_node(self) -> None:
+        self._nodes.append(self._start(num_cpus=CPUS))
+
+    def _start(self, **options: Any) -> Any:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._cluster.add_node(object_store_memory=STORE_BYTES, **options)
+            except Exception:  # Ray raises no other; a busy machine is the usual reason
+                if attempt == ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def kill_node(self, ray_node: str) -> None:
+        """SIGKILL a raylet and everything that it has started: a machine that is lost."""
+        (node,) = [one for one in self._nodes if one.node_id == ray_node]
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in [*raylet.children(recursive=True), raylet]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._nodes.remove(node)
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@functools.cache
+def shared() -> RayRig:
+    """One for all tests; skips, saying why, where there is no Ray."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    rig = RayRig()
+    atexit.register(rig.close)
+    return rig
+
+
+def connected() -> RayRig:
+    """This process is a driver of it."""
+    from orchestrator.backends.ray import cluster
+
+    rig = shared()
+    cluster.connect(rig.address)
+    return rig

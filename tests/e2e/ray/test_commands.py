@@ -1,0 +1,119 @@
+"""The command line on a Ray cluster, and what people get wrong with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import rig
+from .jobs import Job, holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("ray"), "verbs", 1_000_000)
+    job.running()
+    yield job
+    job.end()
+
+
+def ask(job: Job, *words: str) -> str:
+    done = holdfast(*words, "--ray", job.cluster.address)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_job_is_seen_listed_and_told_about_by_name(job: Job) -> None:
+    assert "verbs" in ask(job, "status") and "running" in ask(job, "status", "verbs")
+    assert json.loads(ask(job, "status", "verbs", "--json"))["world_size"] == 4
+    assert "agent joined" in ask(job, "events", "verbs") or "launch" in ask(job, "events", "verbs")
+    assert "goodput" in ask(job, "report", "verbs")
+
+
+def test_the_logs_of_all_workers_are_found_by_their_rank(job: Job) -> None:
+    job.running()
+    done = holdfast("logs", "verbs", "--rank", "7", "--ray", job.cluster.address)
+    assert done.returncode == 2 and "--rank: got 7; expected one of 0, 1, 2, 3" in done.stderr
+
+
+def test_a_rehearsed_failure_is_marked_and_survived(job: Job) -> None:
+    before = job.running().num_incidents
+    assert "worker 1" in ask(job, "chaos", "kill-worker", "verbs", "--rank", "1")
+    incident = job.incident_after(before)
+    assert incident.rehearsal and incident.steps_lost == 0
+
+
+def test_a_job_is_suspended_and_resumed(job: Job) -> None:
+    ask(job, "suspend", "verbs")
+    job.until(lambda view: view.state == "suspended")
+    ask(job, "resume", "verbs")
+    job.running()
+
+
+def test_a_name_that_is_taken_is_refused(job: Job) -> None:
+    done = holdfast("run", str(job.file), "--ray", job.cluster.address)
+    assert done.returncode == 2
+    assert "metadata.name: got verbs, which exists in this Ray cluster" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_controller_that_somebody_removed_is_started_again(job: Job) -> None:
+    import ray
+
+    from orchestrator.backends.ray import controller
+
+    step = job.running().step
+    ray.kill(controller.find("verbs"), no_restart=True)
+    assert job.command.wait(60) == 1
+    assert "run --attach verbs" in job.output.read_text()
+    with job.output.open("ab") as output:
+        job.command = subprocess.Popen(
+            [*job.command.args[:4], "--attach", "verbs", "--ray", job.cluster.address],  # type: ignore[index]
+            stdout=output, stderr=output,
+        )  # fmt: skip
+    assert job.until(lambda view: view.controller_alive and view.step > step).generation > 0
+
+
+def test_an_unknown_job_is_refused_with_the_names_that_there_are(job: Job) -> None:
+    done = holdfast("status", "nobody", "--ray", job.cluster.address)
+    assert done.returncode == 2 and "job: got nobody; expected one of" in done.stderr
+
+
+def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
+    tmp_path: Path,
+) -> None:
+    import ray
+
+    rig.connected()
+    job = Job(tmp_path, "too-large", 10, resources={"cpu": 64})
+    try:
+        view = job.until(lambda view: "128 CPU" in view.reason or "CPU" in _notes("too-large", job))
+        assert view.state == "pending" and view.generation == 0
+        names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        assert "too-large-node-0" not in names
+    finally:
+        job.end()
+
+
+def _notes(name: str, job: Job) -> str:
+    return holdfast("events", name, "--ray", job.cluster.address).stdout
+
+
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = holdfast("status", "--ray", address)
+        assert done.returncode == 2
+        assert f"--ray: got {address} (Connection refused)" in done.stderr
+        done = holdfast("status", "--ray", f"http://{address}")
+        assert done.returncode == 2 and f"http://{address}" in done.stderr
+        assert "Traceback" not in done.stderr

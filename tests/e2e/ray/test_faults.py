@@ -1,0 +1,79 @@
+"""What is lost on a Ray cluster comes back by itself, and no finished step is computed twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from .jobs import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One job for all of these: each finds it as the last one left it, training."""
+    job = Job(tmp_path_factory.mktemp("ray"), "faults", 1_000_000)
+    yield job
+    job.end()
+
+
+def test_a_job_trains_with_each_node_on_a_ray_node_of_its_own(job: Job) -> None:
+    view = job.running()
+    places = {job.facts(node.name)["ray_node"] for node in view.nodes}
+    assert len(places) == len(view.nodes) == 2
+    assert view.world_size == 4
+
+
+def test_a_killed_worker_costs_no_step(job: Job) -> None:
+    before = job.running().num_incidents
+    os.kill(job.worker_pid(3), signal.SIGKILL)
+    incident = job.incident_after(before)
+    assert "worker 3" in incident.title and "SIGKILL" in incident.title
+    assert incident.steps_lost == 0 and incident.restored_from == "memory"
+
+
+def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
+    before = job.running().num_incidents
+    node = job.members()[-1]
+    os.kill(job.facts(node)["actor_pid"], signal.SIGKILL)
+    incident = job.incident_after(before)
+    assert node in incident.title and incident.steps_lost == 0
+    job.running()
+    assert node not in job.members(), "names are never used again"
+
+
+def test_a_controller_that_was_killed_goes_on_and_training_does_not_notice(job: Job) -> None:
+    before = job.running()
+    os.kill(job.controller()["pid"], signal.SIGKILL)
+    after = job.until(
+        lambda view: (
+            view.controller_restarts > before.controller_restarts and view.step > before.step
+        )
+    )
+    assert after.num_incidents == before.num_incidents
+    assert after.generation == before.generation
+
+
+def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
+    before = job.running().num_incidents
+    away = job.controller()["ray_node"]
+    node = next(one for one in job.members() if job.facts(one)["ray_node"] != away)
+    job.cluster.kill_node(job.facts(node)["ray_node"])
+    incident = job.incident_after(before)
+    assert node in incident.title and incident.steps_lost == 0
+    assert node not in {one.name for one in job.running().nodes}
+
+
+def test_nothing_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
+    import ray
+
+    from orchestrator.backends.ray import groups
+
+    job.end()
+    left = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    assert [name for name in left if "faults" in name] == []
+    assert groups.names_of("faults") == []

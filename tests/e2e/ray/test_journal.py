@@ -1,0 +1,83 @@
+"""A job's journal in the store of a real cluster: what is read back, and who may write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.backends.ray.journal import KvJournal, read
+from orchestrator.backends.ray.kv import Keys
+from orchestrator.core.events import SuspendRequested, Tick
+from orchestrator.core.journal import JournalLost, Record
+
+from . import rig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def keys() -> Iterator[Keys]:
+    rig.connected()
+    keys = Keys("journal-test")
+    keys.clear()
+    yield keys
+    keys.clear()
+
+
+def record(number: int) -> Record:
+    return Record(number, SuspendRequested(by=f"person {number}"))
+
+
+def write(journal: KvJournal, *numbers: int) -> None:
+    for number in numbers:
+        journal.append(*record(number))
+    asyncio.run(journal.commit())
+
+
+def test_what_was_committed_is_read_by_the_next_controller(keys: Keys) -> None:
+    first = KvJournal(keys, "job")
+    assert first.records == [] and first.snapshot is None
+    write(first, 1, 2)
+    write(first, 3)
+    first.append(4, Tick())  # never committed
+    assert KvJournal(keys, "job").records == [record(1), record(2), record(3)]
+
+
+def test_a_controller_that_was_overtaken_cannot_commit(keys: Keys) -> None:
+    old = KvJournal(keys, "job")
+    write(old, 1)
+    new = KvJournal(keys, "job")
+    with pytest.raises(JournalLost, match="another controller has taken it over"):
+        write(old, 2)
+    with pytest.raises(JournalLost):
+        asyncio.run(old.compact(b"state of the old one"))
+    write(new, 3)
+
+
+def test_a_snapshot_stands_for_everything_before_it(keys: Keys) -> None:
+    journal = KvJournal(keys, "job")
+    write(journal, 1, 2)
+    asyncio.run(journal.compact(b"state after 2"))
+    write(journal, 3)
+    again = KvJournal(keys, "job")
+    assert again.snapshot == b"state after 2" and again.records == [record(3)]
+    write(again, 4)
+    chunks = read(keys, "job")
+    assert chunks[0].covered == 2
+    later = read(keys, "job", chunks[1].key)
+    assert [one for chunk in later for one in chunk.records] == [record(4)]
+
+
+def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: Keys) -> None:
+    journal = KvJournal(keys, "job")
+    write(journal, 1)
+    old = [(key, keys.get(key)) for key in keys.list("journal/tail-")]
+    asyncio.run(journal.compact(b"state after 1"))
+    write(journal, 2)
+    for key, value in old:
+        assert value is not None
+        keys.put(key, value)
+    again = KvJournal(keys, "job")
+    assert again.snapshot == b"state after 1" and again.records == [record(2)]

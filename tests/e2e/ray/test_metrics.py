@@ -1,0 +1,55 @@
+"""Our numbers in what Ray's own exporter serves, under the names that really come out of it."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from orchestrator.runtime.metrics import METRICS
+
+from .jobs import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+BOUND_S = 120.0
+ALWAYS = ("holdfast_job_steps", "holdfast_job_world_size", "holdfast_job_generation")
+
+
+def exported() -> str:
+    """What all Ray nodes serve."""
+    import ray
+
+    pages = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            place = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            try:
+                with urllib.request.urlopen(place, timeout=10) as answer:
+                    pages.append(answer.read().decode())
+            except OSError:
+                continue
+    return "\n".join(pages)
+
+
+def test_the_jobs_metrics_come_out_of_rays_exporter_with_a_prefix(tmp_path: Path) -> None:
+    job = Job(tmp_path, "measured", 1_000_000)
+    try:
+        job.running()
+        give_up, page = time.monotonic() + BOUND_S, ""
+        while time.monotonic() < give_up:
+            page = exported()
+            if all(f"ray_{name}{{" in page for name in ALWAYS):
+                break
+            time.sleep(1.0)  # Ray exports in its own rhythm, and nothing tells when
+        names = set(re.findall(r"^(ray_holdfast_\w+)\{", page, re.MULTILINE))
+        assert {f"ray_{name}" for name in ALWAYS} <= names
+        known = {f"ray_{spec.name}" for spec in METRICS}
+        known |= {f"{name}_{part}" for name in known for part in ("sum", "count")}
+        # A counter named x_total must not come out as x_total_total.
+        assert names <= known
+        assert re.search(r'ray_holdfast_job_world_size\{[^}]*job="measured"[^}]*\} 4', page)
+    finally:
+        job.end()
