@@ -24,7 +24,9 @@ def run(
     attach: Annotated[
         str | None,
         typer.Option(
-            "--attach", metavar="JOB", help="Take over a job whose controller died; no FILE."
+            "--attach",
+            metavar="JOB",
+            help="Take over a job whose controller died; in a cluster, watch it again. No FILE.",
         ),
     ] = None,
     as_json: Annotated[
@@ -38,6 +40,9 @@ def run(
     Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for a mistake in FILE,
     130 when Ctrl-C cancelled it. When this process is killed, or its machine's terminal is lost,
     the agents go on training; `--attach` takes them over.
+
+    With --kubernetes the job is created in a cluster and watched. There it needs nobody who
+    watches: Ctrl-C (130 as well) leaves it as it is, and `--attach` shows it again.
 
     Examples: `holdfast run examples/stdlib-bytes.yaml`,
     `holdfast run --attach stdlib-bytes`

@@ -43,6 +43,9 @@ async def follow(
             seen = await cluster.find(JOBS, namespace, name)
             if seen is None or seen["metadata"]["uid"] != uid:
                 raise Gone(name)
+            if told:
+                note("the API server answers again")
+                told = False
             yield seen
             version = seen["metadata"]["resourceVersion"]
             async for kind, changed in cluster.watch(
@@ -52,9 +55,6 @@ async def follow(
                 if kind == "DELETED" or changed["metadata"].get("uid", uid) != uid:
                     raise Gone(name)
                 if kind != "BOOKMARK":
-                    if told:
-                        note("the API server answers again")
-                        told = False
                     yield changed
         except Expired:
             continue

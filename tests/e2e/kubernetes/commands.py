@@ -1,23 +1,34 @@
 """`holdfast --kubernetes` as a person types it, in this process or in one of its own.
 
-Owns: the options that name the cluster, and capturing. Must not: reach past the command line.
+Owns: the options that name the cluster, capturing, and jobs that seem to have trained: their status
+is written through the API, with the operator's own code. Must not: reach past the command line.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.errors import EVENTS, JOBS
+from orchestrator.backends.kubernetes.events import event_document
 from orchestrator.cli.main import main
-from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from orchestrator.operator.spec import owner_of
+from orchestrator.operator.status import About, status_of
+from orchestrator.protocol.spec.crd import NAME, definition_text
+from orchestrator.runtime.view import JobView
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.unit.cli.views import NS, make_incident, make_view
 
 
 class Result(NamedTuple):
@@ -63,3 +74,59 @@ def called(entry: Callable[[list[str]], object], *words: str | Path) -> Result:
     assert isinstance(ended.value.code, int)
     out.seek(0)
     return Result(ended.value.code, out.read(), err.getvalue())
+
+
+# -- jobs to look at --------------------------------------------------------------------------
+SCRIPT: dict[str, Any] = {
+    "apiVersion": "holdfast.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "demo"},
+    "spec": {
+        "entrypoint": {"script": "train.py"},
+        "image": "example.test/worker:1",
+        "nodes": {"max": 2},
+        "checkpoint": {"path": "s3://bucket/demo"},
+    },
+}
+
+
+def serve_jobs(kubectl: Kubectl) -> None:
+    """Returns when the API server knows TrainingJobs."""
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    # Not by `kubectl wait`, which fails on a definition that has no status yet.
+    kubectl.wait("crd", NAME, lambda d: condition(d, "Established") == "True", "to be served")
+
+
+def write_status(kubectl: Kubectl, view: JobView) -> None:
+    """As the operator writes it, and the Event of the newest incident as it tells that."""
+    document = kubectl.get("trainingjob", view.name)
+    assert document is not None
+    owner = owner_of(document)
+    status = status_of(view, About(view.name, document["metadata"]["generation"], 2, view.now_ns))
+    body = {
+        "apiVersion": document["apiVersion"],
+        "kind": document["kind"],
+        "metadata": {"name": view.name, "namespace": owner.namespace},
+        "status": status,
+    }
+
+    async def act() -> None:
+        async with await Cluster.connect(kubeconfig=kubectl.kubeconfig) as cluster:
+            await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
+            for one in view.incidents[-1:]:
+                text = f"incident {one.number}: {one.title}; {one.decision}"
+                event = event_document(owner, f"{view.name}.1", "Warning", "Hang", text)
+                await cluster.create(EVENTS, owner.namespace, event)
+
+    asyncio.run(act())
+
+
+def trained(**changes: Any) -> JobView:
+    """A job that has seen two incidents, now."""
+    now_ns = time.time_ns()
+    incidents = [
+        make_incident(at_ns=now_ns - 50 * NS),
+        make_incident(number=2, at_ns=now_ns - 20 * NS, title="worker 1 hangs", rehearsal=False),
+    ]
+    times = {"submitted_ns": now_ns - 60 * NS, "now_ns": now_ns}
+    return make_view(**{"incidents": incidents, "nodes": [], **times, **changes})

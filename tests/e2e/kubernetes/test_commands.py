@@ -8,58 +8,32 @@ test_commands_training.py.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import EVENTS, JOBS
-from orchestrator.backends.kubernetes.events import event_document
-from orchestrator.cli.plugin import main as plugin
-from orchestrator.operator.spec import owner_of
-from orchestrator.operator.status import About, status_of
-from orchestrator.protocol.spec.crd import NAME, definition_text
-from orchestrator.runtime.view import JobView
-from tests.e2e.kubernetes.commands import Commands, called
+from tests.e2e.kubernetes.commands import SCRIPT, Commands, serve_jobs, trained, write_status
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
 from tests.e2e.kubernetes.rig.given import GivenCluster
-from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.unit.cli.views import NS, make_incident, make_view
 
 pytestmark = pytest.mark.e2e
 
 AGENTS = "127.0.0.1"
-SCRIPT: dict[str, Any] = {
-    "apiVersion": "holdfast.dev/v1alpha1",
-    "kind": "TrainingJob",
-    "metadata": {"name": "demo"},
-    "spec": {
-        "entrypoint": {"script": "train.py"},
-        "image": "example.test/worker:1",
-        "nodes": {"max": 2},
-        "checkpoint": {"path": "s3://bucket/demo"},
-    },
-}
 
 
 @pytest.fixture(scope="module")
 def crd(control_plane: ControlPlane | GivenCluster) -> None:
-    kubectl = control_plane.kubectl()
-    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    # Not by `kubectl wait`, which fails on a definition that has no status yet.
-    kubectl.wait("crd", NAME, lambda d: condition(d, "Established") == "True", "to be served")
+    serve_jobs(control_plane.kubectl())
 
 
 @pytest.fixture
@@ -78,41 +52,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(SCRIPT))
     return path
-
-
-def write_status(kubectl: Kubectl, view: JobView) -> None:
-    """As the operator writes it, and the Event of the newest incident as it tells that."""
-    document = kubectl.get("trainingjob", view.name)
-    assert document is not None
-    owner = owner_of(document)
-    status = status_of(view, About(view.name, document["metadata"]["generation"], 2, view.now_ns))
-    body = {
-        "apiVersion": document["apiVersion"],
-        "kind": document["kind"],
-        "metadata": {"name": view.name, "namespace": owner.namespace},
-        "status": status,
-    }
-
-    async def act() -> None:
-        async with await Cluster.connect(kubeconfig=kubectl.kubeconfig) as cluster:
-            await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
-            for one in view.incidents[-1:]:
-                text = f"incident {one.number}: {one.title}; {one.decision}"
-                event = event_document(owner, f"{view.name}.1", "Warning", "Hang", text)
-                await cluster.create(EVENTS, owner.namespace, event)
-
-    asyncio.run(act())
-
-
-def trained(**changes: Any) -> JobView:
-    """A job that has seen two incidents, now."""
-    now_ns = time.time_ns()
-    incidents = [
-        make_incident(at_ns=now_ns - 50 * NS),
-        make_incident(number=2, at_ns=now_ns - 20 * NS, title="worker 1 hangs", rehearsal=False),
-    ]
-    times = {"submitted_ns": now_ns - 60 * NS, "now_ns": now_ns}
-    return make_view(**{"incidents": incidents, "nodes": [], **times, **changes})
 
 
 # -- what was trained -------------------------------------------------------------------------
@@ -204,6 +143,29 @@ def test_ctrl_c_leaves_the_job_in_the_cluster_and_says_how_to_come_back(
     write_status(jobs, trained(state="succeeded", reason="all steps done", incidents=[]))
     assert command.wait(60) == 0, output.read_text()
     assert "goodput 90.9%" in output.read_text()
+
+
+def test_whoever_watches_goes_on_when_the_api_server_was_away(
+    jobs: Kubectl,
+    holdfast: Commands,
+    file: Path,
+    tmp_path: Path,
+    own_control_plane: ControlPlane,
+) -> None:
+    output = tmp_path / "output"
+    command = holdfast.start(output, "run", file)
+    jobs.wait("trainingjob", "demo", bool, "to be created")
+    write_status(jobs, trained())
+    until(lambda: "step 41" in output.read_text(), "a line of progress", timeout_s=60,
+          last=output.read_text)  # fmt: skip
+    own_control_plane.kill_api_server()
+    until(lambda: "trying again" in output.read_text(), "the remark", timeout_s=60,
+          last=output.read_text)  # fmt: skip
+    own_control_plane.start_api_server()
+    until(lambda: "answers again" in output.read_text(), "the way back", timeout_s=60,
+          last=output.read_text)  # fmt: skip
+    write_status(jobs, trained(state="succeeded", reason="all steps done", incidents=[]))
+    assert command.wait(60) == 0, output.read_text()
 
 
 def test_another_job_of_the_same_name_is_not_touched(
@@ -306,122 +268,3 @@ def test_every_wish_reaches_the_operator_and_its_answer_comes_back(
     assert f"{name}  cancelled" in told and "suspended" in told and "cancel was asked for" in told
     assert "pods" in holdfast("logs", name).err
     assert holdfast("delete", name, "--yes").code == 0
-
-
-# -- what cannot be done ----------------------------------------------------------------------
-def test_a_job_that_is_not_there_names_those_that_are(jobs: Kubectl, holdfast: Commands) -> None:
-    alone = holdfast("status", "nope")
-    assert alone.code == 2 and f"expected a job; namespace {jobs.namespace} has none" in alone.err
-    assert f"no jobs in namespace {jobs.namespace}" in holdfast("status").err
-    jobs.create(SCRIPT)
-    for words in (["status"], ["report"], ["events"], ["logs"], ["cancel"], ["delete"]):
-        result = holdfast(*words, "nope")
-        assert result.code == 2
-        assert f"job: got nope; expected one of demo in namespace {jobs.namespace}" in result.err
-
-
-def test_a_namespace_that_is_not_there_is_named(jobs: Kubectl, file: Path) -> None:
-    holdfast = Commands(jobs.inside("missing"))
-    for words in (["status"], ["status", "demo"], ["run", file]):
-        result = holdfast(*words)
-        assert result.code == 2
-        assert "--namespace: got missing, which does not exist; expected a name" in result.err
-
-
-def test_a_file_for_another_namespace_is_a_contradiction(
-    jobs: Kubectl, holdfast: Commands, tmp_path: Path
-) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": "demo", "namespace": "team"}}))
-    result = holdfast("run", path)
-    assert result.code == 2
-    assert f"--namespace: got {jobs.namespace}; expected team, as metadata.namespace" in result.err
-
-
-@pytest.fixture
-def viewer(jobs: Kubectl, own_control_plane: ControlPlane) -> Commands:
-    """Somebody who may look at jobs and at nothing else."""
-    rights = ["--verb=get,list,watch", "--resource=trainingjobs.holdfast.dev"]
-    jobs.run("create", "serviceaccount", "viewer")
-    jobs.run("create", "role", "viewer", *rights)
-    account = f"--serviceaccount={jobs.namespace}:viewer"
-    jobs.run("create", "rolebinding", "viewer", "--role=viewer", account)
-    token = jobs.run("create", "token", "viewer").strip()
-    name = f"viewer-{jobs.namespace}"
-    return Commands(jobs, own_control_plane.write_kubeconfig(name, token=token))
-
-
-def test_whoever_may_only_see_jobs_sees_them_and_is_told_which_right_is_missing(
-    jobs: Kubectl, viewer: Commands, file: Path
-) -> None:
-    jobs.create(SCRIPT)
-    write_status(jobs, trained())
-    assert "42 of 100 steps" in viewer("status", "demo").out
-    for words, missing in (
-        (["suspend", "demo"], "patch trainingjobs"),
-        (["resize", "demo", "1"], "patch trainingjobs/scale"),
-        (["run", file], "create trainingjobs"),
-        (["logs", "demo"], "list pods"),
-        (["events", "demo"], "list events"),
-        (["chaos", "kill-worker", "demo"], "patch trainingjobs"),
-    ):
-        result = viewer(*words)
-        assert result.code == 2, words
-        assert f"missing right: {missing}" in result.err
-        assert "Traceback" not in result.err
-
-
-def test_credentials_that_are_not_accepted_are_told(
-    jobs: Kubectl, own_control_plane: ControlPlane
-) -> None:
-    """As an expired token is: the API server does not say more than Unauthorized."""
-    old = own_control_plane.write_kubeconfig("expired", token="expired")
-    result = Commands(jobs, old)("status")
-    assert result.code == 2
-    assert "does not accept our credentials" in result.err and "log in again" in result.err
-
-
-def test_an_api_server_that_is_not_there_is_told(
-    jobs: Kubectl, own_control_plane: ControlPlane, tmp_path: Path
-) -> None:
-    closed = tmp_path / "closed"
-    document = yaml.safe_load(own_control_plane.kubeconfig.read_text())
-    [port] = free_ports("127.0.0.1", 1)
-    document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
-    closed.write_text(yaml.safe_dump(document))
-    result = Commands(jobs, closed)("status")
-    assert result.code == 1
-    assert f"the API server at https://127.0.0.1:{port} does not answer" in result.err
-
-
-# -- kubectl ----------------------------------------------------------------------------------
-def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
-    jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "kubectl-holdfast"
-    code = "from orchestrator.cli.plugin import main; main()"
-    program.write_text(f"#!{sys.executable}\n{code}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    monkeypatch.setenv("KUBECONFIG", str(jobs.kubeconfig))
-    jobs.create(SCRIPT)
-    bare = [str(jobs.program), "holdfast"]
-    for words in (["status", "demo", "-n", jobs.namespace], ["-n", jobs.namespace, "status"]):
-        done = run([*bare, *words])
-        assert done.startswith(("demo", "JOB")), done
-
-
-def run(command: list[str]) -> str:
-    import subprocess
-
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
-def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
-    where = ["--kubeconfig", str(jobs.kubeconfig), "-n", jobs.namespace]
-    result = called(plugin, *where, "status", "nope")
-    assert result.code == 2
-    assert f"see `kubectl holdfast status -n {jobs.namespace}" in result.err
-    assert "Usage: kubectl holdfast" in called(plugin, "--help").out

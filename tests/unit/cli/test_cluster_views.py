@@ -5,19 +5,26 @@ The statuses are those that the operator's own code writes for a view.
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from orchestrator.backends.kubernetes.errors import refused
+from orchestrator.backends.kubernetes.kubeconfig import problem
 from orchestrator.cli import render, report
 from orchestrator.cli.places.base import Wanted
+from orchestrator.cli.places.cluster_job import ClusterJob
 from orchestrator.cli.places.cluster_logs import chosen, line_filter
+from orchestrator.cli.places.link import Link
 from orchestrator.cli.places.objects import asked_at, neglect, nodes_of, told_at, view_of_object
 from orchestrator.cli.plugin import reordered
 from orchestrator.operator.status import About, status_of
 from orchestrator.runtime.view import JobView
 
+from .conftest import Holdfast
 from .views import NS, T0, make_incident, make_view
 
 CREATED = "2023-11-14T22:13:20Z"  # T0
@@ -194,3 +201,86 @@ def test_a_rank_is_looked_for_where_its_label_says() -> None:
 )
 def test_options_of_kubectl_may_stand_before_the_verb(typed: str, meant: str) -> None:
     assert reordered(typed.split()) == meant.split()
+
+
+def test_a_reader_is_told_since_when_nobody_looks_after_a_job() -> None:
+    document = make_object(make_view())
+    job = ClusterJob(Link("team", None, None, plugin=True), document)
+    view = view_of_object(document, told_at(document) + 5 * NS)
+    assert job.remarks(view) == []
+    view = view_of_object(document, told_at(document) + 125 * NS)
+    [remark] = job.remarks(view)
+    assert remark.startswith("For 2 min 05 s the operator has not written anything, it last wrote")
+    assert "`kubectl describe trainingjob demo -n team`" in remark
+
+
+CONFIG = """\
+apiVersion: v1
+kind: Config
+contexts: [{name: red, context: {}}, {name: blue, context: {}}]
+current-context: green
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "told"),
+    [
+        (CONFIG, "pink", "--context: got pink; expected one of red, blue in "),
+        (CONFIG, None, "the current one of the kubeconfig is green; expected one of red, blue"),
+        (CONFIG, "red", ""),
+        ("contexts: 7", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
+        ("- [", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
+        ("", "red", "--context: got red; expected a context; it has none in "),
+        (None, None, "(no such file); expected a kubeconfig; name one with --kubeconfig"),
+    ],
+    ids=["unknown", "current", "fine", "words", "garbage", "empty", "missing"],
+)
+def test_what_is_wrong_with_a_kubeconfig_is_said_in_its_own_words(
+    text: str | None, context: str | None, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config"
+    if text is not None:
+        path.write_text(text)
+    found = problem(context, path)
+    assert told in str(found) if told else found is None
+
+
+def test_the_variable_of_kubectl_is_named_where_it_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    assert str(problem(None, None)).startswith(f"$KUBECONFIG: got {tmp_path / 'a'}:{tmp_path}/b")
+    (tmp_path / "b").write_text(CONFIG.replace("green", "red"))
+    assert problem(None, None) is None, "one of them is enough"
+
+
+@pytest.mark.parametrize(
+    "body", [b"404 page not found\n", b'{"message": "the server could not find the requested"}']
+)
+def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
+    path = "/apis/holdfast.dev/v1alpha1/namespaces/team/trainingjobs"
+    error = refused("https://h:1", "list", path, 404, body)
+    assert "does not know trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
+        (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
+        (["status", "--kubernetes", "--home", "/x"], "--home: got /x beside --kubernetes"),
+        (["status", "--kubernetes", "--kubeconfig", "/nope"], "got /nope (no such file)"),
+    ],
+    ids=["namespace", "context", "home", "kubeconfig"],
+)
+def test_options_of_two_places_do_not_go_together(
+    arguments: list[str], told: str, holdfast: Holdfast
+) -> None:
+    result = holdfast(*arguments)
+    assert result.code == 2 and told in result.err
+
+
+def test_the_plugin_is_installed_under_the_name_that_kubectl_looks_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:main"
