@@ -47,6 +47,8 @@ def jobs(control_plane: Plane) -> Iterator[Kubectl]:
         spec = {"clusterQueue": "training"}
         inside.create({**queue, "metadata": {"name": "team-a"}, "spec": spec})
         yield inside
+    # Other tests ask what is said of a cluster that has none of it.
+    kubectl.run("delete", *(f"--filename={file}" for file in published.files(kueue)))
 
 
 @pytest.fixture(scope="module", autouse=True)
