@@ -23,7 +23,9 @@ TOPOLOGY_KEYS = (
     "topology.kubernetes.io/block",
     "topology.kubernetes.io/rack",
 )
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
+"""A cluster that grows for it needs minutes for a machine with GPUs; limits.NODE_WAIT_S is longer,
+so that the reason is told before the core gives up."""
 
 
 class Kubernetes(Part):
