@@ -66,6 +66,11 @@ class Drop:
     buffer: int
 
 
+def _idle(buffer: Buffer) -> bool:
+    """Nobody's: empty, not in use, and no worker has it."""
+    return buffer.content is None and not buffer.pins and not buffer.holder
+
+
 def version(staged: StagedShard) -> Version:
     return (staged.generation, staged.step)
 
@@ -197,10 +202,7 @@ class Buffers:
         done: list[Give | Drop] = []
         while slot.wanted:
             num_bytes = slot.wanted[0]
-            idle = [
-                b for b in self.of_slot(number)
-                if b.content is None and not b.pins and not b.holder
-            ]  # fmt: skip
+            idle = [b for b in self.of_slot(number) if _idle(b)]
             fitting = [b for b in idle if b.num_bytes >= num_bytes]
             for buffer in idle:
                 if buffer not in fitting:
@@ -221,14 +223,15 @@ class Buffers:
         return len(list(self.of_slot(number))) < limits.STAGING_BUFFERS or self._stuck(number)
 
     def _stuck(self, number: int) -> bool:
-        """All buffers of a slot are kept or pinned. Training must never wait for an upload, so the
-        slot gets one more, unasked."""
+        """All that a slot's worker has is kept or pinned. Training must never wait for an upload,
+        so it gets one more, unasked; a new worker, which holds none yet, when it asks. That may be
+        one that an earlier generation left and nobody wanted."""
         owned = list(self.of_slot(number))
         return (
-            len(owned) == limits.STAGING_BUFFERS
+            (len(owned) == limits.STAGING_BUFFERS or any(_idle(b) for b in owned))
             and any(b.pins for b in owned)
             and not any(b.writable for b in owned)
-            and any(b.holder for b in owned)
+            and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
         )
 
     def _forget(self) -> None:
