@@ -9,6 +9,7 @@ core's next deadline.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 from collections.abc import Callable, MutableMapping
@@ -34,6 +35,10 @@ from .relay import Relay
 from .surroundings import CHECKPOINT_FIELD
 from .tier import Tier
 from .view import JobView
+
+LOOK_S = 15.0
+"""How long a controller that takes over waits for storage to say what it holds: a driver may try
+for minutes, and meanwhile nobody would look after the nodes."""
 
 
 class JobLog(logging.LoggerAdapter[logging.Logger]):
@@ -139,13 +144,15 @@ class Assembly:
             # First, because it may take the longest.
             await self._open_backend()
         try:
-            await self._storage.prepare()
-            self._manifests = await self._storage.manifests()
-        except HoldfastError as error:
+            async with asyncio.timeout(None if fresh else LOOK_S):
+                await self._storage.prepare()
+                self._manifests = await self._storage.manifests()
+        except (HoldfastError, TimeoutError) as problem:
             # A job that trains needs its controller more than its storage: what the journal knows
             # of checkpoints has to do until the next commit.
             if fresh:
                 raise
+            error = str(problem) or f"no answer within {LOOK_S:g} s"
             self.log.warning("taking over without looking into storage: %s", error)
             self._on_note(f"storage does not answer; taking over all the same ({error})")
         self._refuse_foreign()

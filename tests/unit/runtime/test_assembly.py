@@ -16,6 +16,7 @@ from orchestrator.core.events import CancelRequested
 from orchestrator.core.journal import JournalLost
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import TrainingJob
+from orchestrator.runtime import assembly as assembly_module
 from orchestrator.runtime.assembly import Assembly
 from orchestrator.runtime.endpoint import Endpoint
 from orchestrator.runtime.storage import Storage
@@ -46,6 +47,7 @@ class Cluster:
     async def close(self) -> None:
         for hosted in self.jobs:
             await hosted.stop()
+            await hosted.backend.close(release=True)
         await self.endpoint.close()
         self.threads.shutdown()
 
@@ -194,6 +196,26 @@ def test_a_controller_whose_journal_is_taken_ends_and_does_nothing_more(tmp_path
         assert len(hosted.backend.agents) == 2
         for agent in hosted.backend.agents.values():
             assert not any(type(one).__name__ == "Stop" for one in agent.received)
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_a_takeover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        hosted = await cluster.host("space/x")
+        await hosted.until(lambda view: view.state == "running")
+        await hosted.stop()
+        answers = threading.Event()
+        monkeypatch.setattr(assembly_module, "LOOK_S", 0.05)
+        monkeypatch.setattr(Storage, "prepare", lambda self: answers.wait(BOUND_S))
+        await hosted.start(hosted.journal.reopened())
+        await hosted.until(lambda view: view.state == "running" and view.controller_restarts == 1)
+        answers.set()
         await cluster.close()
 
     drive(scenario())
