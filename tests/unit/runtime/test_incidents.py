@@ -1,0 +1,63 @@
+"""Counters over interruptions are those of all of them, also of those whose records are gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.actions import LaunchGroup
+from orchestrator.core.journal import Record
+from orchestrator.core.turn import MAX_INCIDENTS
+from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.runtime.replay import replay
+from orchestrator.runtime.story import Story
+from orchestrator.runtime.view import JobView
+from tests.sim.host import _DECODER as SIM_RECORD
+from tests.sim.story import play
+
+from ..core import story as core
+
+
+def counted(view: JobView) -> dict[tuple[str, str], int]:
+    return {(one.failure_class, one.scope): one.count for one in view.incident_counts}
+
+
+@pytest.mark.parametrize("seed", [3, 8, 21, 44])
+def test_while_all_records_are_there_the_counters_agree_with_them(seed: int) -> None:
+    world = play(seed)
+    records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+    story = replay(world.host.job, records)
+    view = story.view(story.now_ns, live=False)
+    assert view.num_incidents == len(view.incidents) > 0
+    assert sum(counted(view).values()) == len(view.incidents)
+    assert view.steps_lost == sum(one.steps_lost or 0 for one in view.incidents)
+    for phase, total in view.recovery.items():
+        seconds = [one.seconds[phase] for one in view.incidents if phase in one.seconds]
+        assert total.count == len(seconds)
+        assert total.seconds == pytest.approx(sum(seconds))
+
+
+def test_counters_never_fall() -> None:
+    """Looked at after every event, past the point where the oldest records are forgotten."""
+    budgets = {"infrastructure": {"restarts": 10_000}}
+    recovery = {"budgets": budgets, "badNodeStrikes": 10_000}
+    transcript = core.Story(core.spec(recovery=recovery)).started(step=0)
+    story = Story(job_from_mapping(transcript.document))
+    told, before, seen = 0, dict[tuple[str, str], int](), 0
+    for number in range(1, MAX_INCIDENTS + 10):
+        transcript.exits(2, signal=9)
+        transcript.all_stopped(10 * number)
+        transcript.succeed(LaunchGroup)
+        transcript.step(10 * number + 1)
+        for now_ns, event in transcript.journal[told:]:
+            # The state runs ahead of the story by up to one interruption, as it never does.
+            story.observe(now_ns, event, (), transcript.state)
+        told = len(transcript.journal)
+        if number % 50 == 0 or number > MAX_INCIDENTS - 2:
+            view = story.view(transcript.now, live=False)
+            now = counted(view)
+            assert all(now[key] >= count for key, count in before.items())
+            assert view.recovery["total"].count >= seen
+            before, seen = now, view.recovery["total"].count
+    assert counted(view) == {("infrastructure", "worker"): MAX_INCIDENTS + 9}
+    assert view.num_incidents == MAX_INCIDENTS + 9 and len(view.incidents) == MAX_INCIDENTS
+    assert view.recovery["total"].count == MAX_INCIDENTS + 9
