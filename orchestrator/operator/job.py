@@ -12,7 +12,6 @@ from going away whenever no operator runs. Who wants a last checkpoint suspends 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 
 from ..backends.kubernetes.backend import KubernetesBackend
 from ..backends.kubernetes.client import Cluster
-from ..backends.kubernetes.errors import JOBS, PODS, ApiError, Invalid
+from ..backends.kubernetes.errors import PODS, ApiError, Invalid
 from ..backends.kubernetes.events import Recorder
 from ..backends.kubernetes.journal import open_journal
 from ..backends.kubernetes.keys import Keys, ensure_keys
@@ -42,10 +41,11 @@ from ..runtime.endpoint import Endpoint
 from ..runtime.strand import Strand
 from ..runtime.tier import ThreadedTier
 from ..runtime.view import JobView
+from .ending import expire, is_finished
 from .news import news
 from .reporting import Reporter
-from .spec import checkpoint_path, owner_of, read_job
-from .status import FINISHED, About, Verdict, status_of, status_without_controller
+from .spec import checkpoint_path, job_in, owner_of, read_job
+from .status import About, Verdict, status_of, status_without_controller
 from .wishes import Wishes
 
 Document = dict[str, Any]
@@ -113,8 +113,9 @@ class Job:
     # -- its life ------------------------------------------------------------------------------
     async def run(self) -> None:
         """Until nothing is left to do for it. Being cancelled, it lets go: training goes on."""
-        if self._is_finished():
-            await self._expire()
+        cluster, now_ns = self._context.cluster, self._clock.now_ns
+        if is_finished(self._document):
+            await expire(cluster, self.owner, self._document, None, now_ns())
             return
         reporting = asyncio.create_task(self.reporter.run())
         pauses = Pauses(RETRY_MIN_S, RETRY_MAX_S)
@@ -125,7 +126,7 @@ class Job:
         finally:
             reporting.cancel()
             await asyncio.wait([reporting])
-        await self._expire()
+        await expire(cluster, self.owner, self._document, self._final, now_ns())
 
     async def _attempt(self, pauses: Pauses) -> bool:
         """Whether the job has ended. What went wrong is said in its conditions."""
@@ -171,8 +172,17 @@ class Job:
 
     async def _live(self, pauses: Pauses) -> bool:
         """Take the job up, wherever it is; True when it has ended."""
-        job = read_job(self._document, self._context.shared.settings)
-        if job.spec.suspend and not self._document.get("status", {}).get("jobId"):
+        known = bool(self._document.get("status", {}).get("jobId"))
+        try:
+            job = read_job(self._document, self._context.shared.settings)
+        except SpecError:
+            # One that trains goes on as it was; wishes.py says what is wrong now.
+            old = await open_journal(self._context.cluster, self.owner) if known else None
+            was = job_in(old) if old is not None else None
+            if was is None:
+                raise
+            job = was
+        if job.spec.suspend and not known:
             await self._wait_for_change(self._held())
             return False
         async with self._context.starting:
@@ -237,6 +247,10 @@ class Job:
                 # It was valid when it started; the job goes on as it was.
                 lines = "; ".join(str(problem) for problem in error.problems)
                 wishes.refuse(self._document, lines)
+            except ApiError as error:
+                log.warning("a wish has to wait: %s", error, extra={"job": self.owner.key})
+                await asyncio.sleep(RETRY_MIN_S)
+                continue
             self.reporter.dirty(urgent=True)  # of what is wanted, and of what was refused
             await self._changed.wait()
 
@@ -347,10 +361,6 @@ class Job:
         )
 
     # -- its end -------------------------------------------------------------------------------
-    def _is_finished(self) -> bool:
-        status = self._document.get("status") or {}
-        return status.get("state") in FINISHED and bool(status.get("completionTime"))
-
     async def _last_words(self) -> None:
         """The final status is written, however long the API server takes."""
         pauses = Pauses(0.5, 30.0)
@@ -362,26 +372,6 @@ class Job:
             except ApiError as error:
                 log.warning("the final status: %s", error, extra={"job": self.owner.key})
                 await asyncio.sleep(pauses.next_s())
-
-    def _finished_at(self) -> float:
-        """Unix time; now, where nobody knows."""
-        if self._final is not None and self._final.finished_ns is not None:
-            return self._final.finished_ns / 1e9
-        text = (self._document.get("status") or {}).get("completionTime")
-        now = self._clock.now_ns() / 1e9
-        return datetime.datetime.fromisoformat(text).timestamp() if text else now
-
-    async def _expire(self) -> None:
-        """ttlSecondsAfterFinished: delete the object, and with it everything of it."""
-        ttl_s = self._document.get("spec", {}).get("ttlSecondsAfterFinished")
-        if ttl_s is None:
-            return
-        over = self._finished_at()
-        wait_s = max(0.0, over + float(ttl_s) - self._clock.now_ns() / 1e9)
-        log.info("deleted in %.0f s", wait_s, extra={"job": self.owner.key})
-        await asyncio.sleep(wait_s)
-        namespace, name = self.owner.namespace, self.owner.name
-        await self._context.cluster.delete(JOBS, namespace, name, uid=self.owner.uid)
 
 
 def _wishes_of(document: Document) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from ..backends.kubernetes.mirror import Change, Key, Mirror, key_of
 from ..backends.kubernetes.places import Places
 from ..backends.kubernetes.pods import PodSettings
 from ..backends.kubernetes.queues import choice
+from ..backends.kubernetes.queues.finalizers import Finalizers
 from ..backends.kubernetes.shared import Shared
 from ..runtime.endpoint import Endpoint
 from .job import Context, Job
@@ -51,6 +52,8 @@ class Manager:
         namespaces = options.namespaces or ("",)
         self.endpoint = Endpoint()
         self.feed = PodFeed(cluster, namespaces)
+        self._finalizers = Finalizers(cluster)
+        self.feed.watchers.append(self._finalizers.look)
         self.context = Context(
             Shared(cluster, self.feed, Places(cluster), Gangs(), options.pods),
             self.endpoint,
@@ -88,6 +91,7 @@ class Manager:
             await self._let_go()
 
     async def _let_go(self) -> None:
+        self._finalizers.close()
         tasks = [*self._tasks.values(), *self._ending.values()]
         for task in tasks:
             task.cancel()

@@ -11,9 +11,12 @@ from typing import Any
 
 from ..backends.kubernetes.pods import Owner, PodSettings
 from ..backends.kubernetes.queues import choice
+from ..core.events import JobSubmitted
+from ..core.journal import Journal
 from ..protocol.errors import Problem, SpecError
-from ..protocol.spec import TrainingJob
+from ..protocol.spec import TrainingJob, job_from_mapping
 from ..protocol.spec.crd import job_from_resource
+from ..runtime import snapshot
 
 Document = dict[str, Any]
 
@@ -80,3 +83,14 @@ def checkpoint_path(job: TrainingJob, pods: PodSettings) -> str:
     if job.spec.checkpoint.path is not None:
         return job.spec.checkpoint.path
     return "/".join([pods.checkpoint_root.rstrip("/"), job.metadata.namespace, job.name])
+
+
+def job_in(journal: Journal) -> TrainingJob | None:
+    """The job as it was when its journal began or was last compacted; None: it never began."""
+    if journal.snapshot is not None:
+        state, _memory = snapshot.decode(journal.snapshot)
+        return state.job
+    for record in journal.records:
+        if isinstance(record.event, JobSubmitted):
+            return job_from_mapping(record.event.spec)
+    return None

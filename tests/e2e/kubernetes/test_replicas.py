@@ -116,6 +116,38 @@ def test_a_secret_that_vanished_with_the_operator_is_replaced_and_what_that_mean
     assert replica.close() == 0
 
 
+def test_a_job_goes_on_as_it_was_when_the_operator_would_not_start_it_any_more(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    imageless = job("older")
+    del imageless["spec"]["image"]
+    lease = "--lease-name=older"
+    first = Replica(
+        plane.kubeconfig, tmp_path, (namespace.namespace,), lease, "--worker-image=some:1"
+    )
+    first.start()
+    first.wait_leading()
+    namespace.apply(imageless)
+    before = names_of(wait_pods(namespace, "older", 2))
+    namespace.wait(
+        "trainingjob", "older", lambda d: bool((d or {}).get("status", {}).get("jobId")), "known"
+    )
+    assert first.close() == 0
+    second = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), lease)
+    second.start()
+    second.wait_leading()
+    found = namespace.wait(
+        "trainingjob",
+        "older",
+        lambda d: "spec.image: got nothing" in message_of(d),
+        "to say what is wrong",
+        timeout_s=BOUND_S,
+    )
+    assert found["status"]["state"] == "pending", "it waits for its pods, as before"
+    assert names_of(pods(namespace, "older")) == before
+    assert second.close() == 0
+
+
 def test_missing_rights_are_named_where_probes_and_people_look(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
