@@ -104,6 +104,7 @@ class KubernetesBackend:
         self._refuse_too_early()
         while True:
             changed = self.queue.changed
+            await self._delete(self.queue.spent(self._pods()))
             plan = self.queue.plan(count, self._pods(), self._known.creating)
             made = await self._make(plan.create, avoid) if plan.create else ()
             if plan.ready or not plan.held:
@@ -265,8 +266,6 @@ class KubernetesBackend:
         else:
             self._notice(name, pod)
         self._known.creating.discard(name)
-        if change != "DELETED" and (patch := self.queue.given_back(pod)):
-            self._spawn(self._patch(name, patch))
         if words.is_running(pod):
             self._pauses.reset()
         self._news.set()

@@ -21,6 +21,8 @@ class PodFeed:
 
     def __init__(self, cluster: Cluster, namespaces: Sequence[str] = ("",)) -> None:
         """`namespaces`: an empty one: all."""
+        self.watchers: list[Listener] = []
+        """Called for every change of any pod."""
         self._listeners: dict[Key, Listener] = {}
         self._by_job: dict[Key, dict[str, Document]] = {}
         self.mirrors = [
@@ -66,6 +68,8 @@ class PodFeed:
                 del self._by_job[job]
         else:
             pods[metadata["name"]] = pod
+        for watcher in self.watchers:
+            watcher(change, pod)
         listener = self._listeners.get(job)
         if listener is not None:
             listener(change, pod)

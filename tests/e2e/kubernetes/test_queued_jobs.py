@@ -114,6 +114,18 @@ def admit(kubectl: Kubectl, found: dict[str, Document]) -> None:
         kubectl.run("patch", "pod", name, "--type=json", "--patch", json.dumps(patch))
 
 
+def finalize(kubectl: Kubectl, found: dict[str, Document]) -> None:
+    """As Kueue's webhook does with each pod that it queues."""
+    patch = json.dumps({"metadata": {"finalizers": ["kueue.x-k8s.io/managed"]}})
+    for name in found:
+        kubectl.run("patch", "pod", name, "--type=merge", "--patch", patch)
+
+
+def left(kubectl: Kubectl, name: str) -> list[str]:
+    """Pods that are deleted and stay."""
+    return [p["metadata"]["name"] for p in kubectl.list("pods", f"holdfast.dev/job={name}")]
+
+
 def members(found: dict[str, Document]) -> set[str]:
     return {name for name, pod in found.items() if GROUP in pod["metadata"]["labels"]}
 
@@ -149,13 +161,16 @@ def test_a_job_that_is_suspended_in_the_queue_leaves_it_and_lines_up_again_later
 ) -> None:
     jobs.apply(job("paused", "kueue", queue="team-a"))
     before = wait_pods(jobs, "paused", 2)
+    finalize(jobs, before)
     suspend(jobs, "paused", True)
-    wait_pods(jobs, "paused", 0)
+    until(lambda: left(jobs, "paused") == [], "its pods to go", timeout_s=BOUND_S)
     suspend(jobs, "paused", False)
     after = wait_pods(jobs, "paused", 2)
     assert not set(before) & set(after)
     assert wait_reason(jobs, "paused", "Queued")
+    finalize(jobs, after)
     jobs.run("delete", "trainingjob", "paused", "--timeout=60s")
+    until(lambda: left(jobs, "paused") == [], "nothing to be left", timeout_s=BOUND_S)
 
 
 def test_an_operator_that_was_killed_finds_the_places_in_the_queue_again(

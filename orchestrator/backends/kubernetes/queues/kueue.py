@@ -11,8 +11,9 @@ Source: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ and KEP-976 (plain 
   its role is that of the lost pod; the role is normally a hash of resources, affinity and so on,
   and ours may differ (they keep away from blamed nodes), so all have one role, named in an
   annotation, as Kueue's own controllers do it.
-* A pod that ended well is not replaced and keeps its place in the group until the group is over. A
-  node that was given back ends well: then the finalizer by which Kueue counts it is taken off.
+* A pod that ended well is not replaced, and a deleted member stays, by a finalizer, until a
+  replacement is there or the group is over. A node that was given back, and a job that is deleted
+  or held in the queue, have neither: their finalizer is taken off (finalizers.py).
 * A group is over when all its pods ended well, or when all have ended and one of them says that
   none will be replaced. A job that ends says so: its quota is free although pods stay for their
   logs.
@@ -81,20 +82,45 @@ def is_member(pod: Document) -> bool:
 
 
 def members_wanted(pods: Mapping[str, Document], group: Group) -> int:
-    """So many are missing from the gang. `pods`: all of the job."""
-    there = sum(
-        is_member(pod) and not words.is_over(pod) and not words.is_leaving(pod)
-        for pod in pods.values()
-    )
-    return max(0, group.size - there)
+    """So many are missing from the gang, as Kueue counts it. `pods`: all of the job.
+
+    A member that is deleted and still runs has its place until it has ended: one more would be one
+    too many, and Kueue deletes the newest of those.
+    """
+    return max(0, group.size - sum(map(_has_place, pods.values())))
+
+
+def _has_place(pod: Document) -> bool:
+    never_ran = words.is_leaving(pod) and not words.place(pod)
+    return is_member(pod) and _phase(pod) != "Failed" and not never_ran
+
+
+def is_ending(pod: Document) -> bool:
+    """A member whose place will soon be free for its replacement."""
+    return words.is_leaving(pod) and _has_place(pod)
+
+
+def spent(pods: Mapping[str, Document]) -> list[str]:
+    """Members that ended well while the job goes on: only when they are deleted is their place in
+    the gang free."""
+    return [
+        name
+        for name, pod in pods.items()
+        if is_member(pod) and _phase(pod) == "Succeeded" and not words.is_leaving(pod)
+    ]
+
+
+def _phase(pod: Document) -> str:
+    return str(pod.get("status", {}).get("phase", "Pending"))
 
 
 def given_back(pod: Document) -> dict[str, Any] | None:
-    """A patch that frees the place in its group of a pod that ended and that somebody deleted;
-    None: nothing is to be done. A pod that failed is Kueue's: it waits for the replacement."""
+    """A patch that lets a deleted member of the gang go that does not run any more or never did;
+    None: nothing is to be done. Its quota stays with the group, for a replacement."""
     finalizers = pod["metadata"].get("finalizers") or []
-    ended_well = pod.get("status", {}).get("phase") == "Succeeded"
-    if MANAGED not in finalizers or not (is_member(pod) and ended_well and words.is_leaving(pod)):
+    if MANAGED not in finalizers or not (is_member(pod) and words.is_leaving(pod)):
+        return None
+    if words.place(pod) and not words.is_over(pod):
         return None
     return {"metadata": {"finalizers": [name for name in finalizers if name != MANAGED]}}
 

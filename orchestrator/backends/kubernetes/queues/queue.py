@@ -117,9 +117,13 @@ class Queue:
         if missing:
             return Plan(create=missing, held=self.why_held)
         held = [pod for pod in pods.values() if self.is_held(pod)]
-        if any(kueue.is_member(pod) for pod in held):
+        if any(kueue.is_member(pod) for pod in held) or any(map(kueue.is_ending, pods.values())):
             return waiting
         return Plan(create=max(0, count - len(held)), held=self.why_held)
+
+    def spent(self, pods: Mapping[str, Document]) -> list[str]:
+        """Ended nodes that stand in the way of new ones as long as their pods are there."""
+        return kueue.spent(pods) if self._kueue and not self._stopped else []
 
     def unwanted(self, pods: Mapping[str, Document]) -> list[str]:
         """Nodes behind the gate beyond what the job may have. The gang goes as a whole."""
@@ -161,10 +165,6 @@ class Queue:
         where = f" (queue {self._group.queue})" if self._group.queue else ""
         text = f"queued: {self._integration.title} places {self._group.size} nodes together{where}"
         return words.Trouble("Queued", f"{text}; {found.text}" if found else text)
-
-    def given_back(self, pod: Document) -> Document | None:
-        """A patch of this pod that is due now."""
-        return kueue.given_back(pod) if self._kueue else None
 
     def last_patches(self, pods: Mapping[str, Document]) -> dict[str, Document]:
         """Pod -> patch, when the job has ended."""
