@@ -62,7 +62,7 @@ class AgentActor:
         with (logs / f"agent-{order.node}.log").open("ab") as output:
             self._process = subprocess.Popen(
                 self._command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env=self._environment(), start_new_session=True,
+                env=self._environment(), start_new_session=True, cwd=self._directory,
             )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = loop.create_future()

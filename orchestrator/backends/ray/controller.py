@@ -16,6 +16,9 @@ import msgspec
 
 from . import cluster, names
 
+RESTART_PAUSE_S = 1.0
+"""What fails at once, fails again at once."""
+
 log = logging.getLogger("holdfast.ray")
 
 
@@ -80,6 +83,7 @@ class ControllerActor:
         except Exception:
             # Whatever it is: a new process goes on from the journal. Ray restarts it.
             log.exception("the controller of job %s failed", self._order.job)
+            await asyncio.sleep(RESTART_PAUSE_S)
             os._exit(1)
         # The record is written; who watches reads it there. A process that has nothing to do any
         # more would hold its place in the cluster for ever.

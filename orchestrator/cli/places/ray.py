@@ -66,9 +66,11 @@ class RayPlace:
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         if file is not None:
-            job = load_checked(file)
+            # Before connecting: several Ray nodes of one machine unpack a job's working_dir one
+            # after the other in the same place, and take it away from under our feet.
+            job, directory = load_checked(file), file.absolute().parent
             cluster.connect(self._address)
-            self._create(job, file.absolute().parent)
+            self._create(job, directory)
             name = job.name
         else:
             assert attach is not None

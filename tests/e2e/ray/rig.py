@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +29,8 @@ class RayRig:
     def __init__(self) -> None:
         # Read when its modules are imported; a busy machine takes long to start a Ray node.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
+        # As an activated environment has it: what a submitted job starts with `python` is ours.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         from ray.cluster_utils import Cluster
 
         self._cluster: Any = Cluster()
