@@ -27,7 +27,7 @@ from orchestrator.operator.spec import owner_of
 from orchestrator.operator.status import About, status_of
 from orchestrator.protocol.spec.crd import NAME, definition_text
 from orchestrator.runtime.view import JobView
-from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.unit.cli.views import NS, make_incident, make_view
 
 
@@ -93,8 +93,7 @@ SCRIPT: dict[str, Any] = {
 def serve_jobs(kubectl: Kubectl) -> None:
     """Returns when the API server knows TrainingJobs."""
     kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    # Not by `kubectl wait`, which fails on a definition that has no status yet.
-    kubectl.wait("crd", NAME, lambda d: condition(d, "Established") == "True", "to be served")
+    kubectl.served(NAME)
 
 
 def write_status(kubectl: Kubectl, view: JobView) -> None:

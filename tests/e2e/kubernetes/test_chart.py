@@ -162,7 +162,7 @@ def helm(
     namespace = ("--namespace", render.NAMESPACE)
     notes = helm.run("install", "holdfast", str(render.CHART), *namespace)
     assert "looks after TrainingJobs in all namespaces" in notes
-    kubectl.run("wait", "--for=condition=Established", "crd/trainingjobs.holdfast.dev")
+    kubectl.served("trainingjobs.holdfast.dev")
     yield helm
 
 

@@ -41,7 +41,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 def crd(control_plane: ControlPlane | GivenCluster) -> dict[str, Any]:
     kubectl = control_plane.kubectl()
     kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+    kubectl.served(NAME)
     return kubectl.json("get", "crd", NAME)
 
 

@@ -51,7 +51,7 @@ def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
         made.start()
         kubectl = made.kubectl()
         kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-        kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+        kubectl.served(NAME)
         for number in range(NUM_NODES):
             add_node(kubectl, f"fake-{number}")
         yield made

@@ -40,8 +40,7 @@ def jobs(control_plane: Plane) -> Iterator[Kubectl]:
     for file in published.files(kueue):
         kubectl.run("apply", "--server-side", "--filename", str(file))
     names = (NAME, "localqueues.kueue.x-k8s.io")
-    for name in names:
-        kubectl.run("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    kubectl.served(*names)
     for inside in fresh(kubectl):
         queue = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue"}
         spec = {"clusterQueue": "training"}

@@ -87,7 +87,7 @@ def systems(control_plane: Plane, complaints: dict[str, str]) -> Kubectl:
     for pin in published.PINS:
         for file in published.files(pin):
             kubectl.run("apply", "--server-side", "--filename", str(file))
-    kubectl.run("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    kubectl.served(*(one["metadata"]["name"] for one in kubectl.json("get", "crd")["items"]))
     kubectl.run("get", "crd", NAME)
     return kubectl
 

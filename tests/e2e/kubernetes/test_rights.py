@@ -64,7 +64,7 @@ def installed(
         kubectl.run("label", "namespace", TEAM, "pod-security.kubernetes.io/enforce=restricted")
         chart = render.template(binaries.path("helm"), "--skip-tests", *MODES[request.param])
         kubectl.run("apply", "--server-side", "--filename=-", stdin=chart)
-        kubectl.run("wait", "--for=condition=Established", "crd/trainingjobs.holdfast.dev")
+        kubectl.served("trainingjobs.holdfast.dev")
         account = ("holdfast-operator", f"--namespace={render.NAMESPACE}")
         token = kubectl.run("create", "token", *account).strip()
         config = plane.write_kubeconfig("operator", token=token)

@@ -24,7 +24,7 @@ def install(plane: Plane) -> None:
     """The CRD."""
     kubectl = plane.kubectl()
     kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-    kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", f"--timeout={BOUND_S}s")
+    kubectl.served(NAME)
 
 
 def job(name: str, **spec: Any) -> Document:

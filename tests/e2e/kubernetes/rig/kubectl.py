@@ -113,6 +113,12 @@ class Kubectl:
         )
         return seen or {}
 
+    def served(self, *names: str) -> None:
+        """Waits until the API server knows these definitions (CRDs). Not by `kubectl wait`, which
+        fails on a definition that has no status yet."""
+        for name in names:
+            self.wait("crd", name, lambda d: condition(d, "Established") == "True", "to be served")
+
 
 def condition(document: Document | None, kind: str) -> str:
     """The status of a condition: "True", "False", "Unknown", or "" when it is not there."""

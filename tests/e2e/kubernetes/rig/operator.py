@@ -60,7 +60,7 @@ class Operator:
     def install(self) -> None:
         kubectl = self._cluster.kubectl()
         kubectl.apply(CRD)
-        kubectl.run("wait", "--for=condition=Established", "crd/trainingjobs.holdfast.dev")
+        kubectl.served("trainingjobs.holdfast.dev")
 
     def start(self) -> None:
         """Returns when it leads."""
