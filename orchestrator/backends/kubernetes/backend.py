@@ -216,7 +216,8 @@ class KubernetesBackend:
             raise NoRoom(text)
 
     def _document(self, node: str, blamed: Mapping[str, str], index: int) -> Document:
-        pod = pod_document(self._job, self._owner, self._shared.settings, node, blamed)
+        settings, doubtful = self._shared.settings, self._known.doubtful(self._pods())
+        pod = pod_document(self._job, self._owner, settings, node, blamed, doubtful)
         return self.queue.decorate(pod, self._pods(), index)
 
     async def _create(self, document: Document) -> ApiError | None:

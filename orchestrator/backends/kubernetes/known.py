@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import names
+from . import names, words
 
 REFUSAL_S = 30.0
 """Whoever still wants nodes asks every few seconds; a refusal that nobody hears again is over."""
@@ -52,3 +52,9 @@ class Known:
             text = pod["metadata"].get("annotations", {}).get(names.BLAMED)
             found |= json.loads(text) if text else {}
         return found | {node: self.place[node] for node in avoid if self.place.get(node)}
+
+    def doubtful(self, pods: Mapping[str, dict[str, Any]]) -> set[str]:
+        """Kubernetes nodes with a pod that was given up and whose end nobody has confirmed: a dead
+        machine looks so for the better part of a minute, and is the emptiest of all till then."""
+        left = [pod for name, pod in pods.items() if name in self.released]
+        return {words.place(pod) for pod in left if words.place(pod) and not words.is_over(pod)}

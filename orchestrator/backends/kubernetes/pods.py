@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +77,13 @@ def pod_document(
     settings: PodSettings,
     node: str,
     blamed: Mapping[str, str] | None = None,
+    doubtful: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The pod that is node `node`. `blamed`: nodes of the job that are not to be used again -> the
-    Kubernetes nodes that they were on. Raises UserError for a template that leaves no container."""
+    Kubernetes nodes that they were on. `doubtful`: Kubernetes nodes that may be dead without
+    Kubernetes knowing it yet: used only where there is no other room.
+
+    Raises UserError for a template that leaves no container."""
     blamed = blamed or {}
     ours: dict[str, Any] = {
         "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
@@ -96,6 +100,7 @@ def pod_document(
     metadata["ownerReferences"] = [names.owner_reference(owner.name, owner.uid)]
     pod["spec"]["restartPolicy"] = "Never"
     _keep_away(pod["spec"], set(blamed.values()))
+    _rather_not(pod["spec"], set(doubtful) - set(blamed.values()))
     worker = _container(pod["spec"])
     worker["args"] = _arguments(job, owner, settings, node)
     grace_s = pod["spec"].get("terminationGracePeriodSeconds")
@@ -252,7 +257,7 @@ def _keep_away(spec: dict[str, Any], places: set[str]) -> None:
     and not their hostname labels: the two may differ."""
     if not places:
         return
-    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [p]} for p in sorted(places)]
+    fields = _none_of(places)
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     # Terms are alternatives, so each of them has to say it.
     terms = affinity.setdefault(REQUIRED, {}).setdefault("nodeSelectorTerms", [])
@@ -260,3 +265,15 @@ def _keep_away(spec: dict[str, Any], places: set[str]) -> None:
         term["matchFields"] = [*term.get("matchFields", []), *fields]
         if term not in terms:
             terms.append(term)
+
+
+def _rather_not(spec: dict[str, Any], places: set[str]) -> None:
+    if not places:
+        return
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    wish = {"weight": ANTI_AFFINITY_WEIGHT, "preference": {"matchFields": _none_of(places)}}
+    affinity[PREFERRED] = [*affinity.get(PREFERRED, []), wish]
+
+
+def _none_of(places: set[str]) -> list[dict[str, Any]]:
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [p]} for p in sorted(places)]

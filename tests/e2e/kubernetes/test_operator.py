@@ -322,6 +322,12 @@ def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
     assert f"{lost}: removed by force" in operator.log.read_text()
     found = jobs.json("get", "pod", kept)
     assert found["metadata"]["deletionTimestamp"], "asked to end, as its kubelet may still do"
+    jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":false}}')
+    for pod in wait_pods(jobs, "stuck", 2):
+        (wish,) = pod["spec"]["affinity"]["nodeAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ]
+        assert wish["preference"]["matchFields"][0]["values"] == [silent], "it may be dead"
     jobs.run("delete", "node", silent)
     jobs.wait("pod", kept, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
     gone(jobs, "stuck")

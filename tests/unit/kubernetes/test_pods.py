@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.known import Known
 from orchestrator.backends.kubernetes.merge import merge
 from orchestrator.backends.kubernetes.pods import SECRETS, Owner, PodSettings, pod_document
 from orchestrator.protocol.errors import UserError
@@ -21,6 +22,7 @@ def pod(
     blamed: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
     settings: PodSettings = SETTINGS,
+    doubtful: tuple[str, ...] = (),
     **spec: Any,
 ) -> dict[str, Any]:
     job = job_from_mapping(
@@ -31,7 +33,7 @@ def pod(
             "spec": {"entrypoint": {"script": "train.py"}, **spec},
         }
     )
-    return pod_document(job, OWNER, settings, "llm-abcde", blamed)
+    return pod_document(job, OWNER, settings, "llm-abcde", blamed, doubtful)
 
 
 def worker(document: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +139,13 @@ def test_blame_holds_in_each_alternative_of_the_users_own_affinity() -> None:
         assert term["matchExpressions"] and term["matchFields"][0]["values"] == ["gpu-7"]
 
 
+def test_a_kubernetes_node_that_may_be_dead_is_used_only_where_there_is_no_other_room() -> None:
+    affinity = pod(blamed={"llm-a": "gpu-1"}, doubtful=("gpu-2", "gpu-1"))["spec"]["affinity"]
+    (wish,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (field,) = wish["preference"]["matchFields"]
+    assert (field["operator"], field["values"]) == ("NotIn", ["gpu-2"]), "gpu-1 is out altogether"
+
+
 @pytest.mark.parametrize(
     ("spread", "rule"),
     [
@@ -227,3 +236,13 @@ def test_a_mapping_can_be_replaced_and_lists_without_a_key_are() -> None:
     base = {"a": {"b": 1}, "args": ["1", "2"], "env": [{"name": "x"}]}
     over = {"a": {"$patch": "replace", "c": 2}, "args": ["3"]}
     assert merge(base, over) == {"a": {"c": 2}, "args": ["3"], "env": [{"name": "x"}]}
+
+
+def test_nodes_whose_pods_were_given_up_and_have_not_been_seen_to_end_are_in_doubt() -> None:
+    known = Known(released={"a", "b"})
+
+    def on(node: str, phase: str) -> dict[str, Any]:
+        return {"spec": {"nodeName": node}, "status": {"phase": phase}, "metadata": {}}
+
+    pods = {"a": on("n1", "Running"), "b": on("n2", "Failed"), "c": on("n3", "Running")}
+    assert known.doubtful(pods) == {"n1"}
