@@ -54,6 +54,11 @@ class RayRig:
                     raise
         raise AssertionError("unreachable")
 
+    @property
+    def num_nodes(self) -> int:
+        """Ray nodes that are there and can hold workers."""
+        return len(self._nodes)
+
     def kill_node(self, ray_node: str) -> None:
         """SIGKILL a raylet and everything that it has started: a machine that is lost."""
         (node,) = [one for one in self._nodes if one.node_id == ray_node]

@@ -1,0 +1,39 @@
+"""Two jobs fill a cluster. One loses a Ray node for which there is no replacement; the other does
+not notice; a Ray node that is added is used by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import rig
+from .jobs import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def test_a_job_without_replacement_shrinks_grows_again_and_disturbs_nobody(tmp_path: Path) -> None:
+    cluster = rig.connected()
+    while cluster.num_nodes < rig.NODES:
+        cluster.add_node()
+    jobs = [Job(tmp_path, name, 1_000_000) for name in ("left", "right")]
+    try:
+        left, right = jobs
+        for job in jobs:
+            job.running()
+        places = [{job.facts(node)["ray_node"] for node in job.members()} for job in jobs]
+        assert not places[0] & places[1], "two jobs on one Ray node"
+        before, others = right.view(), left.view()
+        away = right.controller()["ray_node"]
+        node = next(one for one in right.members() if right.facts(one)["ray_node"] != away)
+        cluster.kill_node(right.facts(node)["ray_node"])
+        incident = right.incident_after(before.num_incidents)
+        assert incident.world_size_after == 2 and incident.steps_lost == 0
+        assert left.until(lambda view: view.step > others.step).generation == others.generation
+        cluster.add_node()
+        assert right.running(nodes=2).world_size == 4
+        assert left.view().num_incidents == others.num_incidents
+    finally:
+        for job in jobs:
+            job.end()
