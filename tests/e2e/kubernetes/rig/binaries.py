@@ -22,17 +22,8 @@ CONTROL_PLANE = (
     "kube-scheduler",
     "kubectl",
 )
-NODE = (
-    "kubelet",
-    "containerd",
-    "containerd-shim-runc-v2",
-    "ctr",
-    "runc",
-    "bridge",
-    "host-local",
-    "loopback",
-    "pause",
-)
+PLUGINS = ("bridge", "host-local", "loopback")
+NODE = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr", "runc", *PLUGINS, "pause")
 VARIABLES = ("HOLDFAST_KUBERNETES_BINARIES", "KUBEBUILDER_ASSETS")
 CNI_PLACES = ("/opt/cni/bin", "/usr/lib/cni", "/usr/libexec/cni")
 
@@ -42,9 +33,11 @@ class Binaries:
     """Where to look, best place first."""
 
     places: tuple[Path, ...]
+    path_places: tuple[Path, ...] = ()
+    """The directories of PATH: not for CNI plugins, because iproute2 has a `bridge` too."""
 
     def find(self, name: str) -> Path | None:
-        for place in self.places:
+        for place in self.places + (() if name in PLUGINS else self.path_places):
             path = place / name
             if path.is_file() and os.access(path, os.X_OK):
                 return path.absolute()
@@ -60,9 +53,9 @@ class Binaries:
         missing = [name for name in names if self.find(name) is None]
         if not missing:
             return None
-        looked = ", ".join(str(place) for place in self.places[:3])
+        looked = ", ".join(str(place) for place in self.places)
         return (
-            f"{', '.join(missing)} not found (looked in {looked}, ... and PATH). Run "
+            f"{', '.join(missing)} not found (looked in {looked} and PATH). Run "
             "`make kubernetes-binaries` once: it needs Go 1.26 and takes about five minutes; "
             "or set HOLDFAST_KUBERNETES_BINARIES to a directory that holds them"
         )
@@ -72,7 +65,7 @@ def locate() -> Binaries:
     named = [Path(value) for variable in VARIABLES if (value := os.environ.get(variable))]
     path = [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
     cni = [Path(place) for place in CNI_PLACES]
-    return Binaries((*named, build.cache(), *path, *cni))
+    return Binaries((*named, build.cache(), *cni), tuple(path))
 
 
 def machine_refusal() -> str | None:
