@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ..backends.kubernetes.abandoned import Abandoned
 from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.errors import JOBS
 from ..backends.kubernetes.feed import PodFeed
@@ -52,10 +53,12 @@ class Manager:
         namespaces = options.namespaces or ("",)
         self.endpoint = Endpoint()
         self.feed = PodFeed(cluster, namespaces)
+        places = Places(cluster)
         self._finalizers = Finalizers(cluster)
-        self.feed.watchers.append(self._finalizers.look)
+        self._abandoned = Abandoned(cluster, places)
+        self.feed.watchers += [self._finalizers.look, self._abandoned.look]
         self.context = Context(
-            Shared(cluster, self.feed, Places(cluster), Gangs(), options.pods),
+            Shared(cluster, self.feed, places, Gangs(), options.pods),
             self.endpoint,
             ThreadPoolExecutor(THREADS, thread_name_prefix="storage"),
         )
@@ -92,6 +95,7 @@ class Manager:
 
     async def _let_go(self) -> None:
         self._finalizers.close()
+        self._abandoned.close()
         tasks = [*self._tasks.values(), *self._ending.values()]
         for task in tasks:
             task.cancel()

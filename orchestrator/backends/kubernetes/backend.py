@@ -4,9 +4,8 @@ Owns: creating, deleting and watching the job's pods; saying why one ended or do
 not: talk to agents; they dial in by themselves.
 
 A pod is a node of the job, its name is never used again. All jobs share one watch (feed.py). A pod
-that Kubernetes cannot confirm to have ended (its node is silent) is deleted but never removed by
-force, unless its Kubernetes node is gone or declared out of service: what it runs is fenced by the
-generation anyway.
+that Kubernetes cannot confirm to have ended (its node is silent) is deleted, but removed by force
+only when abandoned.py finds that safe: what it runs is fenced by the generation anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .errors import PODS, ApiError
 from .gang import Rank
 from .known import Known, Refusal
 from .mirror import Change, Pauses
-from .pods import GRACE_MARGIN_S, Owner, pod_document
+from .pods import Owner, pod_document
 from .queues.queue import Queue
 from .shared import Shared
 from .starting import Starting
@@ -41,7 +40,6 @@ BACK_OFF_MAX_S = 300.0
 END_S = 10.0
 """So long the agents of a finished job may take to end by themselves; then their pods are deleted.
 Those that ended stay until the job is deleted: `kubectl logs` still answers."""
-GONE_CHECK_S = 30.0
 SETTLE_S = 0.05
 """Changes come in swarms; what they add up to is looked at once."""
 
@@ -146,8 +144,6 @@ class KubernetesBackend:
         pod = self._pods().get(node)
         if pod is None or not words.is_leaving(pod):
             await self._delete((node,))
-        if pod is not None:
-            self._spawn(self._remove_if_gone(node, pod["metadata"]["uid"]))
 
     async def list_nodes(self) -> tuple[str, ...]:
         alive = {name: pod for name, pod in self._pods().items() if not words.is_over(pod)}
@@ -334,29 +330,13 @@ class KubernetesBackend:
             if error is not None:
                 raise error
 
-    async def _delete_one(self, node: str, **more: Any) -> ApiError | None:
+    async def _delete_one(self, node: str) -> ApiError | None:
         async with self._slots:
             try:
-                await self._cluster.delete(PODS, self._owner.namespace, node, **more)
+                await self._cluster.delete(PODS, self._owner.namespace, node)
             except ApiError as error:
                 return error
         return None
-
-    async def _remove_if_gone(self, node: str, uid: str) -> None:
-        """A pod of a Kubernetes node that will not come back is removed by force, once its grace is
-        over and there is nobody left who could confirm its end."""
-        grace_s = self._job.spec.recovery.termination_grace_s + GRACE_MARGIN_S
-        wait_s = 1.0
-        while True:
-            await asyncio.sleep(wait_s)
-            pod = self._pods().get(node)
-            if pod is None or pod["metadata"]["uid"] != uid:
-                return
-            if await self._shared.places.is_gone(words.place(pod)):
-                log.info("%s: removed by force, its Kubernetes node is gone", node)
-                await self._delete_one(node, grace_s=0, uid=uid)
-                return
-            wait_s = grace_s if wait_s < grace_s else GONE_CHECK_S
 
     async def _end_all(self) -> None:
         """At the end of the job. Raises ApiError."""

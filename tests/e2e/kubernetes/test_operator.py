@@ -333,6 +333,19 @@ def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
     gone(jobs, "stuck")
 
 
+def test_a_deleted_job_leaves_no_pod_on_a_kubernetes_node_that_is_gone(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("ghostly"))
+    pods = names_of(wait_pods(jobs, "ghostly", 2))
+    for pod in pods:
+        bind(jobs, pod, "never-was")
+    jobs.run("delete", "trainingjob", "ghostly", "--timeout=60s")
+    for pod in pods:
+        jobs.wait("pod", pod, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
+        assert f"{pod}: removed by force" in operator.log.read_text()
+
+
 def test_the_operator_outlives_a_restart_of_the_api_server(
     own_control_plane: ControlPlane, plane: Plane, jobs: Kubectl, operator: Replica
 ) -> None:
