@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +104,18 @@ def namespace(control_plane: ControlPlane | GivenCluster) -> Iterator[Kubectl]:
 def cluster_namespace(cluster: Cluster) -> Iterator[Kubectl]:
     """kubectl in a namespace of its own on the cluster with nodes."""
     yield from fresh(cluster.kubectl())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test on nodes says what its cluster looked like: it is gone when somebody reads."""
+    report = yield
+    if report.failed and call.when == "call":
+        for value in getattr(item, "funcargs", {}).values():
+            cluster = value if isinstance(value, Cluster) else getattr(value, "cluster", None)
+            if isinstance(cluster, Cluster):
+                report.sections.append(("cluster", cluster.story()))
+                break
+    return report

@@ -93,6 +93,7 @@ def test_two_operators_run_and_the_charts_own_test_passes(installed: Installed) 
         "holdfast-operator",
         lambda d: d is not None and d["status"].get("readyReplicas") == 2,
         "to have two ready replicas",
+        timeout_s=150,  # a kubelet's pauses between attempts to mount grow up to two minutes
     )
     until(lambda: installed.leader() != "", "a leader", timeout_s=60)
     told = installed.helm.run("test", "holdfast", "--namespace", render.NAMESPACE)

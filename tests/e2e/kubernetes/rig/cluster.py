@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from tests.e2e.kubernetes.rig import images
 from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.dns import NameServer
-from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
 from tests.e2e.kubernetes.rig.network import Network
 from tests.e2e.kubernetes.rig.node import Node
 from tests.e2e.kubernetes.rig.run import Run
@@ -69,3 +70,23 @@ class Cluster:
 
     def kubectl(self, namespace: str = "") -> Kubectl:
         return self.control_plane.kubectl(namespace)
+
+    def story(self) -> str:
+        """What is not as it should be: nodes, pods that are not ready, the last warnings."""
+        kubectl = self.kubectl()
+        parts = [kubectl.attempt("get", "nodes").stdout]
+        pods = kubectl.attempt("get", "pods", "--all-namespaces", "--output=json").stdout
+        for pod in json.loads(pods or "{}").get("items", ()):
+            if condition(pod, "Ready") != "True":
+                metadata, status = pod["metadata"], pod["status"]
+                kept = ("phase", "reason", "message", "conditions", "containerStatuses")
+                parts.append(
+                    f"pod {metadata['namespace']}/{metadata['name']} on "
+                    f"{pod['spec'].get('nodeName')}, deleted {metadata.get('deletionTimestamp')}: "
+                    + json.dumps({key: status[key] for key in kept if key in status})
+                )
+        events = kubectl.attempt(
+            *("get", "events", "--all-namespaces", "--field-selector=type=Warning"),
+            "--sort-by=.lastTimestamp",
+        )
+        return "\n".join([*parts, *events.stdout.splitlines()[-15:]])

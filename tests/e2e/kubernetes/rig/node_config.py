@@ -91,6 +91,9 @@ def kubelet(
         "localStorageCapacityIsolation": False,
         "evictionHard": {"memory.available": "100Mi"},
         "makeIPTablesUtilChains": False,
+        # A watch that is refused once (the authorizer has not seen the pod yet) is tried again with
+        # pauses of up to 30 s, and the pod waits for its volumes as long.
+        "configMapAndSecretChangeDetectionStrategy": "Get",
         "healthzPort": 0,
         "clusterDNS": [name_server],
         "clusterDomain": dns.DOMAIN,
