@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import (
@@ -137,7 +136,7 @@ class Parallel:
             for name, parameter in self.model.named_parameters():
                 plain = plain_name(name)
                 fill(parameter, seed, plain, deviation(plain))
-        self._shards = [local_parameter(p) for p in self.model.parameters()]
+        self.shards = self.session.shards(self.model)
         if self.session.shape.shard == 1 and self.session.shape.replicate > 1:
             self.module = self._distributed_data_parallel()
 
@@ -168,58 +167,17 @@ class Parallel:
             self.module.set_requires_all_reduce(last)
         yield
 
-    def optimizer_parameters(self) -> list[nn.Parameter]:
-        """What to make the optimizer from: this rank's own parts as plain tensors.
-
-        An optimizer works value by value, so it needs no global view, and on DTensors its first
-        step takes 80 ms longer (each operator's layout is derived anew) and every step a little.
-        """
-        return self._shards
-
-    def _hand_gradients_over(self) -> list[Tensor]:
-        """Gives the optimizer's tensors their gradients; returns them."""
-        gradients = []
-        for shard, parameter in zip(self._shards, self.model.parameters(), strict=True):
-            if shard is not parameter:
-                local = local_of(parameter)
-                if local.data_ptr() != shard.data_ptr():  # FSDP2 may pad its shards when it starts
-                    shard.data = local
-                shard.grad = None if parameter.grad is None else local_of(parameter.grad)
-                parameter.grad = None
-            if shard.grad is not None:
-                gradients.append(shard.grad)
-        return gradients
-
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
         """Clips gradients to `max_norm` (0: not) and sums `loss` over all data-parallel ranks;
         to be called between backward and the optimizer's step.
 
-        Returns (summed loss, gradient norm), from one all-reduce of two numbers: the squares of a
-        replica group's shards add up to the squared norm, and every replica has the same.
+        Returns (summed loss, gradient norm). Raises FloatingPointError when the norm is not finite.
         """
-        gradients = self._hand_gradients_over()
-        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        both = torch.stack([loss.detach().float(), squares.to(loss.device).float()])
-        if self.session.world_size > 1:
-            dist.all_reduce(both)
-        norm = (both[1] / self.session.shape.replicate).sqrt()
-        if max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-        total, norm_value = torch.stack([both[0], norm]).tolist()
-        if self.refuse_non_finite and not math.isfinite(norm_value):
-            raise FloatingPointError(f"the gradient norm is {norm_value}, the loss {total}")
-        return total, norm_value
-
-
-def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's part of a DTensor parameter, in the same memory; others as they are. `whole`
-    tells a checkpoint which parameter it is a part of."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local = nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)
-    local.whole = parameter  # type: ignore[attr-defined]
-    return local
+        reduced = self.shards.reduce_and_clip(loss, max_norm)
+        total, norm = torch.stack(reduced).tolist()
+        if self.refuse_non_finite and not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
+        return total, norm
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
     parallel.materialize(config.seed, model.standard_deviation)
     text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
     return Trainer(
-        config, s, parallel, make_optimizer(config.optimizer, parallel.optimizer_parameters()), text
+        config, s, parallel, make_optimizer(config.optimizer, parallel.shards.parameters()), text
     )
 
 

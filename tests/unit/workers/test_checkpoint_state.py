@@ -12,7 +12,7 @@ from workers.checkpoint.read import OtherModel, restore
 from workers.checkpoint.source import UnreadableCheckpoint
 from workers.checkpoint.stage import Stager
 from workers.checkpoint.state import TrainingState, box_of
-from workers.parallel import local_parameter
+from workers.session.shards import local_parameter
 
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 3), (1, 8)]
 

@@ -1,0 +1,73 @@
+"""Trains two copies of a model, one with an optimizer over DTensors and torch's clipping, one with
+`Session.shards`, and says on rank 0 how far they are apart. Run by torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from workers import session
+
+MAX_NORM = 0.05
+STEPS = 4
+
+
+def main(shard: int) -> None:
+    torch.set_num_threads(1)
+    s = session.init(shard=shard)
+    ours, theirs = build(s), build(s)
+    shards = s.shards(ours)
+    quick = torch.optim.AdamW(shards.parameters(), lr=0.01)
+    usual = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    norms = []
+    for step in range(STEPS):
+        torch.manual_seed(1000 * step + s.rank)
+        inputs = torch.randn(3, 5)
+        for model in (ours, theirs):
+            model(inputs).square().mean().backward()
+        if shard == 1:  # nobody averages the gradients of models that are not wrapped
+            for model in (ours, theirs):
+                average(model)
+        quick_norm = shards.clip_grad_norm_(MAX_NORM)
+        usual_norm = whole(torch.nn.utils.clip_grad_norm_(theirs.parameters(), MAX_NORM))
+        norms.append((float(quick_norm), float(usual_norm)))
+        for optimizer in (quick, usual):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in ours.parameters())
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    apart = max(float((whole(a) - whole(b)).abs().max()) for a, b in pairs)
+    if s.rank == 0:
+        print(json.dumps({"norms": norms, "apart": apart}))
+    session.leave()
+
+
+def build(s: session.Session) -> nn.Module:
+    """Sizes that do not divide: some ranks hold less than others, or nothing of a parameter."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
+    if s.shape.shard > 1:
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=s.fsdp_mesh)
+        fully_shard(model, mesh=s.fsdp_mesh)
+    return model
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
