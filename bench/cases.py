@@ -74,7 +74,7 @@ def run(case: Case) -> Result:
             note = f"did not reach step {FAULT_STEP} in {START_BOUND_S:g} s; no fault yet"
             return Result(case.name, case.contestant, None, note=note)
         first = before.finished_by_all(before.first_step)
-        launch = first - started if first else None
+        launch = first - (contestant.begun() or started) if first else None
         steps = timeline.step_seconds(before, 4, FAULT_STEP - 1)
         base = Result(case.name, case.contestant, None, None, launch, median(steps))
         time.sleep(median(steps) / 2)  # in the middle of a step
@@ -143,21 +143,21 @@ def cases() -> list[Case]:
     elastic_tuned = lambda w: Torchrun(w, elastic=True, tuned=True)  # noqa: E731
     ours = lambda w: Holdfast(w)  # noqa: E731
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
-    recipe = lambda w: Holdfast(w, engine="recipe")  # noqa: E731
-    recipe_spare = lambda w: Holdfast(w, engine="recipe", spares=1)  # noqa: E731
+    shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
+    shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
     return [
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
-        Case("worker killed", "Holdfast, recipe", recipe, kill_worker),
+        Case("worker killed", "Holdfast, shards", shards, kill_worker),
         Case("node lost, replaced", "torchrun", plain, lose_node, repeat=False),
         Case("node lost, replaced", "torchrun tuned", tuned, lose_node),
         Case("node lost, replaced", "Holdfast, spare", spare, lose_node),
-        Case("node lost, replaced", "Holdfast, recipe, spare", recipe_spare, lose_node),
-        Case("node lost, replaced", "Holdfast, no spare", ours, lose_node),
+        Case("node lost, replaced", "Holdfast, shards, spare", shards_spare, lose_node),
+        Case("node lost, replaced", "Holdfast, no spare", ours, lose_node, repeat=False),
         Case("node lost, shrink", "torchrun", elastic, lose_node_for_good, repeat=False),
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
-        Case("node lost, shrink", "Holdfast, recipe", recipe, lose_node_for_good),
+        Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
         Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
         Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
         Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),
@@ -176,7 +176,8 @@ def run_without_fault(build: Callable[[Workload], Contestant], steps: int) -> Re
         first = job.finished_by_all(job.first_step)
         assert first is not None
         step = median(timeline.step_seconds(job, 5, steps))
-        return Result("undisturbed", contestant.name, None, None, first - started, step)
+        launch = first - (contestant.begun() or started)
+        return Result("undisturbed", contestant.name, None, None, launch, step)
     finally:
         contestant.stop()
         shutil.rmtree(directory, ignore_errors=True)

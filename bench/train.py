@@ -1,10 +1,9 @@
 """The training script of every contestant: the same model, data, mesh and optimizer.
 
 Owns: what is trained, and how each engine keeps its state: `holdfast` through workers.session,
-`recipe` likewise with the step of Holdfast's own recipe (whose optimizer works on local shards),
-`dcp` as PyTorch's documentation has it for torchrun (async_save on a group of
-its own, dcp.load at start), `none` not at all. Must not: time anything but write down finished
-steps.
+`shards` likewise with `session.shards` under the optimizer, `dcp` as PyTorch's documentation has it
+for torchrun (async_save on a group of its own, dcp.load at start), `none` not at all. Must not:
+time anything but write down finished steps.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from bench.timeline import Recorder
-from orchestrator.protocol.spec import Pretrain, job_from_mapping
+from orchestrator.protocol.spec import Pretrain
 from workers import session
 from workers.data import Text, share
 from workers.models.transformer import Transformer
 from workers.parallel import fill
-from workers.recipes.pretrain import build, train_step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["holdfast", "recipe", "dcp", "none"], required=True)
+    parser.add_argument("--engine", choices=["holdfast", "shards", "dcp", "none"], required=True)
     parser.add_argument("--timeline", required=True)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -42,10 +40,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     s = session.init(shard=options.shard)
-    ours = options.engine in ("holdfast", "recipe")
+    ours = options.engine in ("holdfast", "shards")
     fresh = not s.restoring and not Dcp.saved(options.checkpoints)
-    make = Recipe if options.engine == "recipe" else Plain
-    trainer = make(s, options.steps, fresh)
+    trainer = Trainer(s, options.steps, fresh, local=options.engine == "shards")
     keeper = Dcp(trainer, options.checkpoints) if options.engine == "dcp" else None
     if keeper:
         start = keeper.load()
@@ -64,12 +61,13 @@ def main() -> None:
     s.finish()
 
 
-class Plain:
+class Trainer:
     """A training loop as many people write it: FSDP2 per block, AdamW over the sharded parameters,
     gradients clipped to norm 1. 3.3 M parameters: dim 256, 4 layers, sequence 128, batch 8."""
 
-    def __init__(self, s: session.Session, steps: int, fresh: bool) -> None:
-        """`fresh`: no state will be restored, so first values are needed."""
+    def __init__(self, s: session.Session, steps: int, fresh: bool, local: bool) -> None:
+        """`fresh`: no state will be restored, so first values are needed. `local`: the optimizer
+        works on this rank's own parts instead of DTensors."""
         self.config = Pretrain(steps=steps)
         self.session = s
         with torch.device("meta"):
@@ -80,7 +78,9 @@ class Plain:
         self.model.to_empty(device=s.device)
         for name, parameter in self.model.named_parameters() if fresh else ():
             fill(parameter, 0, name, self.model.standard_deviation(name))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.shards = s.shards(self.model) if local else None
+        source = self.shards or self.model
+        self.optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
         length = self.config.data.sequence_length
         self.text = Text("stdlib", ".", length, 0)
         self.tokens = self.config.global_batch * length
@@ -92,38 +92,19 @@ class Plain:
         logits_btv = self.model(inputs_bt)
         loss = F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.shards is not None:
+            self.shards.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
 
 
-class Recipe:
-    """The same model and data in the loop of Holdfast's recipe."""
-
-    def __init__(self, s: session.Session, steps: int, fresh: bool) -> None:
-        config = Pretrain(steps=steps)
-        entry = {"recipe": {"name": "pretrain", "config": {"steps": steps}}}
-        job = job_from_mapping(
-            {
-                "apiVersion": "holdfast.dev/v1alpha1",
-                "kind": "TrainingJob",
-                "metadata": {"name": "bench"},
-                "spec": {"entrypoint": entry},
-            }
-        )
-        self._trainer = build(job, config, s)
-        self.model, self.optimizer = self._trainer.parallel.model, self._trainer.optimizer
-        self.tokens = self._trainer.tokens_per_step
-
-    def step(self, step: int) -> float:
-        return train_step(self._trainer, step)[0]
-
-
 class Dcp:
     """Distributed checkpoints as a careful user of torchrun would write them."""
 
-    def __init__(self, trainer: Plain, directory: Path) -> None:
+    def __init__(self, trainer: Trainer, directory: Path) -> None:
         self._model, self._optimizer = trainer.model, trainer.optimizer
         self._directory = directory
         self._group = dist.new_group(backend="gloo")

@@ -59,6 +59,10 @@ class Contestant(ABC):
     def kill_node(self, worker_pid: int) -> None:
         """SIGKILL everything of the node that the worker belongs to, at once."""
 
+    def begun(self) -> float | None:
+        """When the launch began, where that is not when start() was called."""
+        return None
+
     def store_host(self) -> int | None:
         """The process (a node's agent) that everybody's rendezvous hangs on, where there is one."""
         return None

@@ -26,7 +26,7 @@ class Holdfast(Contestant):
         self, workload: Workload, *, spares: int = 0, min_nodes: int = 1, engine: str = "holdfast"
     ) -> None:
         super().__init__(workload)
-        self._spec = {
+        self._spec: dict[str, Any] = {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": "TrainingJob",
             "metadata": {"name": "bench"},
