@@ -57,6 +57,7 @@ class Case:
     provoke: Callable[[Contestant, timeline.Incarnation], float | None]
     """Returns when the fault happened, where that is later than the call."""
     bound_s: float = 150.0
+    start_bound_s: float = START_BOUND_S
     repeat: bool = True
     """False: once is enough, such as for `never`, or where fixed time-outs make up the time."""
 
@@ -69,9 +70,11 @@ def run(case: Case) -> Result:
         started = time.time()
         contestant.start()
         try:
-            before = timeline.wait_for_step(contestant.workload.timeline, FAULT_STEP, START_BOUND_S)
+            before = timeline.wait_for_step(
+                contestant.workload.timeline, FAULT_STEP, case.start_bound_s
+            )
         except TimeoutError:
-            note = f"did not reach step {FAULT_STEP} in {START_BOUND_S:g} s; no fault yet"
+            note = f"did not reach step {FAULT_STEP} in {case.start_bound_s:g} s; no fault yet"
             return Result(case.name, case.contestant, None, note=note)
         first = before.finished_by_all(before.first_step)
         launch = first - (contestant.begun() or started) if first else None

@@ -9,7 +9,9 @@ import atexit
 import contextlib
 import functools
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,27 @@ ATTEMPTS = 3
 
 
 class RayRig:
-    """The cluster. `NODES` Ray nodes of `CPUS` each; the head has none, so it holds no worker."""
+    """The cluster. Ray nodes of `CPUS` each; the head has none, so it holds no worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int = NODES) -> None:
         # Read when its modules are imported; a busy machine takes long to start a Ray node.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
         # As an activated environment has it: what a submitted job starts with `python` is ours.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         from ray.cluster_utils import Cluster
 
+        # Its own, and short: it holds sockets. Ray's job server looks there for the cluster that a
+        # submitted job belongs to, and would find another one's in the common directory.
+        self._directory = tempfile.mkdtemp(prefix="hf-ray-")
         self._cluster: Any = Cluster()
-        head = self._start(num_cpus=0, include_dashboard=True, dashboard_port=0)
+        head = self._start(
+            num_cpus=0, include_dashboard=True, dashboard_port=0, temp_dir=self._directory
+        )
+        Path(self._directory, "ray_current_cluster").write_text(self._cluster.address)
         self.dashboard = f"http://{head.webui_url}"
         self._nodes: list[Any] = []
         # One after the other: a raylet gives its own helpers 15 s to start, and no more.
-        for _ in range(NODES):
+        for _ in range(nodes):
             self.add_node()
         self.address: str = self._cluster.address
 
@@ -59,6 +67,14 @@ class RayRig:
         """Ray nodes that are there and can hold workers."""
         return len(self._nodes)
 
+    def node_of(self, pid: int) -> str:
+        """The Ray node that a process runs below."""
+        above = {process.pid for process in psutil.Process(pid).parents()}
+        for node in self._nodes:
+            if node.all_processes["raylet"][0].process.pid in above:
+                return str(node.node_id)
+        raise LookupError(f"process {pid} runs below no Ray node that can hold workers")
+
     def kill_node(self, ray_node: str) -> None:
         """SIGKILL a raylet and everything that it has started: a machine that is lost."""
         (node,) = [one for one in self._nodes if one.node_id == ray_node]
@@ -68,11 +84,15 @@ class RayRig:
                 process.kill()
         self._nodes.remove(node)
 
+    def kill_newest(self) -> None:
+        self.kill_node(self._nodes[-1].node_id)
+
     def close(self) -> None:
         import ray
 
         ray.shutdown()
         self._cluster.shutdown()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @functools.cache
