@@ -6,6 +6,7 @@ Owns: the wait for nodes and the launch. Must not: say why the last generation e
 from __future__ import annotations
 
 from ..protocol.facts import Membership, Restore
+from . import arrivals
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
 from .ending import end_parking
@@ -40,7 +41,7 @@ def place(turn: Turn) -> None:
     elif awaiting_rejoin(state):
         return
     elif state.phase == "recovering":
-        if state.expected_nodes and "replacement" in state.timers and not turn.due("replacement"):
+        if arrivals.worth_a_wait(turn) or (not possible and arrivals.may_wait(turn)):
             return
         if possible:
             _launch(turn, possible)
@@ -89,6 +90,8 @@ def _launch(turn: Turn, size: int) -> None:
         restore=restore,
     )
     decision = _describe(state, before, members, restore)
+    if len(members) < len(before):
+        decision += arrivals.why_no_wait(turn)
     _begin_generation(turn, membership, members, restore)
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}

@@ -7,6 +7,7 @@ saying that one is broken.
 from __future__ import annotations
 
 from ..protocol import limits
+from . import arrivals
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes, StopGroup
 from .checkpoints import in_memory, newest_committed
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
@@ -75,7 +76,7 @@ def joined(turn: Turn, event: NodeJoined) -> str:
         state.sequence += 1
         node = Node(event.node, event.facts, state.sequence)
         state.nodes[event.node] = node
-        _arrived(state, event.node)
+        arrivals.came(state, event.node)
         state.no_room = False
     node.facts, node.staged, node.confirmed = event.facts, event.staged, True
     node.offered_port = event.offered_port or node.offered_port
@@ -268,12 +269,6 @@ def recall_promised(turn: Turn) -> None:
             surplus -= 1
 
 
-def _arrived(state: JobState, name: str) -> None:
-    """A promised node is here; one without a name stands for any."""
-    nameless = (promised for promised in state.coming if promised.startswith("?"))
-    state.coming.pop(name if name in state.coming else next(nameless, ""), None)
-
-
 def request_failed(turn: Turn, action: RequestNodes, detail: str) -> None:
     """No room: try again later, and do not wait for anything."""
     turn.state.no_room = True
@@ -379,8 +374,8 @@ def _compare(turn: Turn, existing: tuple[str, ...]) -> list[NodeLost]:
     for name in existing:
         if name in state.gone:
             release(turn, name, "controller-restart", f"{name} was given up: {state.gone[name]}")
-        elif name not in state.nodes:
-            state.coming.setdefault(name, turn.now)
+        elif name not in state.nodes and name not in state.coming:
+            state.coming[name], state.found[name] = turn.now, None
     if state.coming:
         turn.arm_once("expect", limits.NODE_WAIT_S)
     detail = "ended while there was no controller"

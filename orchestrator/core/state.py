@@ -197,6 +197,10 @@ class JobState:
     """Nodes whose release failed -> why they were given up."""
     coming: dict[str, int] = field(default_factory=dict)
     """Nodes that the backend has promised and that have not joined -> since when."""
+    found: dict[str, None] = field(default_factory=dict)
+    """Those of `coming` that a new controller found with the backend: since when is not known."""
+    starts: list[int] = field(default_factory=list)
+    """Nanoseconds from promise to arrival of the last nodes that came; see arrivals.py."""
     no_room: bool = False
     """The last request for nodes was refused."""
     strikes: dict[str, list[int]] = field(default_factory=dict)

@@ -116,7 +116,8 @@ class Recovery(Part):
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """From launch to the first step of a generation."""
     replacement_wait_s: Annotated[float, Field(ge=0)] = limits.REPLACEMENT_WAIT_S
-    """How long to wait for a replacement before shrinking."""
+    """How long a shrink waits at most for a replacement that is on its way. It does not wait at all
+    when the job's own nodes have shown that none comes that fast."""
     grow_delay_s: Annotated[float, Field(ge=0)] = limits.GROW_DELAY_S
     """How long arriving nodes are gathered before the job grows."""
     termination_grace_s: Annotated[float, Field(ge=0)] = limits.TERMINATION_GRACE_S

@@ -1,0 +1,60 @@
+"""How long a job's nodes take from promise to arrival, and whether a shrink waits for one.
+
+Owns: state.starts. Must not: ask for nodes or launch.
+
+A replacement saves a second restart, so a shrink waits for one, but only for one that can be there
+before the wait is over. Where nodes come from, and how long that takes, differs by a factor of a
+hundred between backends; the job's own nodes have shown it, each time one came.
+"""
+
+from __future__ import annotations
+
+from .actions import RequestNodes
+from .state import JobState
+from .turn import SECOND_NS, Turn, seconds
+
+STARTS_KEPT = 8
+"""Newest starts that count. The first ones of a job may have pulled images; the last ones tell what
+a replacement takes."""
+
+
+def came(state: JobState, name: str) -> None:
+    """A promised node is here; a promise without a name stands for any node."""
+    nameless = (promised for promised in state.coming if promised.startswith("?"))
+    since_ns = state.coming.pop(name if name in state.coming else next(nameless, ""), None)
+    if since_ns is not None and name not in state.found:
+        state.starts.append(state.now_ns - since_ns)
+        del state.starts[:-STARTS_KEPT]
+    state.found = {one: None for one in state.found if one in state.coming}
+
+
+def may_wait(turn: Turn) -> bool:
+    """A node is on its way and the wait for one is not over."""
+    due_ns = turn.state.timers.get("replacement")
+    return due_ns is not None and due_ns > turn.now and turn.state.expected_nodes > 0
+
+
+def worth_a_wait(turn: Turn) -> bool:
+    """... and it can be here before the wait is over, by what the job has seen of its nodes.
+
+    As long as none has been seen to start, every promise is believed."""
+    state = turn.state
+    if not may_wait(turn) or not state.starts:
+        return may_wait(turn)
+    fastest, slowest = min(state.starts), max(state.starts)
+    patience = seconds(state.job.spec.recovery.replacement_wait_s)
+    # What is long overdue (a pod without a place, say) comes at no time that could be told.
+    expected = [
+        since + fastest for since in state.coming.values() if turn.now <= since + slowest + patience
+    ]
+    if any(isinstance(action, RequestNodes) for action in state.inflight.values()):
+        expected.append(turn.now + fastest)
+    return any(at <= state.timers["replacement"] for at in expected)
+
+
+def why_no_wait(turn: Turn) -> str:
+    """Said with a shrink that has not waited though a node is on its way; else empty."""
+    if not may_wait(turn) or worth_a_wait(turn):
+        return ""
+    least_s = min(turn.state.starts) / SECOND_NS
+    return f", without waiting for a replacement: nodes of this job took {least_s:.1f} s or more"

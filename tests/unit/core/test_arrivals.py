@@ -1,0 +1,123 @@
+"""A shrink waits for a replacement only if the job's nodes have come that fast before."""
+
+from __future__ import annotations
+
+from orchestrator.core.actions import LaunchGroup, RequestNodes
+from orchestrator.core.events import ControllerStarted
+from orchestrator.core.turn import seconds
+
+from .story import Story, spec
+
+
+def started(took_s: float, *names: str, **document: object) -> Story:
+    """Trains on nodes that took `took_s` from promise to arrival."""
+    story = Story(spec(**document))
+    story.submit()
+    story.succeed(RequestNodes)
+    story.wait(took_s)
+    story.join(*(names or ("a", "b")))
+    story.succeed(LaunchGroup)
+    story.step(0)
+    return story
+
+
+def lose(story: Story, *, granted: bool = True) -> None:
+    """One of two nodes is lost; a replacement is on its way."""
+    story.lose("b")
+    if granted:
+        story.succeed(RequestNodes)
+    story.stopped("a", 5)
+
+
+def test_a_replacement_that_cannot_be_there_in_time_is_not_waited_for() -> None:
+    story = started(4.0)
+    lose(story)
+    launch = story.one(LaunchGroup)
+    assert launch.node == "a"
+    assert story.state.incidents[-1].decision == (
+        "shrink from 2 to 1 node, from memory after step 5, without waiting for a replacement: "
+        "nodes of this job took 4.0 s or more"
+    )
+
+
+def test_nor_is_one_that_was_asked_for_and_not_promised_yet() -> None:
+    story = started(4.0)
+    lose(story, granted=False)
+    assert story.one(LaunchGroup).node == "a"
+
+
+def test_one_that_can_be_there_in_time_is_waited_for() -> None:
+    story = started(1.5)
+    lose(story)
+    assert not story.of(LaunchGroup)
+    story.wait(1.5)
+    story.join("c")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
+    assert "without waiting" not in story.state.incidents[-1].decision
+
+
+def test_one_that_was_on_its_way_already_may_still_come_in_time() -> None:
+    story = started(4.0, "a", "b", "c", nodes={"min": 1, "max": 2, "spares": 1})
+    story.lose("c")
+    story.succeed(RequestNodes)
+    story.wait(2.5)
+    story.lose("b")
+    story.stopped("a", 5)
+    assert not story.of(LaunchGroup), "it is due in 1.5 s"
+    story.wait(1.4)
+    story.join("d")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "d"]
+
+
+def test_one_that_is_long_overdue_is_not_waited_for() -> None:
+    story = started(1.0, "a", "b", "c", nodes={"min": 1, "max": 3}, workers=1, shard=1)
+    story.lose("c")
+    story.succeed(RequestNodes)
+    story.stopped("a", 5)
+    story.stopped("b", 5)
+    story.wait(2.1)
+    assert {launch.node for launch in story.of(LaunchGroup)} == {"a", "b"}
+    story.succeed(LaunchGroup)
+    story.step(6)
+    story.wait(20)
+    story.lose("b")
+    story.fail(story.one(RequestNodes))
+    story.stopped("a", 7)
+    assert story.one(LaunchGroup).node == "a", "the pod of 20 s ago may never get a place"
+
+
+def test_where_the_job_cannot_shrink_it_waits_as_long_as_it_takes() -> None:
+    story = started(4.0, nodes={"min": 2, "max": 2})
+    lose(story)
+    assert not story.of(LaunchGroup)
+    assert story.state.phase == "recovering"
+    story.wait(4.0)
+    assert story.state.phase == "pending"
+    story.join("c")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
+
+
+def test_only_the_last_starts_count() -> None:
+    """The first nodes of a job pull images."""
+    story = started(60.0)
+    story.state.starts.extend([seconds(1.0)] * 8)
+    lose(story)
+    story.join("c")
+    assert len(story.state.starts) == 8
+    story.succeed(LaunchGroup)
+    assert max(story.state.starts) <= seconds(1.0)
+
+
+def test_a_node_that_a_new_controller_finds_teaches_nothing() -> None:
+    story = started(4.0)
+    story.lose("b")
+    story.tell(ControllerStarted(incarnation=2, nodes=("a", "c")))
+    story.join("a", "c", generation=0)
+    assert [round(ns / 1e9) for ns in story.state.starts] == [4, 4]
+    assert story.state.found == {}
+
+
+def test_a_replay_decides_the_same() -> None:
+    story = started(4.0)
+    lose(story)
+    assert story.replayed().state == story.state
