@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ...protocol import tls
-from . import cluster, names
+from . import cluster, drains, names
 
 UNATTENDED_S = 600.0
 """An agent has ended and no controller has asked about it for this long: nobody will."""
@@ -88,6 +88,11 @@ class AgentActor:
     async def preempt(self) -> None:
         """Have the agent hand over: what it would do on a node that is announced to leave."""
         self._signal(signal.SIGTERM)
+
+    async def drain_reason(self) -> str:
+        """Why this Ray node is drained, as far as it says; its raylet is our parent."""
+        logs = cluster.log_directory(self._order.job, self._order.job_id).parent
+        return await asyncio.to_thread(drains.reason_in_log, logs, os.getppid())
 
     async def end(self) -> None:
         """End the agent with all its workers and its memory."""

@@ -16,10 +16,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ...protocol.certificate import Keys as Secrets
+from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom
 from . import actors, cluster, groups
 from .agent import AgentOrder
+from .drains import Drains, NoticeSink, Places
 from .groups import Group
 from .known import Keeper, Known
 from .kv import Keys
@@ -37,7 +39,17 @@ log = logging.getLogger("holdfast.ray")
 class RayBackend:
     """Implements backends.base.Backend."""
 
-    def __init__(self, job: TrainingJob, job_id: str, keys: Keys, secrets: Secrets) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        job_id: str,
+        keys: Keys,
+        secrets: Secrets,
+        *,
+        on_notice: NoticeSink = lambda node, detail, grace_s: None,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_notice`: Ray will take a node away. `on_move`: and this controller's own Ray node."""
         self._job, self._job_id, self._secrets = job, job_id, secrets
         self._keeper = Keeper(keys)
         self._bundle = groups.bundle_of(job)
@@ -46,6 +58,7 @@ class RayBackend:
         self._actors: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         """Node -> Ray node, of those that have come up."""
+        self._drains = Drains(Places(self._places, self._actors), on_notice, on_move)
         self._unclaimed: list[str] = []
         """Started when room was found for an earlier request, and not given out yet."""
         self._missing = 0
@@ -73,6 +86,7 @@ class RayBackend:
             else:
                 self._forget(node)
         await self._keeper.save()
+        self._spawn(self._drains.watch())
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         left_s = self._withheld_until - asyncio.get_running_loop().time()
@@ -82,6 +96,9 @@ class RayBackend:
             given = [node for node in self._unclaimed if node in self._known.nodes][:count]
             self._unclaimed = [node for node in self._unclaimed if node not in given]
             shun = {self._places[node] for node in avoid if node in self._places}
+            shun |= self._drains.ray_nodes.keys()
+            for group in list(self._groups.values()):
+                await asyncio.to_thread(group.bar, frozenset(self._drains.ray_nodes))
             self._missing = count - len(given)
             given += await self._place(self._missing, shun)
             self._missing = count - len(given)
@@ -117,6 +134,11 @@ class RayBackend:
         await self._keeper.settle()
 
     # -- beside the contract -------------------------------------------------------------------
+    def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
+        """What an agent says of its node, when it joins."""
+        self._drains.joined(node)
+        return facts
+
     def set_endpoint(self, address: str, port: int) -> None:
         """Where the controller listens from now on; running agents are told."""
         self._address, self._port = address, port

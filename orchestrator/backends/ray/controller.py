@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ...protocol.errors import HoldfastError
 from . import cluster, names
 
 RESTART_PAUSE_S = 1.0
@@ -38,11 +39,15 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
         return f"ControllerOrder({self.job})"
 
 
+class Moving(HoldfastError):
+    """This controller ends here, and Ray is to start it elsewhere."""
+
+
 class Host(Protocol):
     """One job, from the actor's start to the job's end."""
 
     async def run(self) -> None:
-        """Until the job has ended and its record is written. Raises HoldfastError."""
+        """Until the job has ended and its record is written. Raises HoldfastError, Moving."""
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -80,6 +85,9 @@ class ControllerActor:
 
         try:
             await self._host.run()
+        except Moving as reason:
+            log.info("%s; the controller of job %s moves", reason, self._order.job)
+            os._exit(1)  # an end that Ray takes for a failure: only then it starts it again
         except Exception:
             # Whatever it is: a new process goes on from the journal. Ray restarts it.
             log.exception("the controller of job %s failed", self._order.job)

@@ -10,6 +10,7 @@ bundle. A group that finds no place stays as demand, which is what Ray's autosca
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 from ...protocol.spec import TrainingJob
@@ -37,11 +38,20 @@ class Group:
         self.name, self.size, self.handle = name, size, handle
         self.taken: dict[int, str] = {}
         """Bundle -> node."""
+        self.barred: set[int] = set()
+        """Bundles that are on a Ray node which will be taken away."""
         self.placed = False
         self.task: asyncio.Task[None] | None = None
 
     def free(self) -> list[int]:
-        return [index for index in range(self.size) if index not in self.taken]
+        """Bundles for further nodes."""
+        return [n for n in range(self.size) if n not in self.taken and n not in self.barred]
+
+    def bar(self, ray_nodes: Collection[str]) -> None:
+        """Put nothing on these. A group of several nodes keeps its bundle there: Ray can take back
+        only whole groups, and gives the bundle another place when the Ray node has ended."""
+        places = self.ray_nodes() if ray_nodes else {}
+        self.barred = {bundle for bundle, place in places.items() if place in ray_nodes}
 
     def ray_nodes(self) -> dict[int, str]:
         """Bundle -> Ray node, of those that have a place. A round trip to the head."""

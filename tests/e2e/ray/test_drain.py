@@ -1,0 +1,94 @@
+"""Ray announces that it will take a Ray node away (`ray drain-node`, a reclaimed spot machine): the
+job hands over before, and loses no step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .jobs import BOUND_S, Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+MESSAGE = "spot instance is reclaimed"
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Two nodes and a spare on a cluster with one more Ray node."""
+    nodes = {"min": 1, "max": 2, "spares": 1}
+    job = Job(tmp_path_factory.mktemp("ray"), "drained", 1_000_000, nodes=nodes)
+    while job.cluster.num_nodes < 4:
+        job.cluster.add_node()
+    yield job
+    job.end()
+
+
+def drain(job: Job, ray_node: str) -> None:
+    """As a person or a cloud's handler does it."""
+    subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "drain-node",
+         "--address", job.cluster.address, "--node-id", ray_node,
+         "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", MESSAGE,
+         "--deadline-remaining-seconds", str(DEADLINE_S)],
+        check=True, capture_output=True, timeout=BOUND_S,
+    )  # fmt: skip
+
+
+def victim(job: Job) -> tuple[str, str]:
+    """(node, its Ray node): a member, which does not share its Ray node with the controller."""
+    home = job.controller()["ray_node"]
+    places = {node: job.facts(node)["ray_node"] for node in job.members()}
+    return next((n, place) for n, place in places.items() if place != home)
+
+
+def gone(job: Job) -> None:
+    """Wait until no Ray node drains any more: it ends by itself as soon as nothing uses it."""
+    from orchestrator.backends.ray import cluster, drains
+
+    give_up = time.monotonic() + BOUND_S
+    while drains.draining().keys() & cluster.alive_nodes().keys():
+        assert time.monotonic() < give_up, drains.draining()
+        time.sleep(0.1)  # Ray tells it to nobody
+
+
+def test_a_spare_takes_over_before_a_drained_ray_node_goes_and_no_step_is_lost(job: Job) -> None:
+    view = job.until(lambda view: view.state == "running" and len(view.nodes) == 3)
+    before = view.num_incidents
+    node, place = victim(job)
+    drain(job, place)
+    incident = job.incident_after(before)
+    assert incident.steps_lost == 0 and incident.world_size_after == 4
+    assert node in incident.title
+    assert "Ray drains its Ray node" in incident.evidence and MESSAGE in incident.evidence
+    assert "preemption" in incident.evidence
+    after = job.running()
+    assert node not in {one.name for one in after.nodes}
+    assert place not in {job.facts(one.name)["ray_node"] for one in after.nodes}
+
+
+def test_the_drained_ray_node_ends_by_itself_when_nothing_of_the_job_is_there(job: Job) -> None:
+    gone(job)
+
+
+def test_without_a_spare_the_job_shrinks_before_the_ray_node_goes_and_loses_no_step(
+    job: Job,
+) -> None:
+    for nodes_left in (2, 1):  # the spare of before takes over first; then there is nobody
+        before = job.running(nodes=2).num_incidents
+        node, place = victim(job)
+        drain(job, place)
+        incident = job.incident_after(before)
+        assert incident.steps_lost == 0 and node in incident.title
+        assert incident.world_size_after == 2 * nodes_left
+        assert MESSAGE in incident.evidence
+        gone(job)
+
+
+def test_a_ray_node_that_is_added_is_used(job: Job) -> None:
+    job.cluster.add_node()
+    assert job.running(nodes=2).world_size == 4
