@@ -8,8 +8,8 @@ Owns: the shapes, the order of a measurement and the table. Writes bench/results
 .json and .md after every shape; --label keeps the runs of different commits side by side. Needs the
 binaries of `make kubernetes-binaries`, no privileges.
 
-A measurement: all jobs are created as fast as the API server takes them, until all of their pods are
-there and bound by the scheduler; nothing is done for IDLE_S; all jobs are deleted in one request,
+A measurement: all jobs are created as fast as the API server takes them, until all of their pods
+are there and bound by the scheduler; nothing is done for IDLE_S; all are deleted in one request,
 until nothing is left of them. No agent ever dials in: what an operator has to do for jobs that
 train is measured elsewhere.
 """
@@ -288,7 +288,9 @@ def rows_of(one: Result) -> dict[str, str]:
     rows |= {what: f"{value:g}" for what, value in one.rates.items()}
     for phase, cpu_s in one.cpu_s.items():
         rows[f"CPU of the operator, {phase}"] = f"{cpu_s['operator']:.1f} s"
-    others = {name: value for name, value in one.cpu_s["until created"].items() if name != "operator"}
+    others = {
+        name: value for name, value in one.cpu_s["until created"].items() if name != "operator"
+    }
     rows["CPU of others, until created"] = ", ".join(f"{n} {v:.1f} s" for n, v in others.items())
     rows["requests per job, until quiet"] = f"{created['all but leases'] / one.num_jobs:.2f}"
     rows["requests per pod, until quiet"] = f"{created['all but leases'] / one.num_pods:.2f}"

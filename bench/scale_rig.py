@@ -152,6 +152,8 @@ def scale(num_nodes: int) -> Iterator[Scale]:
         kubeconfig = counting.operator_kubeconfig(plane)
         replica = Replica(kubeconfig, run.directory, (JOBS_NAMESPACE,), "--lease-seconds=10")
         replica.start()
+        assert replica.process is not None
+        run.record("operator", replica.process.pid)
         try:
             replica.wait_leading()
             yield Scale(plane, replica)

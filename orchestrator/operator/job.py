@@ -82,6 +82,7 @@ class Job:
         self._backend: KubernetesBackend | None = None
         self._wishes: Wishes | None = None
         self._keys: Keys | None = None
+        self._secret_seen = False
         self._told: JobView | None = None
         self._final: JobView | None = None
         self._labelled = 0
@@ -186,8 +187,10 @@ class Job:
             await self._wait_for_change(self._held())
             return False
         async with self._context.starting:
-            keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
-            journal = await open_journal(self._context.cluster, self.owner)
+            cluster, new = self._context.cluster, not known and self._keys is None
+            keys, made = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
+            self._secret_seen = True
+            journal = await open_journal(cluster, self.owner, fresh=new)
             fresh = not journal.records and journal.snapshot is None
             if fresh:
                 await self._check_pod(job)
@@ -303,6 +306,10 @@ class Job:
         await queue.ensure(pod, {})
 
     async def _ensure_secret(self) -> None:
+        """Before pods are made; for the first ones it was just seen."""
+        if self._secret_seen:
+            self._secret_seen = False
+            return
         _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
         if made:
             self.events.tell("Warning", "SecretRestored", "its Secret was deleted; made again")

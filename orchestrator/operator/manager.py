@@ -29,6 +29,10 @@ from .job import Context, Job
 THREADS = 8
 """For storage: each job's calls are one after the other, and a thread costs little when idle."""
 
+LET_GO_S = 30.0
+"""A replica that stands down has to be rid of its jobs, or it never leads again: where a library
+has swallowed the cancellation, it is said again."""
+
 Document = dict[str, Any]
 log = logging.getLogger("holdfast.operator")
 
@@ -96,11 +100,13 @@ class Manager:
     async def _let_go(self) -> None:
         self._finalizers.close()
         self._abandoned.close()
-        tasks = [*self._tasks.values(), *self._ending.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        tasks = {*self._tasks.values(), *self._ending.values()}
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            _done, tasks = await asyncio.wait(tasks, timeout=LET_GO_S)
+            if tasks:
+                log.error("%d jobs have not been let go; telling them again", len(tasks))
         await self.endpoint.close()
         self.context.threads.shutdown(wait=False, cancel_futures=True)
 

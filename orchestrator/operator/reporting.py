@@ -69,8 +69,11 @@ class Reporter:
         while True:
             await self._news.wait()
             wait_s = self._written_at + INTERVAL_S - asyncio.get_running_loop().time()
+            # Not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for
+            # happens at the same time, and an operator that stands down would wait for us for ever.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), max(0.0, wait_s))
+                async with asyncio.timeout(max(0.0, wait_s)):
+                    await self._urgent.wait()
             await asyncio.sleep(SETTLE_S)
             self._news.clear()
             self._urgent.clear()

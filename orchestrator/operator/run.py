@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,25 +70,28 @@ class Operator:
         self._process, self._options = process, options
         self.manager: Manager | None = None
         self.leader: Leader | None = None
-        self._cluster: Cluster | None = None
+        self._clusters: tuple[Cluster, ...] = ()
 
     async def run(self) -> None:
         """Stand by, lead until cancelled; then let everything go."""
-        server = Server(self._unready, self._metrics)
-        async with await Cluster.connect(self._process.context) as self._cluster:
+        server, context = Server(self._unready, self._metrics), self._process.context
+        # A lease that is renewed behind what a thousand jobs ask for is a lost one.
+        async with await Cluster.connect(context) as cluster, await Cluster.connect(context) as own:
+            self._clusters = (cluster, own)
             await server.open(self._process.metrics_address, self._process.metrics_port)
             try:
-                await self._serve(self._cluster)
+                await self._serve(cluster, own)
             finally:
                 await server.close()
 
-    async def _serve(self, cluster: Cluster) -> None:
+    async def _serve(self, cluster: Cluster, own: Cluster) -> None:
         """Term after term. A replica that loses its lead forgets all it knew and stands by again:
-        to end instead would earn it the kubelet's growing pauses between restarts."""
+        to end instead would earn it the kubelet's growing pauses between restarts. `own`: the way
+        of the lease alone."""
         namespace = self._process.lease_namespace or cluster.namespace
         lease = LeaseName(namespace, self._process.lease_name)
         while True:
-            leader = Leader(cluster, lease, self._process.identity, self._process.lease_s)
+            leader = Leader(own, lease, self._process.identity, self._process.lease_s)
             self.leader = leader
             log.info("standing by as %s", self._process.identity)
             await leader.acquire()
@@ -129,7 +133,7 @@ class Operator:
                 views[key] = view
                 await asyncio.sleep(0)
         leading = self.leader is not None and self.leader.leading
-        requests = dict(self._cluster.requests) if self._cluster is not None else {}
+        requests = sum((cluster.requests for cluster in self._clusters), Counter())
         return await asyncio.to_thread(exposition, Facts(leading, requests, views))
 
 

@@ -9,6 +9,7 @@ they cost far more time per object than the network does, and lose fields that t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import Counter
@@ -36,7 +37,10 @@ PAGE = 500
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-CONNECTIONS = 64
+AT_ONCE = 32
+"""Requests under way; others wait here, in order. What lasts (watches, logs) is not counted. A
+thousand jobs that ask at once would otherwise wait within the time limit of each request."""
+CONNECTIONS = AT_ONCE + 64
 
 
 class Cluster:
@@ -49,6 +53,7 @@ class Cluster:
         self.host = str(api.configuration.host)
         self.requests: Counter[tuple[str, str]] = Counter()
         """(verb, resource) -> requests so far."""
+        self._slots = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
     async def connect(
@@ -254,8 +259,10 @@ class Cluster:
         query: list[tuple[str, str]] | None = None,
     ) -> Document:
         try:
-            response = await self._open(verb, method, resource, path, body, content, query or [])
-            found: Document = json.loads(await response.read())
+            async with self._slots:
+                answer = await self._open(verb, method, resource, path, body, content, query or [])
+                text = await answer.read()
+            found: Document = json.loads(text)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise unreachable(self.host, verb, path, error) from None
         return found

@@ -187,18 +187,24 @@ def journal_document(owner: Owner, writer: str, data: dict[str, str]) -> Documen
     }
 
 
-async def open_journal(cluster: Cluster, owner: Owner) -> ConfigMapJournal:
-    """The journal of a job, made if there is none.
+async def open_journal(cluster: Cluster, owner: Owner, *, fresh: bool = False) -> ConfigMapJournal:
+    """The journal of a job, made if there is none. `fresh`: most likely there is none yet, so it
+    is not asked for before.
 
     Taking it over touches it, so that a controller that still believes in itself fails at its next
     write. Raises JournalError, JournalLost and the errors of the API.
     """
     name, writer = names.journal_name(owner.name), secrets.token_hex(4)
-    found = await cluster.find(CONFIG_MAPS, owner.namespace, name)
+    found = None if fresh else await cluster.find(CONFIG_MAPS, owner.namespace, name)
     if found is None:
         document = journal_document(owner, writer, {})
-        created = await cluster.create(CONFIG_MAPS, owner.namespace, document)
-        return ConfigMapJournal(cluster, owner, created)
+        try:
+            created = await cluster.create(CONFIG_MAPS, owner.namespace, document)
+            return ConfigMapJournal(cluster, owner, created)
+        except Conflict:
+            if not fresh:
+                raise
+            found = await cluster.get(CONFIG_MAPS, owner.namespace, name)
     if not _owned(found, owner):
         raise JournalError(
             f"ConfigMap {owner.namespace}/{name}: belongs to an earlier job of this name, which is "

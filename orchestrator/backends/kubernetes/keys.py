@@ -29,15 +29,18 @@ class KeysUnusable(HoldfastError):
     """The Secret belongs to somebody else, or was edited."""
 
 
-async def ensure_keys(cluster: Cluster, owner: Owner, known: Keys | None) -> tuple[Keys, bool]:
+async def ensure_keys(
+    cluster: Cluster, owner: Owner, known: Keys | None, *, fresh: bool = False
+) -> tuple[Keys, bool]:
     """The job's keys, and whether the Secret had to be made. One that was deleted is made again:
     with the same content where `known` says it, so that running agents do not notice; otherwise
-    with a new one, and running agents can no longer be spoken to.
+    with a new one, and running agents can no longer be spoken to. `fresh`: most likely there is
+    none yet, so it is not asked for before.
 
     Raises KeysUnusable and the errors of the API.
     """
     name = names.secret_name(owner.name)
-    found = await cluster.find(SECRETS, owner.namespace, name)
+    found = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
     made = False
     if found is None:
         keys = known or make_keys(names.tls_name(owner.uid))

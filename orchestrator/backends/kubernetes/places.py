@@ -34,6 +34,7 @@ class Places:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._seen: dict[str, Seen] = {}
+        self._asking: set[str] = set()
         self._forbidden = False
 
     def labels(self, place: str) -> dict[str, str]:
@@ -47,7 +48,13 @@ class Places:
         seen = self._seen.get(place)
         if self._forbidden or (seen is not None and now - seen.at_s < KEEP_S):
             return
-        found = await self._find(place)
+        if place in self._asking:  # a job's pods may come to one place together
+            return
+        self._asking.add(place)
+        try:
+            found = await self._find(place)
+        finally:
+            self._asking.discard(place)
         if found is not None:
             self._seen[place] = Seen(now, dict(found["metadata"].get("labels") or {}))
 

@@ -31,8 +31,8 @@ USERS = {
     "controller-manager": ("system:kube-controller-manager", ""),
     "scheduler": ("system:kube-scheduler", ""),
 }
-# Two cores are all that a small machine has, and a soft limit keeps the heap near what is in use.
-GO_LIMITS = {"GOMAXPROCS": "2", "GOMEMLIMIT": "700MiB"}
+CORES = "2"
+"""All that a small machine has."""
 START_TIMEOUT_S = 60
 
 
@@ -173,7 +173,8 @@ class ControlPlane:
         path.write_text("\n".join(lines) + "\n")
 
     def _server(self, name: str, options: list[str]) -> Server:
-        return Server(self.run, name, [self.binaries.path(name), *options], environment=GO_LIMITS)
+        limits = {"GOMAXPROCS": CORES, "GOMEMLIMIT": self.settings.go_memory}
+        return Server(self.run, name, [self.binaries.path(name), *options], environment=limits)
 
     def _etcd_options(self) -> list[str]:
         client = f"http://{LOOPBACK}:{self._client_port}"

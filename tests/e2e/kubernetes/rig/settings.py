@@ -14,6 +14,8 @@ class Settings:
     controller_manager: tuple[str, ...] = ()
     scheduler: tuple[str, ...] = ()
     kubelet: Mapping[str, object] = field(default_factory=dict)
+    go_memory: str = "700MiB"
+    """A soft limit of each server of the control plane, near what small clusters use."""
 
 
 DEFAULT = Settings()

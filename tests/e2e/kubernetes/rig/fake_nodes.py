@@ -1,0 +1,58 @@
+"""Node objects without machines: the real scheduler binds pods to them, and nothing ever runs.
+
+Owns those objects and the settings that keep a control plane from taking them for dead. Must not:
+pretend to be a kubelet; pods on such nodes stay Pending, and go at once only with a grace of 0.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.settings import Settings
+
+SETTINGS = Settings(
+    # A new node would be tainted until its kubelet reports, and nobody reports for these.
+    api_server=("--disable-admission-plugins=TaintNodesByCondition",),
+    controller_manager=("--controllers=*,-node-lifecycle-controller,-taint-eviction-controller",),
+)
+CAPACITY = {"cpu": "1000", "memory": "4Ti", "pods": "1000", "ephemeral-storage": "1Ti"}
+AT_ONCE = 100
+"""Nodes in one call of kubectl."""
+
+
+def add(kubectl: Kubectl, count: int, capacity: dict[str, str] | None = None) -> None:
+    """Nodes fake-0000, fake-0001, ..., all Ready and each in a zone of 16."""
+    for first in range(0, count, AT_ONCE):
+        items = [node(index, capacity or CAPACITY) for index in range(first, count)[:AT_ONCE]]
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        kubectl.run("create", "--filename=-", stdin=text)
+
+
+def node(index: int, capacity: dict[str, str]) -> dict[str, Any]:
+    name = f"fake-{index:04d}"
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "labels": {
+                "kubernetes.io/hostname": name,
+                "topology.kubernetes.io/zone": f"zone-{index // 16}",
+            },
+        },
+        "status": {
+            "capacity": capacity,
+            "allocatable": capacity,
+            "conditions": [
+                {
+                    "type": "Ready",
+                    "status": "True",
+                    "reason": "Fake",
+                    "lastHeartbeatTime": "2026-01-01T00:00:00Z",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+            ],
+        },
+    }
