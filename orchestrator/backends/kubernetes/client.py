@@ -37,7 +37,7 @@ PAGE = 500
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-AT_ONCE = 32
+AT_ONCE = 16
 """Requests under way; others wait here, in order. What lasts (watches, logs) is not counted. A
 thousand jobs that ask at once would otherwise wait within the time limit of each request."""
 CONNECTIONS = AT_ONCE + 64
