@@ -40,7 +40,7 @@ SHAPES = ((1000, 5), (1, 1000))
 """(jobs, pods of each)"""
 NUM_NODES = 1000
 IDLE_S = 60.0
-CLIENTS = 32
+CLIENTS = 8
 """Requests of the one who applies the jobs that are under way."""
 BOUND_S = 1800
 PEERS = (

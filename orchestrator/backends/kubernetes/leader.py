@@ -20,11 +20,11 @@ import random
 from dataclasses import dataclass
 
 from .client import Cluster, Document
-from .errors import LEASES, ApiError, Conflict
+from .errors import LEASES, ApiError, Conflict, NotFound
 
 LEASE_S = 10.0
 """A leader that was killed is replaced after this; training does not notice."""
-RENEW_SHARE = 0.6
+RENEW_SHARE = 0.8
 """A leader that could not renew for this share of the lease stops acting."""
 RETRY_SHARE = 0.2
 
@@ -50,6 +50,8 @@ class Leader:
         self._seen_at = 0.0
         self.holder = ""
         """As far as we know."""
+        self._ours: Document | None = None
+        """As we have written it last; None: it has to be looked at before it is written again."""
 
     @property
     def leading(self) -> bool:
@@ -105,6 +107,8 @@ class Leader:
 
     async def _try(self) -> bool:
         """Take or renew it; False: another one has it."""
+        if await self._again():
+            return True
         namespace, name = self._lease.namespace, self._lease.name
         now = asyncio.get_running_loop().time()
         found = await self._cluster.find(LEASES, namespace, name)
@@ -128,11 +132,25 @@ class Leader:
             if holder != self._identity:
                 changes, acquired = changes + 1, _now()
             body = self._document(found["metadata"], changes, acquired)
-            await self._cluster.replace(LEASES, namespace, body)
+            self._ours = await self._cluster.replace(LEASES, namespace, body)
         except Conflict:
             self.holder = ""
             return False
         self.holder = self._identity
+        return True
+
+    async def _again(self) -> bool:
+        """Renew what we have written last, without looking. False: it is another one now, because
+        somebody else leads, has edited it, or because the answer to a write of ours was lost."""
+        ours, self._ours = self._ours, None
+        if ours is None or not self.leading:
+            return False
+        spec = ours["spec"]
+        body = self._document(ours["metadata"], spec["leaseTransitions"], spec["acquireTime"])
+        try:
+            self._ours = await self._cluster.replace(LEASES, self._lease.namespace, body)
+        except (Conflict, NotFound):
+            return False
         return True
 
     def _document(self, metadata: Document, transitions: int, acquired: str) -> Document:
