@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import HoldfastError, Problem, UserError
-from . import names
+from . import jobs_view, names
 
 OLDEST = (2, 49)
 """Bundles that choose nodes by label came with it."""
@@ -24,8 +24,9 @@ class ClusterGone(HoldfastError):
     """The cluster does not answer."""
 
 
-def connect(address: str) -> None:
-    """Make this process a driver of the cluster. Raises UserError naming what is wrong."""
+def connect(address: str, metadata: dict[str, str] | None = None) -> None:
+    """Make this process a driver of the cluster, shown with this metadata in the dashboard where
+    it is no submitted job, which has its own. Raises UserError naming what is wrong."""
     try:
         import ray
     except ImportError:
@@ -37,9 +38,12 @@ def connect(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address not in ("auto", "") and not address.startswith("ray://"):
         _check_listens(address)
+    shown: dict[str, Any] = {}
+    if metadata and not jobs_view.submission_id():
+        shown["job_config"] = ray.job_config.JobConfig(metadata=metadata)
     try:
         ray.init(
-            address=address or "auto", namespace=names.NAMESPACE, log_to_driver=False,
+            address=address or "auto", namespace=names.NAMESPACE, log_to_driver=False, **shown,
             logging_level=logging.ERROR, configure_logging=False,
         )  # fmt: skip
     except ConnectionError as error:

@@ -5,6 +5,7 @@ Owns: speaking to it, and its errors in words. Must not: know what the command d
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ POLL_S = 0.5
 """The API cannot be waited on but through its log stream, which some proxies cut."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 SETUP_FAILED = "runtime_env"
+SERVER_FAILED = re.compile(r"status code 5\d\d: (?:Traceback.* )?(.*)$")
+"""What comes back when it was not the request's fault, but Ray answers 500 to bad ones too."""
+PREAMBLE = re.compile(r".*?^Running entrypoint for job [^\n]*\n", re.MULTILINE | re.DOTALL)
+"""What Ray writes into a job's log before its program does."""
 
 
 class Outcome(NamedTuple):
@@ -56,7 +61,7 @@ class Api:
     def submit(
         self, name: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]
     ) -> str:
-        """Raises UserError for a runtime env that Ray does not take."""
+        """Raises UserError for what Ray does not take, HoldfastError when the cluster fails."""
         try:
             submitted: str = self._client.submit_job(
                 entrypoint=entrypoint,
@@ -64,17 +69,27 @@ class Api:
                 runtime_env=runtime_env,
                 metadata=metadata,
             )
-        except (RuntimeError, ValueError, TypeError) as error:
+        except RuntimeError as error:
+            if (why := SERVER_FAILED.search(_short(error))) is None:
+                expected = "a job that this cluster's Ray takes"
+                raise UserError(str(Problem("--ray", _short(error), expected))) from None
+            raise HoldfastError(
+                f"the cluster's job server cannot take the job now: {why[1]}"
+            ) from None
+        except (ValueError, TypeError) as error:
             expected = "one that this cluster's Ray takes"
             raise UserError(str(Problem("--runtime-env", _short(error), expected))) from None
         return submitted
 
-    def follow(self, name: str, on_text: Callable[[str], None]) -> Outcome:
-        """Its output until it has ended. Raises RuntimeEnvFailed when it could not even begin."""
+    def follow(self, name: str, on_text: Callable[[str], None], *, own: bool = False) -> Outcome:
+        """Its output until it has ended; `own`: without the lines that Ray puts before it. Raises
+        RuntimeEnvFailed when it could not even begin."""
         told = 0
         while True:
             info = self._client.get_job_info(name)
             text = self._client.get_job_logs(name)
+            if own:
+                text = PREAMBLE.sub("", text, count=1) if PREAMBLE.match(text) else ""
             if len(text) > told:
                 on_text(text[told:])
                 told = len(text)
@@ -91,6 +106,10 @@ class Api:
 
     def stop(self, name: str) -> None:
         self._client.stop_job(name)
+
+    def forget(self, name: str) -> None:
+        """One that has ended."""
+        self._client.delete_job(name)
 
 
 def _short(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from ...backends.ray import calls, cluster, controller, kv, names
 from ...backends.ray.controller import ControllerOrder
+from ...backends.ray.jobs_view import Entry
 from ...protocol.certificate import make_keys
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, job_to_mapping
@@ -23,6 +24,8 @@ from ..preflight import load_checked
 from ..render import FINISHED
 from .base import Ended
 from .ray_job import RayJob
+from .ray_jobs_api import metadata
+from .ray_told import Told
 
 
 class RayPlace:
@@ -69,14 +72,14 @@ class RayPlace:
             # Before connecting: several Ray nodes of one machine unpack a job's working_dir one
             # after the other in the same place, and take it away from under our feet.
             job, directory = load_checked(file), file.absolute().parent
-            cluster.connect(self._address)
+            cluster.connect(self._address, metadata(job))
             self._create(job, directory)
             name = job.name
         else:
             assert attach is not None
             name = attach
             self._revive(self.find(attach), display)
-        found = self.find(name)
+        found, display = self.find(name), Told(display, Entry(name))
         with display, calls.on_sigterm(lambda: found.request("cancel", by="SIGTERM")):
             try:
                 view = found.watch(display)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...backends.ray import jobs
+from ...backends.ray.jobs_view import OWNER
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob
 from ..preflight import load_checked
@@ -40,8 +41,9 @@ def submit(
             shutil.copy(file, directory / FILE_NAME)
         name = file.name if source is not None else FILE_NAME
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
+        shown = metadata(job) | {"state": "submitted"}
         submitted = api.submit(
-            f"holdfast-{job.name}-{secrets.token_hex(3)}", entrypoint, wanted, metadata(job)
+            f"holdfast-{job.name}-{secrets.token_hex(3)}", entrypoint, wanted, shown
         )
     if not attach:
         return submitted, None
@@ -53,8 +55,7 @@ def submit(
 
 
 def metadata(job: TrainingJob) -> dict[str, str]:
-    """What the dashboard's Jobs view shows of it. Ray does not let it be changed afterwards: the
-    state is in the status and in the last lines of the log."""
+    """What the dashboard's Jobs view shows of it; its driver keeps it current (ray_told.py)."""
     spec, recipe = job.spec, job.spec.entrypoint.recipe
     mesh, nodes = spec.parallelism, spec.nodes
     if recipe is not None:
@@ -65,11 +66,11 @@ def metadata(job: TrainingJob) -> dict[str, str]:
     axes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     inner = [f"{name} {size}" for name, size in axes.items() if size > 1]
     return {
-        "holdfast_job": job.name,
+        "job_name": job.name,  # the key that the dashboard has a column for
+        OWNER: job.name,
         "model": what,
         "mesh": ", ".join([f"replicate {mesh.replicate}", f"shard {mesh.shard}", *inner]),
         "nodes": f"{nodes.min} to {nodes.max} of {spec.workers_per_node} workers",
-        "state": f"holdfast status {job.name} --ray auto",
     }
 
 
@@ -91,12 +92,19 @@ def forward(address: str) -> int:
     entrypoint = f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}"
     api = jobs.Api(address)
     name = f"holdfast-command-{secrets.token_hex(4)}"
-    submitted = api.submit(name, entrypoint, {}, {"command": shlex.join(["holdfast", *inner])})
+    shown = shlex.join(["holdfast", *inner])
+    submitted = api.submit(name, entrypoint, {}, {"job_name": shown})
+    kept: list[str] = []
+    # Ray has one stream for stdout and stderr. What ends can wait until it is known which it was.
+    live = any(word in ("-f", "--follow") for word in inner)
     try:
-        outcome = api.follow(submitted, _write)
+        outcome = api.follow(submitted, _write if live else kept.append, own=True)
     except KeyboardInterrupt:
         api.stop(submitted)
         return 130
+    failed = outcome.status == "FAILED"
+    (sys.stderr if failed else sys.stdout).write("".join(kept))
+    api.forget(submitted)  # the Jobs view is for jobs
     return _code(outcome)
 
 

@@ -49,10 +49,12 @@ class Job:
         self._place = RayPlace(self.cluster.address)
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.cli.main", "run", str(self.file),
-                 "--ray", self.cluster.address],
+                [sys.executable, "-m", "orchestrator.cli.main", *self._words()],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
+
+    def _words(self) -> list[str]:
+        return ["run", str(self.file), "--ray", self.cluster.address]
 
     def view(self) -> JobView:
         return self._place.find(self.name).view()
@@ -136,3 +138,18 @@ class Job:
             os.kill(self.command.pid, signal.SIGKILL)
             self.command.wait()
         kv.Keys(self.name).clear()
+
+
+class Submitted(Job):
+    """One handed in through the Jobs API, as most people do."""
+
+    def _words(self) -> list[str]:
+        return ["submit", str(self.file), "--ray", self.cluster.dashboard, "--follow"]
+
+    def info(self) -> Any:
+        """What Ray's Jobs API says of it."""
+        from ray.job_submission import JobSubmissionClient
+
+        listed = JobSubmissionClient(self.cluster.dashboard).list_jobs()
+        (found,) = [one for one in listed if (one.metadata or {}).get("holdfast_job") == self.name]
+        return found

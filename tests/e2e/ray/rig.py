@@ -40,8 +40,9 @@ class RayRig:
         self._directory = tempfile.mkdtemp(prefix="hf-ray-")
         self._cluster: Any = Cluster()
         head = self._start(
-            num_cpus=0, include_dashboard=True, dashboard_port=0, temp_dir=self._directory
-        )
+            num_cpus=0, include_dashboard=True, dashboard_port=0, temp_dir=self._directory,
+            dashboard_agent_listen_port=0,
+        )  # fmt: skip
         Path(self._directory, "ray_current_cluster").write_text(self._cluster.address)
         self.dashboard = f"http://{head.webui_url}"
         self._nodes: list[Any] = []
@@ -50,8 +51,8 @@ class RayRig:
             self.add_node()
         self.address: str = self._cluster.address
 
-    def add_node(self) -> None:
-        self._nodes.append(self._start(num_cpus=CPUS))
+    def add_node(self, **options: Any) -> None:
+        self._nodes.append(self._start(**{"num_cpus": CPUS} | options))
 
     def _start(self, **options: Any) -> Any:
         for attempt in range(ATTEMPTS):

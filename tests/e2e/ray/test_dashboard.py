@@ -1,0 +1,101 @@
+"""What a person sees of a job in Ray's own dashboard, in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from . import browser, rig
+from .browser import Browser
+from .jobs import Submitted
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+NAME = "watched"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
+    browser.program()  # first: without one there is nothing to start a cluster for
+    job = Submitted(tmp_path_factory.mktemp("ray"), NAME, 1_000_000)
+    try:
+        job.running()
+        yield job
+    finally:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def seen(job: Submitted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser.opened(rig.shared().dashboard, tmp_path_factory.mktemp("pictures")) as seen:
+        yield seen
+
+
+def test_the_jobs_view_shows_name_and_progress(job: Submitted, seen: Browser) -> None:
+    seen.open("jobs")
+    seen.page.get_by_label("Name").first.fill(NAME)  # drivers of other tests are not shown
+    seen.shows("running: step")
+    row = seen.row("running: step")
+    assert job.info().submission_id in row and NAME in row.split() and "RUNNING" in row
+    seen.picture("ray-jobs")
+
+
+def test_a_jobs_page_shows_model_mesh_and_state_and_its_parts(
+    job: Submitted, seen: Browser
+) -> None:
+    seen.open(f"jobs/{job.info().job_id}")
+    seen.shows('"job_name"').locator("..").get_by_text("Expand").click()
+    dialog = seen.page.get_by_role("dialog")
+    dialog.get_by_text('"state": "running"').wait_for()
+    shown = dialog.inner_text()
+    assert f'"job_name": "{NAME}"' in shown
+    assert '"model": "pretrain, 1 layers of 32"' in shown
+    assert '"mesh": "HSDP: replicate 2 x shard 2"' in shown
+    assert '"now": "4 workers on 2 nodes' in shown
+    seen.picture("ray-job-metadata")
+    seen.page.keyboard.press("Escape")
+    seen.page.get_by_text("Placement Group Table").click()
+    for node in job.members():
+        assert "CREATED" in seen.row(f"{NAME}/{node}")
+    groups = seen.page.get_by_text("Placement Group Table").locator("../..")
+    groups.scroll_into_view_if_needed()
+    seen.picture("ray-placement-groups")
+
+
+def test_the_actors_view_shows_controller_and_nodes_with_state_and_restarts(
+    job: Submitted, seen: Browser
+) -> None:
+    before = job.view().controller_restarts
+    os.kill(job.controller()["pid"], signal.SIGKILL)
+    job.until(lambda view: view.controller_restarts > before and view.state == "running")
+    pid = str(job.controller()["pid"])
+    seen.open("actors")
+    seen.page.get_by_label("Name").first.fill(NAME)
+    controller = seen.row(f"HoldfastController({NAME})", "ALIVE", pid)
+    columns = [name.strip() for name in seen.page.locator("thead").inner_text().split("\t")]
+    cells = [cell.strip() for cell in controller.split("\t")]
+    assert cells[columns.index("Name")] == f"holdfast-{NAME}"
+    assert cells[columns.index("Restarted")] == "1"
+    for node in job.members():
+        cells = [c.strip() for c in seen.row(f"HoldfastAgent({NAME} {node})").split("\t")]
+        assert cells[columns.index("Name")] == f"{NAME}-{node}"
+        assert cells[columns.index("State")] == "ALIVE"
+        assert cells[columns.index("Restarted")] == "0"
+    seen.picture("ray-actors")
+
+
+def test_the_log_view_shows_a_workers_log_by_its_rank(job: Submitted, seen: Browser) -> None:
+    facts = job.facts(job.members()[0])
+    seen.open(f"logs?nodeId={facts['ray_node']}")
+    seen.page.get_by_role("link", name=re.compile(f"^holdfast-{NAME}-")).click()
+    seen.shows("controller.log")
+    seen.shows(f"agent-{job.members()[0]}.log")
+    seen.page.get_by_role("link", name=re.compile("gen-0001")).click()
+    for rank in range(4):
+        seen.shows(f"rank-0000{rank}.log")
+    seen.page.get_by_text("rank-00000.log").click()
+    seen.shows("parameters")
+    seen.picture("ray-worker-log")
