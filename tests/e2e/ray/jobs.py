@@ -56,6 +56,15 @@ class Job:
     def _words(self) -> list[str]:
         return ["run", str(self.file), "--ray", self.cluster.address]
 
+    def attach(self) -> None:
+        """A new command for the job, in place of one that has ended."""
+        with self.output.open("ab") as output:
+            self.command = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.cli.main", "run", "--attach", self.name,
+                 "--ray", self.cluster.address],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+
     def view(self) -> JobView:
         return self._place.find(self.name).view()
 
