@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,11 +72,7 @@ def test_a_controller_that_somebody_removed_is_started_again(job: Job) -> None:
     ray.kill(controller.find("verbs"), no_restart=True)
     assert job.command.wait(60) == 1
     assert "run --attach verbs" in job.output.read_text()
-    with job.output.open("ab") as output:
-        job.command = subprocess.Popen(
-            [*job.command.args[:4], "--attach", "verbs", "--ray", job.cluster.address],  # type: ignore[index]
-            stdout=output, stderr=output,
-        )  # fmt: skip
+    job.attach()
     assert job.until(lambda view: view.controller_alive and view.step > step).generation > 0
 
 
