@@ -157,6 +157,11 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.StepsAdvanced: _advanced,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
+    e.AllSilent: lambda v: (
+        f"nobody is heard of for {v.seconds:.1f} s ({plural(v.nodes, 'node')}): our machine may be "
+        f"starved or cut off; believed after {v.patience_s:g} s"
+    ),
+    e.HeardAgain: lambda v: f"heard of again, after {v.seconds:.1f} s in which nobody was",
     e.ActionSucceeded: _result("succeeded"),
     e.ActionFailed: _result("failed"),
     e.ActionUnknown: _result("ended unknown"),

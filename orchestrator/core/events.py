@@ -132,6 +132,24 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
     evidence: str
 
 
+class AllSilent(Event, frozen=True, kw_only=True, tag="all-silent"):
+    """Verdict of the monitor: no node is heard of, so the reason may be on our side; nobody is
+    given up for it yet."""
+
+    nodes: int
+    seconds: float
+    """Since anybody was heard of."""
+    patience_s: float
+    """After so much silence it is believed."""
+
+
+class HeardAgain(Event, frozen=True, kw_only=True, tag="heard-again"):
+    """Verdict of the monitor: a silence of all nodes is over."""
+
+    seconds: float
+    """How long it was."""
+
+
 # -- results of actions -----------------------------------------------------------------------
 class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     action_id: int
@@ -218,7 +236,8 @@ AnyEvent = (
     JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
     | CancelRequested
     | ChaosInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepsAdvanced
-    | HangDetected | StragglerDetected | ActionSucceeded | ActionFailed | ActionUnknown
+    | HangDetected | StragglerDetected | AllSilent | HeardAgain
+    | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted
     | Tick | Heartbeat
 )  # fmt: skip

@@ -30,6 +30,7 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
+from .silence import Silence
 from .state import JobState
 from .turn import SECOND_NS, seconds
 
@@ -79,9 +80,7 @@ class Monitor:
     def __init__(self, job: TrainingJob, controller: Controller) -> None:
         self._recipe = job.spec.entrypoint.recipe is not None
         self._controller = controller
-        self._heard: dict[str, int] = {}
-        self._arrived: dict[str, int] = {}
-        """News that is there and was not given to `observe` yet."""
+        self._silence = Silence()
         self._now = _Generation()
         self._news = False
         """Beats of this generation have been noted since the last look."""
@@ -102,14 +101,15 @@ class Monitor:
     def arrived(self, now_ns: int, node: str) -> None:
         """Something of this node has come and will be observed in its turn: the node is not silent,
         however long that takes."""
-        self._arrived[node] = now_ns
+        if self._controller.submitted:
+            self._silence.arrived(now_ns, node, self._recovery)
 
     def observe(self, now_ns: int, event: AnyEvent) -> tuple[AnyEvent, ...]:
         """Take an event in, after the controller has; the verdicts are events of their own."""
         self._follow()
         if isinstance(event, Heartbeat):
             if event.node in self._state.nodes:
-                self._heard[event.node] = now_ns
+                self._silence.heard(now_ns, event.node, self._recovery)
                 self._note(now_ns, event)
             if now_ns - self._looked_ns < self._pause_ns():
                 return ()
@@ -121,10 +121,10 @@ class Monitor:
                 self._now.told = max(self._now.told, event.step)
                 self._now.told_ns = now_ns
             case NodeJoined():
-                self._heard[event.node] = now_ns
+                self._silence.heard(now_ns, event.node, self._recovery)
             case ControllerStarted():
                 # How long agents may take to come back is the controller's deadline.
-                self._heard = {}
+                self._silence.begin(now_ns)
                 # A replay has no heartbeats: what it made us think of progress is worth nothing.
                 self._now, self._news = _Generation(), False
                 self._follow()
@@ -132,7 +132,9 @@ class Monitor:
                 out += self._flush(now_ns)
             case _:
                 pass
-        return (*out, *self._silent(now_ns), *self._hang(now_ns))
+        if not self._state.terminal:
+            out += self._silence.judge(now_ns, self._state.nodes, self._recovery)
+        return (*out, *self._hang(now_ns))
 
     def next_deadline_ns(self) -> int | None:
         """When to observe again at the latest, with Tick."""
@@ -148,16 +150,9 @@ class Monitor:
         return due
 
     def _first_due_ns(self) -> int | None:
-        timeout = seconds(self._recovery.heartbeat_timeout_s)
-        due = [
-            max(at, self._arrived.get(node, 0)) + timeout
-            for node, at in self._heard.items()
-            if node in self._state.nodes
-        ]
         hang = self._hang_due()
-        if hang is not None:
-            due.append(hang[0])
-        return min(due, default=None)
+        due = (self._silence.next_ns(self._state.nodes, self._recovery), hang and hang[0])
+        return min((at for at in due if at is not None), default=None)
 
     def _pause_ns(self) -> int:
         """A look goes over all ranks, and beats come by the thousand in a big job: those that come
@@ -248,23 +243,6 @@ class Monitor:
         ]
 
     # -- verdicts -----------------------------------------------------------------------------
-    def _silent(self, now_ns: int) -> list[AnyEvent]:
-        timeout_s = self._recovery.heartbeat_timeout_s
-        out: list[AnyEvent] = []
-        if self._state.terminal:
-            return out
-        nodes = self._state.nodes
-        self._heard = {node: at for node, at in self._heard.items() if node in nodes}
-        self._arrived = {node: at for node, at in self._arrived.items() if node in nodes}
-        for node, heard_ns in list(self._heard.items()):
-            at = max(heard_ns, self._arrived.get(node, 0))
-            if now_ns - at >= seconds(timeout_s):
-                del self._heard[node]
-                quiet = (now_ns - at) / SECOND_NS
-                detail = f"no heartbeat for {quiet:.1f} s; the limit is {timeout_s:g} s"
-                out.append(NodeLost(node=node, cause="silent", detail=detail))
-        return out
-
     def _hang(self, now_ns: int) -> list[AnyEvent]:
         due = self._hang_due()
         if due is None or now_ns < due[0]:
@@ -303,9 +281,12 @@ class Monitor:
             return newest + seconds(limits.SAVE_TIMEOUT_S), limits.SAVE_TIMEOUT_S, "save"
         limit_s = self.hang_limit_s()
         quietest = min(live, key=lambda rank: (live[rank].moved_ns, rank))
-        due = oldest + seconds(limit_s)
+        # While nobody was heard of, nobody may have been able to move either.
+        since = max(oldest, self._silence.ended_ns)
+        latest = oldest + seconds(limits.ALL_SILENT_FACTOR * limit_s)
+        due = min(since + seconds(limit_s), latest)
         # What the agent has not told lately is not known to be quiet: wait for its next beat.
-        heard = self._heard.get(state.node_of(quietest), 0)
+        heard = self._silence.last(state.node_of(quietest))
         if due > heard + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s):
             return None
         return due, limit_s, "hang"

@@ -11,7 +11,7 @@ from ..protocol.facts import Exit, Stack
 from ..protocol.spec import Budget
 from .actions import Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER
-from .events import GroupStopped
+from .events import AllSilent, GroupStopped, HeardAgain
 from .failure import (
     HOPELESS_TYPES,
     Facts,
@@ -129,6 +129,26 @@ def lost_member(turn: Turn, node: str, cause: str, detail: str) -> None:
     stop.lost_first = stop.lost_first or first
     stop.waiting.pop(node, None)
     turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+
+
+def all_silent(turn: Turn, event: AllSilent) -> None:
+    """Nothing is done about it: doubt is about ourselves. People should know all the same."""
+    whom = f"none of {event.nodes} nodes is" if event.nodes != 1 else "the only node is not"
+    _say(
+        turn,
+        f"{whom} heard of for {event.seconds:.1f} s: this machine may be starved, or cut off; "
+        f"after {event.patience_s:g} s the silence is believed",
+    )
+
+
+def heard_again(turn: Turn, event: HeardAgain) -> None:
+    _say(turn, f"nodes are heard of again, after {event.seconds:.1f} s in which none was")
+
+
+def _say(turn: Turn, text: str) -> None:
+    turn.note(text)
+    if turn.state.phase == "running":
+        turn.move("running", turn.state.reason.code, text)
 
 
 def group_stopped(turn: Turn, event: GroupStopped) -> None:

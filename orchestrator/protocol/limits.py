@@ -31,6 +31,10 @@ HEARTBEAT_INTERVAL_S = 0.5
 HEARTBEAT_TIMEOUT_S = 3.0
 """Silence after which a node is lost: six beats, so one TCP retransmission storm is survived."""
 
+ALL_SILENT_FACTOR = 4.0
+"""Times the heartbeat timeout: how long a silence of all nodes is put down to our own machine
+before it is believed. To give everybody up throws all memory away; to wait costs 9 s at most."""
+
 PULSE_INTERVAL_S = 0.5
 """How often a worker's pulse thread tells its agent that the interpreter still runs."""
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .world import BOUND_S, World
 
 
-def play(seed: int, verbose: bool = False) -> World:
+def play(
+    seed: int,
+    verbose: bool = False,
+    faults: Callable[[World], None] = World.schedule_faults,
+) -> World:
     """Raises AssertionError, naming the seed, if anything unsafe happens or the job never ends."""
     world = World(seed, verbose)
     world.after(0.0, world.host.start)
-    world.schedule_faults()
+    faults(world)
     host = world.host
 
     def over() -> bool:

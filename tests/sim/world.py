@@ -170,6 +170,8 @@ class World(Clockwork):
             (5, self._crash_node),
             (2, self._power_loss),
             (4, self._partition),
+            (1, self._silence),
+            (0.3, self._blackout),
             (3, self._break_link),
             (6, self._crash_controller),
             (1, self._forks_fail),
@@ -228,6 +230,24 @@ class World(Clockwork):
             return ""
         self._healed[node.name] = self.now + round(seconds * NS)
         return f"{node.name} is cut off for {seconds:.1f} s"
+
+    def _silence(self) -> str:
+        """The controller hears nobody: its machine is starved, or its own cable is out."""
+        return self.silence(self.between(0.5, 14.0))
+
+    def silence(self, seconds: float) -> str:
+        for node in self.nodes.values():
+            self._healed[node.name] = max(self.healed_ns(node), self.now + round(seconds * NS))
+        return f"nobody is heard for {seconds:.1f} s"
+
+    def _blackout(self) -> str:
+        return self.blackout()
+
+    def blackout(self) -> str:
+        live = [node for node in self.nodes.values() if node.alive]
+        for node in live:
+            self.node_dies(node, visible=False, why="blackout")
+        return f"all {len(live)} nodes lose power" if live else ""
 
     def _break_link(self) -> str:
         node = self._live()

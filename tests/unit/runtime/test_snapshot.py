@@ -98,7 +98,7 @@ def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_do
         for folded in (straight, restored):
             folded.take(started)
         assert restored.monitor._now == straight.monitor._now
-        assert restored.monitor._heard == straight.monitor._heard
+        assert vars(restored.monitor._silence) == vars(straight.monitor._silence)
         assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
         beat = Heartbeat(node="n0", generation=restored.controller.state.generation)
         assert restored.monitor.observe(now_ns, beat) == straight.monitor.observe(now_ns, beat)
