@@ -33,6 +33,8 @@ test: $(STAMP)  ## everything that is checked before a change lands
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
+	$(BIN)/python -m bench.ray
 
 # Real Kubernetes programs for tests/e2e/kubernetes, built once into ~/.cache/holdfast/kubernetes.
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,12 +57,15 @@ class Plan:
     run: Callable[[], Result]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reps", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose name or contestant contains this")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray")
     options = parser.parse_args()
+    if find_spec("ray") is None or find_spec("pyarrow") is None:
+        print("error: Ray Train is not complete here: pip install 'holdfast[bench]'")
+        return 1
     facts = conditions.describe() | {"ray": version("ray")}
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers have it from the raylet
     cluster = RayRig(nodes=3)
@@ -81,6 +85,7 @@ def main() -> None:
                 write(options.out, facts, results, noise)
     finally:
         cluster.close()
+    return 0
 
 
 def guarded(plan: Plan) -> Result:
@@ -237,4 +242,4 @@ def steps(results: list[Result]) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
