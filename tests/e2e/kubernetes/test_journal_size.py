@@ -1,0 +1,150 @@
+"""The journal of a very large job, in a ConfigMap of a real API server.
+
+Owns: these tests. There are no agents: what they would say is said to the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.errors import JOBS
+from orchestrator.backends.kubernetes.journal import MAX_BYTES, open_journal
+from orchestrator.backends.kubernetes.names import journal_name
+from orchestrator.backends.kubernetes.pods import Owner
+from orchestrator.core.actions import AnyAction, LaunchGroup, RequestNodes
+from orchestrator.core.events import (
+    ActionSucceeded,
+    AnyEvent,
+    ControllerStarted,
+    JobSubmitted,
+    NodeJoined,
+    StepsAdvanced,
+)
+from orchestrator.core.journal import encode_record
+from orchestrator.core.state import JobState
+from orchestrator.operator.spec import owner_of
+from orchestrator.protocol.facts import NodeFacts, ShardFile
+from orchestrator.protocol.manifest import shard_file_name
+from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.runtime.clock import Clock
+from orchestrator.runtime.driver import Driver
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.unplaced import Plane, install, job
+
+pytestmark = pytest.mark.e2e
+
+NUM_NODES, WORKERS = 1000, 8
+NAMES = tuple(f"large-{index:04x}" for index in range(NUM_NODES))
+GIB = 2**30
+
+
+def document() -> dict[str, Any]:
+    """All ranks in one shard group: no job of this size has more files."""
+    nodes = {"min": NUM_NODES, "max": NUM_NODES}
+    shard = {"shard": NUM_NODES * WORKERS}
+    # Nobody sends heartbeats here, and a busy machine needs a minute for all this.
+    patient = {"heartbeatTimeoutSeconds": 600}
+    return job(
+        "large", nodes=nodes, workersPerNode=WORKERS, parallelism=shard, recovery=patient,
+        suspend=True,
+    )  # fmt: skip
+
+
+def facts(index: int) -> NodeFacts:
+    address = f"10.{index // 256}.{index % 256}.7"
+    return NodeFacts(hostname=NAMES[index], address=address, data_port=40000, slots=WORKERS)
+
+
+def files(step: int) -> list[ShardFile]:
+    """Of a committed checkpoint, with checksums that no compression shortens."""
+    count = NUM_NODES * WORKERS
+    return [
+        ShardFile(
+            step, 1, shard, count, shard_file_name(shard, count), 16 * GIB + shard * step,
+            f"{pow(3, shard + step, 2**127 - 1):032x}",
+        )
+        for shard in range(count)
+    ]  # fmt: skip
+
+
+class Controller:
+    """A driver with its journal, as an assembly has it."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._job = job_from_mapping(spec)
+        self.actions: list[AnyAction] = []
+        self.driver = Driver(self._job, Clock(), self.actions.append)
+
+    @property
+    def state(self) -> JobState:
+        return self.driver.controller.state
+
+    async def open(self, cluster: Cluster, owner: Owner) -> None:
+        self.driver.open(await open_journal(cluster, owner))
+
+    async def tell(self, *events: AnyEvent) -> None:
+        for event in events:
+            self.driver.submit(event)
+        await self.driver.turn()
+
+    async def succeed(self, kind: type[AnyAction], detail: str = "") -> None:
+        done = [one for one in self.actions if isinstance(one, kind)]
+        self.actions.clear()
+        await self.tell(*(ActionSucceeded(action_id=one.action_id, detail=detail) for one in done))
+
+
+def running(spec: dict[str, Any]) -> dict[str, Any]:
+    return {**spec, "spec": {**spec["spec"], "suspend": False}}
+
+
+async def train(cluster: Cluster, owner: Owner, spec: dict[str, Any]) -> None:
+    """From nothing to the first step of all 8,000 ranks."""
+    first = Controller(spec)
+    await first.open(cluster, owner)
+    await first.tell(
+        JobSubmitted(job_id=owner.uid, spec=spec, spec_directory=""),
+        ControllerStarted(incarnation=1),
+    )
+    await first.succeed(RequestNodes, " ".join(NAMES))
+    joined = [NodeJoined(node=name, facts=facts(index)) for index, name in enumerate(NAMES)]
+    await first.tell(*joined)
+    await first.succeed(LaunchGroup)
+    await first.tell(StepsAdvanced(generation=1, step=0, step_s=0.5))
+    assert first.state.phase == "running"
+    assert len(first.state.members) == NUM_NODES
+
+
+def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outgrow_a_journal(
+    control_plane: Plane, namespace: Kubectl
+) -> None:
+    install(control_plane)
+    document_there = namespace.create(document())  # held: no operator is to touch it
+    owner, spec = owner_of(document_there), running(document())
+    committed = tuple(files(100) + files(200))
+    took_over = ControllerStarted(incarnation=2, committed=committed, nodes=NAMES)
+    assert len(encode_record(1, took_over)) > 2 * MAX_BYTES, "no ConfigMap could hold this event"
+
+    async def story() -> None:
+        async with await Cluster.connect(kubeconfig=control_plane.kubeconfig) as cluster:
+            assert await cluster.find(JOBS, owner.namespace, owner.name)
+            await train(cluster, owner, spec)
+            second, third = Controller(spec), Controller(spec)
+            await second.open(cluster, owner)
+            await second.tell(took_over)
+            await third.open(cluster, owner)
+            for state in (second.state, third.state):
+                assert state.incarnation == 2
+                assert [one.step for one in state.ledger.committed] == [100, 200]
+                assert state.members == NAMES and set(state.nodes) == set(NAMES)
+            assert third.state == second.state, "nothing was lost on the way"
+            with pytest.raises(Exception, match="another controller"):
+                await second.tell(StepsAdvanced(generation=1, step=1), took_over)
+
+    asyncio.run(story())
+    kept = namespace.json("get", "configmap", journal_name(owner.name))["binaryData"]
+    assert sum(len(text) * 3 // 4 for text in kept.values()) < MAX_BYTES // 2
+    namespace.run("delete", "trainingjob", owner.name)
