@@ -15,11 +15,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from ...protocol.certificate import Keys as Secrets
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom
-from . import actors, cluster, groups
+from . import actors, cluster, groups, places
 from .agent import AgentOrder
 from .drains import Drains, NoticeSink, Places
 from .groups import Group
@@ -40,15 +42,10 @@ class RayBackend:
     """Implements backends.base.Backend."""
 
     def __init__(
-        self,
-        job: TrainingJob,
-        job_id: str,
-        keys: Keys,
-        secrets: Secrets,
-        *,
+        self, job: TrainingJob, job_id: str, keys: Keys, secrets: Secrets, *,
         on_notice: NoticeSink = lambda node, detail, grace_s: None,
         on_move: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`on_notice`: Ray will take a node away. `on_move`: and this controller's own Ray node."""
         self._job, self._job_id, self._secrets = job, job_id, secrets
         self._keeper = Keeper(keys)
@@ -58,6 +55,7 @@ class RayBackend:
         self._actors: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         """Node -> Ray node, of those that have come up."""
+        self._topology: dict[str, tuple[str, ...]] = {}
         self._drains = Drains(Places(self._places, self._actors), on_notice, on_move)
         self._unclaimed: list[str] = []
         """Started when room was found for an earlier request, and not given out yet."""
@@ -135,9 +133,9 @@ class RayBackend:
 
     # -- beside the contract -------------------------------------------------------------------
     def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
-        """What an agent says of its node, when it joins."""
+        """What an agent says of its node when it joins, with what Ray knows better: where it is."""
         self._drains.joined(node)
-        return facts
+        return msgspec.structs.replace(facts, topology=self._topology.get(node, ()))
 
     def set_endpoint(self, address: str, port: int) -> None:
         """Where the controller listens from now on; running agents are told."""
@@ -264,9 +262,10 @@ class RayBackend:
             facts = await actor.facts.remote()
         except RayError:
             return  # the watch tells why
-        self._places[node] = facts["ray_node"]
+        self._places[node] = place = facts["ray_node"]
         self._known.starting.discard(node)
         await self._keeper.save()
+        self._topology[node] = await places.topology(place, self._job.spec.ray.topology_keys)
 
     async def _watch(self, node: str, actor: Any) -> None:
         """Until the node has ended, for whatever reason."""
@@ -326,6 +325,7 @@ class RayBackend:
         self._known.starting.discard(node)
         self._actors.pop(node, None)
         self._places.pop(node, None)
+        self._topology.pop(node, None)
 
     def _group_of(self, node: str) -> Group | None:
         return self._groups.get(self._known.nodes[node][0])
@@ -334,10 +334,7 @@ class RayBackend:
         """Tell of the nodes whose Ray node takes no connections any more."""
         if not self._places:
             return
-        alive = await asyncio.to_thread(cluster.alive_nodes)
-        asked = {place for place in self._places.values() if place in alive}
-        answers = await asyncio.gather(*(cluster.answers(alive[place]) for place in asked))
-        dead = {place for place, answer in zip(asked, answers, strict=True) if not answer}
+        dead = await places.silent(set(self._places.values()))
         for node in [node for node, place in self._places.items() if place in dead]:
             if node in self._actors:
                 await asyncio.to_thread(actors.kill, self._actors[node])
