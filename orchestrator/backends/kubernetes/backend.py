@@ -22,6 +22,7 @@ from ...protocol.errors import HoldfastError, UserError
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom
+from ..topology import coordinates
 from . import names, words
 from .client import Document
 from .errors import PODS, ApiError
@@ -185,8 +186,8 @@ class KubernetesBackend:
             return facts
         labels = self._shared.places.labels(place)
         keys = self._job.spec.kubernetes.topology_keys
-        topology = tuple(labels.get(key, "") for key in keys)
-        return msgspec.structs.replace(facts, failure_domain=place, topology=(*topology, place))
+        topology = (*coordinates(labels, keys), place)
+        return msgspec.structs.replace(facts, failure_domain=place, topology=topology)
 
     def label(self, generation: int, ranks: Mapping[str, int]) -> None:
         """Write generation and lowest rank on the pods that train; take them off the others."""

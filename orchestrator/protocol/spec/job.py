@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from .base import Part
 from .env import problem_of_name
 from .kubernetes import RESOURCE_PATTERN, Kubernetes
+from .ray import Ray
 from .resilience import Checkpoint, Recovery, Seconds
 from .workload import Entrypoint, Fabric, Nodes, Parallelism, Resources
 
@@ -80,6 +81,7 @@ class JobSpec(Part):
     recovery: Recovery = Recovery()
     metrics: Metrics = Metrics()
     kubernetes: Kubernetes = Kubernetes()
+    ray: Ray = Ray()
     priority: int = 0
     """Higher runs first where jobs compete."""
     queue: str | None = None
