@@ -218,6 +218,7 @@ CHANGES = (
     ),
     _fixed("metrics", {"perRank": True}),
     _fixed("kubernetes", {"priorityClassName": "high"}),
+    _fixed("ray", {"topologyKeys": ["example.com/rack"]}),
     _fixed("priority", 5),
     _fixed("activeDeadlineSeconds", 60),
     _fixed("queue", "team-b", script(queue="team-a")),
