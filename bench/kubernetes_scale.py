@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -201,7 +202,13 @@ async def _remove(scale: Scale) -> None:
 
 def wait(condition: Callable[[], bool], what: str, scale: Scale) -> float:
     """Returns when it was true first."""
-    until(condition, what, timeout_s=BOUND_S, every_s=0.1, last=scale.replica.tail)
+
+    def look() -> bool:
+        with contextlib.suppress(scale_rig.Busy):
+            return condition()
+        return False
+
+    until(look, what, timeout_s=BOUND_S, every_s=0.1, last=scale.replica.tail)
     return time.monotonic()
 
 

@@ -42,6 +42,10 @@ SETTINGS = replace(
 )
 
 
+class Busy(Exception):
+    """The API server did not answer within seconds; it may the next time."""
+
+
 @dataclass
 class Reading:
     """Of one moment."""
@@ -91,9 +95,11 @@ class Scale:
         )
 
     def count(self, what: str, query: str = "") -> int:
-        """Objects of the jobs' namespace, without listing them."""
+        """Objects of the jobs' namespace, without listing them; raises Busy."""
         text = self.plane.request(f"{path_of(what)}?limit=1{query}")
-        page = json.loads(text or "{}")
+        if text is None:
+            raise Busy(what)
+        page = json.loads(text)
         return len(page.get("items", ())) + int(page["metadata"].get("remainingItemCount", 0))
 
     @contextmanager
