@@ -110,8 +110,8 @@ def words(ray_node: str, reason: str, left_s: float) -> str:
     """For the incident."""
     # Ray lets nobody drain a Ray node that is in use for another reason than this.
     why = reason or "preemption"
-    until = f", which ends in {left_s:.0f} s" if left_s else ""
-    return f"Ray drains its Ray node {ray_node[:8]}{until}: {why}"
+    until = f", which ends in {left_s:.0f} s," if left_s else ""
+    return f"Ray drains its Ray node {ray_node[:8]}{until} for {why}"
 
 
 DRAIN_LINE = re.compile(
