@@ -5,7 +5,7 @@
     python -m bench.kubernetes_scale --jobs 40 --pods 5 --out /tmp/small
 
 Owns: the shapes, the order of a measurement and the table. Writes bench/results/kubernetes_scale
-.json and .md after every shape; --label keeps the runs of different commits side by side. Needs the
+.json and .md after every phase; --label keeps the runs of different commits side by side. Needs the
 binaries of `make kubernetes-binaries`, no privileges.
 
 A measurement: all jobs are created as fast as the API server takes them, until all of their pods
@@ -90,12 +90,14 @@ def main() -> int:
     for num_jobs, pods_each in shapes:
         if options.only not in name_of(num_jobs, pods_each):
             continue
-        noise = conditions.wait_until_quiet()
-        one = measure(options.label, num_jobs, pods_each)
-        one.noise, one.facts = noise, conditions.describe()
-        print(json.dumps(asdict(one)), flush=True)
+        one = Result(options.label, name_of(num_jobs, pods_each), num_jobs, num_jobs * pods_each)
+        one.noise, one.facts = conditions.wait_until_quiet(), conditions.describe()
         results = [r for r in results if (r.label, r.shape) != (one.label, one.shape)] + [one]
-        write(options.out, results)
+        with scale_rig.scale(NUM_NODES) as scale:
+            for phase in (fill, rest, remove):
+                phase(scale, one)
+                write(options.out, results)
+        print(json.dumps(asdict(one)), flush=True)
     return 0
 
 
@@ -105,35 +107,29 @@ def name_of(num_jobs: int, pods_each: int) -> str:
 
 
 # -- the measurement ----------------------------------------------------------------------------
-def measure(label: str, num_jobs: int, pods_each: int) -> Result:
-    num_pods = num_jobs * pods_each
-    result = Result(label, name_of(num_jobs, pods_each), num_jobs, num_pods)
-    with scale_rig.scale(NUM_NODES) as scale:
-        before = scale.read()
-        note_levels(result, "before", before)
-        with scale.probing() as delays:
-            began_s = time.monotonic()
-            create(scale, num_jobs, pods_each, result)
-            created_s = wait(lambda: scale.count("pods") >= num_pods, "all pods", scale)
-            result.seconds["all pods created"] = round(created_s - began_s, 2)
-            created = scale.read()
-            unbound = "&fieldSelector=spec.nodeName%3D"
-            bound_s = wait(lambda: not scale.count("pods", unbound), "all pods bound", scale)
-            result.seconds["all pods bound"] = round(bound_s - began_s, 2)
-            result.seconds["operator quiet"] = round(settle(scale) - began_s, 2)
-        settled = scale.read()
-        note(result, "until created", before, created)
-        note(result, "until quiet", before, settled, delays)
-        rate = result.seconds["all pods created"]
-        result.rates = {"pods/s": round(num_pods / rate, 1), "jobs/s": round(num_jobs / rate, 2)}
-        rest(scale, result, settled)
-        remove(scale, result)
-    return result
+def fill(scale: Scale, result: Result) -> None:
+    num_jobs, num_pods = result.num_jobs, result.num_pods
+    before = scale.read()
+    note_levels(result, "before", before)
+    with scale.probing() as delays:
+        began_s = time.monotonic()
+        create(scale, result)
+        created_s = wait(lambda: scale.count("pods") >= num_pods, "all pods", scale)
+        result.seconds["all pods created"] = round(created_s - began_s, 2)
+        created = scale.read()
+        unbound = "&fieldSelector=spec.nodeName%3D"
+        bound_s = wait(lambda: not scale.count("pods", unbound), "all pods bound", scale)
+        result.seconds["all pods bound"] = round(bound_s - began_s, 2)
+        result.seconds["operator quiet"] = round(settle(scale) - began_s, 2)
+    note(result, "until created", before, created)
+    note(result, "until quiet", before, scale.read(), delays)
+    took_s = created_s - began_s
+    result.rates = {"pods/s": round(num_pods / took_s, 1), "jobs/s": round(num_jobs / took_s, 2)}
 
 
-def create(scale: Scale, num_jobs: int, pods_each: int, result: Result) -> None:
+def create(scale: Scale, result: Result) -> None:
     began_s = time.monotonic()
-    asyncio.run(_create(scale, num_jobs, pods_each))
+    asyncio.run(_create(scale, result.num_jobs, result.num_pods // result.num_jobs))
     result.seconds["all jobs taken by the API server"] = round(time.monotonic() - began_s, 2)
 
 
@@ -163,8 +159,9 @@ def job(name: str, pods_each: int) -> dict[str, Any]:
     }
 
 
-def rest(scale: Scale, result: Result, begin: Reading) -> None:
+def rest(scale: Scale, result: Result) -> None:
     """Nothing happens. This is the one place where time itself has to pass."""
+    begin = scale.read()
     with scale.probing() as delays:
         time.sleep(IDLE_S)
     end = scale.read()
@@ -289,30 +286,29 @@ def table(results: list[Result]) -> list[str]:
 
 
 def rows_of(one: Result) -> dict[str, str]:
-    created, idle = one.requests["until quiet"], one.requests["idle"]
-    grown = one.memory_mib["resident idle"] - one.memory_mib["resident before"]
     rows = {what: f"{value:.1f} s" for what, value in one.seconds.items()}
     rows |= {what: f"{value:g}" for what, value in one.rates.items()}
     for phase, cpu_s in one.cpu_s.items():
-        rows[f"CPU of the operator, {phase}"] = f"{cpu_s['operator']:.1f} s"
-    others = {
-        name: value for name, value in one.cpu_s["until created"].items() if name != "operator"
-    }
-    rows["CPU of others, until created"] = ", ".join(f"{n} {v:.1f} s" for n, v in others.items())
-    rows["requests per job, until quiet"] = f"{created['all but leases'] / one.num_jobs:.2f}"
-    rows["requests per pod, until quiet"] = f"{created['all but leases'] / one.num_pods:.2f}"
-    rows["requests, until quiet"] = told(created)
-    minutes = IDLE_S / 60
-    per_minute = idle["all but leases"] / one.num_jobs / minutes
-    rows["requests per job and minute, idle"] = f"{per_minute:.4f}"
-    rows["requests, idle"] = told(idle)
-    rows["requests, deletion"] = told(one.requests["deletion"])
-    rows["peak memory of the operator"] = f"{one.memory_mib['peak after']:.0f} MiB"
-    rows["its memory per job, idle"] = f"{1024 * grown / one.num_jobs:.0f} KiB"
-    rows["its memory per pod, idle"] = f"{1024 * grown / one.num_pods:.0f} KiB"
-    rows["its memory after all is deleted"] = f"{one.memory_mib['resident after']:.0f} MiB"
-    rows["its threads before, idle"] = f"{one.threads['before']}, {one.threads['idle']}"
-    rows["its open files before, idle"] = f"{one.files['before']}, {one.files['idle']}"
+        told_all = ", ".join(f"{name} {value:.1f} s" for name, value in cpu_s.items())
+        rows[f"CPU, {phase}"] = told_all
+    for phase, requests in one.requests.items():
+        count = requests["all but leases"]
+        if phase == "idle":
+            per = f"{count / one.num_jobs / (IDLE_S / 60):.4f} per job and minute"
+        else:
+            per = f"{count / one.num_jobs:.2f} per job, {count / one.num_pods:.2f} per pod"
+        rows[f"requests, {phase}"] = f"{per}: {told(requests)}"
+    memory = one.memory_mib
+    for when in ("before", "idle", "after"):
+        if f"peak {when}" in memory:
+            rows[f"operator, {when}"] = (
+                f"{memory[f'resident {when}']:.0f} MiB (peak {memory[f'peak {when}']:.0f}), "
+                f"{one.threads[when]} threads, {one.files[when]} open files"
+            )
+    if "resident idle" in memory:
+        grown = memory["resident idle"] - memory["resident before"]
+        per_job, per_pod = 1024 * grown / one.num_jobs, 1024 * grown / one.num_pods
+        rows["its memory, grown"] = f"{per_job:.0f} KiB per job, {per_pod:.0f} KiB per pod"
     for phase, delay in one.delay_ms.items():
         rows[f"/healthz answers, {phase}"] = ", ".join(f"{n} {v:g} ms" for n, v in delay.items())
     return rows
