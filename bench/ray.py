@@ -34,7 +34,7 @@ from .recovery import describe, spread
 RESULTS = Path(__file__).parent / "results"
 PEER, LOCAL = RayTrain.name, "Holdfast, local"
 STEPS = 100
-START_BOUND_S = 240.0
+START_BOUND_S = BOUND_S = 240.0
 """A busy machine: Ray Train needs 16 s on a quiet one."""
 QUIET_CORES = 0.6
 """What an idle cluster of four raylets and its dashboard takes of this machine."""
@@ -108,7 +108,7 @@ def plans(cluster: RayRig) -> Iterable[Plan]:
     def fault(
         nodes: int, name: str, who: str, build: Callable[[Workload], Contestant], provoke: Any
     ) -> Plan:
-        case = Case(name, who, build, provoke, start_bound_s=START_BOUND_S)
+        case = Case(name, who, build, provoke, BOUND_S, START_BOUND_S)
         return Plan(nodes, name, who, lambda: cases.run(case))
 
     def calm(who: str, build: Callable[[Workload], Contestant]) -> Plan:

@@ -30,8 +30,7 @@ class RayRig:
 
     def __init__(self, nodes: int = NODES) -> None:
         # Read when its modules are imported; a busy machine takes long to start a Ray node.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
-        os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
         # As an activated environment has it: what a submitted job starts with `python` is ours.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         from ray.cluster_utils import Cluster
