@@ -43,6 +43,7 @@ kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, fiv
 
 manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (make kubernetes-binaries)
 	$(BIN)/python -m helm.render
+	$(BIN)/python -m helm.ray_dashboard
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

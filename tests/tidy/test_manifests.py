@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from helm import render
+from helm import ray_dashboard, render
 from orchestrator.backends.kubernetes import names
 from orchestrator.operator.metrics import Facts, OperatorCollector
 from orchestrator.protocol.spec.crd import definition_text
@@ -106,8 +106,23 @@ def test_the_dashboard_shows_what_the_operations_page_promises() -> None:
         assert name in shown
 
 
-def test_panels_of_the_dashboard_have_ids_and_places_of_their_own() -> None:
-    panels = json.loads((render.CHART / "files" / "dashboard.json").read_text())["panels"]
+def test_the_dashboard_for_rays_grafana_is_the_charts_with_the_names_of_rays_exporter() -> None:
+    text = ray_dashboard.TARGET.read_text()
+    assert text == ray_dashboard.text(), FIX
+    exported = {f"ray_{spec.name}" for spec in METRICS if not spec.per_rank}
+    for spec in METRICS:
+        if spec.kind == "summary":
+            exported |= {f"ray_{spec.name}_{end}" for end in ("sum", "count")}
+    asked = set(re.findall(r"(?:ray_)*holdfast_\w+", text))
+    assert len(asked) > 20 and asked <= exported
+    assert "namespace" not in text
+
+
+@pytest.mark.parametrize(
+    "path", [render.CHART / "files" / "dashboard.json", ray_dashboard.TARGET], ids=["chart", "ray"]
+)
+def test_panels_of_the_dashboard_have_ids_and_places_of_their_own(path: Path) -> None:
+    panels = json.loads(path.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:

@@ -9,7 +9,12 @@ Prometheus sees is a counter that goes on where it was.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+NEARLY_NOTHING = sys.float_info.min
+"""Ray refuses an increment of 0. Without one the series would begin with the first event, and what
+a counter begins with is not an increase for Prometheus. Added to any count it changes nothing."""
 
 
 class Metrics:
@@ -29,9 +34,11 @@ class Metrics:
         from ray.util.metrics import Counter
 
         key = name, tuple(sorted(labels.items()))
-        more = value - self._counted.get(key, 0.0)
         metric = self._metric(Counter, name, text, labels)
-        if more > 0:
+        if key not in self._counted:
+            metric.inc(NEARLY_NOTHING, tags=labels)
+            self._counted[key] = 0.0
+        if (more := value - self._counted[key]) > 0:
             metric.inc(more, tags=labels)
             self._counted[key] = value
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from helm.ray_dashboard import TARGET
 from orchestrator.runtime.metrics import METRICS
 
-from .jobs import Job
+from .jobs import Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 BOUND_S = 120.0
+NOT_HERE = {"ray_holdfast_model_flops_utilization_ratio", "ray_holdfast_device_memory_peak_bytes"}
+"""A CPU has neither a known peak nor memory of its own."""
 ALWAYS = ("holdfast_job_steps", "holdfast_job_world_size", "holdfast_job_generation")
 
 
@@ -53,5 +56,29 @@ def test_the_jobs_metrics_come_out_of_rays_exporter_with_a_prefix(tmp_path: Path
         assert names <= known
         ours = [line for line in page.splitlines() if line.startswith("ray_holdfast_job_world")]
         assert re.search(size, page), ours
+    finally:
+        job.end()
+
+
+def test_the_grafana_dashboard_asks_for_nothing_that_a_job_does_not_export(tmp_path: Path) -> None:
+    asked = set(re.findall(r"ray_holdfast_\w+", TARGET.read_text()))
+    assert len(asked) > 20
+    # An incident and a checkpoint: what is told of them is there once they are.
+    job = Job(
+        tmp_path, "pictured", 1_000_000,
+        checkpoint={"path": str(tmp_path / "tier"), "storage": {"everySteps": 10}},
+    )  # fmt: skip
+    try:
+        before = job.running().num_incidents
+        done = holdfast("chaos", "kill-worker", "pictured", "--ray", job.cluster.address)
+        assert done.returncode == 0, done.stderr
+        job.incident_after(before)
+        job.until(lambda view: bool(view.checkpoints))
+        give_up, names = time.monotonic() + BOUND_S, set[str]()
+        while time.monotonic() < give_up and not asked - NOT_HERE <= names:
+            page = exported()
+            names = set(re.findall(r'^(ray_holdfast_\w+)\{[^}]*job="pictured"', page, re.MULTILINE))
+            time.sleep(1.0)  # Ray exports in its own rhythm, and nothing tells when
+        assert asked - NOT_HERE <= names, asked - NOT_HERE - names
     finally:
         job.end()
