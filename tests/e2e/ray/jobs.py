@@ -35,10 +35,13 @@ def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedPro
 class Job:
     """One job; its command runs until `end`."""
 
-    def __init__(self, place: Path, name: str, steps: int, **changes: Any) -> None:
+    def __init__(
+        self, place: Path, name: str, steps: int, *, cluster: Any = None, **changes: Any
+    ) -> None:
+        """`cluster`: one that this process is a driver of, instead of the one for all tests."""
         from orchestrator.cli.places.ray import RayPlace
 
-        self.cluster = rig.connected()
+        self.cluster = cluster or rig.connected()
         self.name = name
         self.file = place / f"{name}.yaml"
         changes = {

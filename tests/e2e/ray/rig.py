@@ -65,7 +65,10 @@ class RayRig:
 
     @property
     def num_nodes(self) -> int:
-        """Ray nodes that are there and can hold workers."""
+        """Ray nodes that are there and can hold workers; one that was drained has ended itself."""
+        self._nodes = [
+            node for node in self._nodes if node.all_processes["raylet"][0].process.poll() is None
+        ]
         return len(self._nodes)
 
     def node_of(self, pid: int) -> str:

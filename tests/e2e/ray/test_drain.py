@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from . import rig
 from .jobs import BOUND_S, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -22,10 +23,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two nodes and a spare on a cluster with one more Ray node."""
     nodes = {"min": 1, "max": 2, "spares": 1}
     job = Job(tmp_path_factory.mktemp("ray"), "drained", 1_000_000, nodes=nodes)
-    while job.cluster.num_nodes < 4:
+    while job.cluster.num_nodes < rig.NODES:
         job.cluster.add_node()
     yield job
     job.end()
+    while job.cluster.num_nodes < rig.NODES:
+        job.cluster.add_node()
 
 
 def drain(job: Job, ray_node: str) -> None:
