@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -66,6 +68,8 @@ def main() -> int:
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         print("error: Ray Train is not complete here: pip install 'holdfast[bench]'")
         return 1
+    # The cluster is ended on the way out, also of one whom nobody waits for any more.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     facts = conditions.describe() | {"ray": version("ray")}
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers have it from the raylet
     cluster = RayRig(nodes=3)
