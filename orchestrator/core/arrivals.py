@@ -4,7 +4,8 @@ Owns: state.starts. Must not: ask for nodes or launch.
 
 A replacement saves a second restart, so a shrink waits for one, but only for one that can be there
 before the wait is over. Where nodes come from, and how long that takes, differs by a factor of a
-hundred between backends; the job's own nodes have shown it, each time one came.
+hundred between backends. A backend may know it (on one machine the first nodes wait for torch to be
+imported, later ones are forked); else the job's own nodes have shown it, each time one came.
 """
 
 from __future__ import annotations
@@ -35,26 +36,30 @@ def may_wait(turn: Turn) -> bool:
 
 
 def worth_a_wait(turn: Turn) -> bool:
-    """... and it can be here before the wait is over, by what the job has seen of its nodes.
-
-    As long as none has been seen to start, every promise is believed."""
+    """... and it can be here before the wait is over: as the backend says or, where it does not
+    know, as the job's nodes have shown. As long as nothing is known, every promise is believed."""
     state = turn.state
-    if not may_wait(turn) or not state.starts:
+    known = _known(state)
+    asked = any(isinstance(action, RequestNodes) for action in state.inflight.values())
+    if not may_wait(turn) or asked or not known:
         return may_wait(turn)
-    fastest, slowest = min(state.starts), max(state.starts)
     patience = seconds(state.job.spec.recovery.replacement_wait_s)
     # What is long overdue (a pod without a place, say) comes at no time that could be told.
-    expected = [
-        since + fastest for since in state.coming.values() if turn.now <= since + slowest + patience
-    ]
-    if any(isinstance(action, RequestNodes) for action in state.inflight.values()):
-        expected.append(turn.now + fastest)
-    return any(at <= state.timers["replacement"] for at in expected)
+    return any(
+        since + min(known) <= state.timers["replacement"]
+        and turn.now <= since + max([*known, *state.starts]) + patience
+        for since in state.coming.values()
+    )
 
 
 def why_no_wait(turn: Turn) -> str:
     """Said with a shrink that has not waited though a node is on its way; else empty."""
     if not may_wait(turn) or worth_a_wait(turn):
         return ""
-    least_s = min(turn.state.starts) / SECOND_NS
+    least_s = min(_known(turn.state)) / SECOND_NS
     return f", without waiting for a replacement: nodes of this job took {least_s:.1f} s or more"
+
+
+def _known(state: JobState) -> list[int]:
+    """How long nodes take to start, in nanoseconds."""
+    return state.starts if state.start_told_ns is None else [state.start_told_ns]

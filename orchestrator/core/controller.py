@@ -233,7 +233,7 @@ def _succeeded(turn: Turn, event: ActionSucceeded) -> None:
         case LaunchGroup():
             launching.launched(turn, action)
         case RequestNodes():
-            membership.request_granted(turn, action, event.detail)
+            membership.request_granted(turn, action, event)
         case CommitManifest():
             checkpoints.commit_succeeded(turn, action)
         case DeleteCheckpoint():

@@ -155,6 +155,8 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     action_id: int
     generation: int = 0
     detail: str = ""
+    start_s: float | None = None
+    """Of RequestNodes: how long a node takes to start now, where the backend knows."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):

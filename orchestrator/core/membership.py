@@ -10,7 +10,7 @@ from ..protocol import limits
 from . import arrivals
 from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes, StopGroup
 from .checkpoints import in_memory, newest_committed
-from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
+from .events import ActionSucceeded, GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .ranks import best_size, mesh_for
 from .state import JobState, Node
 from .turn import Turn, seconds
@@ -243,11 +243,14 @@ def request_missing(turn: Turn) -> None:
     )
 
 
-def request_granted(turn: Turn, action: RequestNodes, detail: str) -> None:
-    """Nodes are on their way. `detail` has their names; a backend that cannot name them yet is
+def request_granted(turn: Turn, action: RequestNodes, event: ActionSucceeded) -> None:
+    """Nodes are on their way. The detail has their names; a backend that cannot name them yet is
     taken at its word."""
     state = turn.state
-    names = detail.split() or [f"?{action.action_id}.{index}" for index in range(action.count)]
+    state.start_told_ns = None if event.start_s is None else seconds(event.start_s)
+    names = event.detail.split() or [
+        f"?{action.action_id}.{index}" for index in range(action.count)
+    ]
     for name in names:
         if name not in state.nodes and name not in state.gone:
             state.coming.setdefault(name, turn.now)

@@ -201,6 +201,8 @@ class JobState:
     """Those of `coming` that a new controller found with the backend: since when is not known."""
     starts: list[int] = field(default_factory=list)
     """Nanoseconds from promise to arrival of the last nodes that came; see arrivals.py."""
+    start_told_ns: int | None = None
+    """How long a node takes to start, as the backend said when it last promised one."""
     no_room: bool = False
     """The last request for nodes was refused."""
     strikes: dict[str, list[int]] = field(default_factory=dict)

@@ -216,8 +216,18 @@ class Executor:
 
     # -- results -------------------------------------------------------------------------------
     def _succeeded(self, action: AnyAction, detail: str) -> None:
+        start_s: float | None = None
+        if isinstance(action, RequestNodes):
+            told: Callable[[], float | None] | None
+            told = getattr(self._backend, "node_start_s", None)
+            start_s = told() if told is not None else None
         self._submit(
-            ActionSucceeded(action_id=action.action_id, generation=action.generation, detail=detail)
+            ActionSucceeded(
+                action_id=action.action_id,
+                generation=action.generation,
+                detail=detail,
+                start_s=start_s,
+            )
         )
 
     def _failed(self, action: AnyAction, detail: str) -> None:

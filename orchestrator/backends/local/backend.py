@@ -150,6 +150,10 @@ class LocalBackend:
     def node_limit(self) -> int:
         return node_limit(self._job)
 
+    def node_start_s(self) -> float | None:
+        """The first nodes wait for their host; later ones are forked from it, in no time."""
+        return 0.0 if self._link is not None else None
+
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
         """Have no room for new nodes for this long."""

@@ -73,6 +73,22 @@ def test_a_stopped_worker_is_named_as_the_one_that_hangs(job: Job) -> None:
     assert incident.stacks
 
 
+def test_agents_that_all_fall_silent_together_are_not_given_up(job: Job) -> None:
+    before = job.until(lambda view: view.state == "running" and len(view.nodes) == 2)
+    agents = [job.agent_pid(node.name) for node in before.nodes]
+    for pid in agents:
+        job.kill(pid, signal.SIGSTOP)
+    try:
+        job.until(lambda view: "none of 2 nodes is heard of" in view.reason)
+    finally:
+        for pid in agents:
+            job.kill(pid, signal.SIGCONT)
+    seen = job.until(lambda view: "nodes are heard of again" in view.reason)
+    after = job.until(lambda view: view.step >= seen.step + 5)
+    assert after.generation == before.generation, after.incidents
+    assert len(after.incidents) == len(before.incidents)
+
+
 def test_training_goes_on_while_the_controller_is_dead_and_a_new_one_takes_over(job: Job) -> None:
     before = job.until(lambda view: True)
     workers = job.worker_pids()

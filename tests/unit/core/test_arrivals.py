@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.actions import LaunchGroup, RequestNodes
-from orchestrator.core.events import ControllerStarted
+from orchestrator.core.events import ActionSucceeded, ControllerStarted
 from orchestrator.core.turn import seconds
 
 from .story import Story, spec
@@ -40,10 +40,24 @@ def test_a_replacement_that_cannot_be_there_in_time_is_not_waited_for() -> None:
     )
 
 
-def test_nor_is_one_that_was_asked_for_and_not_promised_yet() -> None:
+def test_while_the_backend_has_not_promised_one_yet_its_word_is_waited_for() -> None:
     story = started(4.0)
     lose(story, granted=False)
+    assert not story.of(LaunchGroup)
+    story.succeed(RequestNodes)
     assert story.one(LaunchGroup).node == "a"
+
+
+def test_what_the_backend_says_counts_more_than_what_was_seen() -> None:
+    """On one machine the first nodes wait for their host to be up; the next ones are forked."""
+    story = started(4.0)
+    lose(story, granted=False)
+    (request,) = [a for a in story.state.inflight.values() if isinstance(a, RequestNodes)]
+    story.tell(ActionSucceeded(action_id=request.action_id, detail="c", start_s=0.0))
+    assert not story.of(LaunchGroup)
+    story.wait(0.5)
+    story.join("c")
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
 
 
 def test_one_that_can_be_there_in_time_is_waited_for() -> None:
@@ -121,3 +135,12 @@ def test_a_replay_decides_the_same() -> None:
     story = started(4.0)
     lose(story)
     assert story.replayed().state == story.state
+
+
+def test_the_word_of_a_backend_is_enough_when_no_node_was_seen_to_start() -> None:
+    story = Story().started()
+    story.state.starts.clear()
+    lose(story, granted=False)
+    (request,) = [a for a in story.state.inflight.values() if isinstance(a, RequestNodes)]
+    story.tell(ActionSucceeded(action_id=request.action_id, detail="c", start_s=30.0))
+    assert story.one(LaunchGroup).node == "a"
