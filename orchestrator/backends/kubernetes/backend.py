@@ -349,7 +349,8 @@ class KubernetesBackend:
                 break
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), give_up - loop.time())
+                async with asyncio.timeout_at(give_up):
+                    await self._news.wait()
             except TimeoutError:
                 break
         await asyncio.gather(*starmap(self._patch, self.queue.last_patches(self._pods()).items()))
