@@ -66,6 +66,12 @@ class AgentActor:
             )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = loop.create_future()
+        # What the dashboard shows as this actor's log.
+        print(
+            f"agent of {order.job} {order.node}: process {self._process.pid}; its log and its"
+            f" workers' (gen-*/rank-*.log) are in {logs.name}/ of this Ray node",
+            flush=True,
+        )
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._on_end)
 
@@ -136,6 +142,7 @@ class AgentActor:
         os.close(self._pidfd)
         code = self._process.wait()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        print(f"the agent was {how}", flush=True)
         self._ended.set_result(how)
         shutil.rmtree(self._directory, ignore_errors=True)
         loop.call_later(UNATTENDED_S, os._exit, 0)

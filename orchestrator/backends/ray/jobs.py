@@ -5,6 +5,7 @@ Owns: speaking to it, and its errors in words. Must not: know what the command d
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +17,9 @@ POLL_S = 0.5
 """The API cannot be waited on but through its log stream, which some proxies cut."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 SETUP_FAILED = "runtime_env"
+WATCHED_S = 10.0
+CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+"""They tell of every upload."""
 SERVER_FAILED = re.compile(r"status code 5\d\d: (?:Traceback.* )?(.*)$")
 """What comes back when it was not the request's fault, but Ray answers 500 to bad ones too."""
 PREAMBLE = re.compile(r".*?^Running entrypoint for job [^\n]*\n", re.MULTILINE | re.DOTALL)
@@ -44,6 +48,8 @@ class Api:
         from .cluster import check_version
 
         check_version(ray.__version__)
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
         try:
             self._client: Any = JobSubmissionClient(address)
         except ConnectionError as error:
@@ -81,6 +87,13 @@ class Api:
             raise UserError(str(Problem("--runtime-env", _short(error), expected))) from None
         return submitted
 
+    def running(self, key: str, value: str) -> str | None:
+        """A Ray job with that metadata which has not ended."""
+        for one in self._client.list_jobs():
+            if str(one.status) not in ENDED and (one.metadata or {}).get(key) == value:
+                return str(one.submission_id or one.job_id)
+        return None
+
     def follow(self, name: str, on_text: Callable[[str], None], *, own: bool = False) -> Outcome:
         """Its output until it has ended; `own`: without the lines that Ray puts before it. Raises
         RuntimeEnvFailed when it could not even begin."""
@@ -107,9 +120,14 @@ class Api:
     def stop(self, name: str) -> None:
         self._client.stop_job(name)
 
-    def forget(self, name: str) -> None:
-        """One that has ended."""
-        self._client.delete_job(name)
+    def tidy(self, prefix: str) -> None:
+        """Forget those of that name which have ended. Not the last ones: Ray's job server watches
+        a job for a while after its end, and would report one that is gone as failed."""
+        before_ms = (time.time() - WATCHED_S) * 1000
+        for one in self._client.list_jobs():
+            ended = str(one.status) in ENDED and (one.end_time or 0) < before_ms
+            if ended and (one.submission_id or "").startswith(prefix):
+                self._client.delete_job(one.submission_id)
 
 
 def _short(error: BaseException) -> str:

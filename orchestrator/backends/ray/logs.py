@@ -29,13 +29,16 @@ def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
 
     # Several Ray nodes of one machine have the same files.
     machines = {str(one["NodeManagerHostname"]): key for key, one in cluster.alive_nodes().items()}
-    machines.pop(socket.gethostname(), None)
+    # Through a Ray client (ray://) this process is on no machine of the cluster.
+    inside = not ray.util.client.ray.is_connected()
+    if inside:
+        machines.pop(socket.gethostname(), None)
     look = ray.remote(num_cpus=0, max_retries=0)(_read)
     asked = []
     for node in machines.values():
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         asked.append(look.options(scheduling_strategy=there).remote(job, job_id, offsets))
-    parts = {part[0]: part for part in _read(job, job_id, offsets)}
+    parts = {part[0]: part for part in (_read(job, job_id, offsets) if inside else ())}
     for answer in _ready(asked):
         try:
             parts |= {part[0]: part for part in ray.get(answer)}

@@ -12,7 +12,7 @@ import msgspec
 
 from ...backends.ray import calls, cluster, controller, kv, names
 from ...backends.ray.controller import ControllerOrder
-from ...backends.ray.jobs_view import Entry
+from ...backends.ray.jobs_view import Entry, submission_id
 from ...protocol.certificate import make_keys
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, job_to_mapping
@@ -80,12 +80,19 @@ class RayPlace:
             name = attach
             self._revive(self.find(attach), display)
         found, display = self.find(name), Told(display, Entry(name))
-        with display, calls.on_sigterm(lambda: found.request("cancel", by="SIGTERM")):
+
+        def stop() -> None:
+            # `ray job stop` means the job. Elsewhere somebody ends a command that only watches.
+            if not submission_id():
+                raise KeyboardInterrupt
+            found.request("cancel", by="SIGTERM")
+
+        with display, calls.on_sigterm(stop):
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:
                 display.note(
-                    f"Ctrl-C: job {name} goes on in the cluster. Watch it again with "
+                    f"Job {name} goes on in the cluster. Watch it again with "
                     f"`{self.command('run', '--attach', name)}`; end it with "
                     f"`{self.command('cancel', name)}`"
                 )

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...backends.ray import jobs
+from ...backends.ray import calls, jobs
 from ...backends.ray.jobs_view import OWNER
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob
@@ -22,6 +22,8 @@ from ..preflight import load_checked
 
 PROGRAM = "python -m orchestrator.cli.main"
 FILE_NAME = "holdfast-job.yaml"
+COMMAND = "holdfast_command_"
+"""So begins the name of the Ray job of a command, and never that of a job: holdfast-JOB-..."""
 
 
 def submit(
@@ -39,6 +41,10 @@ def submit(
             wanted["working_dir"] = str(source or directory)
         if source is None:
             shutil.copy(file, directory / FILE_NAME)
+        if (there := api.running(OWNER, job.name)) is not None:
+            got = f"{job.name}, which Ray job {there} is running"
+            fix = f"end it with `ray job stop {there}`, or choose another metadata.name"
+            raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
         name = file.name if source is not None else FILE_NAME
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
         shown = metadata(job) | {"state": "submitted"}
@@ -77,35 +83,53 @@ def metadata(job: TrainingJob) -> dict[str, str]:
 def forward(address: str) -> int:
     """Run this very command inside the cluster; its exit code."""
     words = sys.argv[1:]
-    if words[:1] == ["run"]:
-        raise UserError(
-            str(
-                Problem(
-                    "--ray",
-                    f"{address} with `run`",
-                    "auto or HOST:PORT, from inside the cluster's network",
-                    f"holdfast submit FILE --ray {address} --follow",
-                )
-            )
-        )
+    _expect_possible(words, address)
     inner = [word for word in words if word != address and not word.startswith("--ray")]
     entrypoint = f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}"
     api = jobs.Api(address)
-    name = f"holdfast-command-{secrets.token_hex(4)}"
-    shown = shlex.join(["holdfast", *inner])
-    submitted = api.submit(name, entrypoint, {}, {"job_name": shown})
+    name = f"{COMMAND}{secrets.token_hex(4)}"
+    submitted = api.submit(name, entrypoint, {}, {"job_name": shlex.join(["holdfast", *inner])})
     kept: list[str] = []
-    # Ray has one stream for stdout and stderr. What ends can wait until it is known which it was.
+
+    def show(text: str) -> None:
+        # What it advises is typed here, not inside the cluster.
+        text = text.replace("--ray auto", f"--ray {address}")
+        # Ray has one stream for stdout and stderr. What ends can wait until it is known which.
+        _write(text) if live else kept.append(text)
+
     live = any(word in ("-f", "--follow") for word in inner)
     try:
-        outcome = api.follow(submitted, _write if live else kept.append, own=True)
+        with calls.on_sigterm(_interrupt):
+            outcome = api.follow(submitted, show, own=True)
     except KeyboardInterrupt:
         api.stop(submitted)
         return 130
     failed = outcome.status == "FAILED"
     (sys.stderr if failed else sys.stdout).write("".join(kept))
-    api.forget(submitted)  # the Jobs view is for jobs
+    api.tidy(COMMAND)  # the Jobs view is for jobs
     return _code(outcome)
+
+
+def _interrupt() -> None:
+    """Whoever ends this command, by whatever means, ends it inside the cluster too."""
+    raise KeyboardInterrupt
+
+
+def _expect_possible(words: list[str], address: str) -> None:
+    """Raises UserError for what needs the terminal or the directory of who types it."""
+    problem = None
+    if words[:1] == ["run"]:
+        expected = "auto or HOST:PORT, from inside the cluster's network"
+        fix = f"holdfast submit FILE --ray {address} --follow"
+        problem = Problem("--ray", f"{address} with `run`", expected, fix)
+    elif words[:1] == ["delete"] and not {"--yes", "-y"} & set(words):
+        expected = f"it with --ray {address}: nobody can be asked inside the cluster"
+        problem = Problem("--yes", "nothing", expected)
+    elif words[:2] == ["checkpoint", "export"] and len(words) > 3 and words[3][:1] not in "/-":
+        expected = "an absolute path: a directory of the cluster's head, where it is written"
+        problem = Problem("DESTINATION", words[3], expected)
+    if problem is not None:
+        raise UserError(str(problem))
 
 
 def _code(outcome: jobs.Outcome) -> int:

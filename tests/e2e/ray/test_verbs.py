@@ -1,0 +1,176 @@
+"""Every verb on a job of a Ray cluster, by each kind of address, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import rig
+from .jobs import BOUND_S, Job, holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+NAME = "worked-on"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    place = tmp_path_factory.mktemp("ray")
+    tier = {"path": str(place / "tier"), "storage": {"everySteps": 50}}
+    job = Job(place, NAME, 1_000_000, checkpoint=tier)
+    try:
+        job.running()
+        yield job
+    finally:
+        job.end()
+
+
+def ask(job: Job, *words: str, address: str = "") -> str:
+    done = holdfast(*words, "--ray", address or job.cluster.address)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def says(process: subprocess.Popen[str], text: str) -> None:
+    """Reads until a line has it; the test's own time limit is the bound."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(lines))
+
+
+def test_a_job_is_resized_while_it_trains(job: Job) -> None:
+    assert "from 2 to 1 nodes" in ask(job, "resize", NAME, "1")
+    assert job.running(nodes=1).world_size == 2
+    assert "from 1 to 2 nodes" in ask(job, "resize", NAME, "2")
+    assert job.running(nodes=2).world_size == 4
+
+
+def test_checkpoints_are_saved_listed_verified_and_exported(job: Job, tmp_path: Path) -> None:
+    job.running()
+    ask(job, "checkpoint", "save", NAME)
+    job.until(lambda view: bool(view.checkpoints))
+    listed = json.loads(ask(job, "checkpoint", "list", NAME, "--json"))
+    assert listed and listed[-1]["mesh"]
+    assert "is good" in ask(job, "checkpoint", "verify", NAME)
+    assert "model.safetensors" in ask(job, "checkpoint", "export", NAME, str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+
+
+def test_logs_are_followed_while_they_are_written(job: Job) -> None:
+    job.running()
+    follower = started("logs", NAME, "-f", "--rank", "0", "--ray", job.cluster.address)
+    try:
+        step = job.view().step
+        says(follower, f"step {step + 3} ")
+    finally:
+        follower.kill()
+        follower.wait()
+
+
+def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) -> None:
+    job.running()
+    watcher = started("run", "--attach", NAME, "--ray", job.cluster.address)
+    says(watcher, "step ")
+    watcher.send_signal(signal.SIGTERM)
+    said, _ = watcher.communicate(timeout=BOUND_S)
+    assert watcher.returncode == 130 and f"run --attach {NAME}" in said, said
+    step = job.view().step
+    assert job.until(lambda view: view.step > step + 2).state == "running"
+
+
+def test_inside_the_cluster_auto_is_the_address(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", job.cluster.address)  # as Ray sets it for its jobs
+    assert NAME in ask(job, "status", address="auto")
+
+
+def commands(job: Job) -> set[str]:
+    """Ray jobs that commands have left."""
+    from ray.job_submission import JobSubmissionClient
+
+    listed = JobSubmissionClient(job.cluster.dashboard).list_jobs()
+    names = {one.submission_id or "" for one in listed}
+    return {name for name in names if name.startswith("holdfast_command_")}
+
+
+def test_over_http_a_command_prints_the_same_and_its_ray_job_does_not_stay(job: Job) -> None:
+    dashboard = job.cluster.dashboard
+    shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
+    assert shown["name"] == NAME and shown["state"] == "running"
+    first, give_up = commands(job), time.monotonic() + BOUND_S
+    assert first
+    while first & commands(job) and time.monotonic() < give_up:  # later ones clear away
+        done = holdfast("status", "nobody", "--ray", dashboard)
+        assert done.returncode == 2 and done.stdout == ""
+        assert f"holdfast status --ray {dashboard}" in done.stderr
+    assert not first & commands(job)
+
+
+def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(job: Job) -> None:
+    dashboard = job.cluster.dashboard
+    done = holdfast("delete", NAME, "--ray", dashboard)
+    assert done.returncode == 2 and "--yes: got nothing" in done.stderr
+    done = holdfast("checkpoint", "export", NAME, "model", "--ray", dashboard)
+    assert done.returncode == 2 and "DESTINATION: got model; expected an absolute" in done.stderr
+
+
+def test_through_a_ray_client_the_same_verbs_work(job: Job, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (tmp_path / "client.log").open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "ray.util.client.server", "--mode", "proxy",
+             "--address", job.cluster.address, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    address = f"ray://127.0.0.1:{port}"
+    try:
+        _until_listens(port)
+        assert json.loads(ask(job, "status", NAME, "--json", address=address))["name"] == NAME
+        assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=address)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _until_listens(port: int) -> None:
+    give_up = time.monotonic() + BOUND_S
+    while time.monotonic() < give_up:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError("the Ray client's server does not listen")
+
+
+def test_a_deleted_job_is_gone_and_its_checkpoints_stay(tmp_path: Path) -> None:
+    tier = {"path": str(tmp_path / "tier"), "storage": {"everySteps": 5}}
+    job = Job(tmp_path, "short-lived", 12, checkpoint=tier)
+    try:
+        assert job.command.wait(BOUND_S) == 0, job.output.read_text()
+        assert "stay in" in ask(job, "delete", "short-lived", "--yes")
+        done = holdfast("status", "short-lived", "--ray", rig.shared().address)
+        assert done.returncode == 2 and "job: got short-lived" in done.stderr
+        assert "is good" in ask(job, "checkpoint", "verify", str(tmp_path / "tier"))
+    finally:
+        job.end()
