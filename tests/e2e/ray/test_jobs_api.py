@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -80,42 +75,6 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
     shown = holdfast("status", "stopped", "--ray", rig.connected().address)
     assert "cancelled" in shown.stdout, shown.stdout + shown.stderr
     kv.Keys("stopped").clear()
-
-
-def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
-    client: Any, tmp_path: Path
-) -> None:
-    done = submit(tmp_path, "orphaned", 1_000_000)
-    name = done.stdout.split("Ray job ")[1].split(";")[0]
-    address = rig.connected().address
-
-    def view() -> dict[str, Any]:
-        told = holdfast("status", "orphaned", "--json", "--ray", address)
-        return dict(json.loads(told.stdout)) if told.returncode == 0 else {"step": -1}
-
-    def trained(beyond: int) -> dict[str, Any]:
-        give_up = time.monotonic() + BOUND_S
-        while (seen := view())["step"] <= beyond:
-            assert time.monotonic() < give_up, f"{seen}\n{client.get_job_logs(name)}"
-        return seen
-
-    before = trained(1)
-    os.kill(driver_of(name), signal.SIGKILL)
-    assert until(client, name, ("SUCCEEDED", "FAILED", "STOPPED")).status == "FAILED"
-    after = trained(view()["step"] + 5)
-    assert after["generation"] == before["generation"] and after["num_incidents"] == 0
-    assert holdfast("cancel", "orphaned", "--ray", address).returncode == 0
-    assert holdfast("delete", "orphaned", "--yes", "--ray", address).returncode == 0
-
-
-def driver_of(name: str) -> int:
-    """The process that a Ray job's entrypoint has become."""
-    for process in psutil.process_iter(["cmdline"]):
-        if "orchestrator.cli.main" in (process.info["cmdline"] or []):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if name in process.environ().get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
-                    return int(process.pid)
-    raise AssertionError(f"{name} has no driver")
 
 
 def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
