@@ -9,9 +9,10 @@ Owns: the shapes, the order of a measurement and the table. Writes bench/results
 binaries of `make kubernetes-binaries`, no privileges.
 
 A measurement: all jobs are created as fast as the API server takes them, until all of their pods
-are there and bound by the scheduler; nothing is done for IDLE_S; all are deleted, until nothing is left of them. No agent ever dials in: what an operator has to do for jobs that
-train is measured elsewhere. Pods whose agents do not come are replaced after limits.NODE_WAIT_S
-(five minutes): on a machine that needs longer than that, this is what the idle minute shows.
+are there and bound by the scheduler; nothing is done for IDLE_S; all are deleted, until nothing is
+left of them. No agent ever dials in: what an operator has to do for jobs that train is measured
+elsewhere. Pods whose agents do not come are replaced after limits.NODE_WAIT_S (five minutes): on a
+machine that needs longer than that, this is what the idle minute shows.
 """
 
 from __future__ import annotations
