@@ -8,10 +8,11 @@ launching and stopping workers goes over the agent link, the same on every backe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from ..protocol import limits
 from ..protocol.errors import HoldfastError
 
 
@@ -24,6 +25,15 @@ class NodeGone(msgspec.Struct, frozen=True):
 
     node: str
     detail: str
+
+
+class Starts(NamedTuple):
+    """What a backend knows of nodes on their way."""
+
+    usual_s: float | None = None
+    """How long a node takes to start now; None: it does not know."""
+    limit_s: float = limits.NODE_WAIT_S
+    """A node that has not dialled in after this is given back, and another one asked for."""
 
 
 class Backend(Protocol):
@@ -46,6 +56,9 @@ class Backend(Protocol):
 
     async def list_nodes(self) -> tuple[str, ...]:
         """Names of the nodes that exist, sorted, whether they have dialled in or not."""
+
+    def starts(self) -> Starts:
+        """Asked when nodes have been promised."""
 
     async def close(self, *, release: bool) -> None:
         """Detach; with `release`, end everything of this job first."""

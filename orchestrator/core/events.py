@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..protocol import limits
 from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, WorkerBeat
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
@@ -157,6 +158,8 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     detail: str = ""
     start_s: float | None = None
     """Of RequestNodes: how long a node takes to start now, where the backend knows."""
+    start_limit_s: float = limits.NODE_WAIT_S
+    """Of RequestNodes: a node that has not joined after this is given back."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):

@@ -248,13 +248,14 @@ def request_granted(turn: Turn, action: RequestNodes, event: ActionSucceeded) ->
     taken at its word."""
     state = turn.state
     state.start_told_ns = None if event.start_s is None else seconds(event.start_s)
+    state.start_limit_s = event.start_limit_s
     names = event.detail.split() or [
         f"?{action.action_id}.{index}" for index in range(action.count)
     ]
     for name in names:
         if name not in state.nodes and name not in state.gone:
             state.coming.setdefault(name, turn.now)
-    turn.arm_once("expect", limits.NODE_WAIT_S)
+    turn.arm_once("expect", state.start_limit_s)
 
 
 def recall_promised(turn: Turn) -> None:
@@ -288,12 +289,12 @@ def expectation_expired(turn: Turn) -> None:
     """Promised nodes that have not come for very long: give them back, then ask again."""
     state = turn.state
     turn.disarm("expect")
-    limit = seconds(limits.NODE_WAIT_S)
+    limit = seconds(state.start_limit_s)
     for name, since in list(state.coming.items()):
         if turn.now - since < limit:
             continue
         del state.coming[name]
-        text = f"{name} did not come in {limits.NODE_WAIT_S:g} s"
+        text = f"{name} did not come in {state.start_limit_s:g} s"
         turn.note(text)
         if not name.startswith("?"):
             release(turn, name, "capacity", text)
@@ -380,7 +381,7 @@ def _compare(turn: Turn, existing: tuple[str, ...]) -> list[NodeLost]:
         elif name not in state.nodes and name not in state.coming:
             state.coming[name], state.found[name] = turn.now, None
     if state.coming:
-        turn.arm_once("expect", limits.NODE_WAIT_S)
+        turn.arm_once("expect", state.start_limit_s)
     detail = "ended while there was no controller"
     return [
         NodeLost(node=name, cause="gone", detail=detail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..protocol import limits
 from ..protocol.facts import Exit, Membership, NodeFacts, ShardFile, Stack, StagedShard
 from ..protocol.mesh import Mesh
 from ..protocol.spec import TrainingJob
@@ -203,6 +204,8 @@ class JobState:
     """Nanoseconds from promise to arrival of the last nodes that came; see arrivals.py."""
     start_told_ns: int | None = None
     """How long a node takes to start, as the backend said when it last promised one."""
+    start_limit_s: float = limits.NODE_WAIT_S
+    """After which a promised node is given back, as the backend said likewise."""
     no_room: bool = False
     """The last request for nodes was refused."""
     strikes: dict[str, list[int]] = field(default_factory=dict)

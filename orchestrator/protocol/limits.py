@@ -64,7 +64,7 @@ REPLACEMENT_WAIT_S = 2.0
 """How long a shrink waits for a replacement that is on its way: one start beats two."""
 
 NODE_WAIT_S = 300.0
-"""How long a job waits below nodes.min before it says so and keeps waiting."""
+"""A promised node that has not dialled in after this is given back, and another one asked for."""
 
 GROW_DELAY_S = 5.0
 """A node that arrives while training runs joins after this, so arrivals come in one resize."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from ..backends.base import Backend
+from ..backends.base import Backend, Starts
 from ..core.actions import (
     AnyAction,
     CommitManifest,
@@ -216,17 +216,14 @@ class Executor:
 
     # -- results -------------------------------------------------------------------------------
     def _succeeded(self, action: AnyAction, detail: str) -> None:
-        start_s: float | None = None
-        if isinstance(action, RequestNodes):
-            told: Callable[[], float | None] | None
-            told = getattr(self._backend, "node_start_s", None)
-            start_s = told() if told is not None else None
+        starts = self._backend.starts() if isinstance(action, RequestNodes) else Starts()
         self._submit(
             ActionSucceeded(
                 action_id=action.action_id,
                 generation=action.generation,
                 detail=detail,
-                start_s=start_s,
+                start_s=starts.usual_s,
+                start_limit_s=starts.limit_s,
             )
         )
 

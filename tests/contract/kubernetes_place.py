@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.backends.base import Backend, NodeGone
+from orchestrator.backends.base import Backend, NodeGone, Starts
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.client import Cluster as Api
 from orchestrator.backends.kubernetes.feed import PodFeed
@@ -79,6 +79,9 @@ class ConnectedBackend:
 
     async def list_nodes(self) -> tuple[str, ...]:
         return await self.inner.list_nodes()
+
+    def starts(self) -> Starts:
+        return self.inner.starts()
 
     async def close(self, *, release: bool) -> None:
         await self.inner.close(release=release)

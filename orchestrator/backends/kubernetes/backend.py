@@ -21,7 +21,7 @@ import msgspec
 from ...protocol.errors import HoldfastError, UserError
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
-from ..base import NodeGone, NoRoom
+from ..base import NodeGone, NoRoom, Starts
 from ..topology import coordinates
 from . import names, words
 from .client import Document
@@ -41,6 +41,9 @@ BACK_OFF_MAX_S = 300.0
 END_S = 10.0
 """So long the agents of a finished job may take to end by themselves; then their pods are deleted.
 Those that ended stay until the job is deleted: `kubectl logs` still answers."""
+START_LIMIT_S = 1800.0
+"""A pod that fails to start is judged by starting.py, sooner. One that pulls a large image for long
+is not late: elsewhere it would have to begin anew."""
 SETTLE_S = 0.05
 """Changes come in swarms; what they add up to is looked at once."""
 
@@ -150,6 +153,9 @@ class KubernetesBackend:
         alive = {name: pod for name, pod in self._pods().items() if not words.is_over(pod)}
         there = {name for name, pod in alive.items() if not self.queue.is_held(pod)}
         return tuple(sorted(there | self._known.creating))
+
+    def starts(self) -> Starts:
+        return Starts(limit_s=START_LIMIT_S)
 
     async def close(self, *, release: bool) -> None:
         self._closing = True

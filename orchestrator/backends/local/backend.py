@@ -20,7 +20,7 @@ import msgspec
 from ...protocol import host as protocol
 from ...protocol.errors import HoldfastError
 from ...protocol.spec import TrainingJob
-from ..base import NodeGone, NoRoom
+from ..base import NodeGone, NoRoom, Starts
 from .link import HostLink, HostProcess, connect, host_environment
 from .processes import Identity, Watch, identify, watch
 
@@ -150,9 +150,9 @@ class LocalBackend:
     def node_limit(self) -> int:
         return node_limit(self._job)
 
-    def node_start_s(self) -> float | None:
+    def starts(self) -> Starts:
         """The first nodes wait for their host; later ones are forked from it, in no time."""
-        return 0.0 if self._link is not None else None
+        return Starts(0.0 if self._link is not None else None)
 
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from ...protocol.certificate import Keys as Secrets
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
-from ..base import NodeGone, NoRoom
+from ..base import NodeGone, NoRoom, Starts
 from . import actors, cluster, groups, places
 from .agent import AgentOrder
 from .drains import Drains, NoticeSink, Places
@@ -118,6 +118,9 @@ class RayBackend:
             self._looking = self._spawn(self._look())
         await asyncio.wait([self._looking])
         return tuple(sorted(self._known.nodes))
+
+    def starts(self) -> Starts:
+        return Starts()
 
     async def close(self, *, release: bool) -> None:
         self._closing = True

@@ -24,8 +24,7 @@ TOPOLOGY_KEYS = (
     "topology.kubernetes.io/rack",
 )
 START_TIMEOUT_S = 240.0
-"""A cluster that grows for it needs minutes for a machine with GPUs; limits.NODE_WAIT_S is longer,
-so that the reason is told before the core gives up."""
+"""A cluster that grows for it needs minutes for a machine with GPUs."""
 
 
 class Kubernetes(Part):

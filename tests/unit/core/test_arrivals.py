@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import LaunchGroup, RequestNodes
+from orchestrator.core.actions import LaunchGroup, ReleaseNode, RequestNodes
 from orchestrator.core.events import ActionSucceeded, ControllerStarted
 from orchestrator.core.turn import seconds
 
@@ -144,3 +144,17 @@ def test_the_word_of_a_backend_is_enough_when_no_node_was_seen_to_start() -> Non
     (request,) = [a for a in story.state.inflight.values() if isinstance(a, RequestNodes)]
     story.tell(ActionSucceeded(action_id=request.action_id, detail="c", start_s=30.0))
     assert story.one(LaunchGroup).node == "a"
+
+
+def test_a_node_that_does_not_come_is_given_back_when_the_backends_limit_is_over() -> None:
+    story = Story(spec(nodes={"min": 2, "max": 2}))
+    story.submit()
+    (request,) = [a for a in story.state.inflight.values() if isinstance(a, RequestNodes)]
+    promised = ActionSucceeded(action_id=request.action_id, detail="a b", start_limit_s=1800.0)
+    story.tell(promised)
+    story.join("a")
+    story.wait(1000.0)
+    assert not story.of(ReleaseNode), "the image of b may be large"
+    story.wait(801.0)
+    assert [release.node for release in story.of(ReleaseNode)] == ["b"]
+    assert story.of(RequestNodes)[-1].count == 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.backends.base import NodeGone, NoRoom
+from orchestrator.backends.base import NodeGone, NoRoom, Starts
 from orchestrator.protocol import messages as wire
 from orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard, WorkerBeat
 from orchestrator.protocol.manifest import directory_name, shard_file_name
@@ -260,6 +260,9 @@ class FakeBackend:
 
     async def list_nodes(self) -> tuple[str, ...]:
         return tuple(sorted(self.agents))
+
+    def starts(self) -> Starts:
+        return Starts()
 
     async def close(self, *, release: bool) -> None:
         if release:
