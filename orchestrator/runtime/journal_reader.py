@@ -94,14 +94,13 @@ class JournalReader:
     def read(self) -> Iterator[Record | Snapshot]:
         """What is whole by now. Raises JournalDamaged, JournalError."""
         if self._file is None:
-            first = older_files(self._path)[:1] if self._history else []
-            self._file = _File(first[0] if first else self._path)
+            self._file = self._after(-1) if self._history else _File(self._path)
         yield from self._whole(self._file)
         while not self._file.is_at(self._path):
             # Once more: before it got its name, the writer ended this one.
             yield from self._whole(self._file)
             self._file.close()
-            self._file = self._next()
+            self._file = self._after(self.num_records)
             yield from self._whole(self._file)
 
     def close(self) -> None:
@@ -117,11 +116,16 @@ class JournalReader:
                 self.num_records = item.num_records
                 yield item
 
-    def _next(self) -> _File:
-        """The file after one that has been read to its end."""
+    def _after(self, num_records: int) -> _File:
+        """The oldest file with records after so many."""
         for path in older_files(self._path):
-            if int(path.name.rpartition(".")[2]) > self.num_records:
-                return _File(path)
+            if int(path.name.rpartition(".")[2]) > num_records:
+                try:
+                    return _File(path)
+                except JournalError:
+                    if path.exists():
+                        raise
+                    # The writer deleted it a moment ago: the next one begins with a snapshot.
         return _File(self._path)
 
 

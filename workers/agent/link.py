@@ -73,9 +73,8 @@ class ControllerLink:
         welcomed = False
         try:
             while True:
-                header = reader.readexactly(4)
-                patience_s = None if welcomed else WELCOME_TIMEOUT_S
-                length = m.frame_length(await asyncio.wait_for(header, patience_s))
+                async with asyncio.timeout(None if welcomed else WELCOME_TIMEOUT_S):
+                    length = m.frame_length(await reader.readexactly(4))
                 message = m.decode(await reader.readexactly(length))
                 if not isinstance(message, m.ToAgent):
                     raise m.BadFrame(f"{type(message).__name__} is not for agents")

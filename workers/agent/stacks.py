@@ -77,7 +77,8 @@ async def _from_py_spy(pid: int) -> str:
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        out, _ = await asyncio.wait_for(spy.communicate(), limits.STACK_TIMEOUT_S - ANSWER_S)
+        async with asyncio.timeout(limits.STACK_TIMEOUT_S - ANSWER_S):
+            out, _ = await spy.communicate()
     except TimeoutError:
         spy.kill()
         await spy.wait()

@@ -301,7 +301,8 @@ class LocalBackend:
         while self._watches:
             self._gone.clear()
             try:
-                await asyncio.wait_for(self._gone.wait(), max(0.0, give_up - loop.time()))
+                async with asyncio.timeout_at(give_up):
+                    await self._gone.wait()
             except TimeoutError:
                 nodes = ", ".join(sorted(self._watches))
                 raise HoldfastError(

@@ -5,6 +5,7 @@ Owns: the options that an agent's actor is started with. Must not: know which no
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from . import names
@@ -60,3 +61,23 @@ def cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("The actor is dead because")]
     return (found or [first_line(error)])[0][:400]
+
+
+async def until_ended(actor: Any, answer_s: float) -> str:
+    """Until the node of this actor has ended, for whatever reason; returns it. `answer_s`: an actor
+    whose connection broke and that does not answer within this has ended."""
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+    while True:
+        try:
+            return f"its agent was {await actor.wait_for_end.remote()}"
+        except ActorUnavailableError as error:
+            try:
+                async with asyncio.timeout(answer_s):
+                    await actor.facts.remote()
+            except (RayError, TimeoutError):
+                return f"its actor does not answer ({first_line(error)})"
+        except RayActorError as error:
+            return cause(error)
+        except RayError as error:  # its runtime environment could not be made, and the like
+            return first_line(error)

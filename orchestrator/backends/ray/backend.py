@@ -271,25 +271,7 @@ class RayBackend:
         self._topology[node] = await places.topology(place, self._job.spec.ray.topology_keys)
 
     async def _watch(self, node: str, actor: Any) -> None:
-        """Until the node has ended, for whatever reason."""
-        from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-
-        while True:
-            try:
-                detail = f"its agent was {await actor.wait_for_end.remote()}"
-                break
-            except ActorUnavailableError as error:
-                try:
-                    await asyncio.wait_for(actor.facts.remote(), ANSWER_S)
-                except (RayError, TimeoutError):
-                    detail = f"its actor does not answer ({actors.first_line(error)})"
-                    break
-            except RayActorError as error:
-                detail = actors.cause(error)
-                break
-            except RayError as error:  # its runtime environment could not be made, and the like
-                detail = actors.first_line(error)
-                break
+        detail = await actors.until_ended(actor, ANSWER_S)
         await asyncio.to_thread(actors.kill, actor)
         await self._ended(node, detail)
 
@@ -298,7 +280,8 @@ class RayBackend:
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(actor.end.remote(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                await actor.end.remote()
         await asyncio.to_thread(actors.kill, actor)
 
     async def _ended(self, node: str, detail: str) -> None:
@@ -382,7 +365,8 @@ class RayBackend:
         while self._known.nodes and loop.time() < give_up:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), give_up - loop.time())
+                async with asyncio.timeout_at(give_up):
+                    await self._news.wait()
         for group in list(self._groups.values()):
             await self._remove_group(group)  # takes whatever actor is left with it
         self._known.nodes.clear()

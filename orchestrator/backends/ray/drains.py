@@ -79,8 +79,8 @@ class Drains:
 
         reason = ""
         try:
-            answer = self._places.actors[node].drain_reason.remote()
-            reason = await asyncio.wait_for(answer, REASON_S)
+            async with asyncio.timeout(REASON_S):
+                reason = await self._places.actors[node].drain_reason.remote()
         except (RayError, TimeoutError, KeyError):
             pass  # the notice matters more than its reason
         place = self._places.ray_nodes.get(node, "")

@@ -65,7 +65,8 @@ class _Act:
         version = await self._events_version(cluster)
         await cluster.patch(JOBS, *self._place, self._body(self._value))
         try:
-            await asyncio.wait_for(self._until_taken(cluster), TAKEN_S)
+            async with asyncio.timeout(TAKEN_S):
+                await self._until_taken(cluster)
         except TimeoutError:
             if await self._withdraw(cluster):
                 raise NobodyAnswers(
@@ -114,7 +115,8 @@ class _Act:
         if not version:
             return ""
         try:
-            return await asyncio.wait_for(self._first_words(cluster, version), SAID_S)
+            async with asyncio.timeout(SAID_S):
+                return await self._first_words(cluster, version)
         except (TimeoutError, ApiError):
             return ""
 

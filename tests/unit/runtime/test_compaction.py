@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.core.events import NodeLost
+from orchestrator.runtime import journal_reader
 from orchestrator.runtime.journal import (
     FileJournal,
     JournalLost,
@@ -266,3 +267,24 @@ journal.close()
     subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     assert held(path) == (0, list(range(20)))
     assert [one.name for one in tmp_path.iterdir()] == ["journal"]
+
+
+def test_a_reader_goes_on_when_the_file_it_wants_next_is_deleted_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    journal = FileJournal(path, bound_bytes=100, keep_files=8)
+    reader = JournalReader(path)
+    write(journal, range(1))
+    assert len(list(reader.read())) == 1
+    for number in range(1, 30):
+        write(journal, range(number, number + 1))
+    kept = older_files(path)
+    assert len(kept) > 3
+    for deleted in kept:
+        deleted.unlink()
+    monkeypatch.setattr(journal_reader, "older_files", lambda _path: kept)
+    assert "snapshot" in str(numbers_of(reader))
+    assert reader.num_records == 30
+    reader.close()
+    journal.close()
