@@ -1,6 +1,7 @@
-"""How long a job's nodes take from promise to arrival, and whether a shrink waits for one.
+"""How long a job's nodes take from promise to arrival, whether a shrink waits for one, and what
+follows when they end before they arrive.
 
-Owns: state.starts. Must not: ask for nodes or launch.
+Owns: state.starts, state.unstarted, state.false_starts. Must not: ask for nodes or launch.
 
 A replacement saves a second restart, so a shrink waits for one, but only for one that can be there
 before the wait is over. Where nodes come from, and how long that takes, differs by a factor of a
@@ -14,19 +15,54 @@ from .actions import RequestNodes
 from .state import JobState
 from .turn import SECOND_NS, Turn, seconds
 
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 300.0
+"""Pauses between requests when nodes end before they join, each twice as long as the one before: a
+wrong image or a low limit would otherwise make nodes as fast as they fail."""
+UNSTARTED_KEPT = 2
+"""Nodes that ended so and are not given back yet: their logs say why."""
 STARTS_KEPT = 8
 """Newest starts that count. The first ones of a job may have pulled images; the last ones tell what
 a replacement takes."""
 
 
 def came(state: JobState, name: str) -> None:
-    """A promised node is here; a promise without a name stands for any node."""
-    nameless = (promised for promised in state.coming if promised.startswith("?"))
-    since_ns = state.coming.pop(name if name in state.coming else next(nameless, ""), None)
+    """A promised node is here."""
+    since_ns = _no_longer_coming(state, name)
     if since_ns is not None and name not in state.found:
         state.starts.append(state.now_ns - since_ns)
         del state.starts[:-STARTS_KEPT]
     state.found = {one: None for one in state.found if one in state.coming}
+    state.false_starts = 0
+    state.unstarted.clear()
+
+
+def ended_early(turn: Turn, name: str, detail: str) -> list[str]:
+    """A promised node ended before it joined. Returns those to give back now."""
+    state = turn.state
+    _no_longer_coming(state, name)
+    state.unstarted[name] = detail
+    if "request" not in state.timers:  # else it belongs to a failure that is waited out already
+        state.false_starts += 1
+        doubled = 2.0 ** min(state.false_starts - 1, 30)
+        turn.arm("request", min(RETRY_MIN_S * doubled, RETRY_MAX_S))
+    surplus = list(state.unstarted)[:-UNSTARTED_KEPT]
+    for one in surplus:
+        del state.unstarted[one]
+    return surplus
+
+
+def _no_longer_coming(state: JobState, name: str) -> int | None:
+    """Since when it was; a promise without a name stands for any node."""
+    nameless = (promised for promised in state.coming if promised.startswith("?"))
+    return state.coming.pop(name if name in state.coming else next(nameless, ""), None)
+
+
+def why_none_comes(state: JobState) -> str:
+    """To be added to the words of a job that waits for nodes; empty: nothing is known."""
+    if not state.unstarted:
+        return ""
+    name, detail = next(reversed(state.unstarted.items()))
+    return f"; {name} ended before it joined: {detail}"
 
 
 def may_wait(turn: Turn) -> bool:

@@ -64,7 +64,7 @@ def _wait(turn: Turn) -> None:
         "pending",
         "capacity",
         f"waiting for nodes: {here} usable, {wanted} needed at least, "
-        f"{state.expected_nodes} on their way{room}",
+        f"{state.expected_nodes} on their way{room}{arrivals.why_none_comes(state)}",
     )
 
 

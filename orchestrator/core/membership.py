@@ -145,7 +145,9 @@ def lost(turn: Turn, event: NodeLost) -> str:
     if node is None:
         if event.node not in state.gone:
             state.gone[event.node] = f"lost before it joined ({event.cause})"
-            state.coming.pop(event.node, None)
+            detail = event.detail[:MAX_DETAIL] or event.cause
+            for name in arrivals.ended_early(turn, event.node, detail):
+                release(turn, name, "infrastructure", f"{name} ended before it joined")
         return ""
     detail = event.detail or event.cause
     release(turn, event.node, "infrastructure", f"lost ({event.cause}): {detail}")

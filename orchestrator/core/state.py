@@ -206,6 +206,10 @@ class JobState:
     """How long a node takes to start, as the backend said when it last promised one."""
     start_limit_s: float = limits.NODE_WAIT_S
     """After which a promised node is given back, as the backend said likewise."""
+    unstarted: dict[str, str] = field(default_factory=dict)
+    """The last nodes that ended before they joined -> how; empty when one has joined since."""
+    false_starts: int = 0
+    """How often in a row."""
     no_room: bool = False
     """The last request for nodes was refused."""
     strikes: dict[str, list[int]] = field(default_factory=dict)

@@ -158,3 +158,36 @@ def test_a_node_that_does_not_come_is_given_back_when_the_backends_limit_is_over
     story.wait(801.0)
     assert [release.node for release in story.of(ReleaseNode)] == ["b"]
     assert story.of(RequestNodes)[-1].count == 1
+
+
+def test_nodes_that_end_before_they_join_are_asked_for_with_growing_pauses() -> None:
+    story = Story(spec(nodes={"min": 2, "max": 2}))
+    story.submit()
+    story.succeed(RequestNodes)
+    pauses, released = [], []
+    for number in range(12):
+        actions = story.lose(f"early-{number}", detail="OOMKilled")
+        released += [one.node for one in actions if isinstance(one, ReleaseNode)]
+        began = story.state.now_ns
+        while not any(isinstance(one, RequestNodes) for one in story.wait(0.5)):
+            assert story.state.now_ns < began + seconds(400)
+        pauses.append(round((story.state.now_ns - began) / 1e9))
+        story.succeed(RequestNodes)
+    assert pauses[:5] == [1, 2, 4, 8, 16]
+    assert pauses[-1] == 300
+    assert "early-11 ended before it joined: OOMKilled" in story.state.reason.text
+    # The logs of the last ones can still be read.
+    assert released == [f"early-{number}" for number in range(10)]
+
+
+def test_one_node_that_joins_ends_the_pauses() -> None:
+    story = Story(spec(nodes={"min": 2, "max": 2}))
+    story.submit()
+    story.succeed(RequestNodes)
+    for number in range(3):
+        story.lose(f"early-{number}", detail="OOMKilled")
+        story.wait(60.0)
+        story.succeed(RequestNodes)
+    story.join("a")
+    assert (story.state.false_starts, story.state.unstarted) == (0, {})
+    assert "ended before" not in story.state.reason.text

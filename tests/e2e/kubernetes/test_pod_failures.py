@@ -1,0 +1,72 @@
+"""What a user is told of pods that do not start, are killed by the kernel or edited by somebody:
+real kubelets, a real registry that is not there, a real memory limit.
+
+Owns: these tests; those of texts alone are tests/unit/kubernetes/test_words.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
+from tests.e2e.kubernetes.rig.kubectl import Document, Kubectl
+from tests.e2e.kubernetes.rig.operator import Operator
+from tests.e2e.kubernetes.rig.waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NOWHERE = "registry.invalid/nobody/none:1"
+
+
+def told(status: Document) -> str:
+    """All that the status says in words."""
+    conditions = [one.get("message", "") for one in status.get("conditions") or ()]
+    incidents = [
+        f"{one['title']} {one.get('decision', '')}" for one in status.get("incidents") or ()
+    ]
+    return "\n".join([*conditions, *incidents])
+
+
+def test_an_image_that_cannot_be_pulled_is_named(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    job = Job(cluster_namespace, example("pictureless", ENDLESS, image=NOWHERE))
+    status = job.wait(lambda s: f"image {NOWHERE} cannot be pulled" in told(s), "to name the image")
+    assert status["state"] == "pending", told(status)
+    job.delete()
+
+
+def test_a_pod_that_needs_more_memory_than_its_limit_says_which_field_to_raise(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    job = Job(
+        cluster_namespace, example("narrow", ENDLESS, resources={"cpu": 0.1, "memory": "8Mi"})
+    )
+
+    def told_of_memory() -> bool:
+        return "OOMKilled" in told(job.status()) and "spec.resources.memory" in told(job.status())
+
+    until(told_of_memory, "the status to tell of the memory", timeout_s=120, last=job.story)
+    job.delete()
+
+
+def test_a_worker_pod_whose_label_somebody_takes_away_is_replaced_and_ends(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    job = Job(cluster_namespace, example("edited", ENDLESS))
+    job.wait_running(4)
+    before = job.wait_steps(2)
+    edited = job.pods()[-1]["metadata"]["name"]
+    cluster_namespace.run("label", "pod", edited, "holdfast.dev/job-")
+    job.wait(lambda s: s["generation"] > before["generation"], "to go on without it")
+    job.wait_running(4)
+    job.wait_steps(2)
+    assert edited not in {pod["metadata"]["name"] for pod in job.pods()}
+    assert all(one["stepsLost"] <= 1 for one in job.incidents_after(before)), job.story()
+
+    def over() -> bool:
+        pod = cluster_namespace.get("pod", edited)
+        return pod is None or pod["status"]["phase"] in ("Succeeded", "Failed")
+
+    until(over, f"{edited} to end", timeout_s=120, last=job.story)
+    job.delete()
