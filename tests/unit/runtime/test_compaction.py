@@ -169,16 +169,17 @@ while True:
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True
         )
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) >= seen
         reader, target = JournalReader(path), seen + 200 + 37 * life
-        while reader.num_records < target:
-            for _ in reader.read():
-                pass
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        reader.close()
+        try:
+            assert process.stdout is not None
+            assert int(process.stdout.readline()) >= seen
+            while reader.num_records < target:
+                for _ in reader.read():
+                    pass
+        finally:
+            process.kill()
+            process.communicate()
+            reader.close()
         covered, after = held(path, bound_bytes=3000, keep_files=2)
         assert after == list(range(covered, covered + len(after)))
         assert covered + len(after) >= target, "what a reader has seen stays"
