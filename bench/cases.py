@@ -186,7 +186,7 @@ def run_without_fault(build: Callable[[Workload], Contestant], steps: int) -> Re
         shutil.rmtree(directory, ignore_errors=True)
 
 
-UNDISTURBED: list[Callable[[Workload], Contestant]] = [Bare, Torchrun, Holdfast]
+UNDISTURBED: list[type[Torchrun] | type[Bare] | type[Holdfast]] = [Bare, Torchrun, Holdfast]
 
 
 def controller_killed() -> Result:

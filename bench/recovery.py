@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -24,14 +25,18 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose name or contestant contains this")
+    parser.add_argument("--only", default="", help="regular expression for 'case: contestant'")
+    parser.add_argument(
+        "--repeat-all", action="store_true", help="also what is run once by default"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "recovery")
     options = parser.parse_args()
     facts = conditions.describe()
     results: list[Result] = []
     noise: list[float] = []
     for repetition in range(options.repetitions):
-        for job in plan(options.only, repetition):
+        first = repetition == 0 or options.repeat_all
+        for job in plan(re.compile(options.only), first):
             noise.append(conditions.wait_until_quiet())
             result = job()
             results.append(result)
@@ -39,18 +44,16 @@ def main() -> None:
             write(options.out, facts, results, noise)
 
 
-def plan(only: str, repetition: int) -> Iterable[Any]:
-    """The runs of one repetition."""
+def plan(only: re.Pattern[str], first: bool) -> Iterable[Any]:
+    """The runs of one repetition; those of which once is enough only in the first."""
     for case in cases.cases():
-        wanted = only in case.name or only in case.contestant
-        if wanted and (case.repeat or repetition == 0):
+        if only.search(f"{case.name}: {case.contestant}") and (case.repeat or first):
             yield lambda case=case: cases.run(case)
-    if not only or only in "undisturbed":
-        for build in cases.UNDISTURBED:
-            if build is Torchrun and repetition:
-                continue  # its launch is seen in every other row
+    for build in cases.UNDISTURBED:
+        # The launch of torchrun is seen in every other row.
+        if only.search(f"undisturbed: {build.name}") and (first or build is not Torchrun):
             yield lambda build=build: cases.run_without_fault(build, 40)
-    if (not only or only in "controller killed") and repetition == 0:
+    if only.search("controller killed: Holdfast") and first:
         yield cases.controller_killed
 
 
