@@ -26,9 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--only", default="", help="regular expression for 'case: contestant'")
-    parser.add_argument(
-        "--repeat-all", action="store_true", help="also what runs once by default"
-    )
+    parser.add_argument("--repeat-all", action="store_true", help="also what runs once by default")
     parser.add_argument("--out", type=Path, default=RESULTS / "recovery")
     options = parser.parse_args()
     facts = conditions.describe()
