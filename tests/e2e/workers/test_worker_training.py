@@ -90,6 +90,23 @@ def test_micro_batches_give_the_same_gradients(whole: Generation) -> None:
     assert any(isinstance(m, wire.Tick) for _, m in other.messages)
 
 
+@pytest.mark.parametrize(
+    "mesh", [HSDP, Mesh(shard=2), Mesh(replicate=2)], ids=("hsdp", "fsdp", "ddp")
+)
+def test_bfloat16_with_sums_in_float32_learns_much_the_same(whole: Generation, mesh: Mesh) -> None:
+    precision = {"parameters": "bfloat16", "reduce": "float32"}
+    job = make_job(4, config={"globalBatch": 5}, parallelism={"precision": precision})
+    other = Generation(job, mesh)
+    assert set(other.join()) == {0}, other.failures()
+    want, found = whole.losses(), other.losses()
+    assert found == pytest.approx({step: want[step] for step in range(4)}, rel=2e-2)
+    assert found != pytest.approx({step: want[step] for step in range(4)}, rel=1e-6)
+    # What is kept, and sent on, is the optimizer's float32.
+    header = parse_header(other.staged[3][0], "file")
+    kept = {entry.dtype for name, entry in header.entries.items() if name.startswith("model.")}
+    assert kept == {"F32"}
+
+
 def test_a_smaller_mesh_goes_on_from_the_memory_of_a_larger_one(whole: Generation) -> None:
     restore = Restore(step=2, generation=1, num_shards=2)
     config = {"globalBatch": 5, "evaluateEverySteps": 2}
