@@ -33,6 +33,7 @@ test: $(STAMP)  ## everything that is checked before a change lands
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
+	$(BIN)/python -m bench.staging
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m bench.ray
 

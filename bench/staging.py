@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from bench import conditions
 from workers import session
 from workers.checkpoint.stage import Stager
-from workers.checkpoint.state import TrainingState, local_of
+from workers.checkpoint.state import TrainingState
 
 
 class Memory:
@@ -55,7 +55,7 @@ class Memory:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[40, 200, 1000])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[12, 24, 40, 200, 1000])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/staging.md")
     options = parser.parse_args()
@@ -79,7 +79,7 @@ def measure(megabytes: int, repetitions: int) -> str:
     """One row. All methods take turns within each repetition."""
     model, optimizer = build(megabytes)
     state = TrainingState(model, optimizer, None)
-    sources = [local_of(tensor) for _, tensor in state.tensors()]
+    sources = [held.local for held in state.tensors()]
     targets = [torch.empty_like(source).copy_(source) for source in sources]
     stager = Stager(
         state, Memory(), generation=1, shard=0, num_shards=1, device=torch.device("cpu")
