@@ -18,6 +18,11 @@ from . import jobs_view, names
 OLDEST = (2, 49)
 """Bundles that choose nodes by label came with it."""
 CONNECT_TIMEOUT_S = 15.0
+CLIENT_TRIES = 2
+"""A Ray client's server starts a process for each client, and gives up on one that takes half a
+minute, which on a busy head it may."""
+
+log = logging.getLogger(__name__)
 
 
 class ClusterGone(HoldfastError):
@@ -42,12 +47,12 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     if metadata and not jobs_view.submission_id():
         shown["job_config"] = ray.job_config.JobConfig(metadata=metadata)
     try:
-        ray.init(
+        _init(
             address=address or "auto", namespace=names.NAMESPACE, log_to_driver=False, **shown,
             logging_level=logging.ERROR, configure_logging=False,
         )  # fmt: skip
     except ConnectionError as error:
-        raise _nobody(address, str(error).splitlines()[0]) from None
+        raise _nobody(address, _reason(error)) from None
     except RuntimeError as error:  # Ray's way to say that versions differ
         if "version" not in str(error).lower():
             raise
@@ -63,6 +68,26 @@ def check_version(version: str) -> None:
         oldest = ".".join(map(str, OLDEST))
         problem = Problem("ray", version, f"{oldest} or newer", f"pip install 'ray>={oldest}'")
         raise UserError(str(problem))
+
+
+def _init(**options: Any) -> None:
+    import ray
+
+    for tries_left in reversed(range(CLIENT_TRIES)):
+        try:
+            ray.init(**options)
+            return
+        except ConnectionAbortedError as error:  # a Ray client's server could not serve this one
+            if not tries_left:
+                raise
+            log.warning("%s: %s; trying again", options["address"], _reason(error))
+
+
+def _reason(error: ConnectionError) -> str:
+    """What went wrong, in a line: the Ray client's server answers with its own traceback, which
+    tells it in the last one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(": ")[2] or lines[-1] if "Traceback" in str(error) else lines[0]
 
 
 def _check_listens(address: str) -> None:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,34 +134,58 @@ def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(j
 
 
 def test_through_a_ray_client_the_same_verbs_work(job: Job, tmp_path: Path) -> None:
+    with client_server(job.cluster.address, tmp_path) as address:
+        assert json.loads(ask(job, "status", NAME, "--json", address=address))["name"] == NAME
+        assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=address)
+
+
+def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy head gives up on the process that it starts for the client; this one at once."""
+    monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "1")
+    with client_server(job.cluster.address, tmp_path, patience_s=0) as address:
+        done = holdfast("status", NAME, "--ray", address)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("trying again") == 1
+    assert f"--ray: got {address} (Proxy failed to Connect to backend!" in done.stderr
+
+
+@contextmanager
+def client_server(cluster: str, log: Path, patience_s: int = int(BOUND_S)) -> Iterator[str]:
+    """The address of what listens for Ray clients on a cluster's head."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with (tmp_path / "client.log").open("wb") as output:
+    patience = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(patience_s)}
+    with (log / "client.log").open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, "-m", "ray.util.client.server", "--mode", "proxy",
-             "--address", job.cluster.address, "--host", "127.0.0.1", "--port", str(port)],
+             "--address", cluster, "--host", "127.0.0.1", "--port", str(port)],
             stdout=output, stderr=output, start_new_session=True,
+            env=os.environ | patience,
         )  # fmt: skip
-    address = f"ray://127.0.0.1:{port}"
     try:
-        _until_listens(port)
-        assert json.loads(ask(job, "status", NAME, "--json", address=address))["name"] == NAME
-        assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=address)
+        _until(lambda: listens(port), "the Ray client's server does not listen")
+        yield f"ray://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
-def _until_listens(port: int) -> None:
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _until(true: Callable[[], object], otherwise: str) -> None:
     give_up = time.monotonic() + BOUND_S
-    while time.monotonic() < give_up:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError("the Ray client's server does not listen")
+    while not true():
+        assert time.monotonic() < give_up, otherwise
+        time.sleep(0.05)
 
 
 def test_a_deleted_job_is_gone_and_its_checkpoints_stay(tmp_path: Path) -> None:
