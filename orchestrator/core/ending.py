@@ -45,7 +45,9 @@ def end_early(turn: Turn, outcome: Outcome, code: ReasonCode, text: str) -> None
     state = turn.state
     state.verdict, state.drain, state.placing = Reason(code, text), None, False
     state.outcome = outcome
-    turn.disarm("gather", "replacement", "grow", "preempt", "rejoin", "deadline", "cadence")
+    turn.disarm(
+        "gather", "replacement", "grow", "preempt", "rejoin", "deadline", "cadence", "capacity"
+    )
     turn.move("finishing", code, text)
     start_drain(turn, "end")
 
@@ -242,7 +244,7 @@ def _drained(turn: Turn, kind: DrainKind, text: str) -> None:
         return
     # Its nodes are given back by membership.release_surplus.
     state.members, state.placing = (), False
-    turn.disarm("gather", "replacement", "grow", "preempt", "rejoin")
+    turn.disarm("gather", "replacement", "grow", "preempt", "rejoin", "capacity")
     turn.move("suspended", "suspend", text or "nothing had to be written")
 
 

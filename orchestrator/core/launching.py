@@ -9,7 +9,7 @@ from ..protocol.facts import Membership, Restore
 from . import arrivals
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
-from .ending import end_parking
+from .ending import end_early, end_parking
 from .events import StepsAdvanced
 from .membership import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
 from .ranks import (
@@ -57,15 +57,20 @@ def place(turn: Turn) -> None:
 
 
 def _wait(turn: Turn) -> None:
-    state = turn.state
+    state, limit = turn.state, turn.state.job.spec.recovery.capacity_timeout_s
     here, wanted = len(usable(state)), state.min_nodes
-    room = "; the backend had no room" if state.no_room else ""
-    turn.move(
-        "pending",
-        "capacity",
-        f"waiting for nodes: {here} usable, {wanted} needed at least, "
-        f"{state.expected_nodes} on their way{room}{arrivals.why_none_comes(state)}",
+    room = f"; {state.why_no_room or 'the backend had no room'}" if state.no_room else ""
+    what = (
+        f"{here} usable, {wanted} needed at least, "
+        f"{state.expected_nodes} on their way{room}{arrivals.why_none_comes(state)}"
     )
+    turn.move("pending", "capacity", f"waiting for nodes: {what}")
+    if limit is None:
+        return
+    turn.arm_once("capacity", limit)
+    if turn.due("capacity"):
+        text = f"recovery.capacityTimeoutSeconds: waited {limit:g} s for nodes: {what}"
+        end_early(turn, "failed", "capacity", text)
 
 
 def _launch(turn: Turn, size: int) -> None:
@@ -134,7 +139,7 @@ def _begin_generation(
     state.step = restore.step if restore else -1
     state.launched_ns = turn.now
     state.resized = state.resized and len(members) != full_size(state)
-    turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
+    turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again", "capacity")
     turn.arm("launch", LAUNCH_TIMEOUT_S)
     deadline = state.job.spec.active_deadline_s
     if deadline is not None:

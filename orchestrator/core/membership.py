@@ -217,6 +217,10 @@ def _ends(state: JobState) -> bool:
     return state.intent != "run" or state.phase in ("finishing", "suspending", "suspended")
 
 
+def _wanted(state: JobState) -> int:
+    return state.target_nodes + state.job.spec.nodes.spares
+
+
 def _held(state: JobState) -> int:
     """Nodes that count towards the wanted size."""
     return sum(
@@ -224,18 +228,19 @@ def _held(state: JobState) -> int:
     )
 
 
+def num_missing(state: JobState) -> int:
+    """Nodes that nobody has promised yet, whether they are asked for at this moment or not."""
+    missing = _wanted(state) - _held(state) - len(state.coming)
+    return 0 if _ends(state) else max(0, missing)
+
+
 def request_missing(turn: Turn) -> None:
     """Ask for what is missing of the wanted size and its spares."""
     state = turn.state
-    if _ends(state):
+    missing = num_missing(state) - (state.expected_nodes - len(state.coming))
+    if missing <= 0 or "request" in state.timers:
         return
-    wanted = state.target_nodes + state.job.spec.nodes.spares
-    held = _held(state)
-    missing = wanted - held - state.expected_nodes
-    if missing <= 0:
-        return
-    if "request" in state.timers:
-        return
+    held, wanted = _held(state), _wanted(state)
     text = f"{held} of {wanted} nodes are here, {state.expected_nodes} more on their way"
     turn.emit(
         RequestNodes,
@@ -265,7 +270,7 @@ def recall_promised(turn: Turn) -> None:
     they would take room from others when they come."""
     state = turn.state
     ends = _ends(state)
-    wanted = 0 if ends else state.target_nodes + state.job.spec.nodes.spares
+    wanted = 0 if ends else _wanted(state)
     surplus = len(state.coming) + _held(state) - wanted
     why = "the job waits for no nodes" if ends else f"only {wanted} nodes are wanted now"
     for name in reversed([name for name in state.coming if not name.startswith("?")]):
@@ -277,7 +282,7 @@ def recall_promised(turn: Turn) -> None:
 
 def request_failed(turn: Turn, action: RequestNodes, detail: str) -> None:
     """No room: try again later, and do not wait for anything."""
-    turn.state.no_room = True
+    turn.state.no_room, turn.state.why_no_room = True, detail
     turn.note(f"{action.count} more nodes: {detail or 'no room'}")
     turn.arm("request", REQUEST_RETRY_S)
 
@@ -328,8 +333,7 @@ def release_surplus(turn: Turn) -> None:
     # Memory of idle nodes may be what the next generation starts from: never before a first step.
     if not settled or full_size(state) > len(state.members):
         return
-    wanted = state.target_nodes + state.job.spec.nodes.spares
-    surplus = len(state.nodes) - wanted
+    surplus = len(state.nodes) - (wanted := _wanted(state))
     for node in reversed(idle):
         if surplus > 0 and node.name in state.nodes:
             release(turn, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")

@@ -212,6 +212,8 @@ class JobState:
     """How often in a row."""
     no_room: bool = False
     """The last request for nodes was refused."""
+    why_no_room: str = ""
+    """In the backend's words; empty where it had none."""
     strikes: dict[str, list[int]] = field(default_factory=dict)
     cordoned: dict[str, str] = field(default_factory=dict)
     sequence: int = 0

@@ -118,6 +118,9 @@ class Recovery(Part):
     replacement_wait_s: Annotated[float, Field(ge=0)] = limits.REPLACEMENT_WAIT_S
     """How long a shrink waits at most for a replacement that is on its way. It does not wait at all
     when the job's own nodes have shown that none comes that fast."""
+    capacity_timeout_s: Seconds | None = None
+    """How long the job waits for nodes.min nodes before it fails; its newest checkpoint is kept.
+    Without it, the job waits for as long as it takes."""
     grow_delay_s: Annotated[float, Field(ge=0)] = limits.GROW_DELAY_S
     """How long arriving nodes are gathered before the job grows."""
     termination_grace_s: Annotated[float, Field(ge=0)] = limits.TERMINATION_GRACE_S

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import rig
-from .jobs import Job, holdfast
+from .jobs import BOUND_S, Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -93,6 +93,23 @@ def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
         assert view.state == "pending" and view.generation == 0
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         assert "too-large-node-0" not in names
+    finally:
+        job.end()
+
+
+def test_a_job_that_shall_not_wait_for_room_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    import ray
+
+    rig.connected()
+    limit = {"capacityTimeoutSeconds": 5}
+    job = Job(tmp_path, "impatient", 10, resources={"cpu": 64}, recovery=limit)
+    try:
+        assert job.command.wait(BOUND_S) == 1
+        told = job.output.read_text()
+        assert "recovery.capacityTimeoutSeconds: waited 5 s for nodes: 0 usable" in told
+        assert "128 CPU" in told and "Traceback" not in told
+        names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        assert not [name for name in names if "impatient" in name]
     finally:
         job.end()
 
