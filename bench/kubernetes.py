@@ -3,12 +3,12 @@
     python -m bench.kubernetes                          # all: some 11 minutes, half of it one wait
     python -m bench.kubernetes --only "Holdfast shrink"
 
-Owns: the measurement of the cluster alone, which is the yardstick, and the tables; node_loss.py has
-Holdfast's side. Alone: two pods of a Deployment on three nodes; the node of one of them loses its
-power or its network. Writes bench/results/kubernetes.json and .md after every case, so that a run
-that is interrupted keeps what it has; a case that fails is told and the next one tried. A run with
---only writes nothing there unless --out says so. Needs root and the binaries of
-`make kubernetes-binaries`.
+Owns: the measurement of the cluster alone, which is the yardstick; node_loss.py and
+operator_loss.py have Holdfast's side, kubernetes_table.py the tables. Alone: two pods of a
+Deployment on three nodes; the node of one of them loses its power or its network. Writes
+bench/results/kubernetes.json and .md after every case, so that a run that is interrupted keeps what
+it has; a case that fails is told and the next one tried. A run with --only writes nothing there
+unless --out says so. Needs root and the binaries of `make kubernetes-binaries`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from tests.e2e.kubernetes.rig.settings import DEFAULT, SHORT
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.rig.workloads import pod
 
-from . import conditions, node_loss
+from . import conditions, node_loss, operator_loss
 from .kubernetes_table import Result, Table
+from .operator_loss import Result as Restart
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = {"default": DEFAULT, "short": SHORT}
@@ -74,7 +75,7 @@ def main() -> int:
     return 1 if table.failures else 0
 
 
-def cases(table: Table) -> dict[str, Callable[[], Result | node_loss.Result]]:
+def cases(table: Table) -> dict[str, Callable[[], Result | node_loss.Result | Restart]]:
     """By name, the longest one last."""
 
     def ours(case: str) -> node_loss.Result:
@@ -85,9 +86,14 @@ def cases(table: Table) -> dict[str, Callable[[], Result | node_loss.Result]]:
         table.alone.append(measure(settings, fault))
         return table.alone[-1]
 
-    found: dict[str, Callable[[], Result | node_loss.Result]] = {
+    def restart() -> Restart:
+        table.restarts.append(operator_loss.measure())
+        return table.restarts[-1]
+
+    found: dict[str, Callable[[], Result | node_loss.Result | Restart]] = {
         f"Holdfast {case}": partial(ours, case) for case in ("spare", "replacement", "shrink")
     }
+    found["Holdfast operator"] = restart
     for settings, fault in (("short", "power"), ("short", "partition"), ("default", "power")):
         found[f"{settings} {fault}"] = partial(alone, settings, fault)
     return found

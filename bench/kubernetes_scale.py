@@ -1,6 +1,6 @@
 """How many jobs and pods one operator carries, on a real control plane with fake nodes.
 
-    python -m bench.kubernetes_scale                         # both shapes, ten minutes
+    python -m bench.kubernetes_scale                         # both shapes, five minutes
     python -m bench.kubernetes_scale --only "1000 jobs"
     python -m bench.kubernetes_scale --jobs 40 --pods 5 --out /tmp/small
 
@@ -11,8 +11,8 @@ binaries of `make kubernetes-binaries`, no privileges.
 A measurement: all jobs are created as fast as the API server takes them, until all of their pods
 are there and bound by the scheduler; nothing is done for IDLE_S; all are deleted, until nothing is
 left of them. No agent ever dials in: what an operator has to do for jobs that train is measured
-elsewhere. Pods whose agents do not come are replaced after limits.NODE_WAIT_S (five minutes): on a
-machine that needs longer than that, this is what the idle minute shows.
+elsewhere. Pods whose agents do not come are replaced after half an hour: on a machine that needs
+longer than that, this is what the idle minute shows.
 """
 
 from __future__ import annotations

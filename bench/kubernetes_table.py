@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import node_loss
+from . import node_loss, operator_loss
 
 REPLACED = "replacement running"
 
@@ -32,6 +32,7 @@ class Result:
 class Table:
     facts: dict[str, str]
     ours: list[node_loss.Result] = field(default_factory=list)
+    restarts: list[operator_loss.Result] = field(default_factory=list)
     alone: list[Result] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Table:
             "conditions": self.facts,
             "busy_cores_before": self.noise,
             "holdfast": [asdict(result) for result in self.ours],
+            "operator": [asdict(result) for result in self.restarts],
             "kubernetes": [asdict(result) for result in self.alone],
             "ratios": self.ratios(),
             "failures": self.failures,
@@ -54,6 +56,7 @@ class Table:
         ]
         lines += self._side_by_side() if self.ours else []
         lines += self._ours() if self.ours else []
+        lines += self._restarts() if self.restarts else []
         lines += self._alone() if self.alone else []
         if self.failures:
             lines += ["", "Runs that failed:", "", *(f"* {one}" for one in self.failures)]
@@ -115,6 +118,25 @@ class Table:
             f"| {one.case} | {one.first_step_s:.1f} s | {one.next_step_s:.2f} s | {one.steps_lost} "
             f"| Ready={one.node_readiness} | {one.decision} |"
             for one in self.ours
+        ]
+
+    def _restarts(self) -> list[str]:
+        lines = [
+            "",
+            "## The operator is killed",
+            "",
+            "The same job on two nodes. SIGKILL of the only operator, and another one ten seconds "
+            "later.",
+            "",
+            "| no operator for | steps meanwhile | longest step since | longest before | median "
+            "before | steps lost | incidents | generations |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        return lines + [
+            f"| {one.away_s:.1f} s | {one.steps_meanwhile} | {one.gap_s:.2f} s "
+            f"| {one.gap_before_s:.2f} s | {one.step_s:.3f} s | {one.steps_lost} "
+            f"| {one.num_incidents} | {one.num_generations} |"
+            for one in self.restarts
         ]
 
     def _alone(self) -> list[str]:
