@@ -7,6 +7,7 @@ not: decide anything about the job. service.py is the same for a job of this mac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..backends.ray.journal import open_journal
 from ..backends.ray.kv import ENDED, Keys
 from ..backends.ray.metrics import Metrics
 from ..core.events import PreemptionNoticed
+from ..core.membership import num_missing
 from ..protocol import tls
 from ..protocol.certificate import Keys as Secrets
 from ..protocol.errors import HoldfastError, UserError
@@ -34,6 +36,9 @@ from .tier import ThreadedTier
 from .view import JobView
 
 METRICS_INTERVAL_S = 2.0
+WATCH_S = 30.0
+"""Nothing may change for days, and whoever watches may have gone without a word: Ray would keep the
+call, and answers no more than so many at once. Shorter than calls.ANSWER_S."""
 
 log = logging.getLogger("holdfast")
 
@@ -94,11 +99,13 @@ class RayHost:
             await self.assembly.begin(journal)
             log.info("agents dial %s:%d", address, self._endpoint.port)
             self._serving.set()
-            telling = asyncio.get_running_loop().create_task(self._tell_metrics())
+            loop = asyncio.get_running_loop()
+            beside = [loop.create_task(self._tell_metrics()), loop.create_task(self._trim())]
             try:
                 await self.assembly.run()
             finally:
-                telling.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             await self.assembly.close()
             await self._endpoint.close()
@@ -134,9 +141,24 @@ class RayHost:
     async def watch(self, seen: int) -> dict[str, Any]:
         await self._serving.wait()
         changes = self.assembly.changes
-        await changes.after(seen)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                await changes.after(seen)
         await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
         return {"seen": changes.count, "view": view_body(self.assembly.view())}
+
+    async def _trim(self) -> None:
+        """A suspended or smaller job demands nothing of the cluster that it would not use."""
+        seen = -1
+        while True:
+            await self.assembly.changes.after(seen)
+            seen = self.assembly.changes.count
+            try:
+                await self._backend.trim(lambda: num_missing(self.assembly.driver.controller.state))
+            except Exception as error:  # Ray's own RpcError or a plain RuntimeError
+                log.warning("what is not wanted any more stays demanded for now: %s", error)
+                await asyncio.sleep(METRICS_INTERVAL_S)
+                seen = -1
 
     async def _tell_metrics(self) -> None:
         """What /metrics of a job of one machine says, to Ray's exporter."""

@@ -6,16 +6,28 @@ Owns: the options that an agent's actor is started with. Must not: know which no
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 from typing import Any
 
 from . import names
 from .agent import AgentActor, AgentOrder
 
+log = logging.getLogger("holdfast.ray")
+
+
+@functools.cache
+def _remote_class() -> Any:
+    """Made once: Ray puts each one that is made into the cluster's store."""
+    import ray
+
+    return ray.remote(AgentActor)
+
 
 def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float]) -> Any:
     """The actor of a new node, holding all of its bundle. It outlives the controller that asked
-    for it, and is never restarted: what was in its memory would be gone."""
-    import ray
+    for it, and is never restarted: what was in its memory would be gone. Blocks for round trips to
+    the head; safe to repeat."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     options: dict[str, Any] = {"num_cpus": resources["CPU"]}
@@ -23,7 +35,7 @@ def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float
         options["num_gpus"] = resources["GPU"]
     if "memory" in resources:
         options["memory"] = resources["memory"]
-    made = ray.remote(AgentActor).options(
+    made = _remote_class().options(
         name=names.agent(order.job, order.node),
         namespace=names.NAMESPACE,
         lifetime="detached",
@@ -57,9 +69,12 @@ def first_line(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """What Ray says of an actor's death, without the table of its ids."""
+    """What Ray says of an actor's death, without the table of its ids. Of an actor that could not
+    be made there is a traceback, which says in its last line what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("The actor is dead because")]
+    if not found and "raised in its creation task" in str(error):
+        found = lines[-1:]
     return (found or [first_line(error)])[0][:400]
 
 
@@ -81,3 +96,7 @@ async def until_ended(actor: Any, answer_s: float) -> str:
             return cause(error)
         except RayError as error:  # its runtime environment could not be made, and the like
             return first_line(error)
+        # Ray's RpcError or a plain RuntimeError: the head restarts, and the node may well be there.
+        except Exception as error:
+            log.warning("waiting for the end of %s: %s; trying again", actor, first_line(error))
+            await asyncio.sleep(answer_s)

@@ -27,10 +27,9 @@ from .drains import Drains, NoticeSink, Places
 from .groups import Group
 from .known import Keeper, Known
 from .kv import Keys
+from .patience import patiently
+from .rooms import Bundle, Rooms
 
-PLACE_S = 0.7
-"""Ray places a group in milliseconds where there is room, and within half a second where a node
-has just been given back; past this there is none now."""
 ANSWER_S = 1.0
 """An actor whose connection broke and that does not answer within this has ended."""
 END_S = 10.0
@@ -51,7 +50,10 @@ class RayBackend:
         self._keeper = Keeper(keys)
         self._bundle = groups.bundle_of(job)
         self._known = Known()
-        self._groups: dict[str, Group] = {}
+        self._rooms = Rooms(
+            groups.RayGroups(job.name, self._bundle), job.spec.nodes.min, self._next_name,
+            self._spawn, self._room_came,
+        )  # fmt: skip
         self._actors: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         """Node -> Ray node, of those that have come up."""
@@ -60,6 +62,11 @@ class RayBackend:
         self._unclaimed: list[str] = []
         """Started when room was found for an earlier request, and not given out yet."""
         self._missing = 0
+        """Of the last request; these are demanded of the cluster."""
+        self._avoided: set[str] = set()
+        """Ray nodes of nodes that are not trusted any more."""
+        self._unwanted: set[str] = set()
+        """Released before their actor was there."""
         self._address, self._port = "127.0.0.1", 0
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -67,6 +74,7 @@ class RayBackend:
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._withheld_until = 0.0
         self._closing = False
 
@@ -74,16 +82,16 @@ class RayBackend:
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
         self._known = await self._keeper.load()
-        await asyncio.to_thread(self._find_groups)
+        await self._rooms.find(self._known.groups, self._known.nodes)
         for node in list(self._known.nodes):
             actor = await asyncio.to_thread(actors.find, self._job.name, node)
             if actor is not None:
                 self._adopt(node, actor)
             elif node in self._known.starting and self._group_of(node) is not None:
-                self._start_actor(node)
+                self._spawn(self._bring_up(node))
             else:
                 self._forget(node)
-        await self._keeper.save()
+        await self._save()
         self._spawn(self._drains.watch())
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,23 +101,23 @@ class RayBackend:
         async with self._lock:
             given = [node for node in self._unclaimed if node in self._known.nodes][:count]
             self._unclaimed = [node for node in self._unclaimed if node not in given]
-            shun = {self._places[node] for node in avoid if node in self._places}
-            shun |= self._drains.ray_nodes.keys()
-            for group in list(self._groups.values()):
-                await asyncio.to_thread(group.bar, frozenset(self._drains.ray_nodes))
+            self._avoided = {
+                self._known.places[node] for node in avoid if node in self._known.places
+            }
             self._missing = count - len(given)
-            given += await self._place(self._missing, shun)
-            self._missing = count - len(given)
+            given += await self._fill(wait=True)
             if not given:
                 raise NoRoom(await asyncio.to_thread(cluster.shortage, count, self._bundle))
             return tuple(given)
 
     async def release_node(self, node: str) -> None:
+        if node not in self._known.nodes:
+            return
         actor = self._actors.get(node)
         if actor is not None:
             self._spawn(self._end(actor))
-        if not self._known.nodes.keys() - {node}:
-            await self._drop_demand()
+        else:
+            self._unwanted.add(node)
 
     async def list_nodes(self) -> tuple[str, ...]:
         # Asked when an agent's link has closed. Ray's head takes seconds to notice a lost machine,
@@ -150,92 +158,73 @@ class RayBackend:
         """Rehearsal: have no room for this long."""
         self._withheld_until = asyncio.get_running_loop().time() + seconds
 
-    # -- placing -------------------------------------------------------------------------------
-    async def _place(self, count: int, shun: set[str]) -> list[str]:
-        """Start up to `count` nodes, as many as have room now; what is missing stays demanded."""
-        if count <= 0:
-            return []
-        started = await self._fill(count)
-        wanted = count - len(started)
-        first = not self._known.nodes and not self._groups
-        while wanted > 0:
-            demanded = sum(len(group.free()) for group in self._groups.values())
-            if demanded >= wanted:
-                break
-            size = min(wanted, self._job.spec.nodes.min) if first else 1
-            group = await self._make_group(size, shun)
-            await asyncio.wait([self._awaited(group)], timeout=PLACE_S)
-            filled = await self._fill(wanted)
-            started += filled
-            wanted -= len(filled)
-            if first and not filled:
-                break  # not even the minimum: nothing is started
-            first = False
-        return started
-
-    async def _make_group(self, size: int, shun: set[str]) -> Group:
-        used = {self._places[node] for node in self._known.nodes if node in self._places}
-        for group in self._groups.values():
-            if group.placed:
-                used |= set((await asyncio.to_thread(group.ray_nodes)).values())
-        node = f"node-{self._known.next_number}"
-        group = await asyncio.to_thread(
-            groups.make, self._job.name, node, size, self._bundle, used | shun
-        )
-        self._groups[group.name] = group
-        self._known.groups[group.name] = size
-        self._known.next_number += 1  # its name is its group's, whether a node ever has it or not
-        await self._keeper.save()
-        return group
-
-    def _awaited(self, group: Group) -> asyncio.Task[None]:
-        if group.task is None or group.task.done():
-            group.task = self._spawn(self._until_placed(group))
-        return group.task
-
-    async def _until_placed(self, group: Group) -> None:
-        await group.wait()
-        group.placed = True
-        if self._lock.locked():
-            return  # whoever asked is looking
-        # Room was found for what was asked before: the nodes come by themselves.
+    async def trim(self, wanted: Callable[[], int]) -> None:
+        """Demand no more than that many further nodes of the cluster. It is asked when it counts:
+        a request may be under way."""
         async with self._lock:
-            started = await self._fill(self._missing)
-            self._missing -= len(started)
-            self._unclaimed += started
-            if not group.taken:
-                await self._remove_group(group)
+            before, self._missing = self._missing, min(self._missing, wanted())
+            if self._missing < before:
+                try:
+                    self._unclaimed += await self._fill(wait=False)
+                except BaseException:
+                    self._missing = before  # so that it is tried again
+                    raise
 
-    async def _fill(self, count: int) -> list[str]:
-        """Start nodes in free bundles that have a place."""
-        started: list[str] = []
-        for group in list(self._groups.values()):
-            if len(started) >= count or not group.placed or not group.free():
-                continue
-            if group.size > 1 and group.taken and not await asyncio.to_thread(group.whole):
-                # Ray looks for another place for the bundle of a Ray node that was lost.
-                self._awaited(group)
-                group.placed = False
-                continue
-            for bundle in group.free()[: count - len(started)]:
-                started.append(await self._start_node(group, bundle))
+    # -- placing -------------------------------------------------------------------------------
+    async def _fill(self, *, wait: bool) -> list[str]:
+        """Start as many of the missing nodes as have room now; the rest stays demanded."""
+        if self._closing:
+            return []
+        barred = frozenset(self._drains.ray_nodes.keys() | self._avoided)
+        bundles = await self._rooms.serve(self._missing, barred, wait=wait)
+        started = await self._start(bundles)
+        self._missing -= len(started)
         return started
 
-    async def _start_node(self, group: Group, bundle: int) -> str:
-        own = group.name.rpartition("/")[2]
-        node = own
-        if own in self._known.nodes or group.taken or bundle:
-            node = f"node-{self._known.next_number}"
-            self._known.next_number += 1
-        group.taken[bundle] = node
-        self._known.nodes[node] = (group.name, bundle)
-        self._known.starting.add(node)
-        await self._keeper.save()  # first: what is not written down may not exist
-        self._start_actor(node)
-        return node
+    def _room_came(self) -> None:
+        if self._serving is None or self._serving.done():
+            self._serving = self._spawn(self._serve_waiting())
+
+    async def _serve_waiting(self) -> None:
+        """Room was found for what was asked before: the nodes come by themselves."""
+        async with self._lock:
+            self._serving = None  # what comes from now on may come too late for this look
+            self._unclaimed += await self._fill(wait=False)
+
+    async def _start(self, bundles: list[Bundle]) -> list[str]:
+        started = []
+        for group, bundle in bundles:
+            node = group.name.rpartition("/")[2]
+            if node in self._known.nodes or group.taken or bundle:
+                node = self._next_name()
+            group.taken[bundle] = node
+            self._known.nodes[node] = (group.name, bundle)
+            self._known.starting.add(node)
+            started.append(node)
+        try:
+            if started:
+                await self._save()  # first: what is not written down may not exist
+        except BaseException:
+            for node in started:
+                self._forget(node)
+            raise
+        for node in started:
+            self._spawn(self._bring_up(node))
+        return started
+
+    def _next_name(self) -> str:
+        """Its group's as well, whether a node ever has it or not."""
+        self._known.next_number += 1
+        return f"node-{self._known.next_number - 1}"
+
+    async def _save(self) -> None:
+        self._known.groups = {g.name: g.size for g in self._rooms.groups.values() if g.taken}
+        await self._keeper.save()
 
     # -- actors --------------------------------------------------------------------------------
-    def _start_actor(self, node: str) -> None:
+    async def _bring_up(self, node: str) -> None:
+        if node not in self._known.nodes:
+            return
         group, (_, bundle) = self._group_of(node), self._known.nodes[node]
         assert group is not None
         order = AgentOrder(
@@ -250,7 +239,19 @@ class RayBackend:
             port=self._port,
             env=dict(self._job.spec.env),
         )
-        self._adopt(node, actors.start(order, group.handle, bundle, self._bundle))
+        try:
+            actor = await patiently(
+                lambda: actors.start(order, group.handle, bundle, self._bundle), f"starting {node}"
+            )
+        except Exception as error:  # the head has not answered for long
+            await self._ended(node, f"its actor was not started ({actors.first_line(error)})")
+            return
+        if node not in self._known.nodes:
+            await self._kill(actor)
+            return
+        self._adopt(node, actor)
+        if node in self._unwanted:
+            await self._end(actor)
 
     def _adopt(self, node: str, actor: Any) -> None:
         self._actors[node] = actor
@@ -265,15 +266,22 @@ class RayBackend:
             facts = await actor.facts.remote()
         except RayError:
             return  # the watch tells why
-        self._places[node] = place = facts["ray_node"]
+        self._places[node] = self._known.places[node] = place = facts["ray_node"]
         self._known.starting.discard(node)
-        await self._keeper.save()
+        await self._save()
         self._topology[node] = await places.topology(place, self._job.spec.ray.topology_keys)
 
     async def _watch(self, node: str, actor: Any) -> None:
         detail = await actors.until_ended(actor, ANSWER_S)
-        await asyncio.to_thread(actors.kill, actor)
+        await self._kill(actor)
         await self._ended(node, detail)
+
+    async def _kill(self, actor: Any) -> None:
+        """What is left of it; its group takes it along if the head does not answer now."""
+        try:
+            await asyncio.to_thread(actors.kill, actor)
+        except Exception as error:  # Ray's own RpcError or a plain RuntimeError
+            log.warning("an actor was not killed: %s", error)
 
     async def _end(self, actor: Any) -> None:
         """The agent first: what is told of its end is then true of all its processes."""
@@ -282,7 +290,7 @@ class RayBackend:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
                 await actor.end.remote()
-        await asyncio.to_thread(actors.kill, actor)
+        await self._kill(actor)
 
     async def _ended(self, node: str, detail: str) -> None:
         if node not in self._known.nodes:
@@ -300,8 +308,8 @@ class RayBackend:
 
     async def _settle(self, group: Group | None) -> None:
         if group is not None and not group.taken:
-            await self._remove_group(group)
-        await self._keeper.save()
+            await self._rooms.remove(group)
+        await self._save()
 
     def _forget(self, node: str) -> None:
         group = self._group_of(node)
@@ -309,12 +317,14 @@ class RayBackend:
         if group is not None:
             group.taken.pop(bundle, None)
         self._known.starting.discard(node)
+        self._known.prune_places()
+        self._unwanted.discard(node)
         self._actors.pop(node, None)
         self._places.pop(node, None)
         self._topology.pop(node, None)
 
     def _group_of(self, node: str) -> Group | None:
-        return self._groups.get(self._known.nodes[node][0])
+        return self._rooms.groups.get(self._known.nodes[node][0])
 
     async def _look(self) -> None:
         """Tell of the nodes whose Ray node takes no connections any more."""
@@ -323,42 +333,13 @@ class RayBackend:
         dead = await places.silent(set(self._places.values()))
         for node in [node for node, place in self._places.items() if place in dead]:
             if node in self._actors:
-                await asyncio.to_thread(actors.kill, self._actors[node])
+                await self._kill(self._actors[node])
             await self._ended(node, f"its Ray node {self._places.get(node, '')[:8]} is gone")
 
-    # -- groups --------------------------------------------------------------------------------
-    def _find_groups(self) -> None:
-        """Those that an earlier controller has made; those that it did not note are removed."""
-        for name in groups.names_of(self._job.name):
-            group = groups.find(name, self._known.groups.get(name, 1))
-            if group is None:
-                continue
-            used = {b: n for n, (g, b) in self._known.nodes.items() if g == name}
-            if not used:
-                group.remove()
-                self._known.groups.pop(name, None)
-                continue
-            group.taken, group.placed = used, True
-            self._groups[name] = group
-        self._known.groups = {name: group.size for name, group in self._groups.items()}
-
-    async def _remove_group(self, group: Group) -> None:
-        if self._groups.pop(group.name, None) is None:
-            return
-        self._known.groups.pop(group.name, None)
-        if group.task is not None and group.task is not asyncio.current_task():
-            group.task.cancel()
-        await asyncio.to_thread(group.remove)
-
-    async def _drop_demand(self) -> None:
-        """Nobody waits for more nodes."""
-        self._missing = 0
-        for group in list(self._groups.values()):
-            if not group.taken:
-                await self._remove_group(group)
-
     async def _end_everything(self) -> None:
-        self._missing = 0
+        async with self._lock:  # whoever starts nodes has finished, and no one starts more
+            self._missing = 0
+        self._unwanted |= self._known.nodes.keys() - self._actors.keys()
         await asyncio.gather(*(self._end(actor) for actor in list(self._actors.values())))
         loop = asyncio.get_running_loop()
         give_up = loop.time() + END_S
@@ -367,10 +348,12 @@ class RayBackend:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(give_up):
                     await self._news.wait()
-        for group in list(self._groups.values()):
-            await self._remove_group(group)  # takes whatever actor is left with it
+        for group in list(self._rooms.groups.values()):
+            await self._rooms.remove(group)  # takes whatever actor is left with it
+        # Also those that were made while the head did not answer, or not removed then.
+        await patiently(lambda: groups.remove_all(self._job.name), "removing placement groups")
         self._known.nodes.clear()
-        await self._keeper.save()
+        await self._save()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

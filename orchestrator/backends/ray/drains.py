@@ -88,7 +88,11 @@ class Drains:
         self._on_notice(node, words(place, reason, left_s), left_s)
 
     async def _move(self) -> None:
-        alive = await asyncio.to_thread(cluster.alive_nodes)
+        try:
+            alive = await asyncio.to_thread(cluster.alive_nodes)
+        except Exception as error:  # as in `watch`, which tries again
+            log.warning("where this controller could move cannot be seen: %s", error)
+            return
         if alive.keys() - self.ray_nodes.keys():
             self._on_move()
 

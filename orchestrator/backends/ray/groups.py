@@ -1,23 +1,28 @@
 """Placement groups of one job: room for its nodes, one bundle each.
 
-Owns: making, awaiting and removing them, and where their bundles are. Must not: start actors.
-
-The first nodes.min nodes share one group (STRICT_SPREAD), which Ray places as a whole or not at
-all: two jobs can never hold half of what each of them needs. Every later node has a group of one
-bundle. A group that finds no place stays as demand, which is what Ray's autoscaler looks at.
+Owns: making, awaiting and removing them, and where their bundles are. Must not: start actors, or
+know how many are wanted; rooms.py does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from typing import Any
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from ...protocol.spec import TrainingJob
 from . import cluster, names
 
-WAIT_SLICE_S = 30
+WAIT_SLICE_S = 10
 """One round of waiting in a thread, so that it ends soon after nobody wants it any more."""
+PAUSE_S = 0.5
+
+log = logging.getLogger("holdfast.ray")
 
 
 def bundle_of(job: TrainingJob) -> dict[str, float]:
@@ -31,84 +36,159 @@ def bundle_of(job: TrainingJob) -> dict[str, float]:
     return bundle
 
 
+@dataclass(eq=False)
 class Group:
     """One placement group."""
 
-    def __init__(self, name: str, size: int, handle: Any) -> None:
-        self.name, self.size, self.handle = name, size, handle
-        self.taken: dict[int, str] = {}
-        """Bundle -> node."""
-        self.barred: set[int] = set()
-        """Bundles that are on a Ray node which will be taken away."""
-        self.placed = False
-        self.task: asyncio.Task[None] | None = None
+    name: str
+    size: int
+    handle: Any = None
+    shun: frozenset[str] = frozenset()
+    """Ray nodes that it was told to stay away from when it was made."""
+    taken: dict[int, str] = field(default_factory=dict)
+    """Bundle -> node."""
+    placed: bool = False
+    places: dict[int, str] = field(default_factory=dict)
+    """Bundle -> Ray node, as last seen."""
+    barred: frozenset[str] = frozenset()
+    """Ray nodes that nothing more is put on. A group of several nodes keeps its bundle there: Ray
+    can take back only whole groups, and gives it another place when the Ray node has ended."""
+    task: asyncio.Task[None] | None = None
+    """Waits for its place."""
+    over: bool = False
+    """It is removed."""
 
     def free(self) -> list[int]:
         """Bundles for further nodes."""
-        return [n for n in range(self.size) if n not in self.taken and n not in self.barred]
+        return [
+            bundle
+            for bundle in range(self.size)
+            if bundle not in self.taken and self.places.get(bundle, "") not in self.barred
+        ]
 
-    def bar(self, ray_nodes: Collection[str]) -> None:
-        """Put nothing on these. A group of several nodes keeps its bundle there: Ray can take back
-        only whole groups, and gives the bundle another place when the Ray node has ended."""
-        places = self.ray_nodes() if ray_nodes else {}
-        self.barred = {bundle for bundle, place in places.items() if place in ray_nodes}
 
-    def ray_nodes(self) -> dict[int, str]:
-        """Bundle -> Ray node, of those that have a place. A round trip to the head."""
-        from ray.util.placement_group import placement_group_table
+class Placing(NamedTuple):
+    """What Ray says of a group."""
 
-        table = placement_group_table(self.handle)
-        return {int(k): str(v) for k, v in table.get("bundles_to_node_id", {}).items() if v}
+    created: bool
+    places: dict[int, str]
+    """Bundle -> Ray node, of those that have a place."""
 
-    def whole(self) -> bool:
-        """Whether every bundle has a place on a Ray node that is there. A round trip, blocking."""
-        from ray.util.placement_group import placement_group_table
 
-        if placement_group_table(self.handle).get("state") != "CREATED":
-            return False
-        alive, places = cluster.alive_nodes(), self.ray_nodes()
-        return len(places) == self.size and all(
-            place in alive and cluster.listens(alive[place]) for place in set(places.values())
-        )
+class Maker(Protocol):
+    """Makes groups for one job. What is no coroutine blocks for a round trip to the head."""
 
-    async def wait(self) -> None:
+    def make(self, node: str, size: int, shun: frozenset[str]) -> Group:
+        """Named after its first node; STRICT_SPREAD; its Ray nodes are none of `shun`."""
+
+    def find(self, name: str, size: int) -> Group | None:
+        """One of an earlier controller."""
+
+    def remove(self, group: Group) -> None:
+        """With whatever actors are in it. One that is not there is removed already."""
+
+    def table(self) -> dict[str, Placing]:
+        """All groups of this job that exist, whoever has made them."""
+
+    async def wait(self, group: Group) -> None:
         """Until it has been placed."""
-        while not await asyncio.to_thread(self.handle.wait, WAIT_SLICE_S):
-            continue
 
-    def remove(self) -> None:
+    async def large(self) -> set[str]:
+        """Ray nodes that could hold a bundle if nobody else used them."""
+
+    async def answering(self, ray_nodes: Iterable[str]) -> set[str]:
+        """Those of them that are there."""
+
+
+class RayGroups:
+    """Implements Maker."""
+
+    def __init__(self, job: str, bundle: dict[str, float]) -> None:
+        self._job, self._bundle = job, bundle
+
+    def make(self, node: str, size: int, shun: frozenset[str]) -> Group:
+        from ray.util.placement_group import placement_group
+
+        avoid = {"ray.io/node-id": f"!in({','.join(sorted(shun))})"}
+        name = names.group(self._job, node)
+        handle = placement_group(
+            [dict(self._bundle)] * size, strategy="STRICT_SPREAD", name=name, lifetime="detached",
+            bundle_label_selector=[avoid] * size if shun else None,
+        )  # fmt: skip
+        return Group(name, size, handle, shun)
+
+    def find(self, name: str, size: int) -> Group | None:
+        from ray.util.placement_group import get_placement_group
+
+        try:
+            return Group(name, size, get_placement_group(name))
+        except ValueError:
+            return None
+
+    def remove(self, group: Group) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(self.handle)
+        remove_placement_group(group.handle)
 
+    def table(self) -> dict[str, Placing]:
+        from ray.util.placement_group import placement_group_table
 
-def make(job: str, node: str, size: int, bundle: dict[str, float], shun: set[str]) -> Group:
-    """A new group, named after the job and its first node; its Ray nodes are none of `shun`."""
-    from ray.util.placement_group import placement_group
+        prefix = names.group(self._job, "")
+        found = {}
+        for one in placement_group_table().values():
+            if one["name"].startswith(prefix) and one["state"] != "REMOVED":
+                places = one.get("bundles_to_node_id", {})
+                placed = {int(bundle): str(place) for bundle, place in places.items() if place}
+                found[one["name"]] = Placing(one["state"] == "CREATED", placed)
+        return found
 
-    selector = [{"ray.io/node-id": f"!in({','.join(sorted(shun))})"}] * size if shun else None
-    name = names.group(job, node)
-    handle = placement_group(
-        [dict(bundle)] * size, strategy="STRICT_SPREAD", name=name, lifetime="detached",
-        bundle_label_selector=selector,
-    )  # fmt: skip
-    return Group(name, size, handle)
+    async def wait(self, group: Group) -> None:
+        # In a thread of its own: those that asyncio shares are few, and a group without a place
+        # may wait for days.
+        loop = asyncio.get_running_loop()
+        placed: asyncio.Future[None] = loop.create_future()
 
+        def tell() -> None:
+            if not placed.done():
+                placed.set_result(None)
 
-def find(name: str, size: int) -> Group | None:
-    """A group of an earlier controller."""
-    from ray.util.placement_group import get_placement_group
+        def wait() -> None:
+            while not placed.done() and not group.over:
+                try:
+                    if group.handle.wait(WAIT_SLICE_S):
+                        break
+                # Ray's own RpcError or a plain Exception: the head restarts, or it is removed.
+                except Exception as error:
+                    if not group.over:
+                        log.warning("waiting for %s: %s; trying again", group.name, error)
+                    time.sleep(PAUSE_S)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell)
 
-    try:
-        return Group(name, size, get_placement_group(name))
-    except ValueError:
-        return None
+        threading.Thread(target=wait, name=f"wait for {group.name}", daemon=True).start()
+        await placed
+
+    async def large(self) -> set[str]:
+        alive = await asyncio.to_thread(cluster.alive_nodes)
+        return {key for key, one in alive.items() if cluster.fits(self._bundle, one["Resources"])}
+
+    async def answering(self, ray_nodes: Iterable[str]) -> set[str]:
+        alive = await asyncio.to_thread(cluster.alive_nodes)
+        asked = [one for one in ray_nodes if one in alive]
+        answers = await asyncio.gather(
+            *(asyncio.to_thread(cluster.listens, alive[one]) for one in asked)
+        )
+        return {one for one, answer in zip(asked, answers, strict=True) if answer}
 
 
 def names_of(job: str) -> list[str]:
     """All groups of a job that exist, whoever has made them."""
-    from ray.util.placement_group import placement_group_table
+    return list(RayGroups(job, {}).table())
 
-    prefix = names.group(job, "")
-    found = [one for one in placement_group_table().values() if one["name"].startswith(prefix)]
-    return [one["name"] for one in found if one["state"] != "REMOVED"]
+
+def remove_all(job: str) -> None:
+    """With whatever actors are in them."""
+    maker = RayGroups(job, {})
+    for name in maker.table():
+        if (group := maker.find(name, 1)) is not None:
+            maker.remove(group)

@@ -14,6 +14,9 @@ from .kv import Keys
 NODES = "nodes"
 """Key in the cluster's store."""
 
+PLACES_KEPT = 64
+"""Of ended nodes. More than that many bad machines at once are no job's problem any more."""
+
 
 class Known(msgspec.Struct):
     next_number: int = 0
@@ -22,7 +25,14 @@ class Known(msgspec.Struct):
     starting: set[str] = set()
     """Nodes whose actor may not have been made yet."""
     groups: dict[str, int] = {}
-    """Name -> bundles."""
+    """Name -> bundles, of those that have nodes."""
+    places: dict[str, str] = {}
+    """Node -> Ray node, those of the last ended ones included: some of them are to be avoided."""
+
+    def prune_places(self) -> None:
+        ended = [node for node in self.places if node not in self.nodes]
+        for node in ended[:-PLACES_KEPT]:
+            del self.places[node]
 
 
 class Keeper:
