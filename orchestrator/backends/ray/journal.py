@@ -16,7 +16,6 @@ that came before the next epoch was created is read by the new owner, since it r
 from __future__ import annotations
 
 import asyncio
-import logging
 import struct
 import zlib
 from collections.abc import Callable
@@ -25,15 +24,12 @@ from typing import NamedTuple, TypeVar
 from ...core.events import AnyEvent
 from ...core.journal import JournalError, JournalLost, Record, decode_records, encode_record
 from ...protocol import limits
+from ...protocol.errors import HoldfastError
 from .kv import Keys
+from .patience import patiently
 
 COVERED = struct.Struct("<Q")
 EPOCH, TAIL, SNAPSHOT = "journal/epoch-", "journal/tail-", "journal/snap-"
-PATIENCE_S = 120.0
-"""A head that restarts is back within a minute where Ray keeps its state; training goes on."""
-PAUSE_S = 0.5
-
-log = logging.getLogger("holdfast.ray")
 T = TypeVar("T")
 
 
@@ -96,6 +92,11 @@ class KvJournal:
         self._next += 1
 
 
+def begun(keys: Keys) -> bool:
+    """Whether a controller has ever taken it over."""
+    return bool(keys.list(EPOCH))
+
+
 async def open_journal(keys: Keys, job: str) -> KvJournal:
     return await _patiently(job, lambda: KvJournal(keys, job))
 
@@ -114,18 +115,25 @@ class Chunk(NamedTuple):
 def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
     """From the newest snapshot on; of what came after a key that was read before. Raises
     JournalError."""
-    found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
-    snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
-    start = snapshots[-1] if snapshots else 0
-    last = _number(after) if after else 0
-    return [_chunk(keys, job, key) for key in found[start:] if _number(key) > last]
+    while True:
+        found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
+        snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
+        start = snapshots[-1] if snapshots else 0
+        last = _number(after) if after else 0
+        wanted = [key for key in found[start:] if _number(key) > last]
+        chunks = [_chunk(keys, job, key) for key in wanted]
+        complete = [chunk for chunk in chunks if chunk is not None]
+        if len(complete) == len(wanted):
+            return complete
+        # A compaction has deleted one since they were listed; a snapshot stands for it now.
 
 
-def _chunk(keys: Keys, job: str, key: str) -> Chunk:
+def _chunk(keys: Keys, job: str, key: str) -> Chunk | None:
+    """None: it is not there any more."""
     data = keys.get(key)
+    if data is None:
+        return None
     try:
-        if data is None:
-            raise ValueError("it was deleted while it was read")
         if key.startswith(SNAPSHOT):
             (covered,) = COVERED.unpack_from(data)
             return Chunk(key, [], zlib.decompress(data[COVERED.size :]), covered)
@@ -139,22 +147,15 @@ def _chunk(keys: Keys, job: str, key: str) -> Chunk:
 
 async def _patiently(job: str, work: Callable[[], T]) -> T:
     """In a thread, again and again while the head does not answer. Raises JournalError."""
-    loop = asyncio.get_running_loop()
-    give_up = loop.time() + PATIENCE_S
-    while True:
-        try:
-            return await asyncio.to_thread(work)
-        except JournalError:
-            raise
-        # Ray raises its own RpcError, but also plain RuntimeErrors, depending on its version.
-        except Exception as error:
-            if loop.time() > give_up:
-                raise JournalError(
-                    f"job {job}: its journal cannot be written ({error}); training goes on "
-                    f"without a controller"
-                ) from None
-            log.warning("journal of %s: %s; trying again", job, error)
-        await asyncio.sleep(PAUSE_S)
+    try:
+        return await patiently(work, f"journal of {job}")
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise JournalError(
+            f"job {job}: its journal cannot be written ({error}); training goes on without a "
+            f"controller"
+        ) from None
 
 
 def _epoch(number: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.backends.ray.journal import KvJournal, read
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.core.events import SuspendRequested, Tick
-from orchestrator.core.journal import JournalLost, Record
+from orchestrator.core.journal import JournalError, JournalLost, Record
 
 from . import rig
 
@@ -81,3 +81,29 @@ def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: Keys) -> No
         keys.put(key, value)
     again = KvJournal(keys, "job")
     assert again.snapshot == b"state after 1" and again.records == [record(2)]
+
+
+def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(keys: Keys) -> None:
+    journal = KvJournal(keys, "job")
+    write(journal, 1)
+    write(journal, 2)
+
+    class Overtaken(Keys):
+        """The journal is compacted after it was listed and before it is read."""
+
+        def get(self, key: str) -> bytes | None:
+            if key.startswith("journal/tail-") and journal.snapshot is None:
+                journal.snapshot = b"state after 2"
+                asyncio.run(journal.compact(journal.snapshot))
+            return super().get(key)
+
+    (chunk,) = read(Overtaken("journal-test"), "job")
+    assert chunk.snapshot == b"state after 2" and chunk.covered == 2
+
+
+def test_a_record_that_is_no_record_is_told_as_damage(keys: Keys) -> None:
+    write(KvJournal(keys, "job"), 1)
+    (key,) = keys.list("journal/tail-")
+    keys.put(key, b"nonsense")
+    with pytest.raises(JournalError, match=f"is damaged .{key}"):
+        read(keys, "job")
