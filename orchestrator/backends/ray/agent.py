@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import msgspec
 
 from ...protocol import tls
 from . import cluster, drains, names
+from .private import PrivateDirectory
 
 UNATTENDED_S = 600.0
 """An agent has ended and no controller has asked about it for this long: nobody will."""
@@ -50,10 +49,11 @@ class AgentActor:
 
     async def __init__(self, order: AgentOrder) -> None:  # type: ignore[misc]  # Ray awaits it
         self._order = order
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
-        self._write("token", order.token.encode())
-        self._write(tls.CERTIFICATE_NAME, order.certificate)
-        self._write(tls.KEY_NAME, order.key)
+        self._private = PrivateDirectory(order.job_id)
+        self._directory = self._private.path
+        self._private.write("token", order.token.encode())
+        self._private.write(tls.CERTIFICATE_NAME, order.certificate)
+        self._private.write(tls.KEY_NAME, order.key)
         await self.set_endpoint(order.address, order.port)
         logs = cluster.log_directory(order.job, order.job_id)
         logs.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,9 @@ class AgentActor:
 
     async def set_endpoint(self, address: str, port: int) -> None:
         """Where the controller listens now; the agent reads it whenever it dials."""
-        self._write("controller.json", json.dumps({"address": address, "port": port}).encode())
+        if self._directory.exists():
+            told = {"address": address, "port": port}
+            self._private.write("controller.json", json.dumps(told).encode())
 
     async def wait_for_end(self) -> str:
         """How the agent's process ended. Fails when this actor or its Ray node ends first."""
@@ -144,12 +146,5 @@ class AgentActor:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         print(f"the agent was {how}", flush=True)
         self._ended.set_result(how)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._private.remove()
         loop.call_later(UNATTENDED_S, os._exit, 0)
-
-    def _write(self, name: str, data: bytes) -> None:
-        temporary = self._directory / f".{name}"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        temporary.replace(self._directory / name)

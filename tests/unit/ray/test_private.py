@@ -1,0 +1,60 @@
+"""The directory of an agent's secrets, with the processes that own it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator.backends.ray.private import PrivateDirectory
+
+OWNER = """
+import sys, pathlib
+from orchestrator.backends.ray.private import PrivateDirectory
+own = PrivateDirectory(sys.argv[1], pathlib.Path(sys.argv[2]))
+own.write("token", b"secret")
+print(own.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(job_id: str, parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a directory of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, job_id, str(parent)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    own = PrivateDirectory("job", tmp_path)
+    own.write("token", b"secret")
+    assert (own.path / "token").read_bytes() == b"secret"
+    assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((own.path / "token").stat().st_mode) == 0o600
+    own.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one_of_its_job(tmp_path: Path) -> None:
+    killed, left = owner("job", tmp_path)
+    running, theirs = owner("job", tmp_path)
+    other, of_another_job = owner("jobs", tmp_path)
+    end(killed)
+    end(other)
+    own = PrivateDirectory("job", tmp_path)
+    assert not left.exists(), "its owner has ended"
+    assert (theirs / "token").read_bytes() == b"secret", "its owner lives"
+    assert of_another_job.exists(), "not ours"
+    end(running)
+    own.remove()
