@@ -77,7 +77,7 @@ def test_the_actors_view_shows_controller_and_nodes_with_state_and_restarts(
     controller = seen.row(f"HoldfastController({NAME})", "ALIVE", pid)
     columns = [name.strip() for name in seen.page.locator("thead").inner_text().split("\t")]
     cells = [cell.strip() for cell in controller.split("\t")]
-    assert cells[columns.index("Name")] == f"holdfast-{NAME}"
+    assert cells[columns.index("Name")] == f"holdfast/{NAME}"
     assert cells[columns.index("Restarted")] == "1"
     for node in job.members():
         cells = [c.strip() for c in seen.row(f"HoldfastAgent({NAME} {node})").split("\t")]

@@ -1,0 +1,155 @@
+"""What the Ray backend does while the head does not answer: no node is lost track of, and nothing
+else waits for it. The cluster is a fake one; no actor is started here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.ray import groups, names
+from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.ray.groups import Group, RayGroups
+from orchestrator.backends.ray.kv import Keys
+from orchestrator.protocol.certificate import Keys as Secrets
+from orchestrator.protocol.spec import job_from_mapping
+
+from .fake_cluster import FakeCluster
+
+JOB = job_from_mapping(
+    {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "job"},
+        "spec": {"entrypoint": {"script": "train.py"}, "nodes": {"min": 1, "max": 4}},
+    }
+)
+BOUND_S = 30.0
+
+
+class LostKeys(Keys):
+    """A store that nobody can write to."""
+
+    def put(self, key: str, value: bytes) -> None:
+        raise RuntimeError("the head does not answer")
+
+
+class Never:
+    """A placement group without a place, as Ray's handle of it blocks."""
+
+    def __init__(self) -> None:
+        self.waited_for = threading.Event()
+        self.placed = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited_for.set()
+        return self.placed.wait(timeout_s)
+
+
+def test_a_node_that_could_not_be_written_down_is_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(a=1)
+    monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: cluster.of(job))
+
+    async def scenario() -> None:
+        backend = RayBackend(JOB, "id", LostKeys("job"), Secrets("token", b"", b""))
+        async with asyncio.timeout(BOUND_S):
+            with pytest.raises(RuntimeError, match="the head does not answer"):
+                await backend.request_nodes(1, ())
+            assert await backend.list_nodes() == ()
+
+    asyncio.run(scenario())
+
+
+def test_groups_without_a_place_leave_the_threads_to_others() -> None:
+    handles = [Never() for _ in range(40)]  # more than asyncio's pool has threads anywhere
+
+    async def scenario() -> None:
+        maker = RayGroups("job", {"CPU": 1.0})
+        waiting = [
+            asyncio.create_task(maker.wait(Group(f"job/node-{number}", 1, handle)))
+            for number, handle in enumerate(handles)
+        ]
+        async with asyncio.timeout(BOUND_S):
+            while not all(handle.waited_for.is_set() for handle in handles):
+                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(lambda: "at once") == "at once"
+            assert not any(task.done() for task in waiting)
+            for handle in handles:
+                handle.placed.set()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
+def test_a_wait_that_the_head_breaks_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Never):
+        fails = 2
+
+        def wait(self, timeout_s: float) -> bool:
+            if self.fails:
+                self.fails -= 1
+                raise RuntimeError("the head does not answer")
+            return True
+
+    monkeypatch.setattr(groups, "PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await RayGroups("job", {"CPU": 1.0}).wait(Group("job/node-0", 1, Broken()))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (names.agent("holdfast-a", "node-1"), names.controller("a-node-1")),
+        (names.agent("a", "node-1"), names.controller("a-node-1")),
+        (names.agent("a-node-1", "node-2"), names.agent("a", "node-1")),
+    ],
+)
+def test_things_of_two_jobs_never_have_the_same_name(one: str, other: str) -> None:
+    assert one != other
+
+
+def test_what_belongs_to_a_job_is_told_by_its_name() -> None:
+    assert names.belongs(names.controller("a"), "a")
+    assert names.belongs(names.agent("a", "node-12"), "a")
+    others: list[Callable[[], str]] = [
+        lambda: names.controller("a-node-1"),
+        lambda: names.agent("a-b", "node-1"),
+        lambda: names.agent("a-node-1", "node-2"),
+    ]
+    assert not any(names.belongs(other(), "a") for other in others)
+
+
+def test_a_watcher_of_a_job_in_which_nothing_happens_is_answered_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from orchestrator.backends.ray import calls, cluster
+    from orchestrator.backends.ray.controller import ControllerOrder
+    from orchestrator.protocol.certificate import make_keys
+    from orchestrator.protocol.spec import job_to_mapping
+    from orchestrator.runtime import ray_host
+
+    assert ray_host.WATCH_S < calls.ANSWER_S
+    monkeypatch.setattr(cluster, "log_directory", lambda job, job_id: tmp_path)
+    monkeypatch.setattr(ray_host, "WATCH_S", 0.01)
+    made = make_keys(names.tls("id"))
+    order = ControllerOrder(
+        document=job_to_mapping(JOB), job="job", job_id="id", spec_directory=str(tmp_path),
+        token=made.token, certificate=made.certificate, key=made.key,
+    )  # fmt: skip
+
+    async def scenario() -> None:
+        host = ray_host.RayHost(order)
+        host._serving.set()
+        seen = host.assembly.changes.count
+        async with asyncio.timeout(BOUND_S):
+            news = await host.watch(seen)
+        assert news["seen"] == seen and news["view"]["name"] == "job"
+
+    asyncio.run(scenario())
