@@ -118,10 +118,10 @@ class Operator:
 
     # -- asked by the server -------------------------------------------------------------------
     def _unready(self) -> str:
-        """A replica that stands by is ready to take over."""
+        """A replica that stands by is ready when it could take over."""
         if self.leader is None:
             return "starting"
-        return self.manager.ready if self.manager is not None else ""
+        return self.manager.ready if self.manager is not None else self.leader.problem
 
     async def _metrics(self) -> bytes:
         """Agents are heard between the views of two jobs."""

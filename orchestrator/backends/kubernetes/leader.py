@@ -37,6 +37,32 @@ class LeaseName:
     name: str
 
 
+class Silence:
+    """Whether the API answers one who stands by. Pure: times are arguments, in seconds."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: a shorter outage is none."""
+        self._patience_s = patience_s
+        self._answered_s: float | None = None
+        self._error = ""
+
+    def answered(self, now_s: float) -> None:
+        self._answered_s, self._error = now_s, ""
+
+    def failed(self, error: str) -> None:
+        self._error = error
+
+    def problem(self, now_s: float) -> str:
+        """Why the lease could not be taken over; empty: as far as anybody knows, it could."""
+        if self._answered_s is None:
+            what = self._error or "not asked for yet"
+        elif now_s - self._answered_s < self._patience_s:
+            return ""
+        else:
+            what = self._error or f"no answer for {now_s - self._answered_s:.0f} s"
+        return f"the lease cannot be had: {what}"
+
+
 class Leader:
     """One candidate. `await acquire()`, act until `await keep()` returns, `await release()`."""
 
@@ -52,6 +78,13 @@ class Leader:
         """As far as we know."""
         self._ours: Document | None = None
         """As we have written it last; None: it has to be looked at before it is written again."""
+        # Who leads lives through outages that are shorter than the lease, too.
+        self._silence = Silence(lease_s)
+
+    @property
+    def problem(self) -> str:
+        """Why it could not lead; empty: it could, or does. That another one leads is none."""
+        return "" if self.leading else self._silence.problem(asyncio.get_running_loop().time())
 
     @property
     def leading(self) -> bool:
@@ -61,7 +94,7 @@ class Leader:
         """Until we lead. Errors of the API are waited out."""
         while True:
             try:
-                if await self._try():
+                if await self._ask():
                     log.info("leading as %s", self._identity)
                     return
             except ApiError as error:
@@ -79,7 +112,7 @@ class Leader:
             try:
                 left_s = max(0.1, RENEW_SHARE * self._lease_s - (began - renewed))
                 async with asyncio.timeout(left_s):
-                    if not await self._try():
+                    if not await self._ask():
                         return f"{self.holder} has the lease"
                 renewed = began
             except (ApiError, TimeoutError) as error:
@@ -104,6 +137,16 @@ class Leader:
 
     def _retry_s(self) -> float:
         return RETRY_SHARE * self._lease_s * (0.8 + 0.4 * random.random())
+
+    async def _ask(self) -> bool:
+        """`_try`, and remember whether there was an answer."""
+        try:
+            ours = await self._try()
+        except ApiError as error:
+            self._silence.failed(str(error))
+            raise
+        self._silence.answered(asyncio.get_running_loop().time())
+        return ours
 
     async def _try(self) -> bool:
         """Take or renew it; False: another one has it."""

@@ -6,11 +6,15 @@ Owns: these tests. Each has operators of its own, in a namespace of its own.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from orchestrator.protocol.spec.crd import NAME, definition_text
 from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
@@ -188,4 +192,106 @@ def test_an_expired_token_is_told_in_plain_words(
         last=replica.tail,
     )
     assert "log in again" in replica.tail()
+    status, text = replica.get("/readyz")
+    assert status == 503
+    assert text.startswith("the lease cannot be had: ") and "log in again" in text
+    assert replica.get("/healthz")[0] == 200, "a restart would not help"
+    assert replica.close() == 0
+
+
+def test_a_replica_that_may_not_take_the_lease_is_not_ready_and_says_so(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    if isinstance(plane, GivenCluster):
+        pytest.skip("needs the token of a service account in a kubeconfig of its own")
+    namespace.run("create", "serviceaccount", "unbound")
+    token = namespace.run("create", "token", "unbound").strip()
+    kubeconfig = plane.write_kubeconfig(f"unbound-{namespace.namespace}", token=token)
+    replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    until(
+        lambda: "the lease cannot be had: missing right: get leases" in replica.get("/readyz")[1],
+        "readyz to name the missing right",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert replica.get("/readyz")[0] == 503
+    namespace.run("create", "role", "lease", "--verb=get,create,update", "--resource=leases")
+    account = f"--serviceaccount={namespace.namespace}:unbound"
+    namespace.run("create", "rolebinding", "lease", "--role=lease", account)
+    until(
+        lambda: "missing right: list" in replica.get("/readyz")[1],
+        "the lease, and what is missing next",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert replica.close() == 0
+
+
+def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_than_a_lease(
+    own_control_plane: ControlPlane, plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replicas = [Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2)]
+    leader, heir = replicas
+    leader.start()
+    leader.wait_leading()
+    heir.start()
+    ready = (200, "ok\n")
+    until(lambda: heir.get("/readyz") == ready, "to stand by", timeout_s=BOUND_S, last=heir.tail)
+    own_control_plane.kill_api_server()
+    try:
+        until(
+            lambda: "the lease cannot be had: the API server" in heir.get("/readyz")[1],
+            "readyz to say that nobody answers",
+            timeout_s=BOUND_S,
+            last=heir.tail,
+        )
+        assert heir.get("/readyz")[0] == 503
+        assert heir.get("/healthz")[0] == 200
+    finally:
+        own_control_plane.start_api_server()
+    for replica in replicas:  # one leads again, the other stands by
+        until(
+            lambda replica=replica: replica.get("/readyz") == ready,  # type: ignore[misc]
+            "to be ready again",
+            timeout_s=BOUND_S,
+            last=replica.tail,
+        )
+    assert [replica.close() for replica in replicas] == [0, 0]
+
+
+@pytest.fixture
+def old_definition(plane: Plane) -> Iterator[None]:
+    """TrainingJobs of a version that is not ours, and none of ours; put right at the end."""
+    if isinstance(plane, GivenCluster):
+        pytest.skip("takes all TrainingJobs of the cluster away")
+    kubectl = plane.kubectl()
+    kubectl.run("delete", "crd", NAME, "--timeout=90s", timeout_s=100)
+    definition = yaml.safe_load(definition_text())
+    (version,) = definition["spec"]["versions"]
+    version["name"] = "v1alpha0"
+    kubectl.apply(definition)
+    kubectl.served(NAME)
+    yield
+    kubectl.run("delete", "crd", NAME, "--timeout=90s", timeout_s=100)
+    install(plane)
+
+
+def test_an_operator_without_its_resource_says_so_and_goes_on_once_it_is_there(
+    plane: Plane, tmp_path: Path, namespace: Kubectl, old_definition: None
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    told = "does not know trainingjobs.holdfast.dev in version v1alpha1; install the Holdfast of"
+    until(
+        lambda: told in replica.get("/readyz")[1], "readyz to name the resource",
+        timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+    assert replica.get("/readyz")[0] == 503 and replica.get("/healthz")[0] == 200
+    assert replica.log.read_text().count(told) == 1, replica.tail()
+    plane.kubectl().run("delete", "crd", NAME, "--timeout=90s", timeout_s=100)
+    install(plane)
+    replica.wait_leading()
+    namespace.apply(job("late"))
+    wait_pods(namespace, "late", 2)
     assert replica.close() == 0
