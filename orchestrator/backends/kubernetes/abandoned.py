@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from . import words
 from .client import Cluster, Document
@@ -25,12 +26,19 @@ CHECK_MAX_S = 30.0
 log = logging.getLogger("holdfast.kubernetes")
 
 
+class Leaving(NamedTuple):
+    """A pod that somebody has deleted."""
+
+    pod: Key
+    job: str
+
+
 class Abandoned:
     """`look` is called for every change of a pod of ours."""
 
     def __init__(self, cluster: Cluster, places: Places) -> None:
         self._cluster, self._places = cluster, places
-        self._leaving: dict[str, dict[str, Key]] = {}
+        self._leaving: dict[str, dict[str, Leaving]] = {}
         """Place -> uid -> pod."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -39,7 +47,7 @@ class Abandoned:
         if change == "DELETED":
             self._forget(place, uid)
         elif place and words.is_leaving(pod):
-            self._leaving.setdefault(place, {})[uid] = key_of(pod)
+            self._leaving.setdefault(place, {})[uid] = Leaving(key_of(pod), words.job(pod))
             if place not in self._tasks:
                 self._tasks[place] = asyncio.get_running_loop().create_task(self._follow(place))
 
@@ -61,9 +69,10 @@ class Abandoned:
             await asyncio.sleep(pauses.next_s())
             if not await self._places.is_gone(place):
                 continue
-            for uid, (namespace, name) in list(self._leaving[place].items()):
-                log.info("%s: removed by force, its Kubernetes node is gone", name)
+            for uid, ((namespace, name), job) in list(self._leaving[place].items()):
+                extra = {"job": job}
+                log.info("%s: removed by force, its Kubernetes node is gone", name, extra=extra)
                 try:
                     await self._cluster.delete(PODS, namespace, name, grace_s=0, uid=uid)
                 except ApiError as error:
-                    log.warning("%s: not removed yet: %s", name, error)
+                    log.warning("%s: not removed yet: %s", name, error, extra=extra)

@@ -121,7 +121,8 @@ class ConfigMapJournal:
             except (Unreachable, TooBusy) as error:
                 if loop.time() > give_up:
                     raise self._failed(error) from None
-                log.warning("journal of %s: %s; trying again", self._owner.key, error)
+                key = self._owner.key
+                log.warning("journal of %s: %s; trying again", key, error, extra={"job": key})
             except ApiError as error:
                 raise self._failed(error) from None
             await asyncio.sleep(pauses.next_s())
@@ -135,7 +136,9 @@ class ConfigMapJournal:
         except NotFound:
             # Somebody has deleted it. All that was in it is here.
             log.warning(
-                "journal of %s: its ConfigMap was deleted; writing it anew", self._owner.key
+                "journal of %s: its ConfigMap was deleted; writing it anew",
+                self._owner.key,
+                extra={"job": self._owner.key},
             )
             written = await self._create(after)
         except Conflict:

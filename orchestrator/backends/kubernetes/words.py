@@ -57,6 +57,13 @@ def place(pod: Document) -> str:
     return str(pod.get("spec", {}).get("nodeName") or "")
 
 
+def job(pod: Document) -> str:
+    """Whose it is, as the log has it: namespace/name."""
+    metadata = pod["metadata"]
+    name = (metadata.get("labels") or {}).get(names.LABEL_JOB, "")
+    return f"{metadata.get('namespace', '')}/{name}" if name else ""
+
+
 def disruption(pod: Document) -> str:
     """Why it is taken away, where Kubernetes says so (DisruptionTarget); empty: it is not."""
     for condition in _conditions(pod):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from .. import words
 from ..client import Cluster, Document
 from ..errors import PODS, ApiError, NotFound
 from ..mirror import Change, Pauses
@@ -49,5 +50,10 @@ class Finalizers:
             except NotFound:
                 return
             except ApiError as error:
-                log.warning("%s keeps Kueue's finalizer for now: %s", metadata["name"], error)
+                log.warning(
+                    "%s keeps Kueue's finalizer for now: %s",
+                    metadata["name"],
+                    error,
+                    extra={"job": words.job(pod)},
+                )
                 await asyncio.sleep(pauses.next_s())
