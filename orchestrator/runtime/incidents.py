@@ -16,6 +16,16 @@ from ..core.state import IncidentRecord, JobState
 from .ledger import NS
 from .view import Incident, IncidentCount, JobView, PhaseTotal
 
+KINDS = (
+    ("user", "worker"),
+    ("infrastructure", "worker"), ("infrastructure", "node"),
+    ("preemption", "worker"), ("preemption", "node"),
+    ("hang", "worker"), ("hang", "node"),
+    ("resize", "job"), ("suspend", "job"), ("cancel", "job"), ("deadline", "job"),
+)  # fmt: skip
+"""(class, what was lost) that there can be: an error of the user is always that of a worker, and
+what is planned happens to the whole job."""
+
 
 @dataclass(slots=True)
 class Tally:

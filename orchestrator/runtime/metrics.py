@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from ..protocol.spec import TrainingJob
 from .endpoint import cannot_listen
+from .incidents import KINDS
 from .view import JobState, JobView, NodeState, PhaseTotal
 
 NS = 1e9
@@ -76,8 +77,12 @@ def _restarts(view: JobView) -> Iterator[Sample]:
 
 
 def _incidents(view: JobView) -> Iterator[Sample]:
-    for one in view.incident_counts:
-        yield {"class": one.failure_class, "scope": one.scope}, float(one.count)
+    """From 0 on: what a series begins with is no increase for Prometheus, and an alert on it would
+    miss the first of each kind."""
+    counts = dict.fromkeys(KINDS, 0)
+    counts |= {(one.failure_class, one.scope): one.count for one in view.incident_counts}
+    for (name, scope), count in counts.items():
+        yield {"class": name, "scope": scope}, float(count)
 
 
 def _recoveries(view: JobView) -> Iterator[Sample]:

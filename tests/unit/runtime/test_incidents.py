@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from orchestrator.core.actions import LaunchGroup
 from orchestrator.core.journal import Record
+from orchestrator.core.state import FailureClass, Purpose
 from orchestrator.core.turn import MAX_INCIDENTS
 from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.runtime.incidents import KINDS
 from orchestrator.runtime.replay import replay
 from orchestrator.runtime.story import Story
 from orchestrator.runtime.view import JobView
@@ -34,6 +38,19 @@ def test_while_all_records_are_there_the_counters_agree_with_them(seed: int) -> 
         seconds = [one.seconds[phase] for one in view.incidents if phase in one.seconds]
         assert total.count == len(seconds)
         assert total.seconds == pytest.approx(sum(seconds))
+
+
+def test_only_the_kinds_that_are_listed_happen() -> None:
+    """Those that a person cannot cause in a simulation are in the table by its types."""
+    for seed in range(60, 72):
+        world = play(seed)
+        records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+        story = replay(world.host.job, records)
+        assert set(counted(story.view(story.now_ns, live=False))) <= set(KINDS), seed
+    failures = {name for name, scope in KINDS if scope != "job"}
+    planned = {name for name, scope in KINDS if scope == "job"}
+    assert failures == set(get_args(FailureClass))
+    assert planned == set(get_args(Purpose)) - {"failure", "preemption", "finish"}
 
 
 def test_counters_never_fall() -> None:
