@@ -40,12 +40,12 @@ from ..runtime.clock import Clock
 from ..runtime.endpoint import Endpoint
 from ..runtime.strand import Strand
 from ..runtime.tier import ThreadedTier
-from ..runtime.view import JobView
+from ..runtime.view import JobState, JobView
 from .ending import expire, is_finished
 from .news import news
 from .reporting import Reporter
 from .spec import checkpoint_path, job_in, owner_of, read_job
-from .status import About, Verdict, status_of, status_without_controller
+from .status import TAKING_UP, About, Verdict, state_of, status_of, status_without_controller
 from .wishes import Wishes
 
 Document = dict[str, Any]
@@ -88,7 +88,7 @@ class Job:
         self._labelled = 0
         self._deleted = False
         self._seen: tuple[Any, ...] = ()
-        self._verdict = Verdict("pending", "Accepted", "the operator is taking the job up")
+        self._verdict = TAKING_UP
         self._remark: tuple[str, str] | None = None
         self.events = Recorder(context.cluster, self.owner)
         before = document.get("status") or {}
@@ -105,6 +105,12 @@ class Job:
         # Each status that we write comes back as a change, too.
         if _wishes_of(old) != _wishes_of(document):
             self._changed.set()
+    @property
+    def state(self) -> JobState:
+        """Also where no controller runs."""
+        view = self.view or self._final
+        return view.state if view is not None else state_of(self._document, self._verdict)
+
 
     def deleted(self) -> None:
         """Its object is gone, and its pods are going: agents need not hand anything over. `run` is

@@ -1,11 +1,13 @@
 """All jobs' metrics in one exposition, with the operator's own.
 
-Owns: adding the namespace to what runtime/metrics.py says of one job. Must not: compute a number.
+Owns: adding the namespace to what runtime/metrics.py says of one job, and the operator's own table.
+Must not: compute a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -18,11 +20,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from ..runtime.metrics import METRICS, Spec
-from ..runtime.view import JobView
+from ..runtime.metrics import METRICS, Kind, Sample, Spec, build_labels
+from ..runtime.view import JobState, JobView
 
-Jobs = Mapping[tuple[str, str], JobView]
-"""(namespace, name) -> view, of the jobs that have a controller here."""
+Name = tuple[str, str]
+"""(namespace, name) of a job."""
 
 
 class Facts(NamedTuple):
@@ -31,7 +33,46 @@ class Facts(NamedTuple):
     leading: bool
     requests: Mapping[tuple[str, str], int]
     """(verb, resource) -> requests to the API server so far."""
-    views: Jobs
+    views: Mapping[Name, JobView]
+    """Of the jobs that have a controller here."""
+    states: Mapping[Name, JobState]
+    """Of the others whose objects there are: ended, refused, held, or not taken up yet."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """One metric that is not of a job."""
+
+    name: str
+    kind: Kind
+    help: str
+    samples: Callable[[Facts], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+
+def _requests(facts: Facts) -> Iterator[Sample]:
+    for (verb, resource), count in sorted(facts.requests.items()):
+        yield {"verb": verb, "resource": resource}, float(count)
+
+
+OWN: tuple[Own, ...] = (
+    Own("holdfast_build_info", "gauge", "Always 1.", lambda f: [(build_labels(), 1.0)],
+        ("version", "python")),
+    Own("holdfast_operator_leader", "gauge", "1 on the replica that leads, else 0.",
+        lambda f: [({}, float(f.leading))]),
+    Own("holdfast_operator_jobs", "gauge",
+        "Jobs with a controller in this replica; 0 on one that stands by.",
+        lambda f: [({}, float(len(f.views)))]),
+    Own("holdfast_operator_api_requests_total", "counter",
+        "Requests to the API server by verb and resource; a watch counts when it begins.",
+        _requests, ("verb", "resource")),
+)  # fmt: skip
+OF_JOBS = tuple(
+    spec for spec in METRICS if not spec.per_rank and spec.name not in {own.name for own in OWN}
+)
+STATE = "holdfast_job_state"
+"""Also of a job without a controller, in one series: that of the state that it is in. So an alert
+finds it, and thousands of objects that nobody deletes cost little."""
 
 
 class OperatorCollector(Collector):
@@ -41,27 +82,22 @@ class OperatorCollector(Collector):
         self._facts = facts
 
     def collect(self) -> Iterator[Metric]:
-        leading = GaugeMetricFamily("holdfast_operator_leader", "1 on the replica that leads.")
-        leading.add_metric([], float(self._facts.leading))
-        yield leading
-        requests = CounterMetricFamily(
-            "holdfast_operator_api_requests",
-            "Requests to the API server by verb and resource; a watch counts when it begins.",
-            labels=["verb", "resource"],
-        )
-        for (verb, resource), count in sorted(self._facts.requests.items()):
-            requests.add_metric([verb, resource], float(count))
-        yield requests
-        views = self._facts.views
-        hosted = GaugeMetricFamily("holdfast_operator_jobs", "Jobs with a controller here.")
-        hosted.add_metric([], float(len(views)))
-        yield hosted
-        for spec in METRICS:
-            if not spec.per_rank and spec.name != "holdfast_build_info":
-                yield _family(spec, views)
+        for own in OWN:
+            make = CounterMetricFamily if own.kind == "counter" else GaugeMetricFamily
+            family = make(own.name, own.help, labels=own.labels)
+            for values, number in own.samples(self._facts):
+                family.add_metric([values[name] for name in own.labels], number)
+            yield family
+        for spec in OF_JOBS:
+            metric = _family(spec, self._facts.views)
+            if spec.name == STATE:
+                for (namespace, job), state in self._facts.states.items():
+                    labels = {"namespace": namespace, "job": job, "state": state}
+                    metric.add_sample(STATE, labels, 1.0)
+            yield metric
 
 
-def _family(spec: Spec, views: Jobs) -> Metric:
+def _family(spec: Spec, views: Mapping[Name, JobView]) -> Metric:
     labels = ["namespace", "job", *spec.labels]
     if spec.kind == "summary":
         summary = SummaryMetricFamily(spec.name, spec.help, labels=labels)

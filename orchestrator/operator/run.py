@@ -17,7 +17,7 @@ from typing import Literal
 
 from ..backends.kubernetes.client import Cluster
 from ..backends.kubernetes.leader import LEASE_S, Leader, LeaseName
-from ..runtime.view import JobView
+from ..runtime.view import JobState, JobView
 from .manager import Manager, Options
 from .metrics import Facts, exposition
 from .serve import Server
@@ -126,15 +126,18 @@ class Operator:
     async def _metrics(self) -> bytes:
         """Agents are heard between the views of two jobs."""
         views: dict[tuple[str, str], JobView] = {}
+        states: dict[tuple[str, str], JobState] = {}
         jobs = list(self.manager.jobs.items()) if self.manager is not None else []
         for key, job in jobs:
             view = job.view
             if view is not None:
                 views[key] = view
                 await asyncio.sleep(0)
+            else:
+                states[key] = job.state
         leading = self.leader is not None and self.leader.leading
         requests = sum((cluster.requests for cluster in self._clusters), Counter())
-        return await asyncio.to_thread(exposition, Facts(leading, requests, views))
+        return await asyncio.to_thread(exposition, Facts(leading, requests, views, states))
 
 
 class JsonLines(logging.Formatter):

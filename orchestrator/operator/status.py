@@ -52,6 +52,9 @@ class Verdict(NamedTuple):
     message: str
 
 
+TAKING_UP = Verdict("pending", "Accepted", "the operator is taking the job up")
+
+
 class About(NamedTuple):
     """What the status says beside the view."""
 
@@ -173,6 +176,14 @@ def _verdict(view: JobView, about: About) -> Verdict:
             reason = about.troubles[0][0]
         message = "; ".join([message, *(text for _code, text in about.troubles)])
     return Verdict(view.state, reason, message[: 8 * 1024])
+
+
+def state_of(document: Document, verdict: Verdict) -> JobState:
+    """Of a job that no controller runs. Before it was taken up, and of one that had ended by then:
+    as its object has it."""
+    if verdict == TAKING_UP:
+        return _state((document.get("status") or {}).get("state"))
+    return verdict.state
 
 
 def condition(document: Document, kind: ConditionType) -> Document:

@@ -98,8 +98,12 @@ def _first_step(view: JobView) -> list[Sample]:
 
 
 def _age(view: JobView) -> list[Sample]:
-    committed = [one.committed_ns for one in view.checkpoints]
-    return _one((view.now_ns - max(committed)) / NS) if committed else []
+    """What is not in storage is at stake, also before the first commit; before the first step
+    there is nothing."""
+    since = [one.committed_ns for one in view.checkpoints]
+    if not since and view.first_step_s is not None:
+        since = [view.submitted_ns + round(view.first_step_s * NS)]
+    return _one((view.now_ns - max(since)) / NS) if since else []
 
 
 def _beats(view: JobView) -> list[Sample]:
@@ -114,13 +118,15 @@ def _rank_steps(view: JobView) -> Iterator[Sample]:
             yield {"node": node.name, "rank": str(worker.rank)}, float(worker.step)
 
 
-def _build(view: JobView) -> Iterator[Sample]:
+def build_labels() -> dict[str, str]:
+    """Of holdfast_build_info."""
     python = ".".join(str(part) for part in sys.version_info[:3])
-    yield {"version": importlib.metadata.version("holdfast"), "python": python}, 1.0
+    return {"version": importlib.metadata.version("holdfast"), "python": python}
 
 
 METRICS: tuple[Spec, ...] = (
-    Spec("holdfast_build_info", "gauge", "Always 1.", _build, ("version", "python")),
+    Spec("holdfast_build_info", "gauge", "Always 1.", lambda v: [(build_labels(), 1.0)],
+         ("version", "python")),
     Spec("holdfast_job_state", "gauge", "1 for the state the job is in, else 0.", _states,
          ("state",)),
     Spec("holdfast_job_generation", "gauge", "Launches of a membership so far.",
@@ -186,7 +192,9 @@ METRICS: tuple[Spec, ...] = (
     Spec("holdfast_checkpoint_skipped_total", "counter",
          "Shards passed over because an older one was still being written: storage is slower than "
          "the cadence.", lambda v: _one(v.storage_skipped)),
-    Spec("holdfast_checkpoint_age_seconds", "gauge", "Since the last commit.", _age),
+    Spec("holdfast_checkpoint_age_seconds", "gauge",
+         "Since the newest checkpoint was committed to storage; before there is one, since the "
+         "first step of all ranks.", _age),
     Spec("holdfast_controller_restarts_total", "counter", "Times that a controller took over.",
          lambda v: _one(v.controller_restarts)),
     Spec("holdfast_worker_step", "gauge", "Last step finished by a rank.", _rank_steps,
@@ -249,34 +257,3 @@ class MetricsServer:
     def _end(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-def page() -> str:
-    """docs/metrics.md: `python -m orchestrator.runtime.metrics > docs/metrics.md`."""
-    rows = []
-    for spec in METRICS:
-        labels = ", ".join(f"`{name}`" for name in ("job", *spec.labels))
-        note = " Only with `spec.metrics.perRank`." if spec.per_rank else ""
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help}{note} |")
-    return "\n".join(
-        [
-            "# Metrics",
-            "",
-            "Generated from `orchestrator/runtime/metrics.py`; a test compares the two. To change",
-            "it: change the table, then run",
-            "`python -m orchestrator.runtime.metrics > docs/metrics.md`.",
-            "",
-            "Each controller serves them at `http://127.0.0.1:PORT/metrics`; the port is",
-            "`spec.metrics.port`, or a free one that `holdfast status` shows. Every number comes",
-            "from the same fold over the journal as the report: counters survive the controller.",
-            "",
-            "| name | type | labels | meaning |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    print(page(), end="")

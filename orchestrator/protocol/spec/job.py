@@ -55,9 +55,11 @@ class Metrics(Part):
     """What is exported to Prometheus."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of /metrics on the controller; 0: any free one, shown by `holdfast status`."""
+    """Port of /metrics on the controller of a job of this machine; 0: any free one, shown by
+    `holdfast status`. On Ray its exporter serves them, on Kubernetes the operator."""
     per_rank: bool = False
-    """Series per rank. Off by default: they grow with the world size."""
+    """Series per rank, of a job of this machine only. Off by default: they grow with the world
+    size."""
 
 
 class JobSpec(Part):

@@ -7,6 +7,8 @@ scheduled, so a job waits for its nodes, which is all that these tests need.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -237,6 +239,36 @@ def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
     small.run("delete", "quota", "small")
     wait_pods(small, "crowded", 2)
     gone(small, "crowded")
+
+
+def test_jobs_that_no_controller_runs_are_in_the_metrics_until_their_objects_go(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    imageless = job("refused")
+    del imageless["spec"]["image"]
+    jobs.apply(imageless)
+    jobs.apply(job("unstarted", suspend=True))
+    jobs.apply(job("ended"))
+    wait_pods(jobs, "ended", 2)
+    jobs.run("annotate", "trainingjob", "ended", "holdfast.dev/cancel=ann")
+    expected = {"refused": "failed", "unstarted": "suspended", "ended": "cancelled"}
+
+    def told() -> dict[str, str]:
+        """Of jobs that have one series only."""
+        page = operator.get("/metrics")[1]
+        labels = rf'\{{job="(.*?)",namespace="{jobs.namespace}",(?:state="(\w+)")?.*?\}} (.*)'
+        series = re.findall(rf"^holdfast_\w+{labels}$", page, re.MULTILINE)
+        count = Counter(name for name, _state, _value in series)
+        return {
+            name: state
+            for name, state, value in series
+            if count[name] == 1 and float(value) == 1 and name in expected
+        }
+
+    until(lambda: told() == expected, "their states", timeout_s=BOUND_S, last=told)
+    for name in expected:
+        gone(jobs, name)
+    until(lambda: told() == {}, "nothing of them", timeout_s=BOUND_S, last=told)
 
 
 # -- repairs -----------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
-"""/metrics: names, types and numbers, and the page that lists them."""
+"""/metrics: names, types and numbers."""
 
 from __future__ import annotations
 
 import re
 import urllib.request
-from pathlib import Path
+from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.runtime.metrics import METRICS, MetricsServer, page
+from orchestrator.backends.ray.metrics import NEARLY_NOTHING, Metrics
+from orchestrator.runtime.incidents import KINDS
+from orchestrator.runtime.metrics import METRICS, MetricsServer
+from orchestrator.runtime.ray_host import export
 from orchestrator.runtime.view import (
     CheckpointView,
     IncidentCount,
@@ -82,6 +86,66 @@ def test_the_numbers_are_those_of_the_view() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
+def test_every_kind_of_incident_is_counted_from_zero_on() -> None:
+    found = scrape(JobView(name="tiny"))
+    name = "holdfast_job_incidents_total"
+    assert {key: value for key, value in found.items() if key[0] == name} == {
+        (name, kind): 0 for kind in KINDS
+    }
+    after = scrape(make_view())
+    assert len([key for key in after if key[0] == name]) == len(KINDS), "none is there twice"
+
+
+def test_an_incident_of_a_kind_that_nobody_has_thought_of_is_counted_too() -> None:
+    odd = IncidentCount(failure_class="user", scope="node", count=3)
+    found = scrape(JobView(name="tiny", incident_counts=[odd]))
+    assert found["holdfast_job_incidents_total", ("user", "node")] == 3
+
+
+def test_rays_exporter_counts_an_incident_once_and_from_next_to_nothing_on() -> None:
+    told: list[tuple[str, dict[str, str], float]] = []
+
+    class Counting(Metrics):
+        """Ray's own metrics, each of which is there once, without Ray."""
+
+        def _metric(self, kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
+            return Series(name)
+
+    class Series:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert value > 0, "Ray refuses it"
+            told.append((self.name, tags, value))
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            told.append((self.name, tags, value))
+
+    metrics, tags = Counting(), {"job": "tiny", "class": "hang", "scope": "worker"}
+    hang = IncidentCount(failure_class="hang", scope="worker", count=1)
+    hung = JobView(name="tiny", incident_counts=[hang])
+    for view in (JobView(name="tiny"), hung, hung):
+        export(metrics, "tiny", view)
+    counted = [
+        (labels, value)
+        for name, labels, value in told
+        if name == "holdfast_job_incidents_total" and labels["class"] == "hang"
+    ]
+    assert [value for labels, value in counted if labels == tags] == [NEARLY_NOTHING, 1.0]
+    assert len(counted) == 3, "the other scope has begun, too"
+
+
+def test_the_age_of_a_checkpoint_begins_with_the_first_step_where_there_is_none() -> None:
+    age = ("holdfast_checkpoint_age_seconds", ())
+    waiting = JobView(name="tiny", submitted_ns=1_000_000_000, now_ns=90_000_000_000)
+    assert age not in scrape(waiting), "nothing is at stake yet"
+    training = msgspec.structs.replace(waiting, first_step_s=30.0)
+    assert scrape(training)[age] == 59
+    committed = CheckpointView(step=5, generation=1, committed_ns=80 * 10**9)
+    assert scrape(msgspec.structs.replace(training, checkpoints=[committed]))[age] == 10
+
+
 def test_series_per_rank_are_opt_in() -> None:
     assert ("holdfast_worker_step", ("node-0", "0")) not in scrape(make_view())
     assert scrape(make_view(), per_rank=True)["holdfast_worker_step", ("node-0", "0")] == 9
@@ -104,8 +168,3 @@ def test_names_follow_the_conventions() -> None:
             assert spec.name.removeprefix("holdfast_job_") in (
                 "state", "generation", "workers", "loss", "holdfast_tokens_per_second",
             )  # fmt: skip
-
-
-def test_the_page_of_the_metrics_is_up_to_date() -> None:
-    stored = Path(__file__).parents[3] / "docs/metrics.md"
-    assert stored.read_text() == page(), "python -m orchestrator.runtime.metrics > docs/metrics.md"
