@@ -15,7 +15,8 @@ import yaml
 
 from helm import ray_dashboard, render
 from orchestrator.backends.kubernetes import names
-from orchestrator.operator.metrics import Facts, OperatorCollector
+from orchestrator.operator.metrics import OF_JOBS, OWN
+from orchestrator.operator.metrics_page import ALERTS
 from orchestrator.protocol.spec.crd import definition_text
 from orchestrator.runtime.metrics import METRICS
 from tests.e2e.kubernetes.rig.binaries import locate
@@ -79,13 +80,11 @@ def queries() -> Iterator[str]:
 
 
 def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
-    known = {spec.name: {"namespace", "job", *spec.labels} for spec in METRICS}
-    for spec in METRICS:
+    known = {spec.name: {"namespace", "job", *spec.labels} for spec in OF_JOBS}
+    for spec in OF_JOBS:
         if spec.kind == "summary":
             known |= {f"{spec.name}_{end}": known[spec.name] for end in ("sum", "count")}
-    own = OperatorCollector(Facts(leading=True, requests={("get", "pods"): 1}, views={}))
-    for family in own.collect():
-        known |= {sample.name: set(sample.labels) for sample in family.samples}
+    known |= {own.name: set(own.labels) for own in OWN}
     asked = list(queries())
     assert len([query for query in asked if "holdfast_" in query]) > 30
     for query in asked:
@@ -95,6 +94,18 @@ def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> Non
         for group in re.findall(r"\b(?:by|on) ?\(([\w, ]+)\)", query):
             labels = {label for names_ in known.values() for label in names_}
             assert {label.strip() for label in group.split(",")} <= labels, query
+
+
+def test_every_alert_of_the_chart_is_explained_in_the_docs() -> None:
+    """Its name, severity and thresholds; `for` and the rest are words."""
+    text = (TEMPLATES / "monitoring.yaml").read_text()
+    alerts = re.findall(r"- alert: (\w+)\n.*?labels: \{severity: (\w+)\}", text, re.DOTALL)
+    assert alerts and alerts == [(one.name, one.severity) for one in ALERTS]
+    values = yaml.safe_load((render.CHART / "values.yaml").read_text())["metrics"]["prometheusRule"]
+    told = " ".join(one.when for one in ALERTS)
+    for name in ("restartsInHalfAnHour", "checkpointAgeSeconds", "goodputRatio"):
+        assert f"`{name}` ({values[name]})" in told
+        assert f".{name}" in text
 
 
 def test_the_dashboard_shows_what_the_operations_page_promises() -> None:
