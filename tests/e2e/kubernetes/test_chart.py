@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ class Helm:
 
     def __init__(self, program: Path, home: Path, kubeconfig: Path | None = None) -> None:
         self.program = program
+        self.notes = ""
+        """What it said last of an installed release."""
         places = {f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")}
         self._environment = {**os.environ, **places}
         if kubeconfig:
@@ -116,7 +119,8 @@ def test_monitoring_needs_no_foreign_resources_unless_asked_for(chart: Helm) -> 
     assert json.loads(dashboard["data"]["holdfast.json"])["title"] == "Holdfast"
     (rules,) = [d for d in documents if d["kind"] == "PrometheusRule"]
     assert {rule["alert"] for group in rules["spec"]["groups"] for rule in group["rules"]} >= {
-        "HoldfastHang", "HoldfastRestartStorm", "HoldfastCheckpointOld", "HoldfastGoodputLow",
+        "HoldfastHang", "HoldfastJobFailed", "HoldfastRestartStorm", "HoldfastCheckpointOld",
+        "HoldfastGoodputLow",
     }  # fmt: skip
 
 
@@ -137,6 +141,28 @@ def test_a_namespaced_operator_has_no_rights_elsewhere(chart: Helm) -> None:
     assert {"--namespace=a", "--namespace=b"} <= set(container["args"])
     policies = [d["metadata"] for d in documents if d["kind"] == "NetworkPolicy"]
     assert {p["namespace"] for p in policies} == {"a", "b", render.NAMESPACE}
+
+
+def test_the_docs_patch_of_the_manifests_gives_the_operator_a_place_for_checkpoints(
+    binaries: programs.Binaries, tmp_path: Path
+) -> None:
+    """As it stands in docs/kubernetes.md, beside manifests/."""
+    skip_without(binaries, ("kubectl",))
+    page = (render.ROOT / "docs" / "kubernetes.md").read_text()
+    (text,) = re.findall(r"```yaml\n# mine/kustomization.yaml\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(render.MANIFESTS, tmp_path / "manifests")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "kustomization.yaml").write_text(text)
+    command = [str(binaries.path("kubectl")), "kustomize", str(mine)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    documents = list(yaml.safe_load_all(done.stdout))
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["args"][0] == "operator", "added, not put in place of the others"
+    assert container["args"][-1] == "--checkpoint-root=s3://bucket/jobs"
+    assert container["envFrom"] == [{"secretRef": {"name": "object-store"}}]
 
 
 # -- installed ---------------------------------------------------------------------------------
@@ -160,10 +186,24 @@ def helm(
     label = "pod-security.kubernetes.io/enforce=restricted"
     kubectl.run("label", "namespace", render.NAMESPACE, label)
     namespace = ("--namespace", render.NAMESPACE)
-    notes = helm.run("install", "holdfast", str(render.CHART), *namespace)
-    assert "looks after TrainingJobs in all namespaces" in notes
+    helm.notes = helm.run("install", "holdfast", str(render.CHART), *namespace)
+    assert "looks after TrainingJobs in all namespaces" in helm.notes
     kubectl.served("trainingjobs.holdfast.dev")
     yield helm
+
+
+def test_the_notes_say_that_there_is_no_place_for_checkpoints_and_their_line_gives_one(
+    helm: Helm, plane: ControlPlane
+) -> None:
+    assert "checkpoints.root is empty" in helm.notes
+    assert "the example has none" in helm.notes
+    (line,) = re.findall(r"^ +(helm upgrade .*)$", helm.notes, re.MULTILINE)
+    words = [str(render.ROOT / w) if w == "helm/holdfast" else w for w in shlex.split(line)[1:]]
+    notes = helm.run(*words)
+    assert "checkpoints.root is empty" not in notes and "helm upgrade" not in notes
+    deployment = plane.kubectl(render.NAMESPACE).json("get", "deployment", "holdfast-operator")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--checkpoint-root=s3://BUCKET/PREFIX" in container["args"]
 
 
 @pytest.fixture
