@@ -41,6 +41,7 @@ bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once
 	$(PYTHON) tests/e2e/kubernetes/binaries/build.py
 	$(PYTHON) tests/e2e/kubernetes/published/get.py
+	$(PYTHON) tests/e2e/kubernetes/published/promtool.py
 
 manifests: $(STAMP)  ## write the chart's CRD and manifests/ anew; needs helm (make kubernetes-binaries)
 	$(BIN)/python -m helm.render

@@ -1,8 +1,9 @@
-"""Fetches the CRDs of Kueue, Volcano and scheduler-plugins, as their projects publish them.
+"""Fetches the CRDs of Kueue, Volcano, scheduler-plugins and the Prometheus operator, as their
+projects publish them.
 
 Owns the pins and the cache directory. They come from the Go module proxy, are checked against the
-hashes below, and are used as they are; nothing of them is kept in this repository. All three are
-under the Apache License 2.0, whose text is put beside them. Runs on the standard library alone,
+hashes below, and are used as they are; nothing of them is kept in this repository. All are under
+the Apache License 2.0, whose text is put beside them. Runs on the standard library alone,
 outside of tests: `make kubernetes-binaries` calls it.
 """
 
@@ -63,6 +64,20 @@ PINS = (
         ("scheduling.x-k8s.io_podgroups.yaml",),
     ),
 )
+"""Gangs and queues."""
+MONITORING = Published(
+    "prometheus-operator",
+    "github.com/prometheus-operator/prometheus-operator",
+    "v0.85.0",
+    "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
+    "example/prometheus-operator-crd",
+    (
+        "monitoring.coreos.com_podmonitors.yaml",
+        "monitoring.coreos.com_prometheusrules.yaml",
+        "monitoring.coreos.com_servicemonitors.yaml",
+    ),
+)
+ALL = (*PINS, MONITORING)
 
 
 class GetError(Exception):
@@ -72,7 +87,7 @@ class GetError(Exception):
 def cache() -> Path:
     """Where the files of the present pins are, or will be."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(repr(PINS).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr(ALL).encode()).hexdigest()[:16]
     return home / "holdfast" / "kubernetes" / f"published-{key}"
 
 
@@ -98,7 +113,7 @@ def get() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         whole = Path(scratch) / "published"
-        for pin in PINS:
+        for pin in ALL:
             module = _download(pin, scratch)
             folder = whole / pin.name
             folder.mkdir(parents=True)

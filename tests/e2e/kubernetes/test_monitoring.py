@@ -1,0 +1,242 @@
+"""What the chart gives to Prometheus: its resources against the definitions that the Prometheus
+operator publishes, and its alerts against what an operator of Holdfast really exports.
+
+Owns these tests. Prometheus itself does not run: promtool, of the same source, parses the rules and
+evaluates them over series that are written as exposed here, minute by minute.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.operator.metrics import Facts, exposition
+from orchestrator.runtime.view import CheckpointView, IncidentCount, JobState, JobView
+from tests.e2e.kubernetes.published import get as published
+from tests.e2e.kubernetes.published import promtool
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.test_chart import Helm, chart, program, rendered
+
+pytestmark = pytest.mark.e2e
+__all__ = ["chart", "program"]
+
+Document = dict[str, Any]
+KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+RED = ("red", "llm")
+MINUTE = 60_000_000_000
+
+
+@pytest.fixture
+def documents(chart: Helm) -> dict[str, Document]:
+    """Kind -> what the chart makes of it, with every value of it set."""
+    names = ("serviceMonitor", "podMonitor", "prometheusRule")
+    options = [f"metrics.{name}.enabled=true,metrics.{name}.labels.release=kps" for name in names]
+    found = {one["kind"]: one for one in rendered(chart, "--set", ",".join(options))}
+    return {kind: found[kind] for kind in KINDS}
+
+
+# -- resources ---------------------------------------------------------------------------------
+@pytest.fixture
+def definitions(control_plane: Any, namespace: Kubectl) -> Kubectl:
+    """A cluster with the published definitions."""
+    if refusal := published.refusal():
+        pytest.skip(refusal)
+    files = published.files(published.MONITORING)
+    kubectl = control_plane.kubectl()
+    for file in files:
+        kubectl.run("apply", "--server-side", "--filename", str(file))
+    kubectl.served(*(yaml.safe_load(file.read_text())["metadata"]["name"] for file in files))
+    return namespace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_chart_makes_is_what_the_published_definition_says(
+    definitions: Kubectl, documents: dict[str, Document], kind: str
+) -> None:
+    """Strictly: a field that the definition lacks is refused."""
+    document = copy.deepcopy(documents[kind])
+    document["metadata"]["namespace"] = definitions.namespace
+    words = ("apply", "--server-side", "--validate=strict", "--filename=-")
+    definitions.run(*words, stdin=yaml.safe_dump(document))
+    stored = definitions.json("get", f"{kind.lower()}s.monitoring.coreos.com", "holdfast")
+    assert stored["spec"] == document["spec"], "nothing was dropped or filled in"
+    assert stored["metadata"]["labels"]["release"] == "kps"
+    wrong = {**document, "spec": {**document["spec"], "endpoint": []}}
+    refused = definitions.attempt(*words, stdin=yaml.safe_dump(wrong))
+    assert refused.returncode != 0 and "endpoint" in refused.stderr
+
+
+# -- alerts ------------------------------------------------------------------------------------
+class Rules:
+    """The chart's alerts, checked and evaluated by promtool."""
+
+    def __init__(self, rule: Document, directory: Path) -> None:
+        found = promtool.find()
+        assert found is not None
+        self._program, self._directory = found, directory
+        self._alerts = {one["alert"]: one for g in rule["spec"]["groups"] for one in g["rules"]}
+        self.file = directory / "rules.yaml"
+        self.file.write_text(yaml.safe_dump(rule["spec"]))
+
+    def promtool(self, *words: str) -> str:
+        command = [str(self._program), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def expect(
+        self, history: Callable[[int], Facts], minutes: int, alert: str, **firing: str | None
+    ) -> None:
+        """`firing`: m12="7m" -> at minute 12 it fires with the value 7m, None: not."""
+        tests = [
+            {
+                "eval_time": f"{minute[1:]}m",
+                "alertname": alert,
+                "exp_alerts": [] if value is None else [self._fired(alert, value)],
+            }
+            for minute, value in firing.items()
+        ]
+        story = {
+            "interval": "1m",
+            "input_series": series(history, minutes),
+            "alert_rule_test": tests,
+        }
+        file = self._directory / "tests.yaml"
+        whole = {"rule_files": [str(self.file)], "evaluation_interval": "1m", "tests": [story]}
+        file.write_text(yaml.safe_dump(whole))
+        self.promtool("test", "rules", str(file))
+
+    def _fired(self, alert: str, value: str) -> Document:
+        rule = self._alerts[alert]
+        labels = {"namespace": RED[0], "job": RED[1]} if "$labels" in str(rule) else {}
+
+        def said(text: str) -> str:
+            for name, label in labels.items():
+                text = text.replace(f"{{{{ $labels.{name} }}}}", label)
+            for form in ("humanize", "humanizeDuration", "humanizePercentage"):
+                text = text.replace(f"{{{{ $value | {form} }}}}", value)
+            assert "{{" not in text
+            return text
+
+        return {
+            "exp_labels": {**rule["labels"], **labels},
+            "exp_annotations": {key: said(text) for key, text in rule["annotations"].items()},
+        }
+
+
+def series(history: Callable[[int], Facts], minutes: int) -> list[Document]:
+    """A scrape a minute. What a scrape lacks is marked stale, as Prometheus does it."""
+    columns = [scrape(history(minute)) for minute in range(minutes)]
+    names = dict.fromkeys(name for column in columns for name in column)
+    found = []
+    for name in names:
+        values = [column.get(name) for column in columns]
+        told = []
+        for before, now in itertools.pairwise([None, *values]):
+            gap = "_" if before is None else "stale"
+            told.append(gap if now is None else f"{now:g}")
+        found.append({"series": name, "values": " ".join(told)})
+    return found
+
+
+def scrape(facts: Facts) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(exposition(facts).decode()):
+        for one in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(one.labels.items()))
+            found[f"{one.name}{{{labels}}}"] = one.value
+    return found
+
+
+def facts(*views: JobView, **states: JobState) -> Facts:
+    """Jobs in namespace red; `states`: those without a controller."""
+    return Facts(
+        leading=True,
+        requests={},
+        views={("red", view.name): view for view in views},
+        states={("red", name): state for name, state in states.items()},
+    )
+
+
+def running(minute: int, **fields: Any) -> JobView:
+    """Its first step was half a minute after its submission."""
+    fields = {"state": "running", "first_step_s": 30.0, "goodput": 0.9, **fields}
+    return JobView(name=RED[1], submitted_ns=MINUTE, now_ns=(minute + 1) * MINUTE, **fields)
+
+
+@pytest.fixture
+def rules(documents: dict[str, Document], tmp_path: Path) -> Rules:
+    if refusal := promtool.refusal():
+        pytest.skip(refusal)
+    return Rules(documents["PrometheusRule"], tmp_path)
+
+
+def test_promtool_has_nothing_to_say_of_the_rules(rules: Rules) -> None:
+    told = rules.promtool("check", "rules", str(rules.file))
+    assert f"SUCCESS: {len(rules._alerts)} rules found" in told
+
+
+def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(
+    rules: Rules,
+) -> None:
+    def history(minute: int) -> Facts:
+        hang = IncidentCount(failure_class="hang", scope="worker", count=1)
+        return facts(running(minute, incident_counts=[hang] if minute >= 10 else []))
+
+    rules.expect(history, 40, "HoldfastHang", m9=None, m11="", m20="", m30=None)
+
+
+def test_a_job_that_had_hung_before_its_operator_changed_fires_nothing_anew(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        hang = IncidentCount(failure_class="hang", scope="node", count=3)
+        return facts(running(minute, incident_counts=[hang]))
+
+    rules.expect(history, 20, "HoldfastHang", m1=None, m10=None)
+
+
+def test_a_failed_job_fires_as_long_as_its_object_is_there(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        if minute < 5:
+            return facts(running(minute), other="succeeded", stopped="cancelled")
+        states: dict[str, JobState] = {RED[1]: "failed"} if minute < 60 else {}
+        return facts(**states, other="succeeded", stopped="cancelled")
+
+    rules.expect(history, 70, "HoldfastJobFailed", m4=None, m5="", m59="", m61=None)
+
+
+def test_a_job_that_never_wrote_a_checkpoint_is_told_of_an_hour_after_its_first_step(
+    rules: Rules,
+) -> None:
+    def history(minute: int) -> Facts:
+        waiting = JobView(name="waits", submitted_ns=0, now_ns=minute * MINUTE)
+        late = CheckpointView(step=9, generation=1, committed_ns=81 * MINUTE)
+        written = [late] if minute >= 81 else []
+        return facts(running(minute, checkpoints=written), waiting)
+
+    age = {"m67": "1h 6m 30s", "m80": "1h 19m 30s"}
+    rules.expect(history, 90, "HoldfastCheckpointOld", m62=None, **age, m82=None)
+
+
+def test_a_job_that_writes_checkpoints_is_told_of_when_it_stops_to(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        last = CheckpointView(step=9, generation=1, committed_ns=(min(minute, 30) + 1) * MINUTE)
+        failures = 1 if minute >= 31 else 0
+        return facts(running(minute, checkpoints=[last], storage_failures=failures))
+
+    rules.expect(history, 110, "HoldfastCheckpointOld", m80=None, m97="1h 7m 0s")
+    rules.expect(history, 60, "HoldfastCheckpointFails", m30=None, m32="", m50=None)
+
+
+def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        return facts()._replace(leading=minute < 5 or minute == 10)
+
+    rules.expect(history, 20, "HoldfastNoLeader", m4=None, m6=None, m8="", m10=None, m14="")
