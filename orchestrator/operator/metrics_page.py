@@ -54,8 +54,9 @@ put its own over them. All replicas are scraped; one that stands by knows no job
 
 A job that no controller runs has one series, `holdfast_job_state` of the state that it is in: it
 has ended, its spec was refused, it is suspended and was never started, or the operator has not
-taken it up yet. It is there as long as the object is; `spec.ttlSecondsAfterFinished` ends both. A
-job with a controller has between {least} and {most} series, whatever its number of nodes.
+taken it up yet. It is there as long as the object is: `spec.ttlSecondsAfterFinished` deletes jobs
+that have ended. A job with a controller has between {least} and {most} series, whatever its number
+of nodes.
 
 The replica that leads counts from the journal, so a counter goes on where it was, but under the
 labels of another pod (`instance`, `pod`): sum by `namespace` and `job`, as the dashboard does. What

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from helm import ray_dashboard, render
 from orchestrator.operator.metrics import Facts, exposition
 from orchestrator.runtime.view import CheckpointView, IncidentCount, JobState, JobView
 from tests.e2e.kubernetes.published import get as published
@@ -32,6 +34,7 @@ Document = dict[str, Any]
 KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 RED = ("red", "llm")
 MINUTE = 60_000_000_000
+DASHBOARD = render.CHART / "files" / "dashboard.json"
 
 
 @pytest.fixture
@@ -182,6 +185,21 @@ def rules(documents: dict[str, Document], tmp_path: Path) -> Rules:
 def test_promtool_has_nothing_to_say_of_the_rules(rules: Rules) -> None:
     told = rules.promtool("check", "rules", str(rules.file))
     assert f"SUCCESS: {len(rules._alerts)} rules found" in told
+
+
+@pytest.mark.parametrize("page", [DASHBOARD, ray_dashboard.TARGET], ids=["chart", "ray"])
+def test_promtool_reads_every_query_of_the_dashboards(rules: Rules, page: Path) -> None:
+    """As recording rules: Grafana's variables stand in strings only."""
+    panels = json.loads(page.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert len(asked) > 20
+    group = {
+        "name": "dashboard",
+        "rules": [{"record": f"q{n}", "expr": e} for n, e in enumerate(asked)],
+    }
+    rules.file.write_text(yaml.safe_dump({"groups": [group]}))
+    told = rules.promtool("check", "rules", str(rules.file))
+    assert f"SUCCESS: {len(asked)} rules found" in told
 
 
 def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(

@@ -96,6 +96,33 @@ def test_an_operator_that_was_killed_goes_on_from_the_journal(
     assert replica.close() == 0
 
 
+def test_a_job_that_had_ended_before_is_in_the_metrics_of_the_next_leader(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    replica.wait_leading()
+    namespace.apply(job("over"))
+    wait_pods(namespace, "over", 2)
+    namespace.run("annotate", "trainingjob", "over", "holdfast.dev/cancel=ann")
+    namespace.wait(
+        "trainingjob", "over",
+        lambda d: bool((d or {}).get("status", {}).get("completionTime")), "to have ended",
+    )  # fmt: skip
+    assert replica.close() == 0
+    replica.start()
+    replica.wait_leading()
+    state = f'{{job="over",namespace="{namespace.namespace}",state="cancelled"}} 1.0'
+    until(
+        lambda: f"holdfast_job_state{state}" in replica.get("/metrics")[1],
+        "the next leader to tell its state",
+        timeout_s=BOUND_S,
+        last=replica.tail,
+    )
+    assert "holdfast_operator_jobs 0.0" in replica.get("/metrics")[1], "nothing was taken up"
+    assert replica.close() == 0
+
+
 def test_a_secret_that_vanished_with_the_operator_is_replaced_and_what_that_means_is_said(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
