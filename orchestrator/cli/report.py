@@ -33,16 +33,21 @@ def print_report(
     *,
     stacks: bool = False,
     command: Callable[..., str] = local_command,
+    reads: bool = True,
 ) -> None:
-    shown = report(view, stacks=stacks, command=command)
+    shown = report(view, stacks=stacks, command=command, reads=reads)
     console.print(shown, soft_wrap=not console.is_terminal)
 
 
 def report(
-    view: JobView, *, stacks: bool = False, command: Callable[..., str] = local_command
+    view: JobView,
+    *,
+    stacks: bool = False,
+    command: Callable[..., str] = local_command,
+    reads: bool = True,
 ) -> Group:
     """`stacks`: all of them in full, not only the culprit's main thread. `command`: how hints are
-    spelled where this job lives."""
+    spelled where this job lives. `reads`: its checkpoints can be read from here."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
         goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
@@ -57,7 +62,7 @@ def report(
         parts += [_incident(one, told, ended=ended, stacks=stacks) for one in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
-    parts += ["", *_checkpoints(view, command)]
+    parts += ["", *_checkpoints(view, command, reads)]
     if view.traceback:
         parts += ["", Text("the error that ended it", style="bold"), Text(view.traceback.rstrip())]
     return Group(*parts)
@@ -170,7 +175,7 @@ def main_thread(stack: str) -> list[str]:
     return frames or stack.rstrip().splitlines()
 
 
-def _checkpoints(view: JobView, command: Callable[..., str]) -> Iterator[str | Text]:
+def _checkpoints(view: JobView, command: Callable[..., str], reads: bool) -> Iterator[str | Text]:
     if view.storage_problem:
         yield Text(storage_problem(view), style="red")
     if not view.checkpoints:
@@ -178,4 +183,7 @@ def _checkpoints(view: JobView, command: Callable[..., str]) -> Iterator[str | T
         return
     last = view.checkpoints[-1]
     yield f"checkpoint of step {last.step} ({size(last.num_bytes)}) in {view.checkpoint_path}"
-    yield f"take it out with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
+    if reads:
+        yield f"take it out with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
+    else:
+        yield "take it out where that is mounted: holdfast checkpoint export PATH DIRECTORY"

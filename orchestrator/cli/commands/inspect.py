@@ -93,7 +93,8 @@ def report(
     if as_json:
         print_json(view)
         return
-    print_report(stdout(), view, stacks=stacks, command=place.command)
+    reads = place.reads(view.checkpoint_path)
+    print_report(stdout(), view, stacks=stacks, command=place.command, reads=reads)
     _remark(found.remarks(view))
 
 

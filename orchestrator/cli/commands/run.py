@@ -67,5 +67,6 @@ def _run(file: Path | None, attach: str | None, place: Place, as_json: bool) -> 
         if as_json:
             print_json(ended.view)
         else:
-            print_report(console, ended.view, command=place.command)
+            reads = place.reads(ended.view.checkpoint_path)
+            print_report(console, ended.view, command=place.command, reads=reads)
     return ended.exit_code

@@ -98,6 +98,10 @@ class Place(Protocol):
         """A command as the person would type it for a job here."""
         ...
 
+    def reads(self, path: str) -> bool:
+        """Whether the checkpoint commands can read a job's place for checkpoints."""
+        ...
+
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         """Start a job, or go on with one, and show it until it ends."""
         ...

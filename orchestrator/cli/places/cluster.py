@@ -80,6 +80,9 @@ class ClusterPlace:
     def command(self, *words: str) -> str:
         return self._link.hint(*words).strip("`")
 
+    def reads(self, path: str) -> bool:
+        return "://" in path  # anything else is a directory of the pods
+
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         job = load_job(file) if file is not None else None

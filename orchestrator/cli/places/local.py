@@ -139,6 +139,9 @@ class LocalPlace:
     def command(self, *words: str) -> str:
         return local_command(*words)
 
+    def reads(self, path: str) -> bool:
+        return True
+
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         from ...runtime.clock import Clock
         from ...runtime.record import expire

@@ -115,6 +115,14 @@ def report_lines(view: JobView) -> Iterator[str]:
     yield from (line.strip() for line in text_of(to).splitlines())
 
 
+def test_the_report_names_no_command_for_checkpoints_that_cannot_be_read_from_here() -> None:
+    view = make_view(state="succeeded", finished_ns=T0 + 71 * NS)
+    assert "take it out with: holdfast checkpoint export demo DIRECTORY" in list(report_lines(view))
+    to = console()
+    print_report(to, view, reads=False)
+    assert "take it out where that is mounted: holdfast checkpoint export PATH" in text_of(to)
+
+
 def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
     view = make_view(state="succeeded", incidents=[make_incident()], finished_ns=T0 + 71 * NS)
     lines = list(report_lines(view))
