@@ -78,6 +78,8 @@ class RayHost:
 
     async def run(self) -> None:
         self._log_to_file()
+        if await asyncio.to_thread(self._keys.exists, ENDED):
+            return  # cancelled before this controller was there
         with job_environment(self.job):
             try:
                 await self._run()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...protocol.errors import HoldfastError
+from . import actors
 
 ANSWER_S = 60.0
 """A controller that is being restarted by Ray answers once it has read its journal."""
@@ -26,7 +27,13 @@ class ControllerGone(HoldfastError):
 def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
     """Raises ControllerGone when the actor has ended or does not answer in time."""
     import ray
-    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+    from ray.exceptions import (
+        ActorUnavailableError,
+        ActorUnschedulableError,
+        GetTimeoutError,
+        RayActorError,
+        RuntimeEnvSetupError,
+    )
 
     give_up = time.monotonic() + timeout_s
     while True:
@@ -35,12 +42,12 @@ def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -
             return ray.get(getattr(actor, method).remote(*arguments), timeout=left_s)
         except ActorUnavailableError as error:
             if time.monotonic() > give_up:
-                raise ControllerGone(str(error).splitlines()[0]) from None
+                raise ControllerGone(actors.cause(error)) from None
             time.sleep(PAUSE_S)  # Ray restarts it
         except GetTimeoutError:
             raise ControllerGone(f"no answer within {timeout_s:g} s") from None
-        except RayActorError as error:
-            raise ControllerGone(str(error).splitlines()[0]) from None
+        except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
+            raise ControllerGone(actors.cause(error)) from None
 
 
 @contextmanager

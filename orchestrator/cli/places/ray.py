@@ -22,6 +22,7 @@ from ..display import Display
 from ..output import stderr
 from ..preflight import load_checked
 from ..render import FINISHED
+from . import ray_remains
 from .base import Ended
 from .ray_job import RayJob
 from .ray_jobs_api import metadata
@@ -66,9 +67,6 @@ class RayPlace:
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
-    def reads(self, path: str) -> bool:
-        return True  # on a Ray node where not here
-
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         if file is not None:
@@ -76,6 +74,8 @@ class RayPlace:
             # after the other in the same place, and take it away from under our feet.
             job, directory = load_checked(file), file.absolute().parent
             cluster.connect(self._address, metadata(job))
+            for one in ray_remains.expire(kv.jobs(), self.find):
+                stderr().print(f"job {one}: deleted, its ttlSecondsAfterFinished is over")
             self._create(job, directory)
             name = job.name
         else:
@@ -117,7 +117,14 @@ class RayPlace:
         )
         if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.find(job.name))))
-        controller.create(order, RayHost)
+        try:
+            controller.create(order, RayHost)
+        # An actor of that name without a record, a head that is just lost: Ray's own errors.
+        except Exception as error:
+            keys.clear()  # its name is free again
+            raise HoldfastError(
+                f"job {job.name}: its controller could not be made ({error}); nothing was started"
+            ) from None
 
     def _taken(self, job: RayJob) -> Problem:
         state = job.view().state

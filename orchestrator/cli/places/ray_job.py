@@ -32,6 +32,7 @@ from ...runtime.view import JobView
 from ..client import RequestRefused
 from ..display import Display
 from ..render import FINISHED
+from . import ray_remains
 from .base import Answer, Wanted
 
 FOLLOW_INTERVAL_S = 0.5
@@ -52,6 +53,10 @@ class RayJob:
         return self.order.job
 
     @property
+    def ttl_s(self) -> int | None:
+        return self._job.spec.ttl_s_after_finished
+
+    @property
     def ended(self) -> dict[str, Any] | None:
         """What its controller has written last of all."""
         data = self._keys.get(kv.ENDED)
@@ -65,9 +70,9 @@ class RayJob:
         except calls.ControllerGone:
             if (ended := self.ended) is not None:
                 return _view(ended["view"])
-            return self._fold()
+            return self.fold()
 
-    def _fold(self) -> JobView:
+    def fold(self) -> JobView:
         """As of the last event in its journal."""
         chunks = journal.read(self._keys, self.name)
         records = [record for chunk in chunks for record in chunk.records]
@@ -92,7 +97,10 @@ class RayJob:
             answer = self._ask("perform", verb, arguments)
         except calls.ControllerGone as error:
             if (ended := self.ended) is None:
-                raise
+                if verb != "cancel":
+                    raise
+                detail = ray_remains.cancel(self, str(arguments["by"]), str(error))
+                return Answer(f"job {self.name}: {detail}", {})
             state = ended["view"]["state"]
             raise RequestRefused(f"job {self.name}: has {state} ({error})") from None
         if not answer["ok"]:
@@ -107,11 +115,7 @@ class RayJob:
                 news = self._ask("watch", seen)
             except calls.ControllerGone as error:
                 if self.ended is None and controller.find(self.name) is None:
-                    raise calls.ControllerGone(
-                        f"job {self.name}: its controller was removed from the cluster ({error}); "
-                        f"training goes on; `{self._command('run', '--attach', self.name)}` "
-                        f"starts another"
-                    ) from None
+                    raise calls.ControllerGone(self._without_controller(error)) from None
                 seen = -1
                 time.sleep(calls.PAUSE_S)
                 continue
@@ -123,6 +127,15 @@ class RayJob:
         view = _view(ended["view"])
         display.show(view)
         return view
+
+    def _without_controller(self, error: calls.ControllerGone) -> str:
+        cancel = f"`{self._command('cancel', self.name)}` ends the job"
+        if not journal.begun(self._keys):
+            return f"job {self.name}: its controller did not start ({error}); {cancel}"
+        return (
+            f"job {self.name}: its controller was removed from the cluster ({error}); training "
+            f"goes on; `{self._command('run', '--attach', self.name)}` starts another, {cancel}"
+        )
 
     # -- events and logs -----------------------------------------------------------------------
     def print_events(self, *, follow: bool, as_json: bool) -> None:

@@ -1,0 +1,163 @@
+"""Jobs of a Ray cluster that no controller looks after: cancelled all the same, or expired."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from . import rig
+from .jobs import BOUND_S, Job, holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+NAME = "remains"
+
+
+@pytest.fixture
+def cluster() -> Iterator[rig.RayRig]:
+    from orchestrator.backends.ray import kv, remains
+
+    cluster = rig.connected()
+    yield cluster
+    remains.end(NAME)
+    kv.Keys(NAME).clear()
+
+
+def order(**spec: Any) -> Any:
+    from orchestrator.backends.ray import names
+    from orchestrator.backends.ray.controller import ControllerOrder
+    from orchestrator.protocol.certificate import make_keys
+    from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+
+    job = job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": NAME},
+            "spec": {"entrypoint": {"script": "train.py"}} | spec,
+        }
+    )
+    made = make_keys(names.tls("0123456789abcdef"))
+    return ControllerOrder(
+        document=job_to_mapping(job), job=NAME, job_id="0123456789abcdef", spec_directory="/",
+        token=made.token, certificate=made.certificate, key=made.key,
+    )  # fmt: skip
+
+
+def record(order: Any) -> Any:
+    """As `holdfast run` does it first of all."""
+    from orchestrator.backends.ray import kv
+
+    keys = kv.Keys(NAME)
+    assert keys.create(kv.RECORD, msgspec.msgpack.encode(order))
+    return keys
+
+
+def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_deleted(
+    cluster: rig.RayRig,
+) -> None:
+    from orchestrator.backends.ray import calls, controller
+    from orchestrator.cli.display import SilentDisplay
+    from orchestrator.cli.output import stderr
+    from orchestrator.cli.places.ray import RayPlace
+
+    made = order()
+    record(made)
+
+    def broken(order: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'nowhere'")
+
+    controller.create(made, broken)
+    job = RayPlace(cluster.address).find(NAME)
+    with pytest.raises(calls.ControllerGone) as told:
+        job.watch(SilentDisplay(stderr()))
+    assert "its controller did not start (ModuleNotFoundError: No module named" in str(told.value)
+    assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in str(told.value)
+    done = holdfast("cancel", NAME, "--ray", cluster.address)
+    assert done.returncode == 0, done.stderr
+    state = json.loads(holdfast("status", NAME, "--ray", cluster.address, "--json").stdout)
+    assert state["state"] == "cancelled" and "without its controller" in state["reason"]
+    done = holdfast("delete", NAME, "--yes", "--ray", cluster.address)
+    assert done.returncode == 0, done.stderr
+    assert NAME not in holdfast("status", "--ray", cluster.address).stdout
+
+
+def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Path) -> None:
+    import ray
+
+    from orchestrator.backends.ray import controller, groups
+
+    job = Job(tmp_path, "orphans", 1_000_000)
+    try:
+        job.running()
+        agents = [psutil.Process(job.facts(node)["pid"]) for node in job.members()]
+        processes = [one for agent in agents for one in [agent, *agent.children(recursive=True)]]
+        ray.kill(controller.find(job.name), no_restart=True)
+        assert job.command.wait(BOUND_S) == 1
+        assert "its controller was removed from the cluster" in job.output.read_text()
+        done = holdfast("cancel", job.name, "--ray", job.cluster.address)
+        assert done.returncode == 0, done.stderr
+        _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
+        assert alive == []
+        assert groups.names_of(job.name) == []
+        assert job.view().state == "cancelled"
+    finally:
+        job.end()
+
+
+def test_a_name_whose_actor_somebody_else_has_is_free_after_the_refusal(
+    cluster: rig.RayRig, tmp_path: Path
+) -> None:
+    import ray
+
+    from orchestrator.backends.ray import kv, names
+
+    @ray.remote(num_cpus=0)
+    class Other:
+        pass
+
+    other = Other.options(name=names.controller(NAME), namespace=names.NAMESPACE).remote()
+    job = Job(tmp_path, NAME, 10)
+    try:
+        assert job.command.wait(BOUND_S) == 1
+        assert "its controller could not be made" in job.output.read_text()
+        assert "Traceback" not in job.output.read_text()
+        assert NAME not in kv.jobs()
+    finally:
+        ray.kill(other)
+        job.end()
+
+
+@pytest.mark.parametrize(("finished_s_ago", "kept"), [(100, True), (300, False)])
+def test_a_finished_job_is_deleted_when_its_time_is_over(
+    cluster: rig.RayRig, finished_s_ago: int, kept: bool
+) -> None:
+    from orchestrator.backends.ray import kv
+    from orchestrator.cli.places import ray_remains
+    from orchestrator.cli.places.ray import RayPlace
+    from orchestrator.runtime.control import view_body
+    from orchestrator.runtime.view import JobView
+
+    keys = record(order(ttlSecondsAfterFinished=200))
+    keys.put("journal/epoch-000001", b"")
+    finished_ns = time.time_ns() - finished_s_ago * 10**9
+    view = JobView(name=NAME, state="succeeded", finished_ns=finished_ns)
+    keys.put(kv.ENDED, json.dumps({"view": view_body(view), "refusal": ""}).encode())
+    deleted = ray_remains.expire([NAME], RayPlace(cluster.address).find)
+    assert deleted == ([] if kept else [NAME])
+    assert bool(keys.list("")) is kept
+
+
+def test_a_job_that_has_not_finished_does_not_expire(cluster: rig.RayRig) -> None:
+    from orchestrator.cli.places import ray_remains
+    from orchestrator.cli.places.ray import RayPlace
+
+    keys = record(order(ttlSecondsAfterFinished=0))
+    assert ray_remains.expire([NAME, "nobody"], RayPlace(cluster.address).find) == []
+    assert keys.list("") != []
