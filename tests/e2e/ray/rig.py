@@ -88,6 +88,12 @@ class RayRig:
                 process.kill()
         self._nodes.remove(node)
 
+    def kill_raylet(self, ray_node: str) -> None:
+        """SIGKILL of a raylet alone: what it has started must find out by itself."""
+        (node,) = [one for one in self._nodes if one.node_id == ray_node]
+        node.all_processes["raylet"][0].process.kill()
+        self._nodes.remove(node)
+
     def kill_newest(self) -> None:
         self.kill_node(self._nodes[-1].node_id)
 

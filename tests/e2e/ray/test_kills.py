@@ -1,0 +1,59 @@
+"""An agent and its workers end with the actor that keeps them, whatever ends that: nothing of a
+node trains on that nobody knows of."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from . import rig
+from .jobs import BOUND_S, Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("ray"), "kills", 1_000_000)
+    yield job
+    job.end()
+    while job.cluster.num_nodes < rig.NODES:
+        job.cluster.add_node()
+
+
+def tree(job: Job, node: str) -> list[psutil.Process]:
+    """Agent, fork server, workers."""
+    agent = psutil.Process(job.facts(node)["pid"])
+    found = [agent, *agent.children(recursive=True)]
+    names = [Path(f"/proc/{one.pid}/comm").read_text() for one in found]
+    assert sum(name.startswith("hf-rank-") for name in names) == 2, names
+    return found
+
+
+def victim(job: Job) -> str:
+    """A member that does not share its Ray node with the controller."""
+    job.running()
+    home = job.controller()["ray_node"]
+    return next(node for node in job.members() if job.facts(node)["ray_node"] != home)
+
+
+def test_the_kill_of_an_agent_actor_leaves_no_agent_and_no_worker(job: Job) -> None:
+    node = victim(job)
+    processes = tree(job, node)
+    os.kill(job.facts(node)["actor_pid"], signal.SIGKILL)
+    _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
+    assert alive == []
+
+
+def test_the_kill_of_a_raylet_alone_leaves_no_agent_and_no_worker(job: Job) -> None:
+    node = victim(job)
+    processes = tree(job, node)
+    job.cluster.kill_raylet(job.facts(node)["ray_node"])
+    _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
+    assert alive == []
+    assert node not in {one.name for one in job.running().nodes}
