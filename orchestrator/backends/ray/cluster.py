@@ -12,6 +12,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ...protocol.errors import HoldfastError, Problem, UserError
 from . import jobs_view, names
 
@@ -21,6 +23,9 @@ CONNECT_TIMEOUT_S = 15.0
 CLIENT_TRIES = 2
 """A Ray client's server starts a process for each client, and gives up on one that takes half a
 minute, which on a busy head it may."""
+
+OUTSIDE = ("No node info found", "This node has an IP address of")
+"""How Ray, newer and older, says that no raylet of the cluster is on this machine."""
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address not in ("auto", "") and not address.startswith("ray://"):
         _check_listens(address)
+        _check_inside(address)
     shown: dict[str, Any] = {}
     if metadata and not jobs_view.submission_id():
         shown["job_config"] = ray.job_config.JobConfig(metadata=metadata)
@@ -54,6 +60,8 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     except ConnectionError as error:
         raise _nobody(address, _reason(error)) from None
     except RuntimeError as error:  # Ray's way to say that versions differ
+        if any(words in str(error) for words in OUTSIDE):
+            raise _outside(address) from None
         if "version" not in str(error).lower():
             raise
         got = " ".join(str(error).split())
@@ -100,6 +108,22 @@ def _check_listens(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise _nobody(address, error.strerror or str(error)) from None
+
+
+def _check_inside(address: str) -> None:
+    """Ray looks for a raylet of this machine for a minute, and then says that there is none."""
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] == "raylet":
+            return
+    raise _outside(address)
+
+
+def _outside(address: str) -> UserError:
+    host = address.rpartition(":")[0]
+    expected = f"http://{host}:8265 (the dashboard's port) or ray://{host}:10001"
+    got = f"{address} (no Ray node of that cluster runs on this machine)"
+    fix = "HOST:PORT of the head is for commands on a machine of the cluster"
+    return UserError(str(Problem("--ray", got, expected, fix)))
 
 
 def _nobody(address: str, why: str) -> UserError:

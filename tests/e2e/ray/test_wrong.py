@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import yaml
 
 from ..local.rig import spec
 from . import rig
-from .jobs import Job, Submitted, holdfast
+from .jobs import BOUND_S, Job, Submitted, holdfast
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "session_loop.py"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -40,6 +43,23 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions(another_vers
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "2.9.0" in done.stderr and ray.__version__ in done.stderr
     assert "expected the same Ray and Python here and in the cluster" in done.stderr
+
+
+def test_the_heads_address_is_refused_on_a_machine_outside_the_cluster_with_those_that_work() -> (
+    None
+):
+    """A machine on which no raylet runs: one that sees none of the other processes."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("hiding the raylets of this machine needs root and unshare")
+    address = rig.connected().address
+    words = [sys.executable, "-m", "orchestrator.cli.main", "status", "--ray", address]
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    done = subprocess.run(
+        [*alone, *words], capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--ray: got {address} (no Ray node of that cluster runs on this machine)" in done.stderr
+    assert "expected http://" in done.stderr and "ray://" in done.stderr
 
 
 def test_a_runtime_env_that_fails_to_build_in_the_cluster_is_told_in_rays_words(
