@@ -88,6 +88,23 @@ def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_dele
     assert NAME not in holdfast("status", "--ray", cluster.address).stdout
 
 
+def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
+    cluster: rig.RayRig,
+) -> None:
+    import ray
+
+    from orchestrator.backends.ray import controller, groups, kv
+    from orchestrator.runtime.ray_host import RayHost
+
+    made = order()
+    keys = record(made)
+    keys.put(kv.ENDED, b"{}")
+    actor = controller.create(made, RayHost)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.watch.remote(-1), timeout=BOUND_S)
+    assert groups.names_of(NAME) == [] and keys.list("journal/") == []
+
+
 def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Path) -> None:
     import ray
 
