@@ -7,11 +7,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.backends.ray import groups, names
+from orchestrator.backends.ray import actors, cluster, drains, groups, names
 from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.ray.drains import Drains, Places
 from orchestrator.backends.ray.groups import Group, RayGroups
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.protocol.certificate import Keys as Secrets
@@ -50,8 +52,8 @@ class Never:
 
 
 def test_a_node_that_could_not_be_written_down_is_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeCluster(a=1)
-    monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: cluster.of(job))
+    fake = FakeCluster(a=1)
+    monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: fake.of(job))
 
     async def scenario() -> None:
         backend = RayBackend(JOB, "id", LostKeys("job"), Secrets("token", b"", b""))
@@ -129,7 +131,7 @@ def test_what_belongs_to_a_job_is_told_by_its_name() -> None:
 def test_a_watcher_of_a_job_in_which_nothing_happens_is_answered_within_a_bound(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from orchestrator.backends.ray import calls, cluster
+    from orchestrator.backends.ray import calls
     from orchestrator.backends.ray.controller import ControllerOrder
     from orchestrator.protocol.certificate import make_keys
     from orchestrator.protocol.spec import job_to_mapping
@@ -151,5 +153,53 @@ def test_a_watcher_of_a_job_in_which_nothing_happens_is_answered_within_a_bound(
         async with asyncio.timeout(BOUND_S):
             news = await host.watch(seen)
         assert news["seen"] == seen and news["view"]["name"] == "job"
+
+    asyncio.run(scenario())
+
+
+def test_a_head_that_does_not_answer_is_no_end_of_a_node() -> None:
+    class Remote:
+        calls = 0
+
+        async def remote(self) -> str:
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("the head does not answer")
+            return "killed by SIGKILL"
+
+    class Actor:
+        wait_for_end = Remote()
+
+    async def scenario() -> None:
+        async with asyncio.timeout(BOUND_S):
+            told = await actors.until_ended(Actor(), 0.01)
+        assert told == "its agent was killed by SIGKILL"
+
+    asyncio.run(scenario())
+
+
+def test_a_head_that_does_not_answer_does_not_end_the_watch_for_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [RuntimeError("the head does not answer"), {"here": {}, "there": {}}]
+
+    def alive_nodes() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(cluster, "here", lambda: {"ray_node": "here"})
+    monkeypatch.setattr(cluster, "alive_nodes", alive_nodes)
+    monkeypatch.setattr(drains, "draining", lambda: {"here": 0})
+    monkeypatch.setattr(drains, "LOOK_EVERY_S", 0.01)
+
+    async def scenario() -> None:
+        moved = asyncio.Event()
+        watch = Drains(Places({}, {}), lambda node, detail, grace_s: None, moved.set).watch()
+        task = asyncio.create_task(watch)
+        async with asyncio.timeout(BOUND_S):
+            await moved.wait()
+        task.cancel()
 
     asyncio.run(scenario())
