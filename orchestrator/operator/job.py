@@ -92,12 +92,24 @@ class Job:
         self._remark: tuple[str, str] | None = None
         self.events = Recorder(context.cluster, self.owner)
         before = document.get("status") or {}
-        self.reporter = Reporter(context.cluster, self.owner, before, self._status)
+        self.reporter = Reporter(
+            context.cluster,
+            self.owner,
+            before,
+            self._status,
+            lambda text: self.events.tell("Warning", "StatusNotWritten", text),
+        )
 
     @property
     def view(self) -> JobView | None:
         """None: no controller runs."""
         return self._assembly.view() if self._assembly is not None else None
+
+    @property
+    def state(self) -> JobState:
+        """Also where no controller runs."""
+        view = self.view or self._final
+        return view.state if view is not None else state_of(self._document, self._verdict)
 
     def update(self, document: Document) -> None:
         old, self._document = self._document, document
@@ -105,12 +117,6 @@ class Job:
         # Each status that we write comes back as a change, too.
         if _wishes_of(old) != _wishes_of(document):
             self._changed.set()
-    @property
-    def state(self) -> JobState:
-        """Also where no controller runs."""
-        view = self.view or self._final
-        return view.state if view is not None else state_of(self._document, self._verdict)
-
 
     def deleted(self) -> None:
         """Its object is gone, and its pods are going: agents need not hand anything over. `run` is

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..backends.kubernetes.client import Cluster
-from ..backends.kubernetes.errors import JOBS, ApiError, NotFound
+from ..backends.kubernetes.errors import JOBS, ApiError, Conflict, NotFound, TooBusy, Unreachable
 from ..backends.kubernetes.mirror import Pauses
 from ..backends.kubernetes.pods import Owner
 from ..protocol.spec import API_VERSION, KIND
@@ -23,6 +24,10 @@ SETTLE_S = 0.05
 """Changes that come together are written together."""
 REMEMBERED = 16
 """Own writes whose echo may still be on its way."""
+PASSING = (Unreachable, TooBusy, Conflict)
+"""Nobody has to do anything about these: the next attempt may go through."""
+
+log = logging.getLogger("holdfast.operator")
 
 Document = dict[str, Any]
 Build = Callable[[Sequence[Document]], Document]
@@ -33,8 +38,18 @@ class Reporter:
     """Of one job. `dirty` says that `build` may say something else now; `urgent`: in a condition,
     which must not wait."""
 
-    def __init__(self, cluster: Cluster, owner: Owner, before: Document, build: Build) -> None:
-        self._cluster, self._owner, self._build = cluster, owner, build
+    def __init__(
+        self,
+        cluster: Cluster,
+        owner: Owner,
+        before: Document,
+        build: Build,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`tell`: called when the status can no longer be written, and why; once per reason. A
+        status that stands still looks like a job that does."""
+        self._cluster, self._owner, self._build, self._tell = cluster, owner, build, tell
+        self._problem = ""
         self._last: Document = before
         """As it stands in the object, as far as we know."""
         self._versions: deque[str] = deque(maxlen=REMEMBERED)
@@ -80,11 +95,27 @@ class Reporter:
             try:
                 await self.write()
                 pauses.reset()
+                self._note(None)
             except NotFound:
                 return
-            except ApiError:
+            except ApiError as error:
+                self._note(error)
                 self._news.set()
                 await asyncio.sleep(pauses.next_s())
+
+    def _note(self, error: ApiError | None) -> None:
+        """How the last attempt ended."""
+        if error is None:
+            if self._problem:
+                log.info("the status is written again", extra={"job": self._owner.key})
+            self._problem = ""
+        elif self._problem != str(error):
+            self._problem = str(error)
+            text = f"the status cannot be written: {error}; trying again"
+            if isinstance(error, PASSING):
+                log.info("%s", text, extra={"job": self._owner.key})
+            else:
+                self._tell(text)
 
     async def write(self) -> None:
         """Now. Raises the errors of the API."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.errors import HoldfastError, UserError
+from ...protocol.errors import HoldfastError
 from ...protocol.facts import NodeFacts
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom, Starts
@@ -128,7 +128,7 @@ class KubernetesBackend:
             pods = [self._document(node, blamed, index) for index, node in enumerate(nodes)]
             await self.queue.ensure(pods[0], self._pods())
             results = await asyncio.gather(*(self._create(pod) for pod in pods))
-        except (ApiError, UserError) as error:
+        except HoldfastError as error:
             self._known.creating.difference_update(nodes)
             raise self._no_room(count, error) from None
         refused = [result for result in results if result is not None]
@@ -182,7 +182,7 @@ class KubernetesBackend:
         """Why pods do not start, or could not even be made; the same only once."""
         found = [self.queue.trouble(pod) or words.trouble(pod) for pod in self._pods().values()]
         if said := self._refusal.text(asyncio.get_running_loop().time()):
-            found.append(words.Trouble("NoRoom", said))
+            found.append(words.Trouble(self._refusal.code, said))
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
@@ -232,10 +232,9 @@ class KubernetesBackend:
         return None
 
     def _no_room(self, count: int, error: HoldfastError) -> NoRoom:
-        why = error.message if isinstance(error, ApiError) else str(error)
-        text = f"{count} pods were asked for and none was made: {why}"
-        self._hold_off(0.0, text)
-        return NoRoom(text)
+        self._refusal = Refusal.of(count, error, asyncio.get_running_loop().time())
+        self._on_change()
+        return NoRoom(self._refusal.why)
 
     def _hold_off(self, seconds: float, why: str) -> None:
         self._refusal = Refusal(why, asyncio.get_running_loop().time() + seconds)

@@ -16,7 +16,7 @@ from typing import Literal
 from ...protocol.spec import API_VERSION, KIND
 from . import names
 from .client import Cluster, Document
-from .errors import EVENTS, ApiError, NotFound
+from .errors import EVENTS, ApiError, Conflict, NotFound, TooBusy, Unreachable
 from .pods import Owner
 
 Severity = Literal["Normal", "Warning"]
@@ -28,6 +28,8 @@ BURST = 30
 REFILL_S = 10.0
 """After a burst, one event of a job in so many seconds; further ones are in the log only."""
 SOURCE = "holdfast-operator"
+TERMINATING = "because it is being terminated"
+"""What the API server says of a namespace that goes, with all jobs in it."""
 
 log = logging.getLogger("holdfast.events")
 
@@ -42,6 +44,7 @@ class Recorder:
         self._refilled = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = asyncio.Lock()
+        self._problem = ""
 
     def tell(self, severity: Severity, reason: str, message: str) -> None:
         """`reason`: one CamelCase word."""
@@ -82,9 +85,20 @@ class Recorder:
                     return
                 document = event_document(self._owner, name, severity, reason, message)
                 await self._cluster.create(EVENTS, self._owner.namespace, document)
-            except ApiError as error:
+                self._problem = ""
+            except (Conflict, Unreachable, TooBusy) as error:
                 # Most often: the one of an earlier operator is still there.
                 log.debug("an event was not written: %s", error)
+            except ApiError as error:
+                self._note(error)
+
+    def _note(self, error: ApiError) -> None:
+        """What somebody has to put right, once: this log is now the only place of the story."""
+        gone = isinstance(error, NotFound) or TERMINATING in str(error)
+        if gone or self._problem == str(error):
+            return
+        self._problem = str(error)
+        log.warning("events cannot be written: %s", error, extra={"job": self._owner.key})
 
     async def _again(self, name: str, count: int) -> bool:
         """False: the API server has forgotten it."""

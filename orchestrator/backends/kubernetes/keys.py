@@ -37,6 +37,8 @@ async def ensure_keys(
     with a new one, and running agents can no longer be spoken to. `fresh`: most likely there is
     none yet, so it is not asked for before.
 
+    One that was edited is not written over: we may not, and somebody may have meant it.
+
     Raises KeysUnusable and the errors of the API.
     """
     name = names.secret_name(owner.name)
@@ -56,15 +58,25 @@ async def ensure_keys(
             f"Secret {owner.namespace}/{name}: belongs to something else, or to an earlier job of "
             f"this name that is being deleted; the job starts when it is gone"
         )
-    data = {key: base64.b64decode(value) for key, value in (found.get("data") or {}).items()}
-    try:
-        keys = Keys(data[TOKEN].decode("ascii"), data[tls.CERTIFICATE_NAME], data[tls.KEY_NAME])
-    except (KeyError, ValueError):
+    held = _keys_in(found)
+    if held is None or (known is not None and held != known):
+        what = "edited beyond use" if held is None else "edited, running agents have other keys"
         raise KeysUnusable(
-            f"Secret {owner.namespace}/{name}: edited beyond use; delete it and it is made again "
+            f"Secret {owner.namespace}/{name}: {what}; delete it and it is made again "
             f"(kubectl delete secret -n {owner.namespace} {name})"
-        ) from None
-    return keys, made
+        )
+    return held, made
+
+
+def _keys_in(secret: Document) -> Keys | None:
+    """None: nobody can speak with what is in it."""
+    try:
+        data = {key: base64.b64decode(value) for key, value in (secret.get("data") or {}).items()}
+        keys = Keys(data[TOKEN].decode("ascii"), data[tls.CERTIFICATE_NAME], data[tls.KEY_NAME])
+        tls.server_context_from_pem(keys.certificate, keys.key)
+    except (KeyError, ValueError, tls.TlsUnusable):
+        return None
+    return keys
 
 
 def secret_document(owner: Owner, keys: Keys) -> Document:

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...protocol.errors import HoldfastError
 from . import names, words
+from .errors import ApiError, Forbidden
+from .keys import KeysUnusable
 
+NO_ROOM = "NoRoom"
 REFUSAL_S = 30.0
 """Whoever still wants nodes asks every few seconds; a refusal that nobody hears again is over."""
 
@@ -22,6 +26,19 @@ class Refusal:
 
     why: str = ""
     until_s: float = 0.0
+    code: str = NO_ROOM
+    """CamelCase: the reason in the job's conditions."""
+
+    @classmethod
+    def of(cls, count: int, error: HoldfastError, now_s: float) -> Refusal:
+        """Of so many pods. The API server's own words, but where somebody has to act: then which
+        right or which Secret it is, and what to do."""
+        code, why = NO_ROOM, error.message if isinstance(error, ApiError) else str(error)
+        if isinstance(error, Forbidden) and error.right_missing:
+            code, why = "MissingRight", str(error)
+        elif isinstance(error, KeysUnusable):
+            code = "KeysUnusable"
+        return cls(f"{count} pods were asked for and none was made: {why}", now_s, code)
 
     def left_s(self, now_s: float) -> float:
         return max(0.0, self.until_s - now_s)

@@ -20,7 +20,8 @@ BOUND_S = 20
 def test_a_reporter_ends_when_it_is_cancelled_in_the_moment_of_urgent_news() -> None:
     async def story() -> None:
         async with Cluster(library.ApiClient(library.Configuration()), "default") as cluster:
-            reporter = Reporter(cluster, Owner("default", "x", "uid"), {}, lambda before: {})
+            owner, said = Owner("default", "x", "uid"), list[str]()
+            reporter = Reporter(cluster, owner, {}, lambda before: {}, said.append)
             reporter._written_at = asyncio.get_running_loop().time()
             running = asyncio.create_task(reporter.run())
             reporter.dirty()

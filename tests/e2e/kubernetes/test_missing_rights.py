@@ -1,0 +1,184 @@
+"""An operator that lacks one right: which one it is stands where a person looks, and when it is
+given the job goes on by itself. On a real API server, by Roles.
+
+Owns: these tests. That the chart's rights are enough is tests/e2e/kubernetes/test_rights.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.run import REPOSITORY
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.unplaced import (
+    BOUND_S,
+    Plane,
+    gone,
+    install,
+    job,
+    message_of,
+    reason_of,
+    wait_pods,
+)
+
+pytestmark = pytest.mark.e2e
+
+RBAC = REPOSITORY / "manifests" / "rbac.yaml"
+LEASES = {
+    "apiGroups": ["coordination.k8s.io"],
+    "resources": ["leases"],
+    "verbs": ["get", "create", "update"],
+}
+
+
+def rules(resource: str = "", verb: str = "") -> list[dict[str, Any]]:
+    """What manifests/ give the operator, but for this right."""
+    documents = yaml.safe_load_all(RBAC.read_text())
+    role = next(one for one in documents if one["metadata"]["name"].endswith("holdfast-operator"))
+    found = [copy.deepcopy(rule) for rule in role["rules"]] + [LEASES]
+    if resource:
+        (rule,) = [one for one in found if one["resources"] == [resource]]
+        rule["verbs"].remove(verb)
+    return found
+
+
+class Limited:
+    """An operator in a namespace, as a service account with one Role."""
+
+    def __init__(self, plane: Plane, namespace: Kubectl, directory: Path) -> None:
+        if isinstance(plane, GivenCluster):
+            pytest.skip("needs the token of a service account in a kubeconfig of its own")
+        self._plane, self._namespace, self._directory = plane, namespace, directory
+        self.replica: Replica | None = None
+
+    def start(self, resource: str, verb: str) -> Replica:
+        """Without this right. Returns when it leads."""
+        name = self._namespace.namespace
+        self._namespace.run("create", "serviceaccount", "operator")
+        self.grant(rules(resource, verb))
+        account = f"--serviceaccount={name}:operator"
+        self._namespace.run("create", "rolebinding", "operator", "--role=operator", account)
+        token = self._namespace.run("create", "token", "operator").strip()
+        kubeconfig = self._plane.write_kubeconfig(f"limited-{name}", token=token)
+        self.replica = Replica(kubeconfig, self._directory, (name,))
+        self.replica.start()
+        self.replica.wait_leading()
+        return self.replica
+
+    def grant(self, wanted: list[dict[str, Any]]) -> None:
+        head = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role"}
+        self._namespace.apply({**head, "metadata": {"name": "operator"}, "rules": wanted})
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Plane) -> Plane:
+    install(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def limited(plane: Plane, namespace: Kubectl, tmp_path: Path) -> Iterator[Limited]:
+    made = Limited(plane, namespace, tmp_path)
+    yield made
+    if made.replica is not None:
+        assert made.replica.close() == 0, made.replica.tail()
+
+
+def wait_requests(replica: Replica, verb: str, resource: str, count: int) -> None:
+    """Until the operator has tried so often, by its own metrics."""
+
+    def tried() -> float:
+        for line in replica.get("/metrics")[1].splitlines():
+            if f'verb="{verb}"' in line and f'resource="{resource}"' in line:
+                return float(line.split()[-1])
+        return 0.0
+
+    until(
+        lambda: tried() >= count, f"{count} attempts to {verb} {resource}",
+        timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+
+
+def test_without_the_right_to_create_pods_the_condition_names_it_and_what_to_do(
+    limited: Limited, namespace: Kubectl
+) -> None:
+    replica = limited.start("pods", "create")
+    namespace.apply(job("podless"))
+    found = namespace.wait(
+        "trainingjob", "podless", lambda d: reason_of(d) == "MissingRight", "to name the right",
+        timeout_s=BOUND_S,
+    )  # fmt: skip
+    assert "2 pods were asked for and none was made: missing right: create pods" in message_of(
+        found
+    )
+    assert "bind a role that has it, see the chart's RBAC" in message_of(found), replica.tail()
+    limited.grant(rules())
+    wait_pods(namespace, "podless", 2)
+    gone(namespace, "podless")
+
+
+def test_without_the_right_to_write_the_status_the_log_and_an_event_name_it_once(
+    limited: Limited, namespace: Kubectl
+) -> None:
+    replica = limited.start("trainingjobs/status", "patch")
+    namespace.apply(job("mute"))
+    wait_pods(namespace, "mute", 2)
+    wait_requests(replica, "patch", "trainingjobs", 3)
+    told = "the status cannot be written: missing right: patch trainingjobs/status"
+    assert replica.log.read_text().count(told) == 1, "each attempt fails, and one of them is told"
+    until(
+        lambda: any(
+            one["reason"] == "StatusNotWritten" and one["message"].startswith(told)
+            for one in namespace.list("events", "holdfast.dev/job=mute")
+        ),
+        "an event that says so", timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+    limited.grant(rules())
+    namespace.wait(
+        "trainingjob", "mute", lambda d: reason_of(d) == "Unschedulable", "to have a status",
+        timeout_s=BOUND_S,
+    )  # fmt: skip
+    assert "the status is written again" in replica.log.read_text()
+    gone(namespace, "mute")
+
+
+def test_without_the_right_to_create_events_the_log_names_it_once(
+    limited: Limited, namespace: Kubectl
+) -> None:
+    replica = limited.start("events", "create")
+    namespace.apply(job("quiet"))
+    wait_pods(namespace, "quiet", 2)
+    for size in (3, 4):
+        namespace.run("scale", "trainingjob/quiet", f"--replicas={size}")
+        wait_pods(namespace, "quiet", size)
+    wait_requests(replica, "create", "events", 2)
+    told = "events cannot be written: missing right: create events"
+    until(lambda: told in replica.log.read_text(), "the log to say so", timeout_s=BOUND_S)
+    gone(namespace, "quiet")
+    assert replica.log.read_text().count(told) == 1, replica.tail()
+    assert namespace.list("events", "holdfast.dev/job=quiet") == []
+
+
+def test_without_the_right_to_create_secrets_the_operator_waits_and_says_for_what(
+    limited: Limited, namespace: Kubectl
+) -> None:
+    limited.start("secrets", "create")
+    namespace.apply(job("keyless"))
+    found = namespace.wait(
+        "trainingjob", "keyless", lambda d: reason_of(d) == "OperatorWaits", "to name the right",
+        timeout_s=BOUND_S,
+    )  # fmt: skip
+    assert message_of(found).startswith("missing right: create secrets"), message_of(found)
+    assert message_of(found).endswith("see the chart's RBAC; trying again")
+    limited.grant(rules())
+    wait_pods(namespace, "keyless", 2)
+    gone(namespace, "keyless")

@@ -1,0 +1,156 @@
+"""Jobs that have to wait for somebody: for what is said in their conditions, and that is all they
+need. On a real API server without nodes.
+
+Owns: these tests, of the operator with all rights; tests/e2e/kubernetes/test_missing_rights.py is
+about one that lacks some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.unplaced import (
+    BOUND_S,
+    Plane,
+    gone,
+    install,
+    job,
+    message_of,
+    names_of,
+    pods,
+    reason_of,
+    wait_pods,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def jobs(control_plane: Plane) -> Iterator[Kubectl]:
+    install(control_plane)
+    yield from fresh(control_plane.kubectl())
+
+
+@pytest.fixture(scope="module")
+def operator(
+    control_plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Replica]:
+    directory = tmp_path_factory.mktemp("operator")
+    replica = Replica(control_plane.kubeconfig, directory, (jobs.namespace,))
+    replica.start()
+    replica.wait_leading()
+    yield replica
+    assert replica.close() == 0, replica.tail()
+
+
+def wait_told(kubectl: Kubectl, name: str, text: str) -> dict[str, Any]:
+    """Until the job's conditions say this."""
+    return kubectl.wait(
+        "trainingjob", name, lambda d: text in message_of(d), f"to say {text!r}", timeout_s=BOUND_S
+    )
+
+
+def test_a_pod_that_never_starts_is_given_back_at_its_deadline_and_asked_for_anew(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.apply(job("late", kubernetes={"startTimeoutSeconds": 2}))
+    first = names_of(wait_pods(jobs, "late", 2))
+    found = wait_told(jobs, "late", "not started within 2 s: the scheduler finds no place: ")
+    assert found["status"]["state"] == "pending"
+    until(
+        lambda: names_of(pods(jobs, "late")) and not first & names_of(pods(jobs, "late")),
+        "other pods in their place", timeout_s=BOUND_S, last=operator.tail,
+    )  # fmt: skip
+    gone(jobs, "late")
+
+
+def test_a_priority_class_that_is_not_there_is_named_and_waited_for(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    name = f"class-{jobs.namespace}"
+    jobs.apply(job("ranked", kubernetes={"priorityClassName": name}))
+    found = wait_told(jobs, "ranked", f"no PriorityClass with name {name} was found")
+    assert reason_of(found) == "NoRoom"
+    jobs.run("create", "priorityclass", name, "--value=7")
+    try:
+        for pod in wait_pods(jobs, "ranked", 2):
+            assert pod["spec"]["priorityClassName"] == name
+            assert pod["spec"]["priority"] == 7
+        gone(jobs, "ranked")
+    finally:
+        jobs.run("delete", "priorityclass", name)
+
+
+def test_a_runtime_class_that_is_not_there_is_named(jobs: Kubectl, operator: Replica) -> None:
+    template = {"spec": {"runtimeClassName": "nowhere"}}
+    jobs.apply(job("sandboxed", kubernetes={"podTemplate": template}))
+    found = wait_told(jobs, "sandboxed", 'RuntimeClass "nowhere" not found')
+    assert reason_of(found) == "NoRoom"
+    gone(jobs, "sandboxed")
+
+
+# -- the Secret --------------------------------------------------------------------------------
+def test_a_secret_of_somebody_else_under_the_jobs_name_is_left_alone_and_named(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    jobs.run("create", "secret", "generic", "taken-agents", "--from-literal=mine=1")
+    jobs.apply(job("taken"))
+    found = wait_told(jobs, "taken", f"Secret {jobs.namespace}/taken-agents: belongs to something")
+    assert reason_of(found) == "OperatorWaits"
+    assert set(jobs.json("get", "secret", "taken-agents")["data"]) == {"mine"}
+    assert pods(jobs, "taken") == []
+    jobs.run("delete", "secret", "taken-agents")
+    wait_pods(jobs, "taken", 2)
+    gone(jobs, "taken")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ('{"data": {"tls.key": null}}', "edited beyond use"),
+        ('{"data": {"tls.key": "bm9uc2Vuc2U="}}', "edited beyond use"),
+        ('{"stringData": {"token": "another"}}', "edited, running agents have other keys"),
+    ],
+    ids=["a-key-taken-out", "a-key-that-is-none", "another-token"],
+)
+def test_an_edited_secret_lets_no_pod_be_made_until_it_is_deleted_and_made_again(
+    jobs: Kubectl, operator: Replica, change: str, told: str
+) -> None:
+    jobs.apply(job("edited"))
+    first = names_of(wait_pods(jobs, "edited", 2))
+    before = jobs.json("get", "secret", "edited-agents")["data"]
+    jobs.run("patch", "secret", "edited-agents", "--type=merge", f"--patch={change}")
+    jobs.run("scale", "trainingjob/edited", "--replicas=3")
+    fix = f"kubectl delete secret -n {jobs.namespace} edited-agents"
+    found = wait_told(jobs, "edited", f"Secret {jobs.namespace}/edited-agents: {told}")
+    assert fix in message_of(found)
+    assert names_of(pods(jobs, "edited")) == first, "no pod that nobody could speak to"
+    jobs.run(*fix.split()[1:])
+    wait_pods(jobs, "edited", 3)
+    assert jobs.json("get", "secret", "edited-agents")["data"] == before
+    gone(jobs, "edited")
+
+
+def test_a_secret_that_was_edited_while_no_operator_ran_is_named(
+    control_plane: Plane, jobs: Kubectl, operator: Replica
+) -> None:
+    """Last: it stops the operator for a while."""
+    jobs.apply(job("tampered"))
+    wait_pods(jobs, "tampered", 2)
+    operator.kill()
+    change = '{"data": {"tls.crt": "bm9uc2Vuc2U="}}'
+    jobs.run("patch", "secret", "tampered-agents", "--type=merge", f"--patch={change}")
+    operator.start()
+    operator.wait_leading()
+    found = wait_told(jobs, "tampered", "edited beyond use; delete it and it is made again")
+    assert reason_of(found) == "OperatorWaits"
+    jobs.run("delete", "secret", "tampered-agents")
+    wait_told(jobs, "tampered", "agents that still run cannot be spoken to any more")
+    gone(jobs, "tampered")
