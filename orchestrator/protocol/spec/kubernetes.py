@@ -22,7 +22,10 @@ TOPOLOGY_KEYS = (
     "topology.kubernetes.io/zone",
     "topology.kubernetes.io/block",
     "topology.kubernetes.io/rack",
+    "nvidia.com/gpu.clique",
 )
+"""The last is NVIDIA's: nodes whose GPUs share one NVLink fabric, as in a rack of NVL72. A fabric
+never reaches out of its rack, and a rack may be cut into several."""
 START_TIMEOUT_S = 240.0
 """A cluster that grows for it needs minutes for a machine with GPUs."""
 

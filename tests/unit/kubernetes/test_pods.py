@@ -204,6 +204,12 @@ def test_a_template_adds_and_changes_by_name_but_makes_no_other_node_of_it() -> 
     assert "/data" in {mount["mountPath"] for mount in worker(document)["volumeMounts"]}
 
 
+def test_a_pod_has_the_priority_class_and_the_service_account_of_the_job() -> None:
+    spec = pod(kubernetes={"priorityClassName": "urgent", "serviceAccountName": "reader"})["spec"]
+    assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("urgent", "reader")
+    assert "priorityClassName" not in pod()["spec"]
+
+
 def test_a_template_without_the_training_container_is_refused_in_words() -> None:
     template = {"spec": {"containers": [{"name": "worker", "$patch": "delete"}]}}
     with pytest.raises(UserError, match="none called worker"):
