@@ -1,7 +1,8 @@
 """The way to an API server: objects as plain dictionaries, over the official client's asyncio side.
 
 Owns: where the credentials come from (a pod's service account or a kubeconfig), the verbs, time
-limits and the counting of requests. Must not: know what the objects mean, or keep any.
+limits and the counting of requests. Must not: know what the objects mean, or keep any. That
+credentials are renewed is credentials.py.
 
 The client library gives authentication, TLS and connections; its generated models are not used:
 they cost far more time per object than the network does, and lose fields that they do not know.
@@ -23,6 +24,7 @@ from kubernetes.aio import config as loader
 
 from ...protocol.errors import UserError
 from . import names
+from .credentials import Credentials, Load
 from .errors import ApiError, Conflict, Expired, NotFound, Resource, refused, unreachable
 
 Document = dict[str, Any]
@@ -41,13 +43,15 @@ AT_ONCE = 16
 """Requests under way; others wait here, in order. What lasts (watches, logs) is not counted. A
 thousand jobs that ask at once would otherwise wait within the time limit of each request."""
 CONNECTIONS = AT_ONCE + 64
+UNAUTHORIZED = 401
 
 
 class Cluster:
     """One API server, as one user. Raises the errors of errors.py."""
 
-    def __init__(self, api: library.ApiClient, namespace: str) -> None:
-        self._api = api
+    def __init__(self, api: library.ApiClient, namespace: str, reload: Load | None = None) -> None:
+        """`reload`: loads the credentials anew, when the server has refused them."""
+        self._credentials = Credentials(api, reload)
         self.namespace = namespace
         """Where things are when nobody says otherwise."""
         self.host = str(api.configuration.host)
@@ -61,26 +65,34 @@ class Cluster:
     ) -> Cluster:
         """In a pod by its service account, elsewhere (or when a context or file is named) by a
         kubeconfig. Opens no connection yet. Raises UserError."""
-        inside = "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.is_dir()
-        configuration = library.Configuration()
-        try:
-            if inside and context is None and kubeconfig is None:
+        within = "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.is_dir()
+        inside = within and context is None and kubeconfig is None
+        file = str(kubeconfig) if kubeconfig is not None else None
+
+        async def load() -> library.Configuration:
+            configuration = library.Configuration()
+            if inside:
                 loader.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+            else:
+                await loader.load_kube_config(file, context, configuration)  # type: ignore[no-untyped-call]
+            configuration.connection_pool_maxsize = CONNECTIONS
+            return configuration
+
+        try:
+            configuration = await load()
+            if inside:
                 namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
             else:
-                file = str(kubeconfig) if kubeconfig is not None else None
-                await loader.load_kube_config(file, context, configuration)  # type: ignore[no-untyped-call]
                 namespace = _namespace(file, context)
+            return cls(library.ApiClient(configuration), namespace, load)
         except (loader.ConfigException, OSError) as error:
             raise UserError(
                 f"no way to a cluster ({' '.join(str(error).split())}); expected a kubeconfig "
                 f"(~/.kube/config or $KUBECONFIG) with this context, or a pod's service account"
             ) from None
-        configuration.connection_pool_maxsize = CONNECTIONS
-        return cls(library.ApiClient(configuration), namespace)
 
     async def close(self) -> None:
-        await self._api.close()  # type: ignore[no-untyped-call]
+        await self._credentials.close()
 
     async def __aenter__(self) -> Cluster:
         return self
@@ -282,19 +294,38 @@ class Cluster:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content or "application/json"
+        proof = self._credentials.proof
+        request = (verb, method, path, query, headers, body)
+        response = await self._ask(*request)
+        if response.status == UNAUTHORIZED and await self._credentials.renewed(proof):
+            response.close()
+            response = await self._ask(*request)
+        if not 200 <= response.status <= 299:
+            raise refused(self.host, verb, path, response.status, await response.read())
+        return response
+
+    async def _ask(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]],
+        headers: dict[str, str],
+        body: Document | None,
+    ) -> aiohttp.ClientResponse:
         timeout = {"watch": WATCH_TIMEOUT, "log": LOG_TIMEOUT}.get(verb, TIMEOUT)
-        request = await self._api.param_serialize(
+        api = self._credentials.api
+        request = await api.param_serialize(
             method,
             path,
             query_params=query,
-            header_params=headers,
+            # It writes the token into them.
+            header_params=dict(headers),
             body=body,
             auth_settings=["BearerToken"],
         )
-        answer = await self._api.call_api(*request, _request_timeout=timeout)
+        answer = await api.call_api(*request, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
-        if not 200 <= response.status <= 299:
-            raise refused(self.host, verb, path, response.status, await response.read())
         return response
 
 

@@ -75,7 +75,7 @@ class SmallApi:
         async with asyncio.timeout(BOUND_S):
             return await self.watches.get()
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return _refusal(status(401, "Unauthorized", "Unauthorized"))
         if self.refusals:
@@ -90,7 +90,7 @@ class SmallApi:
             return web.json_response({"metadata": metadata, "items": self.listed})
         return _refusal(status(404, "NotFound", f"{request.path} not found"))
 
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
+    async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
         watch = Watch(request.query["resourceVersion"])
         self._opened.append(watch)
         response = web.StreamResponse()
