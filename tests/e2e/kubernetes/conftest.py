@@ -7,17 +7,15 @@ They are separate clusters, so that a test of the API never meets a node.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster
+from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster, given
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.run import Run
@@ -50,9 +48,9 @@ def control_plane(
     binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ControlPlane | GivenCluster]:
     """An API server without nodes, at Kubernetes' default settings; needs no privileges."""
-    if given := os.environ.get(VARIABLE):
+    if named := given(binaries, tmp_path_factory.mktemp("kubectl")):
         skip_without(binaries, ("kubectl",))
-        yield GivenCluster(binaries, Path(given), tmp_path_factory.mktemp("kubectl"))
+        yield named
         return
     skip_without(binaries, programs.CONTROL_PLANE)
     with Run() as run:

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.kubernetes.binaries import build
-from tests.e2e.kubernetes.rig.binaries import CONTROL_PLANE, Binaries
+from tests.e2e.kubernetes.rig.binaries import CONTROL_PLANE, VARIABLES, Binaries, locate
+from tests.e2e.kubernetes.rig.given import VARIABLE, given
 
 
 def run_build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,4 +62,37 @@ def test_a_skip_names_the_missing_programs_and_the_fix(tmp_path: Path) -> None:
     assert refusal is not None
     assert refusal.startswith("etcd, kube-apiserver, kube-controller-manager, kube-scheduler not")
     assert "make kubernetes-binaries" in refusal
+    assert all(variable in refusal for variable in VARIABLES)
     assert Binaries((tmp_path,)).refusal(("kubectl",)) is None
+
+
+def test_programs_are_taken_from_where_the_variables_say_before_anywhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, envtest, path = (tmp_path / name for name in ("ours", "envtest", "path"))
+    for place, names in ((ours, ("etcd",)), (envtest, ("etcd", "kubectl")), (path, ("odd",))):
+        place.mkdir()
+        for name in names:
+            (place / name).touch(mode=0o755)
+    monkeypatch.setenv("HOLDFAST_KUBERNETES_BINARIES", str(ours))
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(envtest))
+    monkeypatch.setenv("PATH", str(path))
+    found = locate()
+    assert found.find("etcd") == ours / "etcd"
+    assert found.find("kubectl") == envtest / "kubectl"
+    assert found.find("odd") == path / "odd"
+
+
+def test_a_cluster_that_somebody_names_is_the_one_that_is_spoken_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").touch(mode=0o755)
+    programs = Binaries((tmp_path,))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert given(programs, tmp_path) is None
+    monkeypatch.setenv(VARIABLE, "/their/kubeconfig")
+    named = given(programs, tmp_path)
+    assert named is not None
+    command = named.kubectl("team").command("get", "pods")
+    assert command[:3] == [str(tmp_path / "kubectl"), "--kubeconfig", "/their/kubeconfig"]
+    assert command[-4:] == ["--namespace", "team", "get", "pods"]

@@ -57,7 +57,7 @@ class Binaries:
         return (
             f"{', '.join(missing)} not found (looked in {looked} and PATH). Run "
             "`make kubernetes-binaries` once: it needs Go 1.26 and takes about five minutes; "
-            "or set HOLDFAST_KUBERNETES_BINARIES to a directory that holds them"
+            f"or set {' or '.join(VARIABLES)} to a directory that holds them"
         )
 
 
@@ -80,7 +80,8 @@ def machine_refusal() -> str | None:
     if not Path("/sys/fs/cgroup/memory").is_dir():
         return (
             "the nodes of this rig have been made to work on cgroup v1 only; boot with "
-            "systemd.unified_cgroup_hierarchy=0, or point HOLDFAST_TEST_KUBECONFIG at a cluster"
+            "systemd.unified_cgroup_hierarchy=0. A cluster of your own (HOLDFAST_TEST_KUBECONFIG) "
+            "serves the tests without nodes only: these here kill nodes and cut cables"
         )
     for directory in cgroups.hierarchies().values():
         if not os.access(directory, os.W_OK):

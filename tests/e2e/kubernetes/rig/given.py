@@ -3,6 +3,7 @@ stopped. Owns nothing of it but the namespaces that tests make."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,3 +23,9 @@ class GivenCluster:
 
     def kubectl(self, namespace: str = "") -> Kubectl:
         return Kubectl(self.binaries.path("kubectl"), self.kubeconfig, self.cache, namespace)
+
+
+def given(binaries: Binaries, cache: Path) -> GivenCluster | None:
+    """None: nobody has named one."""
+    named = os.environ.get(VARIABLE)
+    return GivenCluster(binaries, Path(named), cache) if named else None
