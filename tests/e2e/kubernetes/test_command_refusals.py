@@ -163,3 +163,30 @@ def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
     assert result.code == 2
     assert f"see `kubectl holdfast status -n {jobs.namespace}" in result.err
     assert "Usage: kubectl holdfast" in called(plugin, "--help").out
+
+
+def test_a_token_that_has_expired_is_fetched_anew_from_the_plugin_of_the_kubeconfig(
+    jobs: Kubectl, tmp_path: Path
+) -> None:
+    config = yaml.safe_load(jobs.kubeconfig.read_text())
+    user = config["users"][0]["user"]
+    if "token" not in user:
+        pytest.skip("needs a kubeconfig with a token")
+    used, program = tmp_path / "used", tmp_path / "plugin"
+    program.write_text(
+        f"#!/bin/sh\nif [ -e {used} ]; then token={user['token']}; else token=expired; fi\n"
+        f"touch {used}\n"
+        'echo \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",\'\n'
+        'echo "\\"status\\": {\\"token\\": \\"$token\\"}}"\n'
+    )
+    program.chmod(0o700)
+    version = "client.authentication.k8s.io/v1"
+    config["users"][0]["user"] = {
+        "exec": {"apiVersion": version, "command": str(program), "interactiveMode": "Never"}
+    }
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    jobs.create(SCRIPT)
+    result = Commands(jobs, kubeconfig)("status", "demo")
+    assert result.code == 0, result.err
+    assert "demo" in result.out and "expired" not in result.err
