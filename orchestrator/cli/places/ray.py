@@ -67,6 +67,9 @@ class RayPlace:
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
+    def reads(self, path: str) -> bool:
+        return True  # on a Ray node where not here
+
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         if file is not None:
