@@ -1,4 +1,4 @@
-"""TrainingJobs on a cluster with nodes: applied, scaled, held, disturbed and deleted.
+"""TrainingJobs on a cluster with nodes: applied, scaled, held and disturbed (deleted: elsewhere).
 
 The cluster has Kubernetes' default settings: it needs 47 s to notice a lost node and 350 s to
 replace its pods. Every job is a small variant of examples/stdlib-bytes.yaml.
@@ -6,6 +6,7 @@ replace its pods. Every job is a small variant of examples/stdlib-bytes.yaml.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -121,6 +122,41 @@ def test_a_killed_worker_costs_no_finished_step(running: Job) -> None:
     assert "was killed by SIGKILL" in incident["title"]
     assert (incident["stepsLost"], incident["restoredFrom"]) == (0, "memory"), running.story()
     assert "holdfast.dev/chaos" not in running.object()["metadata"].get("annotations", {})
+    until(
+        lambda: untold(running, incident["number"]) == [], "describe to tell the story",
+        timeout_s=60, last=lambda: (untold(running, incident["number"]), running.story()),
+    )  # fmt: skip
+
+
+def untold(job: Job, number: int) -> list[str]:
+    """What `kubectl describe` does not say of an incident that is over; regular expressions."""
+    one = next(one for one in job.status()["incidents"] if one["number"] == number)
+    said = job.kubectl.run("describe", "tj", job.name)
+    fields, _events, events = said.partition("\nEvents:")
+    title, node = re.escape(one["title"]), re.escape(one.get("culpritNode", "no node"))
+    wanted = {
+        rf"\bTitle: +{title}\n": fields,
+        rf"\bCulprit Node: +{node}\n": fields,
+        r"\bCulprit Rank: +3\n": fields,
+        rf"\bTotal: +{one['seconds'].get('total', 'not over')}\n": fields,
+        r"\bSteps Lost: +0\n": fields,
+        rf"Warning +\w+ .* incident {number}: {title}": events,
+        rf"Normal +Recovered .* incident {number} is over: .* s, no finished step lost": events,
+    }
+    return [pattern for pattern, text in wanted.items() if not re.search(pattern, text)]
+
+
+def test_the_lines_of_rank_0_are_those_of_the_pod_with_that_label(running: Job) -> None:
+    def lines() -> list[str]:
+        selector = f"--selector=holdfast.dev/job={running.name},holdfast.dev/rank=0"
+        return running.kubectl.run("logs", selector, "--tail=-1").splitlines()
+
+    until(
+        lambda: any(line.startswith("[rank 0] step") for line in lines()), "lines of rank 0",
+        timeout_s=60, last=running.story,
+    )  # fmt: skip
+    elsewhere = tuple(f"[rank {rank}]" for rank in (2, 3))
+    assert [line for line in lines() if line.startswith(elsewhere)] == []
 
 
 def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
@@ -221,21 +257,3 @@ def test_a_killed_api_server_leaves_training_alone(
     after = running.wait_steps(3)
     assert after["generation"] == before["generation"], running.story()
     assert running.incidents_after(before) == []
-
-
-def test_a_deleted_job_leaves_nothing_in_any_state(
-    operator: Operator, cluster_namespace: Kubectl
-) -> None:
-    unschedulable = {"nodeSelector": {"kubernetes.io/hostname": "nowhere"}}
-    pending = Job(
-        cluster_namespace,
-        example("pending", ENDLESS, kubernetes={"podTemplate": {"spec": unschedulable}}),
-    )
-    pending.wait(lambda s: s.get("state") == "pending", "to be pending")
-    until(lambda: len(pending.pods()) == 2, "its pods", timeout_s=60)
-    suspended = Job(cluster_namespace, example("suspended", ENDLESS, suspend=True))
-    suspended.wait(lambda s: s.get("state") == "suspended", "to be suspended")
-    started = Job(cluster_namespace, example("started", ENDLESS))
-    started.wait_running(4)
-    for job in (pending, suspended, started):
-        job.delete()
