@@ -4,6 +4,7 @@ alone, as one controller after the other has it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -12,14 +13,14 @@ import pytest
 from orchestrator.backends.base import NoRoom
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 
-from ...contract.places import Controller, run
+from ...contract.places import BOUND_S, Controller, run
 from ...contract.ray_place import RayPlace
 from . import rig
+from .jobs import Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 MISSING = 8
 """More than the threads that asyncio shares on a machine of two cores."""
-BOUND_S = 20.0
 
 
 def make_job(name: str) -> TrainingJob:
@@ -62,6 +63,23 @@ def scene(place: RayPlace, scenario: Callable[[Controller], Awaitable[None]]) ->
     run(scenario, place)
 
 
+async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) -> list[str]:
+    """So many nodes more, asked for until they are there: what the test before gave back may take
+    the cluster a while on a busy machine."""
+    given: list[str] = []
+    async with asyncio.timeout(BOUND_S):
+        while len(given) < count:
+            with contextlib.suppress(NoRoom):
+                given += await controller.backend.request_nodes(count - len(given), avoid)
+    await controller.up(*given)
+    return given
+
+
+async def lack(controller: Controller, count: int) -> None:
+    with pytest.raises(NoRoom, match="the cluster has"):
+        await controller.backend.request_nodes(count, ())
+
+
 def ray_node(place: RayPlace, node: str) -> str:
     import ray
 
@@ -74,15 +92,15 @@ def ray_node(place: RayPlace, node: str) -> str:
 def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_one(
     place: RayPlace,
 ) -> None:
+    from orchestrator.backends.ray import groups
     from orchestrator.backends.ray.journal import open_journal
     from orchestrator.core.events import SuspendRequested
 
     async def scenario(controller: Controller) -> None:
         journal = await open_journal(place.keys, place.job.name)
-        nodes = await controller.backend.request_nodes(rig.NODES + MISSING, ())
-        assert len(nodes) == rig.NODES
-        assert len(place.leftovers()) >= 1 + MISSING, "what is missing is demanded"
-        await controller.up(*nodes)
+        nodes = await have(controller, rig.NODES)
+        await lack(controller, MISSING)
+        assert len(groups.names_of(place.job.name)) == rig.NODES - 1 + MISSING  # the gang has two
         async with asyncio.timeout(BOUND_S):
             journal.append(1, SuspendRequested(by="somebody"))
             await journal.commit()
@@ -94,8 +112,7 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_on
 
 def test_nodes_that_come_together_are_each_on_a_ray_node_of_their_own(place: RayPlace) -> None:
     async def scenario(controller: Controller) -> None:
-        nodes = await controller.backend.request_nodes(3, ())
-        await controller.up(*nodes)
+        nodes = await have(controller, 3)
         assert len({ray_node(place, node) for node in nodes}) == 3
 
     scene(place, scenario)
@@ -105,15 +122,13 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
     place: RayPlace,
 ) -> None:
     async def first(controller: Controller) -> None:
-        bad, good = await controller.backend.request_nodes(2, ())
-        await controller.up(bad, good)
+        bad, _good = await have(controller, 2)
         blamed = ray_node(place, bad)
         while not controller.backend._known.places.get(bad):  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
         await controller.backend.release_node(bad)
         await controller.ended(bad)
-        (new,) = await controller.backend.request_nodes(1, (bad,))
-        await controller.up(new)
+        (new,) = await have(controller, 1, (bad,))
         assert ray_node(place, new) != blamed
         noted.append((bad, blamed, new))
 
@@ -122,8 +137,7 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
         bad, blamed, old = noted[0]
         await controller.backend.release_node(old)
         await controller.ended(old)
-        (new,) = await controller.backend.request_nodes(1, (bad,))
-        await controller.up(new)
+        (new,) = await have(controller, 1, (bad,))
         assert ray_node(place, new) != blamed
 
     noted: list[tuple[str, str, str]] = []
@@ -135,17 +149,31 @@ def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayPlace) -
     from orchestrator.backends.ray import groups
 
     async def scenario(controller: Controller) -> None:
-        backend = controller.backend
-        nodes = await backend.request_nodes(rig.NODES + 3, ())
-        assert len(nodes) == rig.NODES
-        waiting = len(groups.names_of(place.job.name)) - (rig.NODES - 1)  # two share the gang's
-        assert waiting == 3
-        await backend.trim(lambda: 1)  # type: ignore[attr-defined]
-        assert len(groups.names_of(place.job.name)) == rig.NODES - 1 + 1
-        await backend.trim(lambda: 0)  # type: ignore[attr-defined]
-        assert len(groups.names_of(place.job.name)) == rig.NODES - 1
-        with pytest.raises(NoRoom, match="the cluster has"):
-            await backend.request_nodes(2, ())
-        assert len(groups.names_of(place.job.name)) == rig.NODES - 1 + 2
+        def demanded() -> int:
+            return len(groups.names_of(place.job.name)) - (rig.NODES - 1)  # two share the gang's
+
+        await have(controller, rig.NODES)
+        await lack(controller, 3)
+        assert demanded() == 3
+        await controller.backend.trim(lambda: 1)  # type: ignore[attr-defined]
+        assert demanded() == 1
+        await controller.backend.trim(lambda: 0)  # type: ignore[attr-defined]
+        assert demanded() == 0
+        await lack(controller, 2)
+        assert demanded() == 2
 
     scene(place, scenario)
+
+
+def test_a_suspended_job_demands_nothing_and_a_resumed_one_does_again(tmp_path: Path) -> None:
+    from orchestrator.backends.ray import groups
+
+    job = Job(tmp_path, "demand", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
+    try:
+        job.until(lambda view: len(groups.names_of(job.name)) == 3)  # the gang and two more
+        for verb, count in (("suspend", 0), ("resume", 3)):
+            assert holdfast(verb, job.name, "--ray", job.cluster.address).returncode == 0
+            job.until(lambda view, count=count: len(groups.names_of(job.name)) == count)  # type: ignore[misc]
+    finally:
+        job.end()
+    assert groups.names_of(job.name) == []
