@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +204,11 @@ class Cluster:
         namespace: str = "",
         selector: str = "",
         fields: str = "",
+        on_open: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[tuple[str, Document]]:
         """(ADDED | MODIFIED | DELETED | BOOKMARK, object) since `version`, for some minutes.
 
+        `on_open`: called when the server has granted it; the first object may be a minute away.
         Raises Expired when the server does not remember `version` any more.
         """
         query = [("watch", "true"), ("resourceVersion", version)]
@@ -216,6 +218,7 @@ class Cluster:
         path = resource.path(namespace)
         try:
             response = await self._open("watch", "GET", resource, path, None, "", query)
+            on_open()
             try:
                 async for line in response.content:
                     kind, document = self._event(path, line)

@@ -87,12 +87,15 @@ class Mirror:
             began = loop.time()
             try:
                 watch = self._cluster.watch(
-                    self._resource, version, self._namespace, self._selector
+                    self._resource,
+                    version,
+                    self._namespace,
+                    self._selector,
+                    on_open=lambda: self._say(""),
                 )
                 async for kind, document in watch:
                     version = document["metadata"]["resourceVersion"]
                     pauses.reset()
-                    self._say("")
                     if kind != "BOOKMARK":
                         self._take(kind, self._trim(document))
             except Expired:
