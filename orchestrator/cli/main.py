@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
+from .options import complete
 
 # Newer typer carries a click of its own, older typer uses the real one; either way these are the
 # bases of the one usage error that typer exports.
@@ -105,7 +106,8 @@ def main(
     from ..protocol.errors import HoldfastError
 
     try:
-        result = app(args=arguments, prog_name=program, standalone_mode=False, obj=where)
+        words = complete(sys.argv[1:] if arguments is None else arguments)
+        result = app(args=words, prog_name=program, standalone_mode=False, obj=where)
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:

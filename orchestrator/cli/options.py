@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -59,7 +60,8 @@ RayOption = Annotated[
     str | None,
     typer.Option(
         "--ray", metavar="ADDRESS",
-        help="In a Ray cluster: auto inside of it, HOST:PORT of its head, or http://HOST:8265.",
+        help="In a Ray cluster: auto inside of it, HOST:PORT of its head, or http://HOST:8265. "
+        "Without ADDRESS: $RAY_ADDRESS, or auto.",
         rich_help_panel=WHERE,
     ),
 ]  # fmt: skip
@@ -114,7 +116,7 @@ def choose(
 
     if ray is not None:
         if kubernetes:
-            got = f"{ray} beside --kubernetes"
+            got = f"{ray or 'it'} beside --kubernetes"
             raise UserError(str(Problem("--ray", got, "one place", "leave one out")))
         return _ray(ray)
     if kubernetes or ctx.obj == PLUGIN:
@@ -140,11 +142,26 @@ def choose(
     return LocalPlace(home)
 
 
-def _ray(address: str) -> Place:
+def complete(words: list[str]) -> list[str]:
+    """A command line whose `--ray` has a value: an empty one where another option follows, or
+    nothing. What stands right after it is its value, also a job or a file."""
+    done = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        done.append("--ray=" if word == "--ray" and following.startswith("-") else word)
+    return done
+
+
+def ray_address(given: str) -> str:
+    """What `--ray` means; Ray's own commands look there too."""
+    return given or os.environ.get("RAY_ADDRESS") or "auto"
+
+
+def _ray(given: str) -> Place:
     """Raises UserError without Ray's libraries. Behind a dashboard's address the same command runs
     once more, inside the cluster, and this one ends with its exit code."""
     from ..protocol.errors import Problem, UserError
 
+    address = ray_address(given)
     try:
         if address.startswith(("http://", "https://")):
             from .places.ray_jobs_api import forward

@@ -17,6 +17,7 @@ from ..protocol.spec import TrainingJob, load_job
 from ..protocol.store import make_directory
 from ..runtime.surroundings import (
     CHECKPOINT_FIELD,
+    LOCAL_SCHEMES,
     job_environment,
     missing_driver,
     storage_place,
@@ -39,6 +40,39 @@ def check(job: TrainingJob, spec_directory: Path, source: str = "") -> None:
         problems = list(_problems(job, spec_directory))
     if problems:
         raise SpecError(problems, source)
+
+
+def check_handed_in(job: TrainingJob, spec_directory: Path, source: str, *, ships: bool) -> None:
+    """Raises SpecError for what cannot work when a job is handed in from here and runs elsewhere,
+    from a copy of the spec's directory (`ships`). What is there only, its driver checks there."""
+    problems = []
+    path, script = job.spec.checkpoint.path, job.spec.entrypoint.script
+    if path is not None and not _is_same_everywhere(path):
+        expected = "an absolute path, or a URL: the job does not run in the directory of its spec"
+        fix = "name a directory that all nodes share, or a store"
+        problems.append(Problem(CHECKPOINT_FIELD, path, expected, fix))
+    work = Path(job.spec.working_directory)
+    if script is not None and ships and not _is_same_everywhere(str(work / script)):
+        found = (spec_directory / work / script).resolve()
+        problems += _script(found, script)
+        if not problems and not found.is_relative_to(spec_directory.resolve()):
+            expected = f"a file below {spec_directory}, which is all that goes along"
+            problems.append(Problem("spec.entrypoint.script", f"{script} ({found})", expected))
+    recipe = job.spec.entrypoint.recipe
+    data = "stdlib" if recipe is None else recipe.config.data.source
+    if data != "stdlib" and not _is_same_everywhere(data):
+        expected = "stdlib, or an absolute path of the cluster: only the spec goes along"
+        problems.append(Problem("spec.entrypoint.recipe.config.data.source", data, expected))
+    if problems:
+        raise SpecError(problems, source)
+
+
+def _is_same_everywhere(path: str) -> bool:
+    """Whether it does not depend on where the spec file lies."""
+    scheme, is_url, rest = path.partition("://")
+    if is_url and scheme not in LOCAL_SCHEMES:
+        return True
+    return (rest if is_url else path).startswith(("/", "~"))
 
 
 def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:

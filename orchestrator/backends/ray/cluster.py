@@ -46,11 +46,13 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address not in ("auto", "") and not address.startswith("ray://"):
-        _check_listens(address)
+    outside = address.startswith("ray://")
+    if address not in ("auto", "") and not outside:
+        check_listens(address)
         _check_inside(address)
     shown: dict[str, Any] = {}
-    if metadata and not jobs_view.submission_id():
+    # A Ray client sends its options as JSON, which a JobConfig is not.
+    if metadata and not outside and not jobs_view.submission_id():
         shown["job_config"] = ray.job_config.JobConfig(metadata=metadata)
     try:
         _init(
@@ -98,7 +100,7 @@ def _reason(error: ConnectionError) -> str:
     return lines[-1].partition(": ")[2] or lines[-1] if "Traceback" in str(error) else lines[0]
 
 
-def _check_listens(address: str) -> None:
+def check_listens(address: str) -> None:
     """Ray tries for very long, and says little."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():

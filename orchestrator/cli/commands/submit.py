@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import FileArgument, JsonOption
+from ..options import FileArgument, JsonOption, ray_address
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -21,7 +21,11 @@ def submit(
     file: FileArgument,
     ray: Annotated[
         str,
-        typer.Option("--ray", metavar="ADDRESS", help="http://HEAD:8265, or auto inside of it."),
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="http://HEAD:8265, or auto inside of it. Without ADDRESS: $RAY_ADDRESS, or auto.",
+        ),
     ],
     runtime_env: Annotated[
         Path | None,
@@ -44,7 +48,7 @@ def submit(
     from ..output import print_json
     from ..places.ray_jobs_api import submit as hand_in
 
-    submitted, code = hand_in(file, ray, runtime_env, attach=follow)
+    submitted, code = hand_in(file, ray_address(ray), runtime_env, attach=follow)
     if code is not None:
         raise typer.Exit(code)
     if as_json:

@@ -6,6 +6,7 @@ not: know what the commands do.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shlex
 import shutil
@@ -17,8 +18,8 @@ from typing import Any
 from ...backends.ray import calls, jobs
 from ...backends.ray.jobs_view import OWNER
 from ...protocol.errors import HoldfastError, Problem, UserError
-from ...protocol.spec import TrainingJob
-from ..preflight import load_checked
+from ...protocol.spec import TrainingJob, load_job
+from ..preflight import check_handed_in
 
 PROGRAM = "python -m orchestrator.cli.main"
 FILE_NAME = "holdfast-job.yaml"
@@ -30,8 +31,9 @@ def submit(
     file: Path, address: str, runtime_env: Path | None, *, attach: bool
 ) -> tuple[str, int | None]:
     """Hand a job in. (name of the Ray job, its exit code if it was waited for)."""
-    job = load_checked(file)
     wanted = _runtime_env(runtime_env)
+    job = load_job(file)
+    check_handed_in(job, file.absolute().parent, str(file), ships="working_dir" not in wanted)
     api = jobs.Api(address)
     with tempfile.TemporaryDirectory(prefix="holdfast-submit-") as place:
         directory = Path(place)
@@ -89,23 +91,25 @@ def forward(address: str) -> int:
     api = jobs.Api(address)
     name = f"{COMMAND}{secrets.token_hex(4)}"
     submitted = api.submit(name, entrypoint, {}, {"job_name": shlex.join(["holdfast", *inner])})
-    kept: list[str] = []
 
     def show(text: str) -> None:
         # What it advises is typed here, not inside the cluster.
-        text = text.replace("--ray auto", f"--ray {address}")
-        # Ray has one stream for stdout and stderr. What ends can wait until it is known which.
-        _write(text) if live else kept.append(text)
+        _write(text.replace("--ray auto", f"--ray {address}"))
 
-    live = any(word in ("-f", "--follow") for word in inner)
+    # Ray has one stream for stdout and stderr. What ends can wait until it is known which.
+    live = {"-f", "--follow"} & set(inner) or (inner[:1] == ["run"] and "--json" not in inner)
     try:
         with calls.on_sigterm(_interrupt):
-            outcome = api.follow(submitted, show, own=True)
+            if live:
+                outcome = api.follow(submitted, show, own=True)
+            else:
+                outcome, said = api.wait(submitted)
     except KeyboardInterrupt:
         api.stop(submitted)
         return 130
-    failed = outcome.status == "FAILED"
-    (sys.stderr if failed else sys.stdout).write("".join(kept))
+    if not live:
+        with contextlib.redirect_stdout(sys.stderr if outcome.status == "FAILED" else sys.stdout):
+            show(said)
     api.tidy(COMMAND)  # the Jobs view is for jobs
     return _code(outcome)
 
@@ -118,7 +122,7 @@ def _interrupt() -> None:
 def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for what needs the terminal or the directory of who types it."""
     problem = None
-    if words[:1] == ["run"]:
+    if words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
