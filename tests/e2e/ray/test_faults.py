@@ -46,6 +46,20 @@ def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
     assert node not in job.members(), "names are never used again"
 
 
+def test_training_goes_on_when_the_command_that_submitted_is_killed_and_it_can_be_watched_again(
+    job: Job,
+) -> None:
+    before = job.running()
+    os.kill(job.command.pid, signal.SIGKILL)
+    job.command.wait()
+    told = len(job.output.read_text())
+    job.attach()
+    after = job.until(lambda view: view.step > before.step + 20)
+    assert after.generation == before.generation
+    assert after.num_incidents == before.num_incidents
+    job.until(lambda view: len(job.output.read_text()) > told)
+
+
 def test_a_controller_that_was_killed_goes_on_and_training_does_not_notice(job: Job) -> None:
     before = job.running()
     os.kill(job.controller()["pid"], signal.SIGKILL)
