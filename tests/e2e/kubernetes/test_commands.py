@@ -57,7 +57,7 @@ def file(tmp_path: Path) -> Path:
 # -- what was trained -------------------------------------------------------------------------
 def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Commands) -> None:
     jobs.create(SCRIPT)
-    write_status(jobs, trained())
+    write_status(jobs, trained(checkpoint_path="s3://bucket/demo"))
     status = holdfast("status", "demo")
     assert status.code == 0 and status.err == ""
     for part in ("demo  running", "42 of 100 steps", "HSDP: replicate 2 x shard 2", "step 41 in "):
@@ -72,6 +72,9 @@ def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Comm
     assert facts[0] == facts[1]
     assert holdfast.json("status")[0]["num_incidents"] == 2
     assert holdfast("status").out.split("\n")[1].split()[:3] == ["demo", "running", "42/100"]
+    write_status(jobs, trained(incidents=[], checkpoint_path="/shared/demo"))
+    told = holdfast("report", "demo").out
+    assert "where that is mounted: holdfast checkpoint export PATH DIRECTORY" in told
 
 
 def test_incidents_whose_events_are_forgotten_are_told_from_the_status(
