@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,8 +23,11 @@ from tests.e2e.kubernetes.commands import (
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.waiting import until
 
 pytestmark = pytest.mark.e2e
+
+BOUND_S = 90
 
 
 @pytest.fixture(scope="module")
@@ -165,28 +169,83 @@ def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
     assert "Usage: kubectl holdfast" in called(plugin, "--help").out
 
 
-def test_a_token_that_has_expired_is_fetched_anew_from_the_plugin_of_the_kubeconfig(
+class Plugin:
+    """A program that gives tokens, in a kubeconfig like that of the cluster."""
+
+    def __init__(self, like: Path, directory: Path) -> None:
+        config = yaml.safe_load(like.read_text())
+        self.own_token = config["users"][0]["user"].get("token")
+        if self.own_token is None:
+            pytest.skip("needs a kubeconfig with a token")
+        self._token, self._runs = directory / "token", directory / "runs"
+        program, self.kubeconfig = directory / "plugin", directory / "kubeconfig"
+        version = "client.authentication.k8s.io/v1"
+        answer = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "TOKEN"}}
+        program.write_text(
+            f"#!/bin/sh\necho run >> {self._runs}\n"
+            f"echo '{json.dumps(answer)}' | sed s/TOKEN/$(cat {self._token})/\n"
+        )
+        program.chmod(0o700)
+        exec_ = {"apiVersion": version, "command": str(program), "interactiveMode": "Never"}
+        config["users"][0]["user"] = {"exec": exec_}
+        self.kubeconfig.write_text(yaml.safe_dump(config))
+
+    def gives(self, token: str) -> None:
+        self._token.write_text(token)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._runs.read_text().splitlines())
+
+
+def test_what_is_watched_goes_on_when_the_token_has_expired(
+    own_control_plane: ControlPlane, jobs: Kubectl, tmp_path: Path
+) -> None:
+    """The token dies with the Secret that it is bound to; the watch dies with the API server."""
+    plugin = Plugin(jobs.kubeconfig, tmp_path)
+    account = f"--serviceaccount={jobs.namespace}:watcher"
+    jobs.run("create", "serviceaccount", "watcher")
+    jobs.run("create", "rolebinding", "watcher", "--clusterrole=cluster-admin", account)
+    jobs.run("create", "secret", "generic", "bound")
+    bound = ("--bound-object-kind=Secret", "--bound-object-name=bound")
+    plugin.gives(jobs.run("create", "token", "watcher", *bound).strip())
+    jobs.create(SCRIPT)
+    write_status(jobs, trained(incidents=[], step=7))
+    holdfast = Commands(jobs, plugin.kubeconfig)
+    outputs = [tmp_path / "events", tmp_path / "run"]
+    watching = [
+        holdfast.start(outputs[0], "events", "demo", "-f"),
+        holdfast.start(outputs[1], "run", "--attach", "demo"),
+    ]
+    try:
+        for output in outputs:
+            until(output.read_text, "first words", timeout_s=BOUND_S)
+        before = plugin.num_runs
+        jobs.run("delete", "secret", "bound")
+        plugin.gives(plugin.own_token)
+        own_control_plane.kill_api_server()
+        own_control_plane.start_api_server()
+        write_status(jobs, trained())
+        for output in outputs:
+            until(lambda output=output: "worker 1 hangs" in output.read_text(), "the incident",
+                  timeout_s=BOUND_S, last=output.read_text)  # fmt: skip
+        assert plugin.num_runs >= before + 2, "each command has asked for another token"
+        assert [one.poll() for one in watching] == [None, None]
+    finally:
+        for one in watching:
+            one.terminate()
+            one.wait(timeout=30)
+
+
+def test_a_token_that_the_server_does_not_take_is_fetched_anew_before_anything_is_said(
     jobs: Kubectl, tmp_path: Path
 ) -> None:
-    config = yaml.safe_load(jobs.kubeconfig.read_text())
-    user = config["users"][0]["user"]
-    if "token" not in user:
-        pytest.skip("needs a kubeconfig with a token")
-    used, program = tmp_path / "used", tmp_path / "plugin"
-    program.write_text(
-        f"#!/bin/sh\nif [ -e {used} ]; then token={user['token']}; else token=expired; fi\n"
-        f"touch {used}\n"
-        'echo \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",\'\n'
-        'echo "\\"status\\": {\\"token\\": \\"$token\\"}}"\n'
-    )
-    program.chmod(0o700)
-    version = "client.authentication.k8s.io/v1"
-    config["users"][0]["user"] = {
-        "exec": {"apiVersion": version, "command": str(program), "interactiveMode": "Never"}
-    }
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(yaml.safe_dump(config))
+    plugin = Plugin(jobs.kubeconfig, tmp_path)
+    plugin.gives("expired")
     jobs.create(SCRIPT)
-    result = Commands(jobs, kubeconfig)("status", "demo")
-    assert result.code == 0, result.err
-    assert "demo" in result.out and "expired" not in result.err
+    holdfast = Commands(jobs, plugin.kubeconfig)
+    refused = holdfast("status", "demo")
+    assert refused.code == 2 and "does not accept our credentials" in refused.err
+    assert plugin.num_runs == 2, "nothing else came the second time either"
+    plugin.gives(plugin.own_token)
+    assert holdfast("status", "demo").code == 0
