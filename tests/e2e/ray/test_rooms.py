@@ -4,7 +4,6 @@ alone, as one controller after the other has it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -57,6 +56,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RayPlace]:
         assert place.leftovers() == []
     finally:
         place.close()
+        while cluster.num_nodes < rig.NODES:
+            cluster.add_node()
 
 
 def scene(place: RayPlace, scenario: Callable[[Controller], Awaitable[None]]) -> None:
@@ -69,8 +70,10 @@ async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) 
     given: list[str] = []
     async with asyncio.timeout(BOUND_S):
         while len(given) < count:
-            with contextlib.suppress(NoRoom):
+            try:
                 given += await controller.backend.request_nodes(count - len(given), avoid)
+            except NoRoom:
+                await asyncio.sleep(0.2)  # a controller asks again, too; nobody tells it when
     await controller.up(*given)
     return given
 
@@ -143,6 +146,22 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
     noted: list[tuple[str, str, str]] = []
     scene(place, first)
     scene(place, second)
+
+
+def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(place: RayPlace) -> None:
+    from orchestrator.backends.ray import groups
+
+    async def scenario(controller: Controller) -> None:
+        stays, lost = await have(controller, 2)
+        before = {ray_node(place, stays), ray_node(place, lost)}
+        rig.shared().kill_node(ray_node(place, lost))
+        while lost in await controller.backend.list_nodes():
+            await asyncio.sleep(0.01)  # the core asks when an agent's link has closed
+        (new,) = await have(controller, 1)
+        assert ray_node(place, new) not in before
+        assert len(groups.names_of(place.job.name)) == 1, "the gang has all of them"
+
+    scene(place, scenario)
 
 
 def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayPlace) -> None:

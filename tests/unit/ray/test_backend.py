@@ -74,14 +74,16 @@ def test_groups_without_a_place_leave_the_threads_to_others() -> None:
             asyncio.create_task(maker.wait(Group(f"job/node-{number}", 1, handle)))
             for number, handle in enumerate(handles)
         ]
-        async with asyncio.timeout(BOUND_S):
-            while not all(handle.waited_for.is_set() for handle in handles):
-                await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(lambda: "at once") == "at once"
-            assert not any(task.done() for task in waiting)
+        try:
+            async with asyncio.timeout(BOUND_S):
+                while not all(handle.waited_for.is_set() for handle in handles):
+                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(lambda: "at once") == "at once"
+                assert not any(task.done() for task in waiting)
+        finally:
             for handle in handles:
                 handle.placed.set()
-            await asyncio.gather(*waiting)
+        await asyncio.gather(*waiting)
 
     asyncio.run(scenario())
 
