@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.backends.kubernetes.client import Cluster
+from orchestrator.backends.kubernetes.errors import JOBS, NotAuthenticated
 from orchestrator.cli.plugin import main as plugin
 from tests.e2e.kubernetes.commands import (
     SCRIPT,
@@ -20,6 +23,7 @@ from tests.e2e.kubernetes.commands import (
     trained,
     write_status,
 )
+from tests.e2e.kubernetes.rig.certificates import Authority
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
@@ -249,3 +253,20 @@ def test_a_token_that_the_server_does_not_take_is_fetched_anew_before_anything_i
     assert plugin.num_runs == 2, "nothing else came the second time either"
     plugin.gives(plugin.own_token)
     assert holdfast("status", "demo").code == 0
+
+
+def test_a_client_certificate_that_is_replaced_is_used_within_the_same_connection(
+    own_control_plane: ControlPlane, jobs: Kubectl, tmp_path: Path
+) -> None:
+    theirs = Authority(tmp_path).sign("ann", "ann", organization="system:masters")
+    ours = own_control_plane.authority.sign("ann", "ann", organization="system:masters")
+    path = own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=theirs)
+
+    async def story() -> None:
+        async with await Cluster.connect(kubeconfig=path) as cluster:
+            with pytest.raises(NotAuthenticated):
+                await cluster.list_all(JOBS, jobs.namespace)
+            own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=ours)
+            assert (await cluster.list_all(JOBS, jobs.namespace))[0] == []
+
+    asyncio.run(story())
