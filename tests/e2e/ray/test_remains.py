@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -86,6 +87,26 @@ def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_dele
     done = holdfast("delete", NAME, "--yes", "--ray", cluster.address)
     assert done.returncode == 0, done.stderr
     assert NAME not in holdfast("status", "--ray", cluster.address).stdout
+
+
+def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
+    cluster: rig.RayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot read the job's journal, and neither can a command."""
+    from orchestrator.backends.ray import calls, controller, kv
+    from orchestrator.cli.places.ray import RayPlace
+    from orchestrator.runtime.ray_host import RayHost
+
+    made = order()
+    record(made).put("journal/tail-00000001-000001", b"nonsense")
+    controller.create(made, RayHost)
+    monkeypatch.setattr(calls, "ask", functools.partial(calls.ask, timeout_s=5.0))
+    job = RayPlace(cluster.address).find(NAME)
+    answer = job.request("cancel", by="me")
+    assert "no controller answers" in answer.detail
+    view = job.view()
+    assert view.state == "cancelled" and "cancelled by me without its controller" in view.reason
+    assert controller.find(NAME) is None and kv.Keys(NAME).exists(kv.ENDED)
 
 
 def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
