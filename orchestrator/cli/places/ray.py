@@ -10,19 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from ...backends.ray import calls, cluster, controller, kv, names
+from ...backends.ray import calls, cluster, controller, files, kv, names
 from ...backends.ray.controller import ControllerOrder
 from ...backends.ray.jobs_view import Entry, submission_id
 from ...protocol.certificate import make_keys
 from ...protocol.errors import HoldfastError, Problem, UserError
-from ...protocol.spec import TrainingJob, job_to_mapping
+from ...protocol.spec import TrainingJob, job_to_mapping, load_job
 from ...runtime.ray_host import RayHost
 from ...runtime.view import JobView
 from ..display import Display
 from ..output import stderr
-from ..preflight import load_checked
+from ..preflight import check_handed_in, load_checked
 from ..render import FINISHED
-from . import ray_remains
+from . import ray_head, ray_remains
 from .base import Ended
 from .ray_job import RayJob
 from .ray_jobs_api import metadata
@@ -75,8 +75,10 @@ class RayPlace:
         if file is not None:
             # Before connecting: several Ray nodes of one machine unpack a job's working_dir one
             # after the other in the same place, and take it away from under our feet.
-            job, directory = load_checked(file), file.absolute().parent
+            job, directory = self._load(file), file.absolute().parent
             cluster.connect(self._address, metadata(job))
+            if self._outside:
+                _expect_script(job, directory)
             for one in ray_remains.expire(kv.jobs(), self.find):
                 stderr().print(f"job {one}: deleted, its ttlSecondsAfterFinished is over")
             self._create(job, directory)
@@ -88,22 +90,38 @@ class RayPlace:
         found, display = self.find(name), Told(display, Entry(name))
 
         def stop() -> None:
-            # `ray job stop` means the job. Elsewhere somebody ends a command that only watches.
-            if not submission_id():
+            # `ray job stop` means the job that the Ray job has brought. Elsewhere somebody ends a
+            # command that only watches.
+            if attach is not None or not submission_id():
                 raise KeyboardInterrupt
             found.request("cancel", by="SIGTERM")
 
-        with display, calls.on_sigterm(stop):
+        attached = self.command("run", "--attach", name)
+        of_head = ray_head.watched(display, found.order, attached)
+        with display, calls.on_sigterm(stop), of_head:
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} goes on in the cluster. Watch it again with "
-                    f"`{self.command('run', '--attach', name)}`; end it with "
+                    f"`{attached}`; end it with "
                     f"`{self.command('cancel', name)}`"
                 )
                 return Ended(None, 130)
         return Ended(view, 0 if view.state == "succeeded" else 1)
+
+    @property
+    def _outside(self) -> bool:
+        """Whether this machine is none of the cluster's."""
+        return self._address.startswith("ray://")
+
+    def _load(self, file: Path) -> TrainingJob:
+        """Raises SpecError, also for what cannot work where it will run, as far as is known."""
+        if not self._outside:
+            return load_checked(file)
+        job = load_job(file)
+        check_handed_in(job, file.absolute().parent, str(file), ships=False)
+        return job
 
     def _create(self, job: TrainingJob, spec_directory: Path) -> None:
         """Raises UserError when the name is taken."""
@@ -145,3 +163,17 @@ class RayPlace:
         if not job.ended and controller.find(job.name) is None:
             display.note(f"job {job.name}: had no controller; starting one")
             controller.create(job.order, RayHost)
+
+
+def _expect_script(job: TrainingJob, directory: Path) -> None:
+    """Raises UserError when no Ray node has the script where it is here. What is on some of them
+    only, is told by those that lack it."""
+    script = job.spec.entrypoint.script
+    if script is None:
+        return
+    path = str((directory / job.spec.working_directory / script).resolve())
+    if files.on_no_node(path):
+        got = f"{script} ({path} is on no Ray node of the cluster)"
+        fix = "`holdfast submit FILE --ray http://HEAD:8265` takes along what lies beside FILE"
+        problem = Problem("spec.entrypoint.script", got, "a file that the nodes have", fix)
+        raise UserError(str(problem))

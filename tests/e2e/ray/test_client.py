@@ -1,0 +1,101 @@
+"""Starting jobs through a Ray client (ray://), from a machine that is none of the cluster's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ..local.rig import spec
+from . import rig
+from .jobs import BOUND_S, holdfast
+from .test_verbs import client_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+OLDER = """
+import ray
+ray.__version__ = "2.59.0"
+from orchestrator.cli.main import main
+main(["status", "--ray", "{address}"])
+"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with client_server(rig.connected().address, tmp_path_factory.mktemp("ray")) as address:
+        yield address
+
+
+def written(place: Path, name: str, **changes: object) -> Path:
+    file = place / f"{name}.yaml"
+    changes = {"checkpoint": {"path": str(place / name)}} | changes
+    file.write_text(yaml.safe_dump(spec(name, 12, **changes)))
+    return file
+
+
+def test_a_recipe_runs_to_its_end_and_is_watched_meanwhile(address: str, tmp_path: Path) -> None:
+    done = holdfast("run", str(written(tmp_path, "from-outside")), "--ray", address)
+    assert done.returncode == 0, done.stderr
+    assert "12 of 12 steps" in done.stdout
+    gone = holdfast("delete", "from-outside", "--yes", "--ray", address)
+    assert gone.returncode == 0, gone.stderr
+
+
+def test_a_job_is_submitted_through_a_ray_client(address: str, tmp_path: Path) -> None:
+    file = written(tmp_path, "handed-in-outside")
+    done = holdfast("submit", str(file), "--follow", "--ray", address)
+    assert done.returncode == 0, done.stderr
+    assert "12 of 12 steps" in done.stdout
+    gone = holdfast("delete", "handed-in-outside", "--yes", "--ray", address)
+    assert gone.returncode == 0, gone.stderr
+
+
+def test_a_script_that_is_on_no_node_is_refused_with_the_way_that_takes_it_along(
+    address: str, tmp_path: Path
+) -> None:
+    """This machine's directory is another one than that of the nodes."""
+    if os.geteuid() != 0:
+        pytest.skip("another view of the file system needs root")
+    job = {"entrypoint": {"script": "train.py"}}
+    mine, file = tmp_path / "mine", written(tmp_path, "elsewhere", **job)
+    mine.mkdir()
+    command = f"""
+        mount -t tmpfs none {mine} && cp {file} {mine}/job.yaml && touch {mine}/train.py &&
+        exec {sys.executable} -m orchestrator.cli.main run {mine}/job.yaml --ray {address}
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"train.py ({mine}/train.py is on no Ray node of the cluster)" in done.stderr
+    assert "`holdfast submit FILE --ray http://HEAD:8265`" in done.stderr
+    assert list(mine.iterdir()) == []
+
+
+def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(
+    address: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path, "relative", checkpoint={"path": "here"})
+    for verb in ("run", "submit"):
+        done = holdfast(verb, str(file), "--ray", address)
+        assert done.returncode == 2, done.stderr
+        assert "spec.checkpoint.path: got here; expected an absolute path, or a URL" in done.stderr
+
+
+def test_a_client_of_another_version_than_the_clusters_is_refused_with_both(address: str) -> None:
+    """Ray's own check, of a client that says it is an older one."""
+    import ray
+
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER.format(address=address)],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "2.59.0" in done.stderr and ray.__version__ in done.stderr
+    assert "expected the same Ray and Python here and in the cluster" in done.stderr
