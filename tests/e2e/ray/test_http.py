@@ -1,0 +1,160 @@
+"""Commands over http://: what is shown while it happens, and what is said when nobody answers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ..local.rig import spec
+from . import rig
+from .between import Relay
+from .jobs import BOUND_S, Job, holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("ray"), "at-home", 1_000_000)
+    try:
+        job.running()
+        yield job
+    finally:
+        job.end()
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def says(process: subprocess.Popen[str], text: str) -> str:
+    """All lines up to one that matches; the test's own time limit is the bound."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(text, line):
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+def test_a_dashboard_that_goes_away_while_it_is_followed_is_told_in_words(
+    job: Job, tmp_path: Path
+) -> None:
+    with Relay(job.cluster.dashboard) as relay:
+        follower = started("logs", job.name, "-f", "--rank", "0", "--ray", relay.url)
+        says(follower, r"step \d+ ")
+        relay.cut()
+        said, _ = follower.communicate(timeout=BOUND_S)
+    assert follower.returncode == 1 and "Traceback" not in said
+    assert f"the job server at {relay.url} does not answer any more" in said
+
+
+@pytest.mark.parametrize("websockets", [True, False], ids=["streamed", "without-websockets"])
+def test_what_is_followed_is_the_whole_log_once(websockets: bool, tmp_path: Path) -> None:
+    cluster = rig.connected()
+    from ray.job_submission import JobSubmissionClient
+
+    name = f"told-{websockets}".lower()
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec(name, 12, checkpoint={"path": str(tmp_path / "here")})))
+    with Relay(cluster.dashboard, websockets=websockets) as relay:
+        done = holdfast("submit", str(file), "--follow", "--ray", relay.url)
+    assert done.returncode == 0, done.stderr
+    client = JobSubmissionClient(cluster.dashboard)
+    (found,) = [one for one in client.list_jobs() if (one.metadata or {}).get("job_name") == name]
+    assert done.stdout == client.get_job_logs(found.submission_id)
+    assert "12 of 12 steps" in done.stdout
+    gone = holdfast("delete", name, "--yes", "--ray", cluster.address)
+    assert gone.returncode == 0, gone.stderr
+
+
+def test_a_job_is_watched_again_over_http_and_ending_that_leaves_it_as_it_is(job: Job) -> None:
+    job.running()
+    watcher = started("run", "--attach", job.name, "--ray", job.cluster.dashboard)
+    says(watcher, r"step \d+")
+    watcher.send_signal(signal.SIGTERM)
+    said, _ = watcher.communicate(timeout=BOUND_S)
+    assert watcher.returncode == 130 and "Traceback" not in said, said
+    step = job.view().step
+    assert job.until(lambda view: view.step > step + 2).state == "running"
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Something else that speaks HTTP, or a Ray of long ago."""
+
+    answer = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.answer else 404)
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def stranger(answer: bytes) -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), type("One", (Stranger,), {"answer": answer}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b'{"ray_version": "1.8.0"}', "Ray version 1.8.0 is running on the cluster"),
+        (b"", "Version check returned 404"),
+        (b"<html>", "expected the address of a Ray cluster's dashboard"),
+        (b"{}", "expected the address of a Ray cluster's dashboard"),
+    ],
+    ids=["old-ray", "no-such-page", "no-json", "no-version"],
+)
+def test_a_server_that_is_no_dashboard_of_a_ray_like_ours_is_refused(
+    answer: bytes, expected: str
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    with stranger(answer) as url:
+        done = holdfast("status", "--ray", url)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--ray: got {url}" in done.stderr and expected in done.stderr
+
+
+def test_an_address_that_is_given_is_meant_whatever_the_environment_says(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own client would go to RAY_ADDRESS."""
+    with stranger(b"") as url:
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        done = holdfast("status", job.name, "--ray", job.cluster.dashboard)
+        assert done.returncode == 0 and job.name in done.stdout, done.stderr
+        done = holdfast("status", job.name, "--ray")
+        assert done.returncode == 2 and f"--ray: got {url}" in done.stderr
+
+
+def test_without_an_address_the_environments_is_meant(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", job.cluster.address)
+    for words in (("status", job.name, "--ray"), ("status", "--ray", "--json", job.name)):
+        done = holdfast(*words)
+        assert done.returncode == 0 and job.name in done.stdout, done.stderr
