@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -14,6 +23,7 @@ from ..local.rig import spec
 from . import rig
 from .jobs import BOUND_S, holdfast
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "stdlib-bytes.yaml"
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
@@ -77,6 +87,42 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
     kv.Keys("stopped").clear()
 
 
+def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
+    client: Any, tmp_path: Path
+) -> None:
+    done = submit(tmp_path, "orphaned", 1_000_000)
+    name = done.stdout.split("Ray job ")[1].split(";")[0]
+    address = rig.connected().address
+
+    def view() -> dict[str, Any]:
+        told = holdfast("status", "orphaned", "--json", "--ray", address)
+        return dict(json.loads(told.stdout)) if told.returncode == 0 else {"step": -1}
+
+    def trained(beyond: int) -> dict[str, Any]:
+        give_up = time.monotonic() + BOUND_S
+        while (seen := view())["step"] <= beyond:
+            assert time.monotonic() < give_up, f"{seen}\n{client.get_job_logs(name)}"
+        return seen
+
+    before = trained(1)
+    os.kill(driver_of(name), signal.SIGKILL)
+    assert until(client, name, ("SUCCEEDED", "FAILED", "STOPPED")).status == "FAILED"
+    after = trained(view()["step"] + 5)
+    assert after["generation"] == before["generation"] and after["num_incidents"] == 0
+    assert holdfast("cancel", "orphaned", "--ray", address).returncode == 0
+    assert holdfast("delete", "orphaned", "--yes", "--ray", address).returncode == 0
+
+
+def driver_of(name: str) -> int:
+    """The process that a Ray job's entrypoint has become."""
+    for process in psutil.process_iter(["cmdline"]):
+        if "orchestrator.cli.main" in (process.info["cmdline"] or []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in process.environ().get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
+                    return int(process.pid)
+    raise AssertionError(f"{name} has no driver")
+
+
 def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
     client: Any, tmp_path: Path
 ) -> None:
@@ -107,3 +153,36 @@ def test_run_over_http_says_what_to_do_instead(client: Any, tmp_path: Path) -> N
     file.write_text(yaml.safe_dump(spec("any", 12)))
     done = holdfast("run", str(file), "--ray", rig.connected().dashboard)
     assert done.returncode == 2 and "holdfast submit FILE" in done.stderr
+
+
+def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any) -> None:
+    cluster = rig.connected()
+    done = holdfast("submit", str(EXAMPLE), "--ray", cluster.dashboard)
+    assert done.returncode == 0, done.stderr
+    name = done.stdout.split("Ray job ")[1].split(";")[0]
+    try:
+        give_up = time.monotonic() + BOUND_S
+        while not re.search(r"step [1-9]", ray_job(cluster, "logs", name)):
+            assert time.monotonic() < give_up, client.get_job_logs(name)
+        listed = ray_job(cluster, "list")
+        assert name in listed and "'model': 'pretrain, 4 layers of 256'" in listed
+        assert f"Job '{name}' was stopped" in ray_job(cluster, "stop", name)
+        shown = holdfast("status", "stdlib-bytes", "--json", "--ray", cluster.address)
+        view = json.loads(shown.stdout)
+        assert view["state"] == "cancelled" and view["world_size"] == 4, view
+        told = holdfast("delete", "stdlib-bytes", "--yes", "--ray", cluster.address).stdout
+        assert view["checkpoint_path"] in told
+        shutil.rmtree(Path(view["checkpoint_path"]).parent)
+    finally:
+        holdfast("cancel", "stdlib-bytes", "--ray", cluster.address)
+
+
+def ray_job(cluster: Any, *words: str) -> str:
+    """As a person types it."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ray"), "job", *words, "--address", cluster.dashboard],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+        env=os.environ | {"RAY_ADDRESS": cluster.dashboard},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
