@@ -156,8 +156,17 @@ def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
     jobs.create(SCRIPT)
     bare = [str(jobs.program), "holdfast"]
     for words in (["status", "demo", "-n", jobs.namespace], ["-n", jobs.namespace, "status"]):
-        done = run([*bare, *words])
-        assert done.startswith(("demo", "JOB")), done
+        assert run([*bare, *words]).startswith(("demo", "JOB"))
+    namespace = ["-n", jobs.namespace]
+    assert run([*bare, "report", "demo", *namespace]).startswith("demo  pending")
+    assert run([*bare, "events", "demo", *namespace]) == ""
+    for verb, told in {
+        "checkpoint list": "no committed checkpoint",
+        "chaos kill-worker": "does the operator run?",
+    }.items():
+        command = [*bare, *verb.split(), "demo", *namespace]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert told in done.stderr
 
 
 def run(command: list[str]) -> str:
