@@ -27,13 +27,15 @@ SETUP_FAILED = "runtime_env"
 WATCHED_S = 10.0
 CHATTY = (
     "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.packaging", "ray.client_builder",
 )  # fmt: skip
 """They tell of every upload, and of every stream's end."""
 SERVER_FAILED = re.compile(r"status code 5\d\d: (?:Traceback.* )?(.*)$")
 """What comes back when it was not the request's fault, but Ray answers 500 to bad ones too."""
 PREAMBLE = re.compile(r".*?^Running entrypoint for job [^\n]*\n", re.MULTILINE | re.DOTALL)
 """What Ray writes into a job's log before its program does."""
+FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
+"""Where in Ray it happened, which is no news to who wrote the runtime env."""
 OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Ray's client prefers these to the address that it is given."""
 
@@ -184,7 +186,7 @@ class Api:
         if SETUP_FAILED in message and info.driver_exit_code is None:
             raise RuntimeEnvFailed(
                 f"the cluster could not build the job's runtime env, nothing was started: "
-                f"{message.strip()}"
+                f"{FRAMES.sub('', message).strip()}"
             )
         code = info.driver_exit_code
         return Outcome(str(info.status), message, 1 if code is None else int(code))

@@ -1,0 +1,40 @@
+"""A job's pip environment that cannot be made. Ray copies the whole Python environment first, which
+is gigabytes where it holds torch: here it is a small one that looks for everything elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ..local.rig import spec
+from .head import HeadedCluster
+from .jobs import holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def test_a_pip_environment_that_cannot_be_made_is_told_in_pips_words(tmp_path: Path) -> None:
+    small = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", small], check=True)
+    (packages,) = small.glob("lib/python*/site-packages")
+    ours = sysconfig.get_paths()["purelib"]
+    (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    file, env = tmp_path / "job.yaml", tmp_path / "env.yaml"
+    file.write_text(yaml.safe_dump(spec("no-wheel", 12)))
+    wheel = str(tmp_path / "nowhere-1.0-py3-none-any.whl")
+    env.write_text(yaml.safe_dump({"pip": [wheel]}))
+    cluster = HeadedCluster(nodes=0, dashboard=True, python=small / "bin" / "python")
+    try:
+        done = holdfast(
+            "submit", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env), "--follow",
+        )  # fmt: skip
+    finally:
+        cluster.close()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "could not build the job's runtime env, nothing was started" in done.stderr
+    assert wheel in done.stderr
