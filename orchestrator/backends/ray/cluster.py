@@ -8,7 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +89,23 @@ def _init(**options: Any) -> None:
 
     for tries_left in reversed(range(CLIENT_TRIES)):
         try:
-            ray.init(**options)
+            with _own_end():
+                ray.init(**options)
             return
         except ConnectionAbortedError as error:  # a Ray client's server could not serve this one
             if not tries_left:
                 raise
             log.warning("%s: %s; trying again", options["address"], _reason(error))
+
+
+@contextmanager
+def _own_end() -> Iterator[None]:
+    """Ray makes a process that joins a cluster print a stack when it is asked to end, and end as if
+    of itself. A command ends as it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _reason(error: ConnectionError) -> str:

@@ -98,6 +98,14 @@ def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) ->
     assert job.until(lambda view: view.step > step + 2).state == "running"
 
 
+def test_following_logs_is_ended_without_a_word(job: Job) -> None:
+    follower = started("logs", NAME, "-f", "--rank", "0", "--ray", job.cluster.address)
+    says(follower, "step ")
+    follower.terminate()
+    said, _ = follower.communicate(timeout=BOUND_S)
+    assert follower.returncode == -signal.SIGTERM and "SIGTERM" not in said
+
+
 def test_inside_the_cluster_auto_is_the_address(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", job.cluster.address)  # as Ray sets it for its jobs
     assert NAME in ask(job, "status", address="auto")
