@@ -331,6 +331,7 @@ class RayBackend:
         if not self._places:
             return
         dead = await places.silent(set(self._places.values()))
+        self._rooms.dead |= dead
         for node in [node for node, place in self._places.items() if place in dead]:
             if node in self._actors:
                 await self._kill(self._actors[node])

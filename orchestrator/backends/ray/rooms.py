@@ -45,6 +45,8 @@ class Rooms:
         self._maker, self._gang, self._next_name = maker, gang, next_name
         self._spawn, self._on_room = spawn, on_room
         self.groups: dict[str, Group] = {}
+        self.dead: set[str] = set()
+        """Ray nodes that are gone, though the head may not have noticed and would place there."""
         self._barred: frozenset[str] = frozenset()
         self._gang_first = False
         """A further group got a place before the gang did: none is made until that has one."""
@@ -148,7 +150,7 @@ class Rooms:
 
     async def _demand(self, missing: int) -> list[Group]:
         """As many groups as are wanted; returns the new ones."""
-        shun = frozenset(self._in_use() | self._barred)
+        shun = frozenset(self._in_use() | self._barred | self.dead)
         without_gang = not any(group.taken or group.size > 1 for group in self.groups.values())
         begins = self._gang > 1 and without_gang
         for group in [group for group in self.groups.values() if not group.taken]:

@@ -48,10 +48,11 @@ class FakeCluster:
     def place(self) -> None:
         for name, group in self.groups.items():
             missing = [one for one in range(group.size) if one not in self.places[name]]
-            away = group.shun | set(self.places[name].values()) | self.silent
+            away = group.shun | set(self.places[name].values())
             fit = [one for one in self.ray_nodes if one not in away and self.room(one)]
             fit.sort(key=self.room)
-            if len(fit) >= len(missing):
+            # What is tried where nobody answers, is tried there again.
+            if len(fit) >= len(missing) and not self.silent & set(fit[: len(missing)]):
                 self.places[name] |= dict(zip(missing, fit, strict=False))
         for loop, event in self._waiting:
             loop.call_soon_threadsafe(event.set)

@@ -202,6 +202,20 @@ def test_a_bundle_of_the_gang_whose_ray_node_is_lost_is_used_where_ray_puts_it_n
     play(scenario)
 
 
+def test_a_replacement_is_not_sought_where_the_head_has_not_noticed_the_loss_yet() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(a=1)
+        job = Waiter(cluster, gang=1)
+        assert await job.serve(1) == ["a"]
+        cluster.add("b")
+        cluster.silent.add("a")
+        job.rooms.dead.add("a")
+        await job.ended("a")
+        assert await job.serve(1) == ["b"]
+
+    play(scenario)
+
+
 def test_a_ray_node_that_waiting_groups_were_told_to_avoid_is_used_once_it_is_free() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
