@@ -32,7 +32,11 @@ def watched(
         )
 
     def back(address: str) -> None:
-        display.note(f"The head of the Ray cluster ({address}) answers again")
+        # Ray counts the drivers of a lost Ray node as ended, though they go on.
+        display.note(
+            f"The head of the Ray cluster ({address}) answers again. If nothing more comes, this "
+            f"command was connected through the Ray node that was lost: `{attach}` watches anew"
+        )
 
     def end(address: str) -> NoReturn:
         display.note(
