@@ -68,14 +68,16 @@ class Rooms:
         """Bundles to use for `missing` nodes; what is missing beyond them stays demanded, no more
         and no less. `barred`: Ray nodes not to use. `wait`: new groups get time to be placed."""
         self._barred = barred
-        give_up = asyncio.get_running_loop().time() + PLACE_S
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PLACE_S * (1 + missing)
         while True:
             await self._look()
             await self._drop_misplaced()
             made = await self._demand(missing)
-            if not made or not wait or asyncio.get_running_loop().time() > give_up:
+            if not made or not wait or loop.time() > give_up:
                 break
-            await self._settle(made, give_up)
+            if not await self._settle(made):
+                break
         return (await self._usable())[:missing]
 
     async def remove(self, group: Group) -> None:
@@ -208,19 +210,24 @@ class Rooms:
         self._news.set()
         self._on_room()
 
-    async def _settle(self, made: list[Group], give_up: float) -> None:
-        """Until all of them that can have a place now do, as far as anybody knows."""
-        looking = asyncio.get_running_loop().create_task(self._num_possible(made))
+    async def _settle(self, made: list[Group]) -> bool:
+        """Until all of them that can have a place now do, as far as anybody knows, or none has got
+        one for a while. Returns whether any has."""
+        loop = asyncio.get_running_loop()
+        looking = loop.create_task(self._num_possible(made))
         looking.add_done_callback(lambda _: self._news.set())
+        placed, give_up = 0, loop.time() + PLACE_S
         try:
-            async with asyncio.timeout_at(give_up):
-                while not (looking.done() and self._num_placed(made) >= looking.result()):
-                    if self._num_placed(made) == len(made):
-                        return
-                    self._news.clear()
+            while True:
+                if (now_placed := self._num_placed(made)) > placed:
+                    placed, give_up = now_placed, loop.time() + PLACE_S
+                if placed == len(made) or (looking.done() and placed >= looking.result()):
+                    return placed > 0
+                self._news.clear()
+                async with asyncio.timeout_at(give_up):
                     await self._news.wait()
         except TimeoutError:
-            pass
+            return placed > 0
         finally:
             looking.cancel()
 

@@ -109,9 +109,9 @@ def test_what_is_on_busy_ray_nodes_is_waited_for_once_however_much_it_is(
     waits: list[int] = []
 
     class Counted(Rooms):
-        async def _settle(self, made: Any, give_up: float) -> None:
+        async def _settle(self, made: Any) -> bool:
             waits.append(len(made))
-            await super()._settle(made, give_up)
+            return await super()._settle(made)
 
     monkeypatch.setattr(rooms, "PLACE_S", 0.05)
     monkeypatch.setattr(f"{__name__}.Rooms", Counted)
