@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run test bench lint kubernetes-binaries clean
+.PHONY: help install run test test-ray-oldest bench lint kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,14 @@ test: $(STAMP)  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest || { \
 	  printf '\nOnce more, alone, what failed above:\n'; \
 	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none; }
+
+test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is promised, in .venv/ray-oldest
+	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest
+	$(BIN)/uv pip install --quiet --python $(VENV)/ray-oldest/bin/python --editable '.[dev]' \
+	  "ray[default]==$$($(BIN)/python -c 'from orchestrator.backends.ray.cluster import OLDEST; \
+	  print(*OLDEST, sep=".")').*"
+	$(VENV)/ray-oldest/bin/python -m pytest tests/contract/test_backends.py \
+	  tests/e2e/ray/test_faults.py -k ray
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

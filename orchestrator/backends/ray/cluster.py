@@ -21,8 +21,8 @@ import psutil
 from ...protocol.errors import HoldfastError, Problem, UserError
 from . import jobs_view, names
 
-OLDEST = (2, 49)
-"""Bundles that choose nodes by label came with it."""
+OLDEST = (2, 51)
+"""What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
 CONNECT_TIMEOUT_S = 15.0
 CLIENT_TRIES = 2
 """A Ray client's server starts a process for each client, and gives up on one that takes half a

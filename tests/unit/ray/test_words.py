@@ -14,13 +14,13 @@ from orchestrator.protocol.spec import job_from_mapping, load_job
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("version", ["2.40.0", "2.9.3", "1.13.0"])
+@pytest.mark.parametrize("version", ["2.50.1", "2.40.0", "2.9.3", "1.13.0"])
 def test_a_ray_that_is_too_old_is_refused_by_its_version(version: str) -> None:
-    with pytest.raises(UserError, match=f"ray: got {version}; expected 2.49 or newer"):
+    with pytest.raises(UserError, match=f"ray: got {version}; expected 2.51 or newer"):
         check_version(version)
 
 
-@pytest.mark.parametrize("version", ["2.49.0", "2.51.1", "2.60.0", "3.0.0.dev0"])
+@pytest.mark.parametrize("version", ["2.51.0", "2.52.1", "2.60.0", "3.0.0.dev0"])
 def test_a_ray_that_is_new_enough_is_taken(version: str) -> None:
     check_version(version)
 
