@@ -146,7 +146,7 @@ def complete(words: list[str]) -> list[str]:
     """A command line whose `--ray` has a value: an empty one where another option follows, or
     nothing. What stands right after it is its value, also a job or a file."""
     done = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         done.append("--ray=" if word == "--ray" and following.startswith("-") else word)
     return done
 
