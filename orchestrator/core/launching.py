@@ -36,6 +36,8 @@ def place(turn: Turn) -> None:
     if not state.placing or state.intent != "run":
         return
     full, possible = full_size(state), possible_size(state)
+    if possible:
+        turn.disarm("capacity")
     if possible and possible == full:
         _launch(turn, possible)
     elif awaiting_rejoin(state):
@@ -139,7 +141,7 @@ def _begin_generation(
     state.step = restore.step if restore else -1
     state.launched_ns = turn.now
     state.resized = state.resized and len(members) != full_size(state)
-    turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again", "capacity")
+    turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
     turn.arm("launch", LAUNCH_TIMEOUT_S)
     deadline = state.job.spec.active_deadline_s
     if deadline is not None:

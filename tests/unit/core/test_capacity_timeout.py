@@ -55,6 +55,22 @@ def test_nodes_that_come_in_time_end_the_wait() -> None:
     assert story.state.phase == "running"
 
 
+def test_nodes_that_are_gathered_end_the_wait_and_a_loss_begins_another() -> None:
+    story = Story(spec({"min": 2, "max": 3}, recovery=MINUTE))
+    story.submit()
+    story.succeed(RequestNodes)
+    story.join("a")
+    story.wait(58)
+    story.join("b")
+    story.wait(4)
+    assert story.state.phase == "pending" and not story.of(LaunchGroup), "a third may yet come"
+    due_ns = story.controller.next_deadline_ns()
+    assert due_ns is not None and due_ns > story.now, "nothing is due again and again"
+    story.lose("b")
+    story.wait(55)
+    assert story.state.phase == "pending" and not story.of(FinishJob)
+
+
 def test_a_job_that_trained_and_waits_in_vain_keeps_its_newest_state() -> None:
     story = Story(spec(PAIR, recovery=MINUTE)).started()
     story.lose("b")
