@@ -28,12 +28,8 @@ lint: $(STAMP)  ## style, types and import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Real clusters on a machine that others share are starved now and then. What failed is run once more,
-# alone: failing twice is a failure, failing once is printed and is a bug to be looked for.
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest || { \
-	  printf '\nOnce more, alone, what failed above:\n'; \
-	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none; }
+	$(BIN)/python -m pytest
 
 test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is promised, in .venv/ray-oldest
 	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest
