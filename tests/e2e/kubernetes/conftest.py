@@ -19,6 +19,7 @@ from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster, given
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.run import Run
+from tests.e2e.kubernetes.unplaced import install
 
 NUM_NODES = 3
 
@@ -57,6 +58,13 @@ def control_plane(
         plane = ControlPlane(run, binaries)
         plane.start()
         yield plane
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane | GivenCluster) -> ControlPlane | GivenCluster:
+    """The control plane, knowing TrainingJobs."""
+    install(control_plane)
+    return control_plane
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from tests.e2e.kubernetes.unplaced import (
     BOUND_S,
     Plane,
     gone,
-    install,
     job,
     message_of,
     reason_of,
@@ -77,12 +76,6 @@ class Limited:
     def grant(self, wanted: list[dict[str, Any]]) -> None:
         head = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role"}
         self._namespace.apply({**head, "metadata": {"name": "operator"}, "rules": wanted})
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: Plane) -> Plane:
-    install(control_plane)
-    return control_plane
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from tests.e2e.kubernetes.unplaced import (
     BOUND_S,
     Plane,
     gone,
-    install,
     job,
     message_of,
     names_of,
@@ -32,12 +31,6 @@ from tests.e2e.kubernetes.unplaced import (
 )
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: Plane) -> Plane:
-    install(control_plane)
-    return control_plane
 
 
 @pytest.fixture(scope="module")

@@ -32,12 +32,6 @@ from tests.e2e.kubernetes.unplaced import (
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def plane(control_plane: Plane) -> Plane:
-    install(control_plane)
-    return control_plane
-
-
 def test_another_replica_takes_over_when_the_leader_is_killed(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:

@@ -20,7 +20,6 @@ from tests.e2e.kubernetes.unplaced import (
     BOUND_S,
     Plane,
     gone,
-    install,
     job,
     message_of,
     names_of,
@@ -33,17 +32,16 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def jobs(control_plane: Plane) -> Iterator[Kubectl]:
-    install(control_plane)
-    yield from fresh(control_plane.kubectl())
+def jobs(plane: Plane) -> Iterator[Kubectl]:
+    yield from fresh(plane.kubectl())
 
 
 @pytest.fixture(scope="module")
 def operator(
-    control_plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
+    plane: Plane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
     directory = tmp_path_factory.mktemp("operator")
-    replica = Replica(control_plane.kubeconfig, directory, (jobs.namespace,))
+    replica = Replica(plane.kubeconfig, directory, (jobs.namespace,))
     replica.start()
     replica.wait_leading()
     yield replica

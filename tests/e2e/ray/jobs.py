@@ -6,6 +6,7 @@ Owns: starting and watching it. Waits are on the controller's stream of views, n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,25 @@ def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedPro
         [sys.executable, "-m", "orchestrator.cli.main", *words],
         capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    """A command that goes on; `says` reads what it prints."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def says(process: subprocess.Popen[str], pattern: str) -> str:
+    """All lines up to one that matches; the test's own time limit is the bound."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError("".join(lines))
 
 
 class Job:

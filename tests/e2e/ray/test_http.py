@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,7 +16,7 @@ import yaml
 from ..local.rig import spec
 from . import rig
 from .between import Relay
-from .jobs import BOUND_S, Job, holdfast
+from .jobs import BOUND_S, Job, holdfast, says, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -32,24 +29,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         yield job
     finally:
         job.end()
-
-
-def started(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-
-
-def says(process: subprocess.Popen[str], text: str) -> str:
-    """All lines up to one that matches; the test's own time limit is the bound."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(text, line):
-            return "".join(lines)
-    raise AssertionError("".join(lines))
 
 
 def test_a_dashboard_that_goes_away_while_it_is_followed_is_told_in_words(

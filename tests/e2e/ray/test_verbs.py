@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from . import rig
-from .jobs import BOUND_S, Job, holdfast
+from .jobs import BOUND_S, Job, holdfast, says, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NAME = "worked-on"
@@ -38,24 +38,6 @@ def ask(job: Job, *words: str, address: str = "") -> str:
     done = holdfast(*words, "--ray", address or job.cluster.address)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def started(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-
-
-def says(process: subprocess.Popen[str], text: str) -> None:
-    """Reads until a line has it; the test's own time limit is the bound."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    raise AssertionError("".join(lines))
 
 
 def test_a_job_is_resized_while_it_trains(job: Job) -> None:
