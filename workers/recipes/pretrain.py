@@ -56,21 +56,22 @@ def main(job: TrainingJob) -> None:
     start = s.restore(trainer.parallel.model, trainer.optimizer)
     if s.rank == 0:
         print(_opening(trainer, start), flush=True)
+    began = time.perf_counter()
     for step in range(start, config.steps):
-        began = time.perf_counter()
         loss, norm = train_step(trainer, step)
-        s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
-        if s.rank == 0:
-            seconds = time.perf_counter() - began
-            rate = trainer.tokens_per_step / seconds
+        if s.rank == 0:  # before it counts as done: a kill in between says it twice, not never
+            rate = trainer.tokens_per_step / (time.perf_counter() - began)
             text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
             print(text, flush=True)
+        began = time.perf_counter()
+        s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
         every = config.evaluate_every_steps
         if every and (step + 1) % every == 0:
             with s.phase("evaluate"):
                 held_out = evaluate(trainer)
             if s.rank == 0:
                 print(f"step {step} held-out loss {held_out:.4f}", flush=True)
+            began = time.perf_counter()
     s.finish()
     session.leave()
 
