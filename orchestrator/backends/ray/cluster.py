@@ -47,11 +47,14 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         fix = "pip install 'holdfast[ray]'"
         raise UserError(str(Problem("--ray", "no Ray here", "Ray to be installed", fix))) from None
     check_version(ray.__version__)
+    outside = address.startswith("ray://")
+    of_head = address not in ("auto", "") and not outside
+    if of_head:
+        _host_and_port(address)
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    outside = address.startswith("ray://")
-    if address not in ("auto", "") and not outside:
+    if of_head:
         check_listens(address)
         _check_inside(address)
     shown: dict[str, Any] = {}
@@ -117,14 +120,18 @@ def _reason(error: ConnectionError) -> str:
 
 def check_listens(address: str) -> None:
     """Ray tries for very long, and says little."""
+    try:
+        socket.create_connection(_host_and_port(address), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise _nobody(address, error.strerror or str(error)) from None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
         expected = "auto, HOST:PORT of the cluster's head, ray://HOST:PORT or http://HOST:PORT"
         raise UserError(str(Problem("--ray", address, expected)))
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise _nobody(address, error.strerror or str(error)) from None
+    return host, int(port)
 
 
 def _check_inside(address: str) -> None:
