@@ -25,8 +25,8 @@ OLDEST = (2, 51)
 """What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
 CONNECT_TIMEOUT_S = 15.0
 CLIENT_TRIES = 2
-"""A Ray client's server starts a process for each client, and gives up on one that takes half a
-minute, which on a busy head it may."""
+"""A Ray client's server starts a process for each client. It gives up on one that takes half a
+minute, and on a busy head some crash in the fork (ray-project/ray, issue 63202)."""
 
 OUTSIDE = ("No node info found", "This node has an IP address of")
 """How Ray, newer and older, says that no raylet of the cluster is on this machine."""
@@ -66,6 +66,8 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
             address=address or "auto", namespace=names.NAMESPACE, log_to_driver=False, **shown,
             logging_level=logging.ERROR, configure_logging=False,
         )  # fmt: skip
+    except ConnectionAbortedError as error:
+        raise _not_served(address, _reason(error)) from None
     except ConnectionError as error:
         raise _nobody(address, _reason(error)) from None
     except RuntimeError as error:  # Ray's way to say that versions differ
@@ -148,6 +150,16 @@ def _outside(address: str) -> UserError:
     got = f"{address} (no Ray node of that cluster runs on this machine)"
     fix = "HOST:PORT of the head is for commands on a machine of the cluster"
     return UserError(str(Problem("--ray", got, expected, fix)))
+
+
+def _not_served(address: str, why: str) -> UserError:
+    host = address.removeprefix("ray://").rpartition(":")[0]
+    expected = "a head that starts a process for each Ray client"
+    fix = (
+        f"http://{host}:8265 needs none; if the head's are crashing, "
+        "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head` is known to help"
+    )
+    return UserError(str(Problem("--ray", f"{address} ({why})", expected, fix)))
 
 
 def _nobody(address: str, why: str) -> UserError:
