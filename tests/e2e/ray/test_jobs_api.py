@@ -45,11 +45,13 @@ def until(client: Any, name: str, statuses: tuple[str, ...]) -> Any:
     raise AssertionError(f"{info}\n{client.get_job_logs(name)}")
 
 
-def submit(tmp_path: Path, name: str, steps: int, *words: str, **changes: Any) -> Any:
+def submit(
+    tmp_path: Path, name: str, steps: int, *words: str, address: str = "", **changes: Any
+) -> Any:
     file = tmp_path / f"{name}.yaml"
     changes = {"checkpoint": {"path": str(tmp_path / name)}} | changes
     file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
-    return holdfast("submit", str(file), "--ray", rig.connected().dashboard, *words)
+    return holdfast("submit", str(file), "--ray", address or rig.connected().dashboard, *words)
 
 
 def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
@@ -68,6 +70,16 @@ def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
     assert shown.returncode == 0 and "succeeded" in shown.stdout, shown.stderr
     gone = holdfast("delete", "handed-in", "--yes", "--ray", rig.connected().dashboard)
     assert gone.returncode == 0, gone.stderr
+
+
+def test_inside_the_cluster_auto_is_the_address(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", rig.connected().address)  # as Ray sets it for its jobs
+    done = submit(tmp_path, "from-inside", 12, "--follow", address="auto")
+    assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
+    (mine,) = [one for one in client.list_jobs() if "from-inside" in (one.submission_id or "")]
+    assert mine.status == "SUCCEEDED"
 
 
 def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Path) -> None:
