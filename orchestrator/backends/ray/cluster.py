@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from . import jobs_view, names
 OLDEST = (2, 51)
 """What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
 CONNECT_TIMEOUT_S = 15.0
+CLIENT = "ray://"
+"""What stands before the address of a Ray client's server."""
 CLIENT_TRIES = 2
 """A Ray client's server starts a process for each client. It gives up on one that takes half a
 minute, and on a busy head some crash in the fork (ray-project/ray, issue 63202)."""
@@ -47,15 +50,16 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         fix = "pip install 'holdfast[ray]'"
         raise UserError(str(Problem("--ray", "no Ray here", "Ray to be installed", fix))) from None
     check_version(ray.__version__)
-    outside = address.startswith("ray://")
-    of_head = address not in ("auto", "") and not outside
-    if of_head:
+    outside = address.startswith(CLIENT)
+    given = address not in ("auto", "")
+    if given:
         _host_and_port(address)
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if of_head:
+    if given:
         check_listens(address)
+    if given and not outside:
         _check_inside(address)
     shown: dict[str, Any] = {}
     # A Ray client sends its options as JSON, which a JobConfig is not.
@@ -94,7 +98,8 @@ def _init(**options: Any) -> None:
 
     for tries_left in reversed(range(CLIENT_TRIES)):
         try:
-            with _own_end():
+            with _own_end(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Ray Client connection timed out")  # told below
                 ray.init(**options)
             return
         except ConnectionAbortedError as error:  # a Ray client's server could not serve this one
@@ -129,11 +134,11 @@ def check_listens(address: str) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
+    host, colon, port = address.removeprefix(CLIENT).rpartition(":")
     if not colon or not port.isdecimal():
         expected = "auto, HOST:PORT of the cluster's head, ray://HOST:PORT or http://HOST:PORT"
         raise UserError(str(Problem("--ray", address, expected)))
-    return host, int(port)
+    return host.strip("[]"), int(port)  # an IPv6 address stands in brackets
 
 
 def _check_inside(address: str) -> None:
@@ -153,7 +158,7 @@ def _outside(address: str) -> UserError:
 
 
 def _not_served(address: str, why: str) -> UserError:
-    host = address.removeprefix("ray://").rpartition(":")[0]
+    host = address.removeprefix(CLIENT).rpartition(":")[0]
     expected = "a head that starts a process for each Ray client"
     fix = (
         f"http://{host}:8265 needs none; if the head's are crashing, "

@@ -113,7 +113,7 @@ class RayPlace:
     @property
     def _outside(self) -> bool:
         """Whether this machine is none of the cluster's."""
-        return self._address.startswith("ray://")
+        return self._address.startswith(cluster.CLIENT)
 
     def _load(self, file: Path) -> TrainingJob:
         """Raises SpecError, also for what cannot work where it will run, as far as is known."""

@@ -45,8 +45,18 @@ def test_what_stands_where_an_address_is_expected_is_named(
     file = write(RECIPE)
     result = holdfast("run", "--ray", file)
     assert result.code == 2 and "FILE: got nothing" in result.err
-    result = holdfast("run", file, "--ray", "a-job")
-    assert result.code == 2 and "--ray: got a-job; expected auto, HOST:PORT" in result.err
+    for address in ("a-job", "ray://head"):
+        result = holdfast("run", file, "--ray", address)
+        assert result.code == 2 and f"--ray: got {address}; expected auto, HOST:" in result.err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
+def test_an_address_that_nobody_listens_at_is_refused_at_once(
+    address: str, holdfast: Holdfast
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    result = holdfast("status", "--ray", address)
+    assert result.code == 2 and f"--ray: got {address} (" in result.err
 
 
 @pytest.mark.parametrize("path", ["out", "./out", "file://out"])
