@@ -95,7 +95,9 @@ def with_place(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def asked(**given: Any) -> None:
         where = {name: given.pop(name) for name in _OPTIONS}
-        command(place=choose(**where), **given)
+        place = choose(**where)
+        with place.ending():
+            command(place=place, **given)
 
     asked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     asked.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -102,6 +102,10 @@ class Place(Protocol):
         """Whether the checkpoint commands can read a job's place for checkpoints."""
         ...
 
+    def ending(self) -> AbstractContextManager[None]:
+        """Around a command: how it ends when the place goes away meanwhile."""
+        ...
+
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         """Start a job, or go on with one, and show it until it ends."""
         ...

@@ -10,6 +10,7 @@ mistake must not change somebody else's job. The very same job is watched instea
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ class ClusterPlace:
 
     def reads(self, path: str) -> bool:
         return "://" in path  # anything else is a directory of the pods
+
+    def ending(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:

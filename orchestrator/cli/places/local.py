@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,9 @@ class LocalPlace:
 
     def reads(self, path: str) -> bool:
         return True
+
+    def ending(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:
         from ...runtime.clock import Clock

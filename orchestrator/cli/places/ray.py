@@ -6,6 +6,8 @@ Owns: finding, listing, creating and watching them. Must not: import ray; backen
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -69,6 +71,18 @@ class RayPlace:
 
     def reads(self, path: str) -> bool:
         return True  # on a Ray node where not here
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            if type(error) is not ConnectionError:
+                raise  # a pipe's or a socket's; Ray's client raises no narrower one
+            raise cluster.ClusterGone(
+                f"the connection to the Ray cluster at {self._address} was lost ({error}); its "
+                f"jobs go on without this command, and `{self.command('status')}` finds them again"
+            ) from None
 
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> Ended:

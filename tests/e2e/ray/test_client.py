@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import yaml
 
 from ..local.rig import spec
 from . import rig
-from .jobs import BOUND_S, holdfast
+from .jobs import BOUND_S, holdfast, says, started
 from .test_verbs import client_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -55,6 +56,29 @@ def test_a_job_is_submitted_through_a_ray_client(address: str, tmp_path: Path) -
     assert "12 of 12 steps" in done.stdout
     gone = holdfast("delete", "handed-in-outside", "--yes", "--ray", address)
     assert gone.returncode == 0, gone.stderr
+
+
+def test_who_watches_is_told_when_the_head_has_gone_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a Ray client, the head is the server that it speaks to."""
+    monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
+    cluster, name = rig.connected().address, "watched-from-outside"
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec(name, 1_000_000, checkpoint={"path": str(tmp_path / "t")})))
+    with client_server(cluster, tmp_path) as address:
+        watcher = started("run", str(file), "--ray", address)
+        says(watcher, "step ")
+    said, _ = watcher.communicate(timeout=BOUND_S)
+    try:
+        assert watcher.returncode == 1 and "Traceback" not in said, said
+        assert f"the connection to the Ray cluster at {address} was lost" in said
+        shown = json.loads(holdfast("status", name, "--json", "--ray", cluster).stdout)
+        assert shown["state"] == "running" and shown["incidents"] == []
+    finally:
+        assert holdfast("cancel", name, "--ray", cluster).returncode == 0
+        assert holdfast("run", "--attach", name, "--ray", cluster).returncode == 1
+        assert holdfast("delete", name, "--yes", "--ray", cluster).returncode == 0
 
 
 def test_a_script_that_is_on_no_node_is_refused_with_the_way_that_takes_it_along(
