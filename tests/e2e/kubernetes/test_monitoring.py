@@ -258,3 +258,31 @@ def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None
         return facts()._replace(leading=minute < 5 or minute == 10)
 
     rules.expect(history, 20, "HoldfastNoLeader", m4=None, m6=None, m8="", m10=None, m14="")
+
+
+def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> None:
+    """Of all classes together; one each hour is none."""
+
+    def history(minute: int) -> Facts:
+        hourly, storm = minute // 60, max(0, min(minute - 200, 8))
+        return facts(running(minute, restarts={"infrastructure": hourly, "hang": storm}))
+
+    fires = {"m206": "7", "m230": "8"}
+    rules.expect(history, 260, "HoldfastRestartStorm", m199=None, m203=None, **fires, m240=None)
+
+
+def test_a_job_that_moves_forward_too_little_is_told_of_while_it_runs(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        if minute >= 60:
+            return facts(**{RED[1]: "suspended"})
+        return facts(running(minute, goodput=0.5 if minute >= 10 else 0.9))
+
+    fires = {"m40": "50%", "m59": "50%"}
+    rules.expect(history, 70, "HoldfastGoodputLow", m9=None, m39=None, **fires, m61=None)
+
+
+def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules: Rules) -> None:
+    def history(minute: int) -> Facts:
+        return facts(**{RED[1]: "pending"}) if minute < 30 else facts(running(minute))
+
+    rules.expect(history, 40, "HoldfastWaitsForNodes", m14=None, m15="", m29="", m31=None)
