@@ -29,13 +29,12 @@ from . import cases, conditions, timeline
 from .cases import Case, Result
 from .contestants.base import ROOT, Contestant, Workload
 from .contestants.holdfast import Holdfast
-from .contestants.holdfast_ray import BesideIdleActors, HoldfastOnRay
+from .contestants.holdfast_ray import HoldfastOnRay
 from .contestants.raytrain import RayTrain, wait_for_nodes
 from .recovery import describe, spread
 
 RESULTS = Path(__file__).parent / "results"
 PEER, LOCAL = RayTrain.name, "Holdfast, local"
-IDLE = BesideIdleActors.name
 STEPS = 100
 START_BOUND_S = BOUND_S = 240.0
 """A busy machine: Ray Train needs 16 s on a quiet one."""
@@ -128,7 +127,6 @@ def plans(cluster: RayRig) -> Iterable[Plan]:
     yield fault(2, "node lost, shrink", PEER, elastic, lost)
     yield fault(2, "node lost, shrink", "Holdfast", ours, lost)
     yield calm(LOCAL, Holdfast)
-    yield calm(IDLE, BesideIdleActors)
     yield calm("Holdfast", ours)
     yield calm(PEER, peer)
     yield Plan(2, "submitted", "Holdfast", lambda: cases.run_without_fault(sent, 8))
@@ -219,7 +217,7 @@ def starts(results: list[Result]) -> Iterable[str]:
     }
     theirs, attached, sent = kinds.values()
     for result in results:
-        if result.launch_s is None or result.contestant in (LOCAL, IDLE):
+        if result.launch_s is None or result.contestant == LOCAL:
             continue
         if result.contestant == PEER:
             theirs.append(result.launch_s)
@@ -239,12 +237,12 @@ def starts(results: list[Result]) -> Iterable[str]:
 
 def steps(results: list[Result]) -> Iterable[str]:
     found = grouped([r for r in results if r.case == "undisturbed"], lambda r: r.step_s)
-    bases = [found.get(("undisturbed", who)) for who in (LOCAL, IDLE)]
-    yield f"| undisturbed, median of {STEPS - 5} steps | step | / local | / beside idle actors |"
-    yield "|---|---|---|---|"
+    local = found.get(("undisturbed", LOCAL))
+    yield f"| undisturbed, median of {STEPS - 5} steps | step | / Holdfast, local |"
+    yield "|---|---|---|"
     for (_, who), values in found.items():
-        times = [f"{median(values) / median(base):.3f}x" if base else "" for base in bases]
-        yield f"| {who} | {spread(values, 4)} | {' | '.join(times)} |"
+        times = f"{median(values) / median(local):.3f}x" if local else ""
+        yield f"| {who} | {spread(values, 4)} | {times} |"
 
 
 if __name__ == "__main__":

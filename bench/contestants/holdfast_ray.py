@@ -60,32 +60,3 @@ class HoldfastOnRay(Holdfast):
         kill_trees([process.pid for process in self.processes])
         wait_until_free(RELEASED_S)
         kv.Keys("bench").clear()
-
-
-class BesideIdleActors(Holdfast):
-    """The local backend beside as many actors as HoldfastOnRay has (a controller, an agent on each
-    of two nodes), which do nothing: what actors cost by being there. The main thread of each wakes
-    a hundred times a second, and takes a core from a rank for it."""
-
-    name = "Holdfast, local, beside idle actors"
-    COUNT = 3
-
-    def start(self) -> None:
-        import ray
-
-        make = ray.remote(_Idle).options(num_cpus=0, scheduling_strategy="SPREAD")
-        self._actors = [make.remote() for _ in range(self.COUNT)]
-        ray.get([actor.answer.remote() for actor in self._actors])
-        super().start()
-
-    def stop(self) -> None:
-        import ray
-
-        super().stop()
-        for actor in self._actors:
-            ray.kill(actor)
-
-
-class _Idle:
-    def answer(self) -> None:
-        """Once it is there."""
