@@ -87,8 +87,9 @@ def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int) -> dict[str, li
     try:
         mine, theirs = local_processes(local), ray_processes(on_ray)
         assert not set(mine) & set(theirs)
-        idle = idle_actors()
-        turns = take_turns({LOCAL: mine, BESIDE: mine | idle, RAY: theirs}, rounds)
+        actors = idle_actors()
+        sides = {LOCAL: mine, BESIDE: mine | processes_of(actors), RAY: theirs}
+        turns = take_turns(sides, rounds)
         jobs = {LOCAL: local, BESIDE: local, RAY: on_ray}
         return {side: per_turn(jobs[side], turns[side]) for side in turns}
     finally:
@@ -156,13 +157,17 @@ def ray_processes(job: HoldfastOnRay) -> Processes:
     return trees([job.controller.pid, *found])
 
 
-def idle_actors() -> Processes:
+def idle_actors() -> list[Any]:
+    """Theirs is the life of what is returned."""
     import ray
 
-    make = ray.remote(_Idle).options(
-        num_cpus=0, scheduling_strategy="SPREAD", lifetime="detached", namespace="bench"
-    )
-    actors = [make.options(name=f"idle-{number}").remote() for number in range(NUM_ACTORS)]
+    make = ray.remote(_Idle).options(num_cpus=0, scheduling_strategy="SPREAD")
+    return [make.remote() for _ in range(NUM_ACTORS)]
+
+
+def processes_of(actors: list[Any]) -> Processes:
+    import ray
+
     return trees(ray.get([actor.pid.remote() for actor in actors]))
 
 
