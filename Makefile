@@ -44,6 +44,7 @@ bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.staging
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m bench.ray
+	$(BIN)/python -m bench.ray_step
 
 # Real Kubernetes programs for tests/e2e/kubernetes, built once into ~/.cache/holdfast/kubernetes.
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once
