@@ -80,11 +80,12 @@ def main() -> int:
 
 def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int) -> dict[str, list[float]]:
     """Side -> steps per second of each of its turns."""
-    for one in (local, on_ray):
-        one.start()
-        timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
-    time.sleep(STANDBYS_S)
-    try:
+    with contextlib.ExitStack() as started:
+        for one in (local, on_ray):
+            started.callback(one.stop)
+            one.start()
+            timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
+        time.sleep(STANDBYS_S)
         mine, theirs = local_processes(local), ray_processes(on_ray)
         assert not set(mine) & set(theirs)
         actors = idle_actors()
@@ -92,9 +93,6 @@ def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int) -> dict[str, li
         turns = take_turns(sides, rounds)
         jobs = {LOCAL: local, BESIDE: local, RAY: on_ray}
         return {side: per_turn(jobs[side], turns[side]) for side in turns}
-    finally:
-        on_ray.stop()
-        local.stop()
 
 
 def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:

@@ -96,9 +96,16 @@ class Rules:
         return done.stdout
 
     def expect(
-        self, history: Callable[[int], Facts], minutes: int, alert: str, **firing: str | None
+        self,
+        history: Callable[[int], Facts],
+        minutes: int,
+        alert: str,
+        *,
+        handover: int = 10_000,
+        **firing: str | None,
     ) -> None:
-        """`firing`: m12="7m" -> at minute 12 it fires with the value 7m, None: not."""
+        """`firing`: m12="7m" -> at minute 12 it fires with the value 7m, None: not. At minute
+        `handover` another pod of the operator begins to lead, and to tell of jobs."""
         tests = [
             {
                 "eval_time": f"{minute[1:]}m",
@@ -109,7 +116,7 @@ class Rules:
         ]
         story = {
             "interval": "1m",
-            "input_series": series(history, minutes),
+            "input_series": series(history, minutes, handover),
             "alert_rule_test": tests,
         }
         file = self._directory / "tests.yaml"
@@ -135,9 +142,10 @@ class Rules:
         }
 
 
-def series(history: Callable[[int], Facts], minutes: int) -> list[Document]:
+def series(history: Callable[[int], Facts], minutes: int, handover: int) -> list[Document]:
     """A scrape a minute. What a scrape lacks is marked stale, as Prometheus does it."""
-    columns = [scrape(history(minute)) for minute in range(minutes)]
+    pods = ["holdfast-a" if minute < handover else "holdfast-b" for minute in range(minutes)]
+    columns = [scrape(history(minute), pod) for minute, pod in enumerate(pods)]
     names = dict.fromkeys(name for column in columns for name in column)
     found = []
     for name in names:
@@ -150,11 +158,13 @@ def series(history: Callable[[int], Facts], minutes: int) -> list[Document]:
     return found
 
 
-def scrape(facts: Facts) -> dict[str, float]:
+def scrape(facts: Facts, pod: str) -> dict[str, float]:
+    """`pod`: a label that Prometheus adds itself."""
     found = {}
     for family in text_string_to_metric_families(exposition(facts).decode()):
         for one in family.samples:
-            labels = ",".join(f'{name}="{value}"' for name, value in sorted(one.labels.items()))
+            given = sorted({**one.labels, "pod": pod}.items())
+            labels = ",".join(f'{name}="{value}"' for name, value in given)
             found[f"{one.name}{{{labels}}}"] = one.value
     return found
 
@@ -286,3 +296,20 @@ def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules:
         return facts(**{RED[1]: "pending"}) if minute < 30 else facts(running(minute))
 
     rules.expect(history, 40, "HoldfastWaitsForNodes", m14=None, m15="", m29="", m31=None)
+
+
+@pytest.mark.parametrize(
+    ("alert", "fields", "value"),
+    [
+        ("HoldfastGoodputLow", {"goodput": 0.5}, "50%"),
+        ("HoldfastCheckpointOld", {}, "1h 34m 30s"),
+        ("HoldfastWaitsForNodes", {"state": "pending"}, ""),
+    ],
+)
+def test_an_alert_goes_on_when_another_operator_leads(
+    rules: Rules, alert: str, fields: dict[str, Any], value: str
+) -> None:
+    def history(minute: int) -> Facts:
+        return facts(running(minute, **fields))
+
+    rules.expect(history, 110, alert, handover=93, m95=value)

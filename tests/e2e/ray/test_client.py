@@ -40,9 +40,7 @@ def written(place: Path, name: str, **changes: object) -> Path:
 
 
 def test_a_recipe_runs_to_its_end_and_is_watched_meanwhile(address: str, tmp_path: Path) -> None:
-    done = holdfast(
-        "run", str(written(tmp_path, "from-outside")), "--ray", address, timeout_s=2 * BOUND_S
-    )
+    done = holdfast("run", str(written(tmp_path, "from-outside")), "--ray", address)
     assert done.returncode == 0, done.stderr
     assert "12 of 12 steps" in done.stdout
     gone = holdfast("delete", "from-outside", "--yes", "--ray", address)
@@ -51,7 +49,7 @@ def test_a_recipe_runs_to_its_end_and_is_watched_meanwhile(address: str, tmp_pat
 
 def test_a_job_is_submitted_through_a_ray_client(address: str, tmp_path: Path) -> None:
     file = written(tmp_path, "handed-in-outside")
-    done = holdfast("submit", str(file), "--follow", "--ray", address, timeout_s=2 * BOUND_S)
+    done = holdfast("submit", str(file), "--follow", "--ray", address)
     assert done.returncode == 0, done.stderr
     assert "12 of 12 steps" in done.stdout
     gone = holdfast("delete", "handed-in-outside", "--yes", "--ray", address)

@@ -138,7 +138,7 @@ def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(
         done = holdfast("status", NAME, "--ray", address)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count("trying again") == 1
-    assert f"--ray: got {address} (" in done.stderr and "ray_client_server_2" in done.stderr
+    assert f"--ray: got {address} (Proxy failed to Connect to backend!" in done.stderr
     assert "GRPC_ENABLE_FORK_SUPPORT=0 ray start --head" in done.stderr
 
 

@@ -47,7 +47,8 @@ def test_what_stands_where_an_address_is_expected_is_named(
     assert result.code == 2 and "FILE: got nothing" in result.err
     for address in ("a-job", "ray://head"):
         result = holdfast("run", file, "--ray", address)
-        assert result.code == 2 and f"--ray: got {address}; expected auto, HOST:" in result.err
+        expected = f"--ray: got {address}; expected auto, HOST:PORT"
+        assert result.code == 2 and expected in result.err
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
