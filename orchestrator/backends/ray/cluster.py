@@ -53,12 +53,10 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     outside = address.startswith(CLIENT)
     given = address not in ("auto", "")
     if given:
-        _host_and_port(address)
+        check_listens(address)  # also where the process is in a cluster: it may be another
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if given:
-        check_listens(address)
     if given and not outside:
         _check_inside(address)
     shown: dict[str, Any] = {}

@@ -90,7 +90,7 @@ def test_the_actors_view_shows_controller_and_nodes_with_state_and_restarts(
 def test_the_log_view_shows_a_workers_log_by_its_rank(job: Submitted, seen: Browser) -> None:
     facts = job.facts(job.members()[0])
     seen.open(f"logs?nodeId={facts['ray_node']}")
-    seen.page.get_by_role("link", name=re.compile(f"^holdfast-{NAME}-")).click()
+    seen.page.get_by_role("link", name=re.compile(f"^holdfast-{NAME}-[0-9a-f]{{6}}\\b")).click()
     seen.shows("controller.log")
     seen.shows(f"agent-{job.members()[0]}.log")
     seen.page.get_by_role("link", name=re.compile("gen-0001")).click()
