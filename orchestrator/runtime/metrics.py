@@ -9,6 +9,7 @@ few and bounded; series per rank only when spec.metrics.perRank asks for them.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 import threading
@@ -118,6 +119,7 @@ def _rank_steps(view: JobView) -> Iterator[Sample]:
             yield {"node": node.name, "rank": str(worker.rank)}, float(worker.step)
 
 
+@functools.cache  # the version is looked up in files
 def build_labels() -> dict[str, str]:
     """Of holdfast_build_info."""
     python = ".".join(str(part) for part in sys.version_info[:3])

@@ -35,7 +35,10 @@ from .surroundings import job_environment, storage_place
 from .tier import ThreadedTier
 from .view import JobView
 
-METRICS_INTERVAL_S = 2.0
+METRICS_INTERVAL_S = 5.0
+"""Ray itself exports every 10 s unless told otherwise."""
+TRIM_PAUSE_S = 2.0
+"""Until a head that did not answer is asked again."""
 WATCH_S = 30.0
 """Nothing may change for days, and whoever watches may have gone without a word: Ray would keep the
 call, and answers no more than so many at once. Shorter than calls.ANSWER_S."""
@@ -159,7 +162,7 @@ class RayHost:
                 await self._backend.trim(lambda: num_missing(self.assembly.driver.controller.state))
             except Exception as error:  # Ray's own RpcError or a plain RuntimeError
                 log.warning("what is not wanted any more stays demanded for now: %s", error)
-                await asyncio.sleep(METRICS_INTERVAL_S)
+                await asyncio.sleep(TRIM_PAUSE_S)
                 seen = -1
 
     async def _tell_metrics(self) -> None:

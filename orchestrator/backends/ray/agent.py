@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from ...protocol import tls
-from . import cluster, drains, names
+from . import cluster, drains, names, rest
 from .private import PrivateDirectory
 
 UNATTENDED_S = 600.0
@@ -46,6 +46,10 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 class AgentActor:
     """Runs in a process of its own on a Ray node. All methods run in its event loop."""
+
+    def __new__(cls, *_arguments: Any) -> Self:
+        rest.prepare()
+        return super().__new__(cls)
 
     async def __init__(self, order: AgentOrder) -> None:  # type: ignore[misc]  # Ray awaits it
         self._order = order
@@ -91,6 +95,7 @@ class AgentActor:
 
     async def wait_for_end(self) -> str:
         """How the agent's process ended. Fails when this actor or its Ray node ends first."""
+        rest.begin()  # who asks this has nothing else to say for now
         return await asyncio.shield(self._ended)
 
     async def preempt(self) -> None:

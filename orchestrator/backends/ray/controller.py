@@ -10,12 +10,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from ...protocol.errors import HoldfastError
-from . import cluster, names
+from . import cluster, names, rest
 
 RESTART_PAUSE_S = 1.0
 """What fails at once, fails again at once."""
@@ -57,6 +57,10 @@ class Host(Protocol):
 class ControllerActor:
     """All methods run in its event loop."""
 
+    def __new__(cls, *_arguments: Any) -> Self:
+        rest.prepare()
+        return super().__new__(cls)
+
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, order: ControllerOrder, make_host: Callable[[ControllerOrder], Host]
     ) -> None:
@@ -64,6 +68,7 @@ class ControllerActor:
         self._host = make_host(order)
         self._failed = ""
         self._begun = asyncio.Event()
+        rest.begin()
         self._life = asyncio.get_running_loop().create_task(self._live())
 
     def __repr__(self) -> str:

@@ -109,18 +109,21 @@ class RayJob:
 
     def watch(self, display: Display) -> JobView:
         """Show it until it has ended; its last view. Raises UserError when it could not begin."""
-        seen, last = -1, None
-        while (ended := self.ended) is None:
+        seen, ended = -1, self.ended
+        while ended is None:
             try:
                 news = self._ask("watch", seen)
+                seen, view = news["seen"], _view(news["view"])
+                display.show(view)
+                if view.state in FINISHED:
+                    ended = self.ended
             except calls.ControllerGone as error:
-                if self.ended is None and controller.find(self.name) is None:
-                    raise calls.ControllerGone(self._without_controller(error)) from None
-                seen = -1
-                time.sleep(calls.PAUSE_S)
-                continue
-            seen, last = news["seen"], _view(news["view"])
-            display.show(last)
+                # It ends only after it has written what it leaves behind.
+                if (ended := self.ended) is None:
+                    if controller.find(self.name) is None:
+                        raise calls.ControllerGone(self._without_controller(error)) from None
+                    seen = -1
+                    time.sleep(calls.PAUSE_S)
         if ended["refusal"]:
             self._keys.clear()  # it never began: its name is free again
             raise UserError(ended["refusal"])
