@@ -1,14 +1,14 @@
 """Step time on Ray beside the local backend's, on a machine whose own speed drifts.
 
-    python -m bench.ray_step                   # eleven minutes
+    python -m bench.ray_step                   # a quarter of an hour
 
 Two jobs of the same workload train on one machine at once, one of a local controller and one on a
 Ray cluster, and of both only one is awake: all processes of the other are stopped (SIGSTOP). They
 take turns of 1.5 s in a random order, too short for any limit of a heartbeat or a hang, so that
 both see the same machine. Steps that fall into a side's turns, over the time of those turns.
 
-A third side is the local job with idle actors awake, as many as the job on Ray has: what actors
-cost by being there. Ray wakes the main thread of every one a hundred times a second.
+What one start of a job gets, such as its places in memory, makes it faster or slower by percents
+for its whole life. So all of it is repeated with new jobs, and the repetitions are the samples.
 
 Owns: the turns and the table.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -26,8 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import quantiles
-from typing import Any
+from statistics import fmean, median, stdev
 
 import numpy as np
 import psutil
@@ -49,16 +49,18 @@ STANDBYS_S = 6.0
 """Until the standbys of both jobs are forked and rehearsed."""
 NUM_ACTORS = 3
 """Of a job on two Ray nodes: a controller, two agents."""
-LOCAL, BESIDE, RAY = "Holdfast, local", "Holdfast, local, beside 3 idle actors", "Holdfast on Ray"
-RESAMPLES = 2000
+LOCAL, RAY = "Holdfast, local", "Holdfast on Ray"
 
 Processes = dict[int, psutil.Process]
 Turn = tuple[float, float]
+Rates = dict[str, float]
+"""Side -> steps per second."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=130, help="turns of each side")
+    parser.add_argument("--reps", type=int, default=10, help="starts of both jobs")
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each side in each")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_step")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers have it from the raylet
@@ -69,31 +71,31 @@ def main() -> int:
         connect(cluster)
         resize(cluster, 2)
         quiet = conditions.wait_until_quiet(QUIET_CORES)
-        local = Holdfast(Workload(directory / "local", steps=STEPS))
-        on_ray = HoldfastOnRay(Workload(directory / "ray", steps=STEPS), cluster)
-        counts = measure(local, on_ray, options.rounds)
+        found: list[Rates] = []
+        for rep in range(options.reps):
+            local = Holdfast(Workload(directory / f"local-{rep}", steps=STEPS))
+            on_ray = HoldfastOnRay(Workload(directory / f"ray-{rep}", steps=STEPS), cluster)
+            found.append(measure(local, on_ray, options.rounds, ray_first=bool(rep % 2)))
+            print(f"{rep + 1} of {options.reps}: {ratio(found[-1]):.3f}x", flush=True)
     finally:
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)
-    write(options.out, facts, quiet, counts)
+    write(options.out, facts, quiet, found, options.rounds)
     return 0
 
 
-def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int) -> dict[str, list[float]]:
-    """Side -> steps per second of each of its turns."""
+def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int, *, ray_first: bool) -> Rates:
+    jobs: dict[str, Holdfast] = {LOCAL: local, RAY: on_ray}
     with contextlib.ExitStack() as started:
-        for one in (local, on_ray):
+        for one in reversed(jobs.values()) if ray_first else jobs.values():
             started.callback(one.stop)
             one.start()
             timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
         time.sleep(STANDBYS_S)
-        mine, theirs = local_processes(local), ray_processes(on_ray)
-        assert not set(mine) & set(theirs)
-        actors = idle_actors()
-        sides = {LOCAL: mine, BESIDE: mine | processes_of(actors), RAY: theirs}
+        sides = {LOCAL: local_processes(local), RAY: ray_processes(on_ray)}
+        assert not set(sides[LOCAL]) & set(sides[RAY])
         turns = take_turns(sides, rounds)
-        jobs = {LOCAL: local, BESIDE: local, RAY: on_ray}
-        return {side: per_turn(jobs[side], turns[side]) for side in turns}
+        return {side: fmean(per_turn(jobs[side], turns[side])) for side in jobs}
 
 
 def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:
@@ -166,25 +168,6 @@ def ray_processes(job: HoldfastOnRay) -> Processes:
     return trees([job.controller.pid, *found])
 
 
-def idle_actors() -> list[Any]:
-    """Theirs is the life of what is returned."""
-    import ray
-
-    make = ray.remote(_Idle).options(num_cpus=0, scheduling_strategy="SPREAD")
-    return [make.remote() for _ in range(NUM_ACTORS)]
-
-
-def processes_of(actors: list[Any]) -> Processes:
-    import ray
-
-    return trees(ray.get([actor.pid.remote() for actor in actors]))
-
-
-class _Idle:
-    def pid(self) -> int:
-        return os.getpid()
-
-
 def trees(pids: Iterable[int]) -> Processes:
     found: Processes = {}
     for pid in pids:
@@ -194,43 +177,41 @@ def trees(pids: Iterable[int]) -> Processes:
 
 
 # -- the table -------------------------------------------------------------------------------------
-def write(out: Path, facts: dict[str, str], quiet: float, counts: dict[str, list[float]]) -> None:
-    rows: dict[str, Any] = {}
+def ratio(rates: Rates) -> float:
+    """Step time on Ray over the local one."""
+    return rates[LOCAL] / rates[RAY]
+
+
+def write(out: Path, facts: dict[str, str], quiet: float, found: list[Rates], rounds: int) -> None:
     lines = ["# Step time on Ray beside the local backend's", ""]
     lines += [f"{name}: {value}. " for name, value in facts.items()]
-    rounds = len(counts[LOCAL])
+    ratios = [ratio(rates) for rates in found]
+    error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
     lines += [
         f"Busy cores before the run: {quiet:.2f} of {os.cpu_count()}, the idle cluster's own among "
-        f"them. {rounds} turns of {TURN_S:g} s of each side, in random order, the others stopped "
-        "meanwhile. 4 ranks on 2 nodes, HSDP 2 x 2 over gloo, one thread a rank, 3.3 M "
-        "parameters; head, two raylets and everything else on this one machine. In brackets: the "
-        "middle 90 % of what resampling the turns gives.",
+        f"them. {len(found)} starts of both jobs, {rounds} turns of {TURN_S:g} s of each side in "
+        "each, in random order, the other stopped meanwhile. 4 ranks on 2 nodes, HSDP 2 x 2 over "
+        "gloo, one thread a rank, 3.3 M parameters; head, two raylets and everything else on this "
+        "one machine.",
         "",
-        "| side | step, s | / local | / local beside idle actors |",
-        "|---|---|---|---|",
+        "| side | step, s, in each start |",
+        "|---|---|",
     ]
-    for side, rates in counts.items():
-        ratios = [against(counts[base], rates) for base in (LOCAL, BESIDE)]
-        told = [f"{one:.3f}x [{low:.3f} to {high:.3f}]" for one, low, high in ratios]
-        step = len(rates) / sum(rates)
-        lines.append(f"| {side} | {step:.4f} | {' | '.join(told)} |")
-        rows[side] = {"step_s": step, "steps_per_s": rates}
-    out.with_suffix(".json").write_text(
-        json.dumps({"conditions": facts, "results": rows}, indent=1) + "\n"
-    )
+    for side in (LOCAL, RAY):
+        steps = " ".join(f"{1 / rates[side]:.4f}" for rates in found)
+        lines.append(f"| {side} | {steps} |")
+    told = " ".join(f"{one:.3f}" for one in ratios)
+    lines += [
+        f"| Ray / local | {told} |",
+        "",
+        f"Ray / local: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
+        f"{median(ratios):.3f}x.",
+    ]
+    results = {"conditions": facts, "turns": rounds, "steps_per_s": found}
+    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     text = "\n".join(lines) + "\n"
     out.with_suffix(".md").write_text(text)
     print(text)
-
-
-def against(base: list[float], rates: list[float]) -> tuple[float, float, float]:
-    """Step time over step time: of all turns, and the bounds of its middle 90 %."""
-    drawn = []
-    for _ in range(RESAMPLES):
-        some = random.choices(range(len(rates)), k=len(rates))  # a round stays together
-        drawn.append(sum(base[one] for one in some) / sum(rates[one] for one in some))
-    parts = quantiles(drawn, n=20)
-    return sum(base) / sum(rates), parts[0], parts[-1]
 
 
 if __name__ == "__main__":
