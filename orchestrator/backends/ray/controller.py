@@ -66,8 +66,6 @@ class ControllerActor:
     ) -> None:
         self._order = order
         self._host = make_host(order)
-        self._failed = ""
-        self._begun = asyncio.Event()
         rest.begin()
         self._life = asyncio.get_running_loop().create_task(self._live())
 

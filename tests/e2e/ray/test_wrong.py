@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.backends.ray import cluster
+from orchestrator.protocol.errors import UserError
+
 from ..local.rig import spec
 from . import rig
 from .jobs import BOUND_S, Job, Submitted, holdfast
@@ -24,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 @pytest.fixture
 def another_version() -> Iterator[str]:
     """The cluster says that a Ray of long ago started it; Ray's own check then refuses us."""
-    cluster = rig.connected()
+    address = rig.connected().address
     from ray.experimental import internal_kv
 
     key, namespace = b"CLUSTER_METADATA", b"cluster"
@@ -32,8 +35,14 @@ def another_version() -> Iterator[str]:
     assert told is not None
     other = json.loads(told) | {"ray_version": "2.9.0"}
     internal_kv._internal_kv_put(key, json.dumps(other).encode(), namespace=namespace)
-    yield cluster.address
+    yield address
     internal_kv._internal_kv_put(key, told, namespace=namespace)
+
+
+def test_an_address_that_nobody_listens_at_is_refused_also_within_another_cluster() -> None:
+    rig.connected()
+    with pytest.raises(UserError, match=r"--ray: got 127\.0\.0\.1:1 "):
+        cluster.connect("127.0.0.1:1")
 
 
 def test_a_cluster_of_another_version_is_refused_with_both_versions(another_version: str) -> None:
@@ -67,13 +76,13 @@ def test_a_runtime_env_that_fails_to_build_in_the_cluster_is_told_in_rays_words(
 ) -> None:
     """Of a package that nobody has uploaded. One of pip's would fail the same way, but Ray copies
     the whole Python environment first, which is gigabytes."""
-    cluster = rig.connected()
+    dashboard = rig.connected().dashboard
     file, env = tmp_path / "job.yaml", tmp_path / "env.yaml"
     file.write_text(yaml.safe_dump(spec("no-package", 12)))
     package = "gcs://_ray_pkg_0123456789abcdef.zip"
     env.write_text(yaml.safe_dump({"py_modules": [package]}))
     done = holdfast(
-        "submit", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env), "--follow",
+        "submit", str(file), "--ray", dashboard, "--runtime-env", str(env), "--follow",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "could not build the job's runtime env, nothing was started" in done.stderr
