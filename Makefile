@@ -44,7 +44,8 @@ bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.staging
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m bench.ray
-	$(BIN)/python -m bench.ray_step
+	$(BIN)/python -m bench.ray_step --nodes 1
+	$(BIN)/python -m bench.ray_step --nodes 2
 
 # Real Kubernetes programs for tests/e2e/kubernetes, built once into ~/.cache/holdfast/kubernetes.
 kubernetes-binaries:  ## build what the Kubernetes tests run: needs Go 1.26, five minutes, once

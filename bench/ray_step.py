@@ -1,11 +1,13 @@
 """Step time on Ray beside the local backend's, on a machine whose own speed drifts.
 
-    python -m bench.ray_step                   # a quarter of an hour
+    python -m bench.ray_step                   # four ranks on two nodes: half an hour
+    python -m bench.ray_step --nodes 1         # on one
 
 Two jobs of the same workload train on one machine at once, one of a local controller and one on a
 Ray cluster, and of both only one is awake: all processes of the other are stopped (SIGSTOP). They
-take turns of 1.5 s in a random order, too short for any limit of a heartbeat or a hang, so that
-both see the same machine. Steps that fall into a side's turns, over the time of those turns.
+take turns of 4 s in a random order, so that both see the same machine. The first second of a turn
+is not counted: what was stopped catches up on its timers. Of the rest the steps are counted, over
+its time.
 
 What one start of a job gets, such as its places in memory, makes it faster or slower by percents
 for its whole life. So all of it is repeated with new jobs, and the repetitions are the samples.
@@ -35,21 +37,22 @@ import psutil
 from tests.e2e.ray.rig import RayRig
 
 from . import conditions, timeline
-from .contestants.base import ROOT, Contestant, Workload
-from .contestants.holdfast import Holdfast
+from .contestants.base import ROOT, Workload
+from .contestants.holdfast import NUM_RANKS, Holdfast
 from .contestants.holdfast_ray import HoldfastOnRay
-from .ray import QUIET_CORES, connect, resize
+from .ray import QUIET_CORES, connect
 
 RESULTS = Path(__file__).parent / "results"
-TURN_S = 1.5
+TURN_S = 4.0
+SETTLING_S = 1.0
+PATIENCE_S = 60.0
+"""Nobody is stopped for so long: at most two turns of the other lie between two of one side's."""
 STEPS = 100_000
 """More than there is time for."""
 WARM_STEPS = 8
 STANDBYS_S = 6.0
 """Until the standbys of both jobs are forked and rehearsed."""
-NUM_ACTORS = 3
-"""Of a job on two Ray nodes: a controller, two agents."""
-LOCAL, RAY = "Holdfast, local", "Holdfast on Ray"
+LOCAL, RAY = "Holdfast, local", HoldfastOnRay.name
 
 Processes = dict[int, psutil.Process]
 Turn = tuple[float, float]
@@ -59,43 +62,57 @@ Rates = dict[str, float]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--reps", type=int, default=10, help="starts of both jobs")
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each side in each")
-    parser.add_argument("--out", type=Path, default=RESULTS / "ray_step")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="of the four ranks")
+    parser.add_argument("--reps", type=int, default=20, help="starts of both jobs")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each side in each")
+    parser.add_argument("--out", type=Path, help="without suffix")
     options = parser.parse_args()
+    nodes, out = options.nodes, options.out or RESULTS / f"ray_step_on_{options.nodes}"
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers have it from the raylet
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     facts = conditions.describe()
-    cluster = RayRig(nodes=2)
+    cluster = RayRig(nodes=0)
     try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=NUM_RANKS // nodes)
         connect(cluster)
-        resize(cluster, 2)
         quiet = conditions.wait_until_quiet(QUIET_CORES)
         found: list[Rates] = []
         for rep in range(options.reps):
-            local = Holdfast(Workload(directory / f"local-{rep}", steps=STEPS))
-            on_ray = HoldfastOnRay(Workload(directory / f"ray-{rep}", steps=STEPS), cluster)
-            found.append(measure(local, on_ray, options.rounds, ray_first=bool(rep % 2)))
+            jobs = both(directory / str(rep), cluster, nodes)
+            if rep % 2:
+                jobs = dict(reversed(jobs.items()))
+            found.append(measure(jobs, options.rounds))
             print(f"{rep + 1} of {options.reps}: {ratio(found[-1]):.3f}x", flush=True)
+            write(out, facts, quiet, found, options.rounds, nodes)
     finally:
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)
-    write(options.out, facts, quiet, found, options.rounds)
+    print(out.with_suffix(".md").read_text())
     return 0
 
 
-def measure(local: Holdfast, on_ray: HoldfastOnRay, rounds: int, *, ray_first: bool) -> Rates:
-    jobs: dict[str, Holdfast] = {LOCAL: local, RAY: on_ray}
+def both(directory: Path, cluster: RayRig, nodes: int) -> dict[str, Holdfast]:
+    local = Workload(directory / "local", steps=STEPS)
+    on_ray = Workload(directory / "ray", steps=STEPS)
+    return {
+        LOCAL: Holdfast(local, nodes=nodes, patience_s=PATIENCE_S),
+        RAY: HoldfastOnRay(on_ray, cluster, nodes=nodes, patience_s=PATIENCE_S),
+    }
+
+
+def measure(jobs: dict[str, Holdfast], rounds: int) -> Rates:
+    """With jobs that are started in this order."""
     with contextlib.ExitStack() as started:
-        for one in reversed(jobs.values()) if ray_first else jobs.values():
+        for one in jobs.values():
             started.callback(one.stop)
             one.start()
             timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
         time.sleep(STANDBYS_S)
-        sides = {LOCAL: local_processes(local), RAY: ray_processes(on_ray)}
-        assert not set(sides[LOCAL]) & set(sides[RAY])
-        turns = take_turns(sides, rounds)
-        return {side: fmean(per_turn(jobs[side], turns[side])) for side in jobs}
+        processes = {name: processes_of(job) for name, job in jobs.items()}
+        assert sum(map(len, processes.values())) == len({p for s in processes.values() for p in s})
+        turns = take_turns(processes, rounds)
+        return {name: rate(job, turns[name]) for name, job in jobs.items()}
 
 
 def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:
@@ -124,15 +141,15 @@ def tell(processes: Processes, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def per_turn(contestant: Contestant, turns: list[Turn]) -> list[float]:
-    """Steps per second, a step that one turn begins and another ends counted in each by its part.
-    Raises RuntimeError when the turns themselves disturbed the job."""
-    incarnations = timeline.read(contestant.workload.timeline)
+def rate(job: Holdfast, turns: list[Turn]) -> float:
+    """Steps per second of its turns, a step that one turn begins and another ends counted in each
+    by its part. Raises RuntimeError when the turns themselves disturbed the job."""
+    incarnations = timeline.read(job.workload.timeline)
     if len(incarnations) != 1:
-        raise RuntimeError(f"{contestant.name} was restarted during the measurement")
-    job = incarnations[0]
+        raise RuntimeError(f"{job.name} was restarted during the measurement")
+    steps = incarnations[0]
     finished: list[float] = []
-    while (at := job.finished_by_all(job.first_step + len(finished))) is not None:
+    while (at := steps.finished_by_all(steps.first_step + len(finished))) is not None:
         finished.append(at)
     # How long the job had been awake at each bound of a turn, and at each end of a step.
     bounds = np.array(turns).ravel()
@@ -140,31 +157,22 @@ def per_turn(contestant: Contestant, turns: list[Turn]) -> list[float]:
     lengths[1::2] = 0.0  # between its turns
     awake = np.concatenate([[0.0], np.cumsum(lengths)])
     ends = np.interp([at for at in finished if bounds[0] < at < bounds[-1]], bounds, awake)
-    done = np.interp(awake, ends, np.arange(len(ends)))
-    # But the first and the last: their parts of a step are not known.
-    return list(np.diff(done)[2:-2:2] / lengths[2:-2:2])
+    # But the first and the last turn: their parts of a step are not known.
+    begins, stops = awake[2:-2:2] + SETTLING_S, awake[3:-2:2]
+    done = np.interp([begins, stops], ends, np.arange(len(ends)))
+    return float((done[1] - done[0]).sum() / (stops - begins).sum())
 
 
 # -- whose processes -------------------------------------------------------------------------------
-def local_processes(job: Holdfast) -> Processes:
-    """The command, and the machine host with all below it, which know the job's home."""
-    found = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(job.home) in " ".join(process.info["cmdline"] or [])
-    ]
-    return trees([job.controller.pid, *(process.pid for process in found)])
-
-
-def ray_processes(job: HoldfastOnRay) -> Processes:
-    """The command, the job's actors, and what the agents have started."""
+def processes_of(job: Holdfast) -> Processes:
+    """The command; locally the machine host with all below it, which know the job's home; on Ray
+    the job's actors with all that the agents have started."""
     actors = ("ray::ControllerActor", "ray::AgentActor")
-    found = [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if " ".join(process.info["cmdline"] or []).startswith(actors)
-    ]
-    assert len(found) == NUM_ACTORS
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if words.startswith(actors) if isinstance(job, HoldfastOnRay) else str(job.home) in words:
+            found.append(process.pid)
     return trees([job.controller.pid, *found])
 
 
@@ -182,36 +190,37 @@ def ratio(rates: Rates) -> float:
     return rates[LOCAL] / rates[RAY]
 
 
-def write(out: Path, facts: dict[str, str], quiet: float, found: list[Rates], rounds: int) -> None:
-    lines = ["# Step time on Ray beside the local backend's", ""]
+def write(
+    out: Path, facts: dict[str, str], quiet: float, found: list[Rates], rounds: int, nodes: int
+) -> None:
+    lines = [
+        f"# Step time on Ray beside the local backend's: {NUM_RANKS} ranks on {nodes} node(s)",
+        "",
+    ]
     lines += [f"{name}: {value}. " for name, value in facts.items()]
-    ratios = [ratio(rates) for rates in found]
-    error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
     lines += [
         f"Busy cores before the run: {quiet:.2f} of {os.cpu_count()}, the idle cluster's own among "
         f"them. {len(found)} starts of both jobs, {rounds} turns of {TURN_S:g} s of each side in "
-        "each, in random order, the other stopped meanwhile. 4 ranks on 2 nodes, HSDP 2 x 2 over "
-        "gloo, one thread a rank, 3.3 M parameters; head, two raylets and everything else on this "
-        "one machine.",
+        f"each, in random order, the other stopped meanwhile; without the first {SETTLING_S:g} s "
+        "of each turn. HSDP 2 x 2 over gloo, one thread a rank, 3.3 M parameters; head, raylets "
+        "and everything else on this one machine.",
         "",
         "| side | step, s, in each start |",
         "|---|---|",
     ]
     for side in (LOCAL, RAY):
-        steps = " ".join(f"{1 / rates[side]:.4f}" for rates in found)
-        lines.append(f"| {side} | {steps} |")
-    told = " ".join(f"{one:.3f}" for one in ratios)
+        lines.append(f"| {side} | {' '.join(f'{1 / rates[side]:.4f}' for rates in found)} |")
+    ratios = [ratio(rates) for rates in found]
+    error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
     lines += [
-        f"| Ray / local | {told} |",
+        f"| Ray / local | {' '.join(f'{one:.3f}' for one in ratios)} |",
         "",
         f"Ray / local: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
         f"{median(ratios):.3f}x.",
     ]
-    results = {"conditions": facts, "turns": rounds, "steps_per_s": found}
+    results = {"conditions": facts, "turns": rounds, "nodes": nodes, "steps_per_s": found}
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = "\n".join(lines) + "\n"
-    out.with_suffix(".md").write_text(text)
-    print(text)
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

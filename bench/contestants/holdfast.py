@@ -15,24 +15,27 @@ import yaml
 
 from .base import TRAIN, Contestant, Workload, kill_trees, python
 
+NUM_RANKS = 4
+
 
 class Holdfast(Contestant):
-    """`spares` are warm, idle nodes; `hold_s` keeps a lost node's replacement away, so that the
-    job has to shrink."""
+    """Four ranks on `nodes`; `spares` are warm, idle nodes. `patience_s`: after which silence is a
+    fault, for who stops the job himself."""
 
     name = "Holdfast"
 
     def __init__(
-        self, workload: Workload, *, spares: int = 0, min_nodes: int = 1, engine: str = "holdfast"
-    ) -> None:
+        self, workload: Workload, *, nodes: int = 2, spares: int = 0, min_nodes: int = 1,
+        engine: str = "holdfast", patience_s: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(workload)
         self._spec: dict[str, Any] = {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": "TrainingJob",
             "metadata": {"name": "bench"},
             "spec": {
-                "nodes": {"min": min_nodes, "max": 2, "spares": spares},
-                "workersPerNode": 2,
+                "nodes": {"min": min_nodes, "max": nodes, "spares": spares},
+                "workersPerNode": NUM_RANKS // nodes,
                 "entrypoint": {
                     "script": str(TRAIN),
                     "args": ["--engine", engine, *workload.arguments()],
@@ -42,6 +45,9 @@ class Holdfast(Contestant):
                 "checkpoint": {"storage": {"everySteps": workload.save_every}},
             },
         }
+        if patience_s is not None:
+            limits = ("heartbeatTimeoutSeconds", "hangTimeoutSeconds")
+            self._spec["spec"]["recovery"] = dict.fromkeys(limits, patience_s)
 
     @property
     def home(self) -> Path:

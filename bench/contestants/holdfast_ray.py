@@ -20,9 +20,10 @@ class HoldfastOnRay(Holdfast):
     name = "Holdfast on Ray"
 
     def __init__(
-        self, workload: Workload, cluster: RayRig, *, spares: int = 0, submitted: bool = False
-    ) -> None:
-        super().__init__(workload, spares=spares)
+        self, workload: Workload, cluster: RayRig, *, nodes: int = 2, spares: int = 0,
+        submitted: bool = False, patience_s: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(workload, nodes=nodes, spares=spares, patience_s=patience_s)
         self.cluster = cluster
         self._submitted = submitted
         self._spec["spec"]["checkpoint"]["path"] = str(workload.directory / "checkpoints")

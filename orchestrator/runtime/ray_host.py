@@ -26,7 +26,7 @@ from ..protocol.certificate import Keys as Secrets
 from ..protocol.errors import HoldfastError, UserError
 from ..protocol.spec import job_from_mapping
 from .assembly import Assembly
-from .control import WATCH_INTERVAL_S, view_body
+from .control import view_body
 from .endpoint import Endpoint
 from .metrics import METRICS
 from .storage import Storage
@@ -37,8 +37,13 @@ from .view import JobView
 
 METRICS_INTERVAL_S = 5.0
 """Ray itself exports every 10 s unless told otherwise."""
+TRIM_INTERVAL_S = 1.0
+"""Heartbeats are changes too, and hardly any of them changes what is wanted."""
 TRIM_PAUSE_S = 2.0
 """Until a head that did not answer is asked again."""
+WATCH_INTERVAL_S = 1.0
+"""A call and its answer wake many threads of Ray's in two processes; locally it is one message, and
+the interval is shorter."""
 WATCH_S = 30.0
 """Nothing may change for days, and whoever watches may have gone without a word: Ray would keep the
 call, and answers no more than so many at once. Shorter than calls.ANSWER_S."""
@@ -149,7 +154,7 @@ class RayHost:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await changes.after(seen)
-        await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
+        await asyncio.sleep(WATCH_INTERVAL_S)
         return {"seen": changes.count, "view": view_body(self.assembly.view())}
 
     async def _trim(self) -> None:
@@ -164,6 +169,7 @@ class RayHost:
                 log.warning("what is not wanted any more stays demanded for now: %s", error)
                 await asyncio.sleep(TRIM_PAUSE_S)
                 seen = -1
+            await asyncio.sleep(TRIM_INTERVAL_S)
 
     async def _tell_metrics(self) -> None:
         """What /metrics of a job of one machine says, to Ray's exporter."""

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from . import cluster
 
-LOOK_EVERY_S = 1.0
-"""A question costs the head less than a millisecond; clouds give 30 s of notice or more."""
+LOOK_EVERY_S = 2.0
+"""A question costs the head less than a millisecond, and us two; clouds give 30 s of notice or
+more."""
 REASON_S = 2.0
 LOG_TAIL_BYTES = 1 << 20
 

@@ -19,7 +19,7 @@ import signal
 import time
 from types import FrameType
 
-REST_S = 0.2
+REST_S = 0.5
 """A person who typed the call does not notice."""
 AWAKE_S = 0.02
 """Two looks of Ray, for the calls that have come meanwhile."""
