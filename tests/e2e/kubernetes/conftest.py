@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,12 +45,11 @@ def node_binaries(binaries: programs.Binaries) -> programs.Binaries:
     return binaries
 
 
-@pytest.fixture(scope="session")
-def control_plane(
-    binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
+def api_server(
+    binaries: programs.Binaries, directory: Path
 ) -> Iterator[ControlPlane | GivenCluster]:
     """An API server without nodes, at Kubernetes' default settings; needs no privileges."""
-    if named := given(binaries, tmp_path_factory.mktemp("kubectl")):
+    if named := given(binaries, directory):
         skip_without(binaries, ("kubectl",))
         yield named
         return
@@ -58,6 +58,15 @@ def control_plane(
         plane = ControlPlane(run, binaries)
         plane.start()
         yield plane
+
+
+@pytest.fixture(scope="session")
+def control_plane(
+    binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane | GivenCluster]:
+    """The API server that tests share. What they define (CRDs) stays: to take a definition back
+    takes a busy API server a minute and more."""
+    yield from api_server(binaries, tmp_path_factory.mktemp("kubectl"))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from orchestrator.protocol.spec.crd import NAME, definition_text
-from tests.e2e.kubernetes.conftest import fresh
+from tests.e2e.kubernetes.conftest import api_server, fresh
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
@@ -27,6 +28,12 @@ Document = dict[str, Any]
 Plane = ControlPlane | GivenCluster
 BOUND_S = 90
 GROUP = "kueue.x-k8s.io/pod-group-name"
+
+
+@pytest.fixture(scope="module")
+def control_plane(binaries: Binaries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """One of this file's own: other tests ask what is said of a cluster without Kueue."""
+    yield from api_server(binaries, tmp_path_factory.mktemp("kubectl"))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +53,6 @@ def jobs(control_plane: Plane) -> Iterator[Kubectl]:
         spec = {"clusterQueue": "training"}
         inside.create({**queue, "metadata": {"name": "team-a"}, "spec": spec})
         yield inside
-    # Other tests ask what is said of a cluster that has none of it.
-    kubectl.run("delete", *(f"--filename={file}" for file in published.files(kueue)))
 
 
 @pytest.fixture(scope="module", autouse=True)
