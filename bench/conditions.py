@@ -22,12 +22,13 @@ def describe() -> dict[str, str]:
         ),
         platform.machine(),
     )
+    cores, usable = os.cpu_count(), len(os.sched_getaffinity(0))
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "cpu": f"{os.cpu_count()} x {model}",
+        "cpu": f"{cores} x {model}" + (f", {usable} of them used" if usable != cores else ""),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "kernel": platform.release(),
         "python": platform.python_version(),
