@@ -28,7 +28,7 @@ from orchestrator.protocol import limits
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
 
-from . import kernel, surroundings
+from . import allocator, kernel, surroundings
 
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
@@ -88,6 +88,7 @@ def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int, output: int | N
     kernel.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file, output)
     surroundings.adopt(assign.environment)
+    allocator.keep_freed_memory(os.environ)
     os.environ[wire.AGENT_FD] = str(wire_fd)
     os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
     if "torch" in sys.modules:
