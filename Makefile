@@ -42,6 +42,7 @@ test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is pr
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
 	$(BIN)/python -m bench.staging
+	$(BIN)/python -m bench.malloc
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m bench.ray
 	$(BIN)/python -m bench.ray_step --nodes 1

@@ -27,6 +27,7 @@ class Holdfast(Contestant):
     def __init__(
         self, workload: Workload, *, nodes: int = 2, spares: int = 0, min_nodes: int = 1,
         engine: str = "holdfast", patience_s: float | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(workload)
         self._spec: dict[str, Any] = {
@@ -43,6 +44,7 @@ class Holdfast(Contestant):
                 "resources": {"cpu": 1},
                 "parallelism": {"shard": workload.shard},
                 "checkpoint": {"storage": {"everySteps": workload.save_every}},
+                "env": environment or {},
             },
         }
         if patience_s is not None:

@@ -88,7 +88,7 @@ def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int, output: int | N
     kernel.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file, output)
     surroundings.adopt(assign.environment)
-    allocator.keep_freed_memory(os.environ)
+    allocator.adopt(os.environ)
     os.environ[wire.AGENT_FD] = str(wire_fd)
     os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
     if "torch" in sys.modules:

@@ -9,11 +9,15 @@ import sys
 
 import pytest
 
+from tests.unit.protocol import test_environment as of_jobs
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+
 STEPS = """
 import os, resource
 from workers.agent import allocator
-if {kept}:
-    allocator.keep_freed_memory(os.environ)
+os.environ.update({environment})
+allocator.adopt(os.environ)
 
 def step():
     blocks = [b"x" * (3 * 2**20 + i) for i in range(16)]  # filled, so each page is touched
@@ -27,25 +31,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 PAGES_A_STEP = 16 * 3 * 2**20 // os.sysconf("SC_PAGESIZE")
 
 
-def faults(*, kept: bool, **environment: str) -> int:
+def faults(environment: dict[str, str]) -> int:
     """Page faults of ten steps. A process of its own: limits hold for a whole process."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS.format(kept=kept)],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    code = STEPS.format(environment=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_memory_that_a_step_freed_is_used_again_with_what_holdfast_sets() -> None:
+    ours = of_jobs.environment(of_jobs.make_job())
+    assert faults({}) > PAGES_A_STEP  # so there is something to gain
+    assert faults(ours) < PAGES_A_STEP / 10
 
 
-def test_memory_that_a_step_freed_is_used_again() -> None:
-    assert faults(kept=False) > PAGES_A_STEP  # so there is something to gain
-    assert faults(kept=True) < PAGES_A_STEP / 10
-
-
-def test_limits_in_the_environment_win_and_nonsense_there_is_passed_over() -> None:
-    small = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    assert faults(kept=True, **small) > 5 * PAGES_A_STEP
-    assert faults(kept=True, MALLOC_TRIM_THRESHOLD_="much") < PAGES_A_STEP / 10
-    assert faults(kept=True, GLIBC_TUNABLES="glibc.malloc.perturb=0") > PAGES_A_STEP
+def test_limits_may_be_others_and_one_that_is_no_number_is_passed_over() -> None:
+    assert faults({"MALLOC_MMAP_THRESHOLD_": "65536"}) > 5 * PAGES_A_STEP
+    assert faults({"MALLOC_TRIM_THRESHOLD_": "much"}) > PAGES_A_STEP

@@ -1,0 +1,206 @@
+"""Two jobs on one machine whose own speed drifts, in turns: of both only one is awake.
+
+All processes of the other are stopped (SIGSTOP). The turns of 4 s are in a random order, so that
+both see the same machine. The first second of a turn is not counted: what was stopped catches up on
+its timers. Of the rest the steps are counted, over its time.
+
+What one start of a job gets, such as its places in memory, makes it faster or slower by percents
+for its whole life. So starts of both jobs are the samples.
+
+Owns: the turns, and whose processes take them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import numpy as np
+import psutil
+
+from . import timeline
+from .contestants.holdfast import Holdfast
+from .contestants.holdfast_ray import HoldfastOnRay
+
+TURN_S = 4.0
+SETTLING_S = 1.0
+PATIENCE_S = 60.0
+"""Nobody is stopped for so long: at most two turns of the other lie between two of one side's."""
+STEPS = 100_000
+"""More than there is time for."""
+WARM_STEPS = 8
+STANDBYS_S = 6.0
+"""Until the standbys of both jobs are forked and rehearsed."""
+
+Processes = dict[int, psutil.Process]
+Turn = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One start of one side."""
+
+    step_s: float
+    """Mean time of a step."""
+    steps_of_turns: list[float]
+    """Steps per second in each turn that counts."""
+    faults: list[float]
+    """Page faults of each rank per second of its CPU time."""
+
+
+Samples = dict[str, Sample]
+"""Side -> its sample of one start of all sides."""
+
+
+def measure(jobs: dict[str, Holdfast], rounds: int) -> Samples:
+    """With jobs that are started in this order."""
+    with contextlib.ExitStack() as started:
+        for one in jobs.values():
+            started.callback(one.stop)
+            one.start()
+            timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
+        time.sleep(STANDBYS_S)
+        processes = {name: processes_of(job) for name, job in jobs.items()}
+        assert sum(map(len, processes.values())) == len({p for s in processes.values() for p in s})
+        before = {name: faults(side) for name, side in processes.items()}
+        turns = take_turns(processes, rounds)
+        after = {name: faults(side) for name, side in processes.items()}
+        return {
+            name: Sample(*speed(job, turns[name]), fault_rates(before[name], after[name]))
+            for name, job in jobs.items()
+        }
+
+
+def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:
+    """When each side alone was awake: from the signal that wakes it to that which stops it."""
+    everybody = {pid: process for side in sides.values() for pid, process in side.items()}
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    order = list(sides)
+    try:
+        for _ in range(rounds):
+            random.shuffle(order)  # a fixed order would let one side always follow the same other
+            for name in order:
+                others = {p: one for p, one in everybody.items() if p not in sides[name]}
+                tell(others, signal.SIGSTOP)
+                tell(sides[name], signal.SIGCONT)
+                began = time.time()
+                time.sleep(TURN_S)
+                turns[name].append((began, time.time()))
+    finally:
+        tell(everybody, signal.SIGCONT)
+    return turns
+
+
+def tell(processes: Processes, number: signal.Signals) -> None:
+    for process in processes.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def speed(job: Holdfast, turns: list[Turn]) -> tuple[float, list[float]]:
+    """Mean time of a step, and steps per second in each of its turns, a step that one turn begins
+    and another ends counted in each by its part. Raises RuntimeError when the turns themselves
+    disturbed the job."""
+    incarnations = timeline.read(job.workload.timeline)
+    if len(incarnations) != 1:
+        raise RuntimeError(f"{job.name} was restarted during the measurement")
+    written = incarnations[0]
+    finished: list[float] = []
+    while (at := written.finished_by_all(written.first_step + len(finished))) is not None:
+        finished.append(at)
+    # How long the job had been awake at each bound of a turn, and at each end of a step.
+    bounds = np.array(turns).ravel()
+    lengths = np.diff(bounds)
+    lengths[1::2] = 0.0  # between its turns
+    awake = np.concatenate([[0.0], np.cumsum(lengths)])
+    ends = np.interp([at for at in finished if bounds[0] < at < bounds[-1]], bounds, awake)
+    # But the first and the last turn: their parts of a step are not known.
+    begins, stops = awake[2:-2:2] + SETTLING_S, awake[3:-2:2]
+    done = np.interp([begins, stops], ends, np.arange(len(ends)))
+    steps, seconds = done[1] - done[0], stops - begins
+    return float(seconds.sum() / steps.sum()), [float(one) for one in steps / seconds]
+
+
+def faults(processes: Processes) -> dict[int, tuple[int, float]]:
+    """Page faults and CPU seconds of each rank until now."""
+    found = {}
+    for pid, process in processes.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("hf-rank-"):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                found[pid] = (int(fields[7]), sum(process.cpu_times()[:2]))
+    return found
+
+
+def fault_rates(
+    before: dict[int, tuple[int, float]], after: dict[int, tuple[int, float]]
+) -> list[float]:
+    return [(after[pid][0] - before[pid][0]) / (after[pid][1] - before[pid][1]) for pid in before]
+
+
+# -- whose processes -------------------------------------------------------------------------------
+def processes_of(job: Holdfast) -> Processes:
+    """The command; locally the machine host with all below it, which know the job's home; on Ray
+    the job's actors with all that the agents have started."""
+    actors = ("ray::ControllerActor", "ray::AgentActor")
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if words.startswith(actors) if isinstance(job, HoldfastOnRay) else str(job.home) in words:
+            found.append(process.pid)
+    return trees([job.controller.pid, *found])
+
+
+def trees(pids: Iterable[int]) -> Processes:
+    found: Processes = {}
+    for pid in pids:
+        process = psutil.Process(pid)
+        found |= {one.pid: one for one in [process, *process.children(recursive=True)]}
+    return found
+
+
+# -- what it says ----------------------------------------------------------------------------------
+def table(one: str, other: str, found: Sequence[Samples]) -> list[str]:
+    """For the page: the samples, and how long a step of `one` is beside one of `other`."""
+    lines = ["| side | step, s, in each start |", "|---|---|"]
+    for side in (other, one):
+        lines.append(f"| {side} | {' '.join(f'{start[side].step_s:.4f}' for start in found)} |")
+    ratios = [start[one].step_s / start[other].step_s for start in found]
+    error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+    lines += [
+        f"| {one} / {other} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |",
+        "",
+        f"{one} / {other}: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
+        f"{median(ratios):.3f}x.",
+        "",
+        "| side | page faults of a rank per second of its CPU time: least, median, most |",
+        "|---|---|",
+    ]
+    for side in (other, one):
+        of_ranks = [rank for start in found for rank in start[side].faults]
+        lines.append(
+            f"| {side} | {min(of_ranks):.0f}, {median(of_ranks):.0f}, {max(of_ranks):.0f} |"
+        )
+    return lines
+
+
+def raw(found: Sequence[Samples]) -> list[dict[str, Any]]:
+    """For the JSON beside the page."""
+    return [{side: asdict(sample) for side, sample in start.items()} for start in found]
+
+
+def how(num_starts: int, rounds: int) -> str:
+    """The conditions of the turns, for the page."""
+    return (
+        f"{num_starts} starts of both jobs, {rounds} turns of {TURN_S:g} s of each side in each, "
+        "in random order, the other stopped meanwhile; without the first "
+        f"{SETTLING_S:g} s of each turn."
+    )
