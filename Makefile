@@ -29,7 +29,7 @@ lint: $(STAMP)  ## style, types and import rules
 	$(BIN)/lint-imports
 
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is promised, in .venv/ray-oldest
 	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest
