@@ -16,18 +16,25 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A token of some other cluster in ~/.ray would lock the tests' own clusters, for half of Ray only.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
-ONE_BY_ONE = ("tests/e2e/", "tests/contract/")
-"""Clusters and training jobs: they share clusters that take long to start, and are in a hurry."""
+IN_ONE_PROCESS = {
+    "tests/e2e/kubernetes/": "kubernetes",
+    "tests/e2e/": "jobs",
+    "tests/contract/": "jobs",
+}
+"""Where tests lie -> what they share: clusters that take long to start, or their hurry."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All that starts clusters in one process, one by one, as without `-n`; files of other tests in
-    the other processes beside it."""
+    """Kubernetes in one process, all other training jobs in another, each in the order it has
+    without `-n`; files of tests without either wherever there is room."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
-    class ClustersOneByOne(LoadScopeScheduling):  # type: ignore[misc]
+    class ClustersTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "clusters" if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
+            for directory, group in IN_ONE_PROCESS.items():
+                if nodeid.startswith(directory):
+                    return group
+            return nodeid.partition("::")[0]
 
-    return ClustersOneByOne(config, log)
+    return ClustersTogether(config, log)
