@@ -88,7 +88,7 @@ STALLS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(STALLS[0])
 @example(STALLS[1])
 @given(st.lists(st.sampled_from(["stage 0", "stage 1"] * 6 + ["pin 0", "pin 1", "unpin", "die"])))

@@ -72,7 +72,7 @@ def test_any_record_may_be_the_last_before_a_snapshot(seed: int) -> None:
 
 
 @given(seed=st.sampled_from(list(SEEDS)), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_snapshots_of_snapshots_lose_nothing(seed: int, data: st.DataObject) -> None:
     job, records = journal_of(seed)
     cuts = data.draw(st.lists(st.integers(1, len(records)), min_size=1, max_size=6))
