@@ -7,6 +7,7 @@ group as a whole, on Ray nodes that it does not shun, on the fullest one that ha
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable
 
 from orchestrator.backends.ray.groups import Group, Placing
@@ -23,6 +24,8 @@ class FakeCluster:
         self.places: dict[str, dict[int, str]] = {}
         self.fails = 0
         """So many calls to the head fail from now on."""
+        self.one_at_a_time = threading.RLock()
+        """Makers are called in threads; Ray's head, too, takes one call after the other."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def add(self, ray_node: str, bundles: int = 1) -> None:
@@ -46,6 +49,12 @@ class FakeCluster:
         return len(self.places[name]) == self.groups[name].size
 
     def place(self) -> None:
+        with self.one_at_a_time:
+            self._place()
+        for loop, event in self._waiting:
+            loop.call_soon_threadsafe(event.set)
+
+    def _place(self) -> None:
         for name, group in self.groups.items():
             missing = [one for one in range(group.size) if one not in self.places[name]]
             away = group.shun | set(self.places[name].values())
@@ -54,8 +63,6 @@ class FakeCluster:
             # What is tried where nobody answers, is tried there again.
             if len(fit) >= len(missing) and not self.silent & set(fit[: len(missing)]):
                 self.places[name] |= dict(zip(missing, fit, strict=False))
-        for loop, event in self._waiting:
-            loop.call_soon_threadsafe(event.set)
 
     def of(self, job: str) -> FakeMaker:
         return FakeMaker(self, job)
@@ -75,9 +82,10 @@ class FakeMaker:
     def make(self, node: str, size: int, shun: frozenset[str]) -> Group:
         self._call()
         group = Group(f"{self._job}/{node}", size, None, shun)
-        self._cluster.groups[group.name] = group
-        self._cluster.places[group.name] = {}
-        self._cluster.place()
+        with self._cluster.one_at_a_time:
+            self._cluster.places[group.name] = {}
+            self._cluster.groups[group.name] = group
+            self._cluster.place()
         return group
 
     def find(self, name: str, size: int) -> Group | None:
@@ -85,16 +93,18 @@ class FakeMaker:
 
     def remove(self, group: Group) -> None:
         self._call()
-        self._cluster.groups.pop(group.name, None)
-        self._cluster.places.pop(group.name, None)
-        self._cluster.place()
+        with self._cluster.one_at_a_time:
+            self._cluster.groups.pop(group.name, None)
+            self._cluster.places.pop(group.name, None)
+            self._cluster.place()
 
     def table(self) -> dict[str, Placing]:
-        return {
-            name: Placing(self._cluster.whole(name), dict(self._cluster.places[name]))
-            for name in self._cluster.groups
-            if name.startswith(f"{self._job}/")
-        }
+        with self._cluster.one_at_a_time:
+            return {
+                name: Placing(self._cluster.whole(name), dict(self._cluster.places[name]))
+                for name in self._cluster.groups
+                if name.startswith(f"{self._job}/")
+            }
 
     async def wait(self, group: Group) -> None:
         news = asyncio.Event()
