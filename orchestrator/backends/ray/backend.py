@@ -59,6 +59,8 @@ class RayBackend:
         """Node -> Ray node, of those that have come up."""
         self._topology: dict[str, tuple[str, ...]] = {}
         self._drains = Drains(Places(self._places, self._actors), on_notice, on_move)
+        self._unwritten: set[str] = set()
+        """Not written down yet: nobody may hear of them."""
         self._unclaimed: list[str] = []
         """Started when room was found for an earlier request, and not given out yet."""
         self._missing = 0
@@ -125,7 +127,7 @@ class RayBackend:
         if self._looking is None or self._looking.done():
             self._looking = self._spawn(self._look())
         await asyncio.wait([self._looking])
-        return tuple(sorted(self._known.nodes))
+        return tuple(sorted(self._known.nodes.keys() - self._unwritten))
 
     def starts(self) -> Starts:
         return Starts()
@@ -201,6 +203,7 @@ class RayBackend:
             self._known.nodes[node] = (group.name, bundle)
             self._known.starting.add(node)
             started.append(node)
+        self._unwritten |= set(started)
         try:
             if started:
                 await self._save()  # first: what is not written down may not exist
@@ -208,6 +211,8 @@ class RayBackend:
             for node in started:
                 self._forget(node)
             raise
+        finally:
+            self._unwritten -= set(started)
         for node in started:
             self._spawn(self._bring_up(node))
         return started

@@ -4,6 +4,7 @@ else waits for it. The cluster is a fake one; no actor is started here."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +34,17 @@ BOUND_S = 30.0
 
 
 class LostKeys(Keys):
-    """A store that nobody can write to."""
+    """A store that nobody can write to, and that takes its time to say so for the second time."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(job)
+        self.writes = itertools.count(1)
+        self.written_again, self.said = threading.Event(), threading.Event()
 
     def put(self, key: str, value: bytes) -> None:
+        if next(self.writes) == 2:
+            self.written_again.set()
+            self.said.wait(BOUND_S)
         raise RuntimeError("the head does not answer")
 
 
@@ -56,11 +65,17 @@ def test_a_node_that_could_not_be_written_down_is_no_node(monkeypatch: pytest.Mo
     monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: fake.of(job))
 
     async def scenario() -> None:
-        backend = RayBackend(JOB, "id", LostKeys("job"), Secrets("token", b"", b""))
+        keys = LostKeys("job")
+        backend = RayBackend(JOB, "id", keys, Secrets("token", b"", b""))
         async with asyncio.timeout(BOUND_S):
             with pytest.raises(RuntimeError, match="the head does not answer"):
                 await backend.request_nodes(1, ())
+            # Its group has a place: the node is tried once more.
+            assert await asyncio.to_thread(keys.written_again.wait, BOUND_S)
             assert await backend.list_nodes() == ()
+            keys.said.set()
+            await backend.close(release=False)
+        assert await backend.list_nodes() == ()
 
     asyncio.run(scenario())
 
