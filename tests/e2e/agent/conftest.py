@@ -66,6 +66,14 @@ if "stage" in mode:
     source = buffers()
     for step in range(4):
         stage(step, *next(source))
+if "malloc" in mode:
+    import resource
+    for turn in range(11):
+        blocks = [b"x" * (3 * 2**20 + i) for i in range(16)]  # filled, so each page is touched
+        del blocks
+        if turn == 0:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
 if "raise" in mode and rank == 1:
     wire.send(link, wire.Progress(step=7))
     raise ValueError("the seventh step is cursed")

@@ -34,11 +34,12 @@ class FakeCluster:
 
     def lose(self, ray_node: str) -> None:
         """The head notices that it is gone."""
-        del self.ray_nodes[ray_node]
-        self.silent.discard(ray_node)
-        for places in self.places.values():
-            for bundle in [one for one, place in places.items() if place == ray_node]:
-                del places[bundle]
+        with self.one_at_a_time:
+            del self.ray_nodes[ray_node]
+            self.silent.discard(ray_node)
+            for places in self.places.values():
+                for bundle in [one for one, place in places.items() if place == ray_node]:
+                    del places[bundle]
         self.place()
 
     def room(self, ray_node: str) -> int:
@@ -46,7 +47,9 @@ class FakeCluster:
         return self.ray_nodes[ray_node] - used.count(ray_node)
 
     def whole(self, name: str) -> bool:
-        return len(self.places[name]) == self.groups[name].size
+        with self.one_at_a_time:
+            group = self.groups.get(name)
+            return group is not None and len(self.places[name]) == group.size
 
     def place(self) -> None:
         with self.one_at_a_time:
@@ -109,7 +112,7 @@ class FakeMaker:
     async def wait(self, group: Group) -> None:
         news = asyncio.Event()
         self._cluster._waiting.append((asyncio.get_running_loop(), news))
-        while group.name not in self._cluster.groups or not self._cluster.whole(group.name):
+        while not self._cluster.whole(group.name):
             await news.wait()
             news.clear()
 
