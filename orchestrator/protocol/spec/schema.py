@@ -41,7 +41,8 @@ TAIL = """
 ## Environment variables
 
 `env` may override everything that `holdfast plan` shows, except who a worker is: {names}, and names
-that begin with {prefixes}.
+that begin with {prefixes}. The limits of malloc (`MALLOC_...`) are left to glibc where
+`GLIBC_TUNABLES` has one of its own.
 """
 
 
