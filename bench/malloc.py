@@ -34,15 +34,10 @@ def main() -> int:
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     facts, quiet = conditions.describe(), conditions.wait_until_quiet()
-    found: list[turns.Samples] = []
     try:
-        for rep in range(options.reps):
-            jobs = both(directory / str(rep))
-            if rep % 2:
-                jobs = dict(reversed(jobs.items()))
-            found.append(turns.measure(jobs, options.rounds))
-            longer = found[-1][KEPT].step_s / found[-1][GIVEN_BACK].step_s
-            print(f"{rep + 1} of {options.reps}: {longer:.3f}x", flush=True)
+        for found in turns.starts(
+            lambda name: both(directory / name), KEPT, GIVEN_BACK, options.reps, options.rounds
+        ):
             write(facts, quiet, found, options.rounds)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -47,14 +47,10 @@ def main() -> int:
             cluster.add_node(num_cpus=NUM_RANKS // nodes)
         connect(cluster)
         quiet = conditions.wait_until_quiet(QUIET_CORES)
-        found: list[turns.Samples] = []
-        for rep in range(options.reps):
-            jobs = both(directory / str(rep), cluster, nodes)
-            if rep % 2:
-                jobs = dict(reversed(jobs.items()))
-            found.append(turns.measure(jobs, options.rounds))
-            longer = found[-1][RAY].step_s / found[-1][LOCAL].step_s
-            print(f"{rep + 1} of {options.reps}: {longer:.3f}x", flush=True)
+        for found in turns.starts(
+            lambda name: both(directory / name, cluster, nodes),
+            RAY, LOCAL, options.reps, options.rounds,
+        ):  # fmt: skip
             write(out, facts, quiet, found, options.rounds, nodes)
     finally:
         cluster.close()

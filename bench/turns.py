@@ -17,7 +17,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -58,6 +58,24 @@ class Sample:
 
 Samples = dict[str, Sample]
 """Side -> its sample of one start of all sides."""
+
+
+def starts(
+    make: Callable[[str], dict[str, Holdfast]], one: str, other: str, num: int, rounds: int
+) -> Iterator[list[Samples]]:
+    """All samples until now, after each start; the sides begin by turns. Says how each went.
+
+    `make`: jobs of both sides, from a name for this start.
+    """
+    found: list[Samples] = []
+    for number in range(num):
+        jobs = make(str(number))
+        if number % 2:
+            jobs = dict(reversed(jobs.items()))
+        found.append(measure(jobs, rounds))
+        longer = found[-1][one].step_s / found[-1][other].step_s
+        print(f"{number + 1} of {num}: {longer:.3f}x", flush=True)
+        yield found
 
 
 def measure(jobs: dict[str, Holdfast], rounds: int) -> Samples:
