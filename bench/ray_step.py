@@ -1,10 +1,12 @@
 """Step time on Ray beside the local backend's.
 
-    python -m bench.ray_step                   # four ranks on two nodes: half an hour
-    python -m bench.ray_step --nodes 1         # on one
+    python -m bench.ray_step                   # four ranks on two nodes: an hour
+    python -m bench.ray_step --nodes 1         # on one: half an hour
 
-Two jobs of the same workload train on one machine, one of a local controller and one on a Ray
-cluster, in turns (turns.py).
+Jobs of the same workload train on one machine, one of a local controller and one on a Ray cluster,
+in turns (turns.py). Where there are two nodes there is a third job: local nodes share the memory
+that the import of torch leaves behind, and nodes of a Ray cluster do not, as no two machines do; so
+a local one whose nodes do not either tells what is Ray's part of the difference.
 
 Owns: the sides and the table.
 """
@@ -21,19 +23,21 @@ from pathlib import Path
 from tests.e2e.ray.rig import RayRig
 
 from . import conditions, turns
+from .contestants.apart import HoldfastApart
 from .contestants.base import ROOT, Workload
 from .contestants.holdfast import NUM_RANKS, Holdfast
 from .contestants.holdfast_ray import HoldfastOnRay
 from .ray import QUIET_CORES, connect
 
 RESULTS = Path(__file__).parent / "results"
-LOCAL, RAY = "Holdfast, local", HoldfastOnRay.name
+LOCAL, APART, RAY = "Holdfast, local", HoldfastApart.name, HoldfastOnRay.name
+PAIRS = {1: [(RAY, LOCAL)], 2: [(RAY, LOCAL), (RAY, APART), (APART, LOCAL)]}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=2, help="of the four ranks")
-    parser.add_argument("--reps", type=int, default=20, help="starts of both jobs")
+    parser.add_argument("--reps", type=int, default=20, help="starts of each job")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each side in each")
     parser.add_argument("--out", type=Path, help="without suffix")
     options = parser.parse_args()
@@ -48,8 +52,8 @@ def main() -> int:
         connect(cluster)
         quiet = conditions.wait_until_quiet(QUIET_CORES)
         for found in turns.starts(
-            lambda name: both(directory / name, cluster, nodes),
-            RAY, LOCAL, options.reps, options.rounds,
+            lambda name: sides(directory / name, cluster, nodes),
+            PAIRS[nodes], options.reps, options.rounds,
         ):  # fmt: skip
             write(out, facts, quiet, found, options.rounds, nodes)
     finally:
@@ -59,13 +63,16 @@ def main() -> int:
     return 0
 
 
-def both(directory: Path, cluster: RayRig, nodes: int) -> dict[str, Holdfast]:
-    local = Workload(directory / "local", steps=turns.STEPS)
-    on_ray = Workload(directory / "ray", steps=turns.STEPS)
-    return {
+def sides(directory: Path, cluster: RayRig, nodes: int) -> dict[str, Holdfast]:
+    local, apart, on_ray = (
+        Workload(directory / name, steps=turns.STEPS) for name in ("local", "apart", "ray")
+    )
+    found: dict[str, Holdfast] = {
         LOCAL: Holdfast(local, nodes=nodes, patience_s=turns.PATIENCE_S),
+        APART: HoldfastApart(apart, nodes=nodes, patience_s=turns.PATIENCE_S),
         RAY: HoldfastOnRay(on_ray, cluster, nodes=nodes, patience_s=turns.PATIENCE_S),
     }
+    return {name: job for name, job in found.items() if any(name in pair for pair in PAIRS[nodes])}
 
 
 def write(
@@ -86,7 +93,7 @@ def write(
         f"them. {turns.how(len(found), rounds)} HSDP 2 x 2 over gloo, one thread a rank, 3.3 M "
         "parameters; head, raylets and everything else on this one machine.",
         "",
-        *turns.table(RAY, LOCAL, found),
+        *turns.table(PAIRS[nodes], found),
     ]
     results = {"conditions": facts, "turns": rounds, "nodes": nodes, "starts": turns.raw(found)}
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Two jobs on one machine whose own speed drifts, in turns: of both only one is awake.
+"""Jobs on one machine whose own speed drifts, in turns: only one of them is awake.
 
-All processes of the other are stopped (SIGSTOP). The turns of 4 s are in a random order, so that
-both see the same machine. The first second of a turn is not counted: what was stopped catches up on
+All processes of the others are stopped (SIGSTOP). The turns of 4 s are in a random order, so that
+all see the same machine. The first second of a turn is not counted: what was stopped catches up on
 its timers. Of the rest the steps are counted, over its time.
 
 What one start of a job gets, such as its places in memory, makes it faster or slower by percents
-for its whole life. So starts of both jobs are the samples.
+for its whole life. So starts of all jobs are the samples.
 
 Owns: the turns, and whose processes take them.
 """
@@ -33,7 +33,7 @@ from .contestants.holdfast_ray import HoldfastOnRay
 TURN_S = 4.0
 SETTLING_S = 1.0
 PATIENCE_S = 60.0
-"""Nobody is stopped for so long: at most two turns of the other lie between two of one side's."""
+"""Nobody is stopped for so long: at most two turns of each other lie between two of one side's."""
 STEPS = 100_000
 """More than there is time for."""
 WARM_STEPS = 8
@@ -58,23 +58,24 @@ class Sample:
 
 Samples = dict[str, Sample]
 """Side -> its sample of one start of all sides."""
+Pairs = Sequence[tuple[str, str]]
+"""Sides whose ratio is asked for."""
 
 
 def starts(
-    make: Callable[[str], dict[str, Holdfast]], one: str, other: str, num: int, rounds: int
+    make: Callable[[str], dict[str, Holdfast]], pairs: Pairs, num: int, rounds: int
 ) -> Iterator[list[Samples]]:
     """All samples until now, after each start; the sides begin by turns. Says how each went.
 
-    `make`: jobs of both sides, from a name for this start.
+    `make`: jobs of all sides, from a name for this start.
     """
     found: list[Samples] = []
     for number in range(num):
-        jobs = make(str(number))
-        if number % 2:
-            jobs = dict(reversed(jobs.items()))
-        found.append(measure(jobs, rounds))
-        longer = found[-1][one].step_s / found[-1][other].step_s
-        print(f"{number + 1} of {num}: {longer:.3f}x", flush=True)
+        jobs = list(make(str(number)).items())
+        first = number % len(jobs)
+        found.append(measure(dict(jobs[first:] + jobs[:first]), rounds))
+        longer = [f"{found[-1][one].step_s / found[-1][other].step_s:.3f}x" for one, other in pairs]
+        print(f"{number + 1} of {num}:", *longer, flush=True)
         yield found
 
 
@@ -186,23 +187,28 @@ def trees(pids: Iterable[int]) -> Processes:
 
 
 # -- what it says ----------------------------------------------------------------------------------
-def table(one: str, other: str, found: Sequence[Samples]) -> list[str]:
-    """For the page: the samples, and how long a step of `one` is beside one of `other`."""
+def table(pairs: Pairs, found: Sequence[Samples]) -> list[str]:
+    """For the page: the samples, and how long a step of one is beside one of the other."""
     lines = ["| side | step, s, in each start |", "|---|---|"]
-    for side in (other, one):
+    for side in found[0]:
         lines.append(f"| {side} | {' '.join(f'{start[side].step_s:.4f}' for start in found)} |")
-    ratios = [start[one].step_s / start[other].step_s for start in found]
-    error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+    says = []
+    for one, other in pairs:
+        ratios = [start[one].step_s / start[other].step_s for start in found]
+        error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+        lines.append(f"| {one} / {other} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |")
+        says += [
+            "",
+            f"{one} / {other}: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
+            f"{median(ratios):.3f}x.",
+        ]
     lines += [
-        f"| {one} / {other} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |",
-        "",
-        f"{one} / {other}: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
-        f"{median(ratios):.3f}x.",
+        *says,
         "",
         "| side | page faults of a rank per second of its CPU time: least, median, most |",
         "|---|---|",
     ]
-    for side in (other, one):
+    for side in found[0]:
         of_ranks = [rank for start in found for rank in start[side].faults]
         lines.append(
             f"| {side} | {min(of_ranks):.0f}, {median(of_ranks):.0f}, {max(of_ranks):.0f} |"
@@ -218,7 +224,7 @@ def raw(found: Sequence[Samples]) -> list[dict[str, Any]]:
 def how(num_starts: int, rounds: int) -> str:
     """The conditions of the turns, for the page."""
     return (
-        f"{num_starts} starts of both jobs, {rounds} turns of {TURN_S:g} s of each side in each, "
-        "in random order, the other stopped meanwhile; without the first "
+        f"{num_starts} starts of each job, {rounds} turns of {TURN_S:g} s of each side in each, "
+        "in random order, the others stopped meanwhile; without the first "
         f"{SETTLING_S:g} s of each turn."
     )

@@ -1,0 +1,51 @@
+"""Holdfast on this machine, but with nodes that share no memory, as on machines of their own.
+
+    python -m bench.contestants.apart run JOB.yaml       # holdfast's command
+    python -m bench.contestants.apart --socket SOCKET    # the machine host that it starts
+
+The local backend forks all nodes from one process that has imported torch. Here each node imports
+it after the fork.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from orchestrator.backends.local.backend import LocalBackend
+from orchestrator.protocol import host as protocol
+from workers.agent import host, kernel, preload
+
+from .base import python
+from .holdfast import Holdfast
+
+
+class HoldfastApart(Holdfast):
+    name = "Holdfast, local, nodes apart"
+
+    def _command(self, *words: str) -> list[str]:
+        return [python(), "-m", __name__, *words, "--home", str(self.home)]
+
+
+class Host(host.Host):
+    def _become(self, order: protocol.StartNode) -> NoReturn:
+        preload.preload()
+        super()._become(order)
+
+
+def main() -> NoReturn:
+    if sys.argv[1] == "--socket":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        kernel.adopt_orphans()
+        kernel.name_process("host")
+        Host(Path(sys.argv[2])).serve()
+    from orchestrator.cli import main as cli
+
+    LocalBackend.__init__.__kwdefaults__["host_module"] = __spec__.name
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
