@@ -32,16 +32,26 @@ from .contestants.holdfast_ray import HoldfastOnRay
 
 TURN_S = 4.0
 SETTLING_S = 1.0
-PATIENCE_S = 60.0
-"""Nobody is stopped for so long: at most two turns of each other lie between two of one side's."""
+PATIENCE_S = 600.0
+"""Nobody is stopped for so long: until the others have started, and then for a few turns."""
 STEPS = 100_000
 """More than there is time for."""
 WARM_STEPS = 8
 STANDBYS_S = 6.0
-"""Until the standbys of both jobs are forked and rehearsed."""
+"""Until a job's standbys are forked and rehearsed."""
 
 Processes = dict[int, psutil.Process]
-Turn = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When one side alone was awake, and what its processes had taken of the CPU by then."""
+
+    woken: float
+    settled: float
+    stopped: float
+    cpu_settled_s: float
+    cpu_stopped_s: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class Sample:
 
     step_s: float
     """Mean time of a step."""
+    cpu_step_s: float
+    """CPU time of all its processes in one step; what a throttled machine takes away is no part."""
     steps_of_turns: list[float]
     """Steps per second in each turn that counts."""
     faults: list[float]
@@ -82,39 +94,42 @@ def starts(
 def measure(jobs: dict[str, Holdfast], rounds: int) -> Samples:
     """With jobs that are started in this order."""
     with contextlib.ExitStack() as started:
-        for one in jobs.values():
-            started.callback(one.stop)
-            one.start()
-            timeline.wait_for_step(one.workload.timeline, WARM_STEPS, 240)
-        time.sleep(STANDBYS_S)
-        processes = {name: processes_of(job) for name, job in jobs.items()}
-        assert sum(map(len, processes.values())) == len({p for s in processes.values() for p in s})
-        before = {name: faults(side) for name, side in processes.items()}
-        turns = take_turns(processes, rounds)
-        after = {name: faults(side) for name, side in processes.items()}
+        sides: dict[str, Processes] = {}
+        for name, job in jobs.items():
+            started.callback(job.stop)
+            job.start()
+            timeline.wait_for_step(job.workload.timeline, WARM_STEPS, 240)
+            time.sleep(STANDBYS_S)
+            sides[name] = processes_of(job)
+            started.callback(tell, sides[name], signal.SIGCONT)
+            tell(sides[name], signal.SIGSTOP)  # the next one starts sooner
+        assert sum(map(len, sides.values())) == len(
+            {pid for side in sides.values() for pid in side}
+        )
+        before = {name: faults(side) for name, side in sides.items()}
+        turns = take_turns(sides, rounds)
+        after = {name: faults(side) for name, side in sides.items()}
         return {
-            name: Sample(*speed(job, turns[name]), fault_rates(before[name], after[name]))
+            name: sample(job, turns[name], fault_rates(before[name], after[name]))
             for name, job in jobs.items()
         }
 
 
 def take_turns(sides: dict[str, Processes], rounds: int) -> dict[str, list[Turn]]:
-    """When each side alone was awake: from the signal that wakes it to that which stops it."""
-    everybody = {pid: process for side in sides.values() for pid, process in side.items()}
+    """With all of them stopped, before and after."""
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     order = list(sides)
-    try:
-        for _ in range(rounds):
-            random.shuffle(order)  # a fixed order would let one side always follow the same other
-            for name in order:
-                others = {p: one for p, one in everybody.items() if p not in sides[name]}
-                tell(others, signal.SIGSTOP)
-                tell(sides[name], signal.SIGCONT)
-                began = time.time()
-                time.sleep(TURN_S)
-                turns[name].append((began, time.time()))
-    finally:
-        tell(everybody, signal.SIGCONT)
+    for _ in range(rounds):
+        random.shuffle(order)  # a fixed order would let one side always follow the same other
+        for name in order:
+            side = sides[name]
+            woken = time.time()
+            tell(side, signal.SIGCONT)
+            time.sleep(SETTLING_S)
+            settled, cpu_settled_s = time.time(), cpu_s(side)
+            time.sleep(TURN_S - SETTLING_S)
+            tell(side, signal.SIGSTOP)
+            turns[name].append(Turn(woken, settled, time.time(), cpu_settled_s, cpu_s(side)))
     return turns
 
 
@@ -124,10 +139,9 @@ def tell(processes: Processes, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def speed(job: Holdfast, turns: list[Turn]) -> tuple[float, list[float]]:
-    """Mean time of a step, and steps per second in each of its turns, a step that one turn begins
-    and another ends counted in each by its part. Raises RuntimeError when the turns themselves
-    disturbed the job."""
+def sample(job: Holdfast, turns: list[Turn], fault_rates: list[float]) -> Sample:
+    """A step that one turn begins and another ends is counted in each by its part. Raises
+    RuntimeError when the turns themselves disturbed the job."""
     incarnations = timeline.read(job.workload.timeline)
     if len(incarnations) != 1:
         raise RuntimeError(f"{job.name} was restarted during the measurement")
@@ -136,16 +150,32 @@ def speed(job: Holdfast, turns: list[Turn]) -> tuple[float, list[float]]:
     while (at := written.finished_by_all(written.first_step + len(finished))) is not None:
         finished.append(at)
     # How long the job had been awake at each bound of a turn, and at each end of a step.
-    bounds = np.array(turns).ravel()
+    bounds = np.array([(turn.woken, turn.stopped) for turn in turns]).ravel()
     lengths = np.diff(bounds)
     lengths[1::2] = 0.0  # between its turns
     awake = np.concatenate([[0.0], np.cumsum(lengths)])
     ends = np.interp([at for at in finished if bounds[0] < at < bounds[-1]], bounds, awake)
     # But the first and the last turn: their parts of a step are not known.
-    begins, stops = awake[2:-2:2] + SETTLING_S, awake[3:-2:2]
-    done = np.interp([begins, stops], ends, np.arange(len(ends)))
-    steps, seconds = done[1] - done[0], stops - begins
-    return float(seconds.sum() / steps.sum()), [float(one) for one in steps / seconds]
+    counted = turns[1:-1]
+    seconds = np.array([turn.stopped - turn.settled for turn in counted])
+    taken_s = sum(turn.cpu_stopped_s - turn.cpu_settled_s for turn in counted)
+    begins = np.interp([turn.settled for turn in counted], bounds, awake)
+    steps = np.diff(np.interp([begins, begins + seconds], ends, np.arange(len(ends))), axis=0)[0]
+    return Sample(
+        step_s=float(seconds.sum() / steps.sum()),
+        cpu_step_s=float(taken_s / steps.sum()),
+        steps_of_turns=[float(one) for one in steps / seconds],
+        faults=fault_rates,
+    )
+
+
+def cpu_s(processes: Processes) -> float:
+    """CPU seconds of all of them until now."""
+    taken_s = 0.0
+    for process in processes.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            taken_s += sum(process.cpu_times()[:2])
+    return taken_s
 
 
 def faults(processes: Processes) -> dict[int, tuple[int, float]]:
@@ -189,22 +219,23 @@ def trees(pids: Iterable[int]) -> Processes:
 # -- what it says ----------------------------------------------------------------------------------
 def table(pairs: Pairs, found: Sequence[Samples]) -> list[str]:
     """For the page: the samples, and how long a step of one is beside one of the other."""
-    lines = ["| side | step, s, in each start |", "|---|---|"]
-    for side in found[0]:
-        lines.append(f"| {side} | {' '.join(f'{start[side].step_s:.4f}' for start in found)} |")
-    says = []
-    for one, other in pairs:
-        ratios = [start[one].step_s / start[other].step_s for start in found]
-        error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-        lines.append(f"| {one} / {other} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |")
-        says += [
-            "",
-            f"{one} / {other}: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
-            f"{median(ratios):.3f}x.",
-        ]
+    lines = []
+    for what, field in (("step, s", "step_s"), ("CPU time of a step, s", "cpu_step_s")):
+        of = {side: [getattr(start[side], field) for start in found] for side in found[0]}
+        lines += [f"| side | {what}, in each start |", "|---|---|"]
+        lines += [f"| {side} | {' '.join(f'{one:.4f}' for one in of[side])} |" for side in of]
+        says = []
+        for one, other in pairs:
+            ratios = [a / b for a, b in zip(of[one], of[other], strict=True)]
+            error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+            lines.append(f"| {one} / {other} | {' '.join(f'{ratio:.3f}' for ratio in ratios)} |")
+            says += [
+                f"{one} / {other}: mean {fmean(ratios):.3f}x, standard error {error:.3f}, median "
+                f"{median(ratios):.3f}x.",
+                "",
+            ]
+        lines += ["", *says]
     lines += [
-        *says,
-        "",
         "| side | page faults of a rank per second of its CPU time: least, median, most |",
         "|---|---|",
     ]
