@@ -103,7 +103,9 @@ class Assembly:
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentLink] = {}
         """Nodes that are connected."""
-        self.changes = Changes()
+        self.changes, self.events = Changes(), Changes()
+        """Of all that a view shows, heartbeats included; and of what is in the journal."""
+        self._num_events = 0
         self._job_id, self._spec_directory = job_id, spec_directory
         self._checkpoint_path = checkpoint_path
         self._token, self._tls_name, self._tls_context = token, tls_name, tls_context
@@ -262,4 +264,7 @@ class Assembly:
 
     def _on_change(self) -> None:
         self.changes.tell()
+        if self.driver.num_events > self._num_events:
+            self._num_events = self.driver.num_events
+            self.events.tell()
         self._told()

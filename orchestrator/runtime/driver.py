@@ -52,6 +52,8 @@ class Driver:
         self.controller = Controller()
         self._monitor = Monitor(job, self.controller)
         self.story = Story(job)
+        self.num_events = 0
+        """Absorbed by this driver, heartbeats left out."""
         self._queue: deque[Queued] = deque()
         self._wake = asyncio.Event()
         self._stopping = self._ended = False
@@ -188,6 +190,7 @@ class Driver:
                 self.story.beat(now_ns, event)
             else:
                 decided = self.controller.step(now_ns, event)
+                self.num_events += 1
                 self._journal.append(now_ns, event)
                 self.story.observe(now_ns, event, decided, self.controller.state)
                 actions += decided

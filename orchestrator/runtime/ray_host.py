@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..protocol.certificate import Keys as Secrets
 from ..protocol.errors import HoldfastError, UserError
 from ..protocol.spec import job_from_mapping
 from .assembly import Assembly
-from .control import view_body
+from .control import WATCH_INTERVAL_S, view_body
 from .endpoint import Endpoint
 from .metrics import METRICS
 from .storage import Storage
@@ -38,12 +39,12 @@ from .view import JobView
 METRICS_INTERVAL_S = 5.0
 """Ray itself exports every 10 s unless told otherwise."""
 TRIM_INTERVAL_S = 1.0
-"""Heartbeats are changes too, and hardly any of them changes what is wanted."""
+"""Events come in bursts, and hardly any of them changes what is wanted."""
 TRIM_PAUSE_S = 2.0
 """Until a head that did not answer is asked again."""
-WATCH_INTERVAL_S = 1.0
-"""A call and its answer wake many threads of Ray's in two processes; locally it is one message, and
-the interval is shorter."""
+PROGRESS_INTERVAL_S = 2.0
+"""Between two answers to a watcher while nothing happens but steps. A call and its answer wake many
+threads of Ray's in two processes; locally it is one message, and the interval is shorter."""
 WATCH_S = 30.0
 """Nothing may change for days, and whoever watches may have gone without a word: Ray would keep the
 call, and answers no more than so many at once. Shorter than calls.ANSWER_S."""
@@ -80,6 +81,8 @@ class RayHost:
             tls_context=tls.server_context_from_pem(order.certificate, order.key),
             on_note=log.warning,
         )
+        self._life = os.urandom(8).hex()
+        """Whoever has watched an earlier controller of the job counts from 0 again."""
         self._serving = asyncio.Event()
         self._refusal = ""
         self._moving = False
@@ -148,21 +151,27 @@ class RayHost:
         self._moving = True
         self.assembly.stop()
 
-    async def watch(self, seen: int) -> dict[str, Any]:
+    async def watch(self, seen: Any) -> dict[str, Any]:
         await self._serving.wait()
-        changes = self.assembly.changes
+        changes, events = self.assembly.changes, self.assembly.events
+        known = isinstance(seen, tuple) and seen[0] == self._life
+        changes_seen, events_seen = seen[1:] if known else (-1, -1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
-                await changes.after(seen)
+                await changes.after(changes_seen)
         await asyncio.sleep(WATCH_INTERVAL_S)
-        return {"seen": changes.count, "view": view_body(self.assembly.view())}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROGRESS_INTERVAL_S - WATCH_INTERVAL_S):
+                await events.after(events_seen)
+        seen = self._life, changes.count, events.count
+        return {"seen": seen, "view": view_body(self.assembly.view())}
 
     async def _trim(self) -> None:
         """A suspended or smaller job demands nothing of the cluster that it would not use."""
         seen = -1
         while True:
-            await self.assembly.changes.after(seen)
-            seen = self.assembly.changes.count
+            await self.assembly.events.after(seen)
+            seen = self.assembly.events.count
             try:
                 await self._backend.trim(lambda: num_missing(self.assembly.driver.controller.state))
             except Exception as error:  # Ray's own RpcError or a plain RuntimeError

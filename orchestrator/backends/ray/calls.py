@@ -18,6 +18,8 @@ from . import actors
 ANSWER_S = 60.0
 """A controller that is being restarted by Ray answers once it has read its journal."""
 PAUSE_S = 0.25
+QUIET = ("watch",)
+"""Called every other second: Ray's list of tasks would be full of it, and has its price."""
 
 
 class ControllerGone(HoldfastError):
@@ -35,11 +37,12 @@ def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -
         RuntimeEnvSetupError,
     )
 
+    call = getattr(actor, method).options(enable_task_events=method not in QUIET)
     give_up = time.monotonic() + timeout_s
     while True:
         try:
             left_s = max(0.1, give_up - time.monotonic())
-            return ray.get(getattr(actor, method).remote(*arguments), timeout=left_s)
+            return ray.get(call.remote(*arguments), timeout=left_s)
         except ActorUnavailableError as error:
             if time.monotonic() > give_up:
                 raise ControllerGone(actors.cause(error)) from None

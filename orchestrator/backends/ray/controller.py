@@ -51,7 +51,7 @@ class Host(Protocol):
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
 
-    async def watch(self, seen: int) -> dict[str, Any]: ...
+    async def watch(self, seen: Any) -> dict[str, Any]: ...
 
 
 class ControllerActor:
@@ -76,8 +76,8 @@ class ControllerActor:
         """A verb of the command line: {ok, detail, body}."""
         return await self._host.perform(verb, arguments)
 
-    async def watch(self, seen: int) -> dict[str, Any]:
-        """{seen, view} once something has changed since `seen`."""
+    async def watch(self, seen: Any) -> dict[str, Any]:
+        """{seen, view} once something has changed since `seen`, that of the answer before or -1."""
         return await self._host.watch(seen)
 
     async def facts(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class RayJob:
         self.order, self._command = order, command
         self._keys = kv.Keys(order.job)
         self._job = job_from_mapping(order.document, f"job {order.job}")
+        self._actor: Any = None
 
     @property
     def name(self) -> str:
@@ -109,7 +110,8 @@ class RayJob:
 
     def watch(self, display: Display) -> JobView:
         """Show it until it has ended; its last view. Raises UserError when it could not begin."""
-        seen, ended = -1, self.ended
+        seen: Any = -1
+        ended = self.ended
         while ended is None:
             try:
                 news = self._ask("watch", seen)
@@ -209,10 +211,15 @@ class RayJob:
         return [f"its checkpoints stay in {path}, its logs in Ray's log directories"]
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        actor = controller.find(self.name)
-        if actor is None:
+        # Found once: the way to it by name leads over the head.
+        self._actor = self._actor or controller.find(self.name)
+        if self._actor is None:
             raise calls.ControllerGone(f"job {self.name}: there is no controller")
-        return calls.ask(actor, method, *arguments)
+        try:
+            return calls.ask(self._actor, method, *arguments)
+        except calls.ControllerGone:
+            self._actor = None
+            raise
 
 
 class _Copy(JobDirectory):

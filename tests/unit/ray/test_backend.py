@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.ray import actors, cluster, drains, groups, names
+from orchestrator.backends.ray import actors, calls, cluster, drains, groups, names
 from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.ray.controller import ControllerOrder
 from orchestrator.backends.ray.drains import Drains, Places
 from orchestrator.backends.ray.groups import Group, RayGroups
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.protocol.certificate import Keys as Secrets
-from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.protocol.certificate import make_keys
+from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+from orchestrator.runtime import ray_host
+from orchestrator.runtime.ray_host import RayHost
 
 from .fake_cluster import FakeCluster
 
@@ -145,31 +149,59 @@ def test_what_belongs_to_a_job_is_told_by_its_name() -> None:
     assert not any(names.belongs(other(), "a") for other in others)
 
 
-def test_a_watcher_of_a_job_in_which_nothing_happens_is_answered_within_a_bound(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from orchestrator.backends.ray import calls
-    from orchestrator.backends.ray.controller import ControllerOrder
-    from orchestrator.protocol.certificate import make_keys
-    from orchestrator.protocol.spec import job_to_mapping
-    from orchestrator.runtime import ray_host
-
-    assert ray_host.WATCH_S < calls.ANSWER_S
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayHost:
+    """Of a job whose controller has begun, and where nothing happens."""
     monkeypatch.setattr(cluster, "log_directory", lambda job, job_id: tmp_path)
-    monkeypatch.setattr(ray_host, "WATCH_S", 0.01)
     made = make_keys(names.tls("id"))
     order = ControllerOrder(
         document=job_to_mapping(JOB), job="job", job_id="id", spec_directory=str(tmp_path),
         token=made.token, certificate=made.certificate, key=made.key,
     )  # fmt: skip
+    host = RayHost(order)
+    host._serving.set()
+    return host
+
+
+def test_a_watcher_of_a_job_in_which_nothing_happens_is_answered_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch, host: RayHost
+) -> None:
+    assert ray_host.WATCH_S + ray_host.PROGRESS_INTERVAL_S < calls.ANSWER_S
+    monkeypatch.setattr(ray_host, "WATCH_S", 0.01)
 
     async def scenario() -> None:
-        host = ray_host.RayHost(order)
-        host._serving.set()
-        seen = host.assembly.changes.count
         async with asyncio.timeout(BOUND_S):
+            seen = (await host.watch(-1))["seen"]
             news = await host.watch(seen)
         assert news["seen"] == seen and news["view"]["name"] == "job"
+
+    asyncio.run(scenario())
+
+
+def test_a_watcher_is_told_of_events_at_once_and_of_progress_at_leisure(
+    monkeypatch: pytest.MonkeyPatch, host: RayHost
+) -> None:
+    monkeypatch.setattr(ray_host, "PROGRESS_INTERVAL_S", 1e6)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(BOUND_S):
+            watching = asyncio.create_task(host.watch((await host.watch(-1))["seen"]))
+            host.assembly.changes.tell()
+            assert not (await asyncio.wait([watching], timeout=2 * ray_host.WATCH_INTERVAL_S))[0]
+            host.assembly.events.tell()
+            await watching
+
+    asyncio.run(scenario())
+
+
+def test_who_has_watched_an_earlier_controller_does_not_wait_for_its_count(
+    monkeypatch: pytest.MonkeyPatch, host: RayHost
+) -> None:
+    monkeypatch.setattr(ray_host, "WATCH_S", 1e6)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await host.watch(("an earlier one", 10**6, 10**6))
 
     asyncio.run(scenario())
 

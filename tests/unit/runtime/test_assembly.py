@@ -156,6 +156,22 @@ def test_the_next_operator_takes_every_job_over_from_its_journal(tmp_path: Path)
     drive(scenario())
 
 
+def test_who_waits_for_events_is_told_of_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        job = await cluster.host("a/x")
+        await job.until(lambda view: view.state == "running")
+        events = job.assembly.events
+        seen = events.count
+        await job.assembly.control.perform("cancel", {"by": "test"})
+        async with asyncio.timeout(BOUND_S):
+            await events.after(seen)
+        await cluster.close()
+
+    drive(scenario())
+
+
 def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)

@@ -70,13 +70,14 @@ def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
     assert rig.syncs == 1 and len(rig.events()) == 5
 
 
-def test_heartbeats_are_not_journaled(tmp_path: Path) -> None:
+def test_heartbeats_are_not_journaled_and_no_events(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     rig.driver.submit(SUBMITTED)
     asyncio.run(rig.driver.turn())
     rig.driver.submit(Heartbeat(node="node-0", generation=1))
     asyncio.run(rig.driver.turn())
     assert rig.events() == [SUBMITTED] and rig.syncs == 1
+    assert rig.driver.num_events == 1
 
 
 def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
