@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from . import browser, rig
 from .browser import Browser
-from .jobs import Submitted
+from .jobs import BOUND_S, Submitted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NAME = "watched"
+PAUSE_S = 0.5
+"""Ray collects what tasks did once a second."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,19 @@ def test_a_jobs_page_shows_model_mesh_and_state_and_its_parts(
     groups = seen.page.get_by_text("Placement Group Table").locator("../..")
     groups.scroll_into_view_if_needed()
     seen.picture("ray-placement-groups")
+
+
+def test_the_list_of_tasks_has_verbs_and_is_not_full_of_watching(job: Submitted) -> None:
+    from ray.util.state import list_tasks
+
+    step = job.view().step
+    job.until(lambda view: view.step > step)  # asks, and watches
+    give_up, names = time.monotonic() + BOUND_S, set[str]()
+    while "ControllerActor.perform" not in names and time.monotonic() < give_up:
+        found = list_tasks(address=rig.shared().dashboard, limit=10_000)
+        names = {task.name for task in found}
+        time.sleep(PAUSE_S)
+    assert "ControllerActor.perform" in names and "ControllerActor.watch" not in names
 
 
 def test_the_actors_view_shows_controller_and_nodes_with_state_and_restarts(
