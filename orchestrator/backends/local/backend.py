@@ -154,6 +154,14 @@ class LocalBackend:
         """The first nodes wait for their host; later ones are forked from it, in no time."""
         return Starts(0.0 if self._link is not None else None)
 
+    # -- without a controller ------------------------------------------------------------------
+    def living(self) -> tuple[str, ...]:
+        """Nodes whose processes are there, whether anybody watches them or not. Opens nothing."""
+        if not self._paths.nodes_file.exists():
+            return ()
+        known = msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
+        return tuple(node for node, one in known.agents.items() if identify(one.pid) == one)
+
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
         """Have no room for new nodes for this long."""

@@ -44,9 +44,18 @@ class LocalJob:
     def remarks(self, view: JobView) -> list[str]:
         if view.controller_alive or view.state in FINISHED:
             return []
+        from ...runtime.service import local_backend
+
+        attach = f"`holdfast run --attach {view.name}` takes the job over"
+        if local_backend(self._directory.job(), self._directory).living():
+            return [
+                "No controller is running: this is what the journal says. Training goes on without "
+                f"one; {attach}."
+            ]
         return [
-            f"No controller is running: this is what the journal says. Training goes on without "
-            f"one; take the job over with `holdfast run --attach {view.name}`."
+            "No controller is running and none of the job's nodes is left, as after a restart of "
+            f"the machine: this is what the journal says. {attach} and goes on from its last "
+            "checkpoint in storage."
         ]
 
     def request(self, verb: str, **arguments: Any) -> Answer:

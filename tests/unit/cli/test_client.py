@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from orchestrator.backends.local.backend import Known
+from orchestrator.backends.local.processes import Identity, identify
 from orchestrator.cli.client import ControllerGone, RequestRefused, ask
+from orchestrator.cli.places.local import LocalJob
 from orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from orchestrator.protocol.spec import job_from_mapping
 from orchestrator.runtime.home import Home, JobDirectory
+from orchestrator.runtime.view import JobView
 
 JOB = {
     "apiVersion": "holdfast.dev/v1alpha1",
@@ -97,3 +103,20 @@ def test_asking_does_not_take_the_lock(directory: JobDirectory) -> None:
     directory.controller_alive()
     with (directory.path / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_without_a_controller_it_is_said_whether_training_goes_on(directory: JobDirectory) -> None:
+    def remark(agent: Identity) -> str:
+        known = Known(agents={"node-0": agent})
+        (directory.path / "nodes.json").write_bytes(msgspec.json.encode(known))
+        (line,) = LocalJob(directory).remarks(
+            JobView(name="demo", state="running", controller_alive=False)
+        )
+        assert "`holdfast run --attach demo`" in line
+        return line
+
+    here = identify(os.getpid())
+    assert here is not None
+    assert "Training goes on" in remark(here)
+    # After a restart of the machine another process has its number.
+    assert "none of the job's nodes is left" in remark(Identity(here.pid, here.start_ticks + 1))
