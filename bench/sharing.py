@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from orchestrator.protocol.environment import MALLOC
 from workers.agent import allocator, kernel, preload
 
 from . import conditions
@@ -43,11 +44,7 @@ IMPORTS = (1, 2, NUM_RANKS)
 """How many processes import torch for the four ranks."""
 TURN_S = 1.0
 WARM_STEPS = 5
-LIMITS = {
-    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
-    "MALLOC_TOP_PAD_": str(64 * 2**20),
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-}
+LIMITS = {name: str(mebibytes * 2**20) for name, mebibytes, _why in MALLOC}
 """As every worker of Holdfast has them."""
 
 

@@ -4,7 +4,7 @@
     python -m bench.contestants.apart --socket SOCKET    # the machine host that it starts
 
 The local backend forks all nodes from one process that has imported torch. Here each node imports
-it after the fork.
+it after the fork. Owns: that difference, and no other.
 """
 
 from __future__ import annotations

@@ -129,6 +129,13 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
     yield Setting("OMP_NUM_THREADS", str(threads), why, "resources")
 
 
+MALLOC = (
+    ("MALLOC_TRIM_THRESHOLD_", 512, "MiB of free memory at the end of a heap are kept"),
+    ("MALLOC_TOP_PAD_", 64, "MiB that a heap grows by; a thread's heap of so much stays"),
+    ("MALLOC_MMAP_THRESHOLD_", 32, "MiB; larger blocks go back to the kernel when freed"),
+)
+
+
 def _malloc(job: TrainingJob) -> Iterator[Setting]:
     """Keep what a step frees for the next one. glibc gives the free end of a heap back to the
     kernel, and the next step has it anew, page by page: 2 us each in a virtual machine, and every
@@ -136,12 +143,7 @@ def _malloc(job: TrainingJob) -> Iterator[Setting]:
     mallopt(3). With a tunable of malloc of the user's own, none is set."""
     if "glibc.malloc." in job.spec.env.get("GLIBC_TUNABLES", ""):
         return
-    rows = [
-        ("MALLOC_TRIM_THRESHOLD_", 512, "MiB of free memory at the end of a heap are kept"),
-        ("MALLOC_TOP_PAD_", 64, "MiB that a heap grows by; a thread's heap of so much stays"),
-        ("MALLOC_MMAP_THRESHOLD_", 32, "MiB; larger blocks go back to the kernel when freed"),
-    ]
-    for name, mebibytes, why in rows:
+    for name, mebibytes, why in MALLOC:
         yield Setting(name, str(mebibytes * 2**20), f"{mebibytes} {why}", "resources")
 
 

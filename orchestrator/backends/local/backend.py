@@ -92,8 +92,7 @@ class LocalBackend:
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
-        if self._paths.nodes_file.exists():
-            self._known = msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
+        self._known = self._load()
         for node, identity in list(self._known.agents.items()):
             self._watch(node, identity)
         self._link = await connect(self._paths.socket, self._new_link, None)
@@ -157,10 +156,8 @@ class LocalBackend:
     # -- without a controller ------------------------------------------------------------------
     def living(self) -> tuple[str, ...]:
         """Nodes whose processes are there, whether anybody watches them or not. Opens nothing."""
-        if not self._paths.nodes_file.exists():
-            return ()
-        known = msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
-        return tuple(node for node, one in known.agents.items() if identify(one.pid) == one)
+        agents = self._load().agents
+        return tuple(node for node, one in agents.items() if identify(one.pid) == one)
 
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
@@ -271,6 +268,11 @@ class LocalBackend:
         self._gone.set()
         if not self._closing:
             self._on_node_gone(NodeGone(node, detail))
+
+    def _load(self) -> Known:
+        if not self._paths.nodes_file.exists():
+            return Known()
+        return msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
 
     def _save(self) -> None:
         # Not synced: after a crash of the machine there are no nodes, and the name of a node that
