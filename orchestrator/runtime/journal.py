@@ -21,6 +21,7 @@ from pathlib import Path
 from ..core.events import AnyEvent
 from ..core.journal import FRAME, JournalError, JournalLost, Record, encode_record, frame
 from ..protocol import limits
+from ..protocol.files import sync_directory
 from .journal_reader import (
     COMPACTED_HEADER,
     COVERED,
@@ -40,7 +41,6 @@ __all__ = [
     "JournalReader",
     "Record",
     "Snapshot",
-    "sync_directory",
 ]
 
 
@@ -224,12 +224,3 @@ def _write(fd: int, data: bytes, at: int) -> None:
     written = os.pwrite(fd, data, at)
     while written < len(data):
         written += os.pwrite(fd, data[written:], at + written)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -6,7 +6,6 @@ or write tensors, or decide which checkpoint stays.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..protocol.errors import HoldfastError, Problem, UserError
 from ..protocol.facts import ShardFile
+from ..protocol.files import replace, sync_directory
 from ..protocol.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -28,7 +28,6 @@ from ..protocol.manifest import (
 )
 from ..protocol.mesh import Mesh
 from ..protocol.store import make_directory
-from .journal import sync_directory
 from .surroundings import CHECKPOINT_FIELD, missing_driver
 
 
@@ -113,14 +112,7 @@ class Storage:
         if not self._local:
             self.fs.pipe_file(path, data)  # object stores show an object whole or not at all
             return
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-        sync_directory(target.parent)
+        replace(Path(path), data)
 
     def delete(self, step: int, generation: int) -> None:
         """Delete a checkpoint: its manifest first, so that it is never half there."""

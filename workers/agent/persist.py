@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import xxhash
 
+from orchestrator.protocol.files import replacing, sync_directory, write_all
 from orchestrator.protocol.store import is_local, make_directory
 
 CHUNK_BYTES = 4 * 2**20
@@ -34,20 +35,10 @@ def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, n
 
 
 def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
-    """A temporary name, fsync, rename, fsync of the directories: a reader sees all or nothing."""
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".{name}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            checksum = _copy(fd, num_bytes, file)
-            os.fsync(file.fileno())
-        temporary.rename(directory / name)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    for path in (directory, directory.parent):
-        _sync_directory(path)
+    with replacing(directory / name) as file:
+        checksum = _copy(fd, num_bytes, file)
+    sync_directory(directory.parent)
     return checksum
 
 
@@ -74,21 +65,6 @@ def _copy(fd: int, num_bytes: int, file: Any) -> str:
         if not chunk:
             raise OSError(f"the buffer ends at byte {at} of {num_bytes}")
         digest.update(chunk)
-        _write_all(file, chunk)
+        write_all(file, chunk)
         at += len(chunk)
     return digest.hexdigest()
-
-
-def _write_all(file: Any, chunk: bytes) -> None:
-    view = memoryview(chunk)
-    while view:
-        written = file.write(view)
-        view = view[written if written is not None else len(view) :]
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
