@@ -16,6 +16,7 @@ journal, or start anything.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,18 +24,21 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..protocol import limits
 from ..protocol.errors import HoldfastError, Problem, UserError
+from ..protocol.files import PRIVATE, replace, sync_directory
 from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
-from .journal import sync_directory
 from .surroundings import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
+DOOMED = ".deleted"
+"""Ends the name of a directory whose job is forgotten."""
+RECORD_FIELDS = frozenset({"job_id", "spec_directory", "document"})
 SOCKET_PATH_BYTES = 107
 """sun_path of a Unix socket, less the final zero: a limit of the kernel."""
 
@@ -62,6 +66,10 @@ class JobDirectory:
         return self.path / "controller.json"
 
     @property
+    def nodes_file(self) -> Path:
+        return self.path / "nodes.json"
+
+    @property
     def host_socket(self) -> Path:
         return self.path / "host.sock"
 
@@ -77,7 +85,10 @@ class JobDirectory:
 
     def record(self) -> dict[str, Any]:
         """job.json as it stands. Raises HoldfastError when it is damaged."""
-        return _read_json(self.path / "job.json")
+        record = _read_json(self.path / "job.json")
+        if missing := RECORD_FIELDS - record.keys():
+            raise HoldfastError(f"{self.path / 'job.json'}: is damaged (no {min(missing)})")
+        return record
 
     def job(self) -> TrainingJob:
         return job_from_mapping(self.record()["document"], str(self.path / "job.json"))
@@ -123,8 +134,15 @@ class JobDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the controller of this job. Raises UserError when there is one already."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Be the controller of this job. Raises UserError when there is one already, or no job any
+        more."""
+        lock = self.path / "lock"
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            raise UserError(f"job {self.name}: was deleted meanwhile") from None
+        except OSError as error:
+            raise HoldfastError(f"{lock}: cannot be opened ({error.strerror})") from None
         try:
             if not _lock(fd):
                 pid = (self.controller() or {}).get("pid", "unknown")
@@ -132,34 +150,65 @@ class JobDirectory:
                     f"job {self.name}: got a controller that lives (pid {pid}); expected none; "
                     f"see it with `holdfast status {self.name}`"
                 )
+            if not _is_file(fd, lock):  # another job may have the name by now
+                raise UserError(f"job {self.name}: was deleted meanwhile")
             yield
         finally:
             os.close(fd)
 
     def write_controller(self, address: str, port: int, metrics_port: int) -> None:
-        """Say where this process listens; agents and the command line read it."""
+        """Say where this process listens; agents and the command line read it. Raises
+        HoldfastError."""
         place = {"pid": os.getpid(), "address": address, "port": port, "metrics_port": metrics_port}
-        write_atomically(self.controller_file, json.dumps(place).encode() + b"\n")
+        try:
+            replace(self.controller_file, json.dumps(place).encode() + b"\n", PRIVATE)
+        except OSError as error:
+            raise HoldfastError(
+                f"{self.controller_file}: cannot be written ({error.strerror}); training goes on "
+                f"without a controller; make room, then attach again"
+            ) from None
 
     def remove_controller(self) -> None:
         self.controller_file.unlink(missing_ok=True)
 
     def remove(self, keep_checkpoints: Path | None = None) -> None:
         """Forget the job, its logs and the checkpoints in its directory; or move these to a
-        directory that does not exist. Raises UserError when that cannot be."""
+        directory that does not exist. Raises UserError when that cannot be, and HoldfastError when
+        files of a job that is forgotten are left."""
         with self.locked():
             if keep_checkpoints is not None:
-                try:
-                    keep_checkpoints.parent.mkdir(parents=True, exist_ok=True)
-                    if keep_checkpoints.exists():
-                        raise FileExistsError(17, "exists")
-                    shutil.move(self.path / "checkpoints", keep_checkpoints)
-                except OSError as error:
-                    raise UserError(
-                        f"--keep-checkpoints: got {keep_checkpoints} ({error.strerror or error}); "
-                        "expected a directory that does not exist yet and can be written"
-                    ) from None
-            shutil.rmtree(self.path)
+                self._keep(keep_checkpoints)
+            # First its name: what is interrupted after that has forgotten the job all the same.
+            doomed = self.path.with_name(f".{self.name}.{secrets.token_hex(4)}{DOOMED}")
+            try:
+                self.path.rename(doomed)
+                sync_directory(doomed.parent)
+            except OSError as error:
+                why = f"cannot be deleted ({error.strerror})"
+                raise HoldfastError(f"job {self.name}: {self.path} {why}") from None
+            _clear(doomed)
+
+    def _keep(self, place: Path) -> None:
+        """Move the checkpoints; durable when this returns."""
+        source = self.path / "checkpoints"
+        try:
+            if place.resolve().is_relative_to(self.path.resolve()):
+                raise OSError(errno.EINVAL, "in the directory that is deleted")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                raise OSError(errno.EEXIST, "exists")
+            try:
+                source.rename(place)
+                sync_directory(place.parent)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                _copy(source, place)
+        except OSError as error:
+            raise UserError(
+                f"--keep-checkpoints: got {place} ({error.strerror or error}); expected a "
+                f"directory outside of {self.path} that does not exist yet and can be written"
+            ) from None
 
 
 class NameTaken(UserError):
@@ -206,7 +255,7 @@ class Home:
             shutil.rmtree(new, ignore_errors=True)
             if directory.path.exists():
                 raise NameTaken(directory) from None
-            raise UserError(str(self._unwritable(error))) from None
+            raise UserError(str(self._unusable(error, "written"))) from None
         return directory
 
     def _fill(self, path: Path, job: TrainingJob, spec_directory: str | Path) -> None:
@@ -218,36 +267,95 @@ class Home:
             "document": job_to_mapping(job),
         }
         text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False)
-        write_atomically(path / "job.json", text.encode() + b"\n")
+        replace(path / "job.json", text.encode() + b"\n", PRIVATE)
         token = secrets.token_hex(limits.TOKEN_BYTES)
-        write_atomically(path / "token", token.encode() + b"\n")
+        replace(path / "token", token.encode() + b"\n", PRIVATE)
         (path / "lock").touch(mode=0o600)
 
-    def _unwritable(self, error: OSError) -> Problem:
+    def _unusable(self, error: OSError, use: str) -> Problem:
         return Problem(
             "--home",
             f"{self.path} ({error.strerror})",
-            "a directory that can be written",
+            f"a directory that can be {use}",
             f"choose another, or set {HOME_VARIABLE}",
         )
 
     def find(self, name: str) -> JobDirectory:
         """An existing job. Raises UserError, naming the jobs that there are."""
         directory = self.directory(name)
-        valid = re.fullmatch(r"[a-z0-9][-a-z0-9]*", name)
-        if valid and (directory.path / "job.json").exists():
-            return directory
+        if re.fullmatch(r"[a-z0-9][-a-z0-9]*", name):
+            record = directory.path / "job.json"
+            try:
+                record.stat()
+                return directory
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
         known = f"one of {', '.join(names)}" if names else f"a job; there is none in {self.path}"
         raise UserError(str(Problem("job", name, known, "see `holdfast status`")))
 
     def list(self) -> list[JobDirectory]:
-        """All jobs, by name."""
-        if not self.jobs.is_dir():
+        """All jobs, by name; but those that somebody else has put here for himself."""
+        paths = [path for path in self._paths() if not path.name.startswith(".")]
+        return [JobDirectory(path) for path in paths if _has_record(path)]
+
+    def sweep(self) -> None:
+        """Finish deletions that were interrupted, as far as that is possible."""
+        for path in self._paths():
+            if path.name.startswith(".") and path.name.endswith(DOOMED):
+                with suppress(HoldfastError):
+                    _clear(path)
+
+    def _paths(self) -> Iterable[Path]:
+        """Raises UserError when the home cannot be read."""
+        try:
+            return sorted(self.jobs.iterdir())
+        except FileNotFoundError:
             return []
-        paths = sorted(self.jobs.iterdir())
-        found = [p for p in paths if not p.name.startswith(".") and (p / "job.json").exists()]
-        return [JobDirectory(path) for path in found]
+        except OSError as error:
+            raise UserError(str(self._unusable(error, "read"))) from None
+
+
+def _has_record(path: Path) -> bool:
+    try:
+        (path / "job.json").stat()
+    except OSError:
+        return False
+    return True
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    """Whether this open file has that name now."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _copy(source: Path, place: Path) -> None:
+    """To another file system; durable when this returns. Raises OSError, leaving nothing there."""
+    try:
+        shutil.copytree(source, place)
+        os.sync()
+    except shutil.Error as error:  # a list of (from, to, why)
+        shutil.rmtree(place, ignore_errors=True)
+        raise OSError(errno.EIO, str(error.args[0][0][2])) from None
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _clear(path: Path) -> None:
+    """Delete a directory, beside others that do the same. Raises HoldfastError for what is left."""
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # somebody else was faster
+        except OSError as error:
+            raise HoldfastError(f"{path}: cannot be removed ({error.strerror})") from None
 
 
 def _lock(fd: int) -> bool:
@@ -259,21 +367,6 @@ def _lock(fd: int) -> bool:
         except BlockingIOError:
             time.sleep(0.01)
     return False
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old or the new one, mode 0600, durable."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _read(path: Path) -> str:

@@ -48,7 +48,9 @@ def _story(job: TrainingJob, directory: JobDirectory) -> Story:
 
 
 def expire(home: Home, now_ns: int) -> list[str]:
-    """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago."""
+    """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago, and
+    what interrupted deletions have left."""
+    home.sweep()
     deleted = []
     for directory in home.list():
         try:
@@ -83,6 +85,11 @@ def _taken(home: Home, directory: JobDirectory) -> Problem:
         fix = (
             f"remove it with `holdfast delete {name}`, or choose another metadata.name (to go on "
             f"from its checkpoints: `holdfast delete {name} --keep-checkpoints DIRECTORY`)"
+        )
+    elif state.startswith("unreadable"):
+        fix = (
+            f"restore it from a copy, remove it with `holdfast delete {name}`, or choose another "
+            f"metadata.name"
         )
     else:
         fix = (

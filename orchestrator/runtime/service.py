@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from ..backends.base import Backend
 from ..backends.local import LocalBackend, LocalPaths
 from ..core.events import CancelRequested
+from ..protocol.errors import HoldfastError
 from ..protocol.spec import TrainingJob
 from .access import own_options
 from .assembly import Assembly
@@ -75,13 +75,15 @@ def run_job(
     except BaseException:
         # If it never began, the name is free again and nothing runs.
         if not directory.journal.exists():
-            shutil.rmtree(directory.path, ignore_errors=True)
+            with suppress(HoldfastError):
+                directory.remove()
         raise
 
 
 def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
     paths = LocalPaths(
         directory=directory.path,
+        nodes_file=directory.nodes_file,
         socket=directory.host_socket,
         token_file=directory.token_file,
         endpoint_file=directory.controller_file,
@@ -163,6 +165,7 @@ class Service:
         return view
 
     async def _open(self, stack: AsyncExitStack) -> None:
+        self._directory.remove_controller()  # of a controller that was killed
         metrics = MetricsServer(self.job, self._metrics_view)
         self.metrics_port = metrics.open(self.job.spec.metrics.port)
         stack.callback(metrics.close)
@@ -209,7 +212,14 @@ class Service:
 
     def _log_to_file(self, stack: AsyncExitStack) -> None:
         self._loop = asyncio.get_running_loop()
-        handler = logging.FileHandler(self._directory.logs / "controller.log")
+        path = self._directory.logs / "controller.log"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            handler = logging.FileHandler(path)
+        except OSError as error:
+            raise HoldfastError(f"{path}: cannot be written ({error.strerror})") from None
+        # A full disk is told once, by who writes the journal; not as a traceback for every line.
+        handler.handleError = lambda record: None  # type: ignore[method-assign]
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         for name in ("holdfast", "asyncio"):
             logger = logging.getLogger(name)
@@ -245,5 +255,9 @@ class Service:
             await backend.release_node(node)
         await asyncio.sleep(FORCED_END_S)
         # The core should have ended the job long ago. Whatever it waits for, end everything.
-        await backend.close(release=True)
-        self.assembly.stop()
+        try:
+            await backend.close(release=True)
+        except HoldfastError as error:
+            self._on_note(str(error))
+        finally:
+            self.assembly.stop()

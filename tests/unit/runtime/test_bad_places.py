@@ -61,3 +61,24 @@ def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> Non
             await second.task
 
     drive(scenario())
+
+
+def test_a_job_that_trains_keeps_its_controller_whoever_else_writes_where_it_does(
+    tmp_path: Path,
+) -> None:
+    """Two jobs that begin before either has committed do not see each other."""
+    path = str(tmp_path / "shared")
+
+    async def scenario() -> None:
+        first = World(tmp_path, make_job(checkpoint={"path": path}))
+        second = World(tmp_path, make_job("other", checkpoint={"path": path}))
+        for world in (first, second):
+            world.start()
+            await world.running()
+        await second.kill_controller()
+        assert (await first.finish()).checkpoints
+        second.start()
+        await second.until(lambda view: len(second.service.assembly.links) == 2)
+        assert (await second.finish()).state == "succeeded"
+
+    drive(scenario())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from orchestrator.core.events import JobSubmitted
-from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.errors import HoldfastError, UserError
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
+from orchestrator.runtime import home as home_module
 from orchestrator.runtime.home import HOME_VARIABLE, Home
 from orchestrator.runtime.journal import FileJournal
 from orchestrator.runtime.record import create_job
@@ -67,7 +70,7 @@ def test_a_name_that_is_taken_by_a_damaged_job_is_said_too(tmp_path: Path) -> No
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
     directory.journal.write_bytes(b"no journal at all, but long enough")
-    with pytest.raises(UserError, match=r"unreadable .*damaged at byte 0"):
+    with pytest.raises(UserError, match=r"unreadable .*damaged at byte 0.*`holdfast delete tiny`"):
         create_job(home, make_job(), tmp_path)
 
 
@@ -84,6 +87,13 @@ def test_there_is_one_controller(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"a controller that lives .pid {os.getpid()}"):
             directory.locked().__enter__()
     assert directory.controller() is None
+
+
+def test_a_full_disk_is_said_to_who_wants_to_be_the_controller(tmp_path: Path) -> None:
+    directory = Home(tmp_path).create(make_job(), tmp_path)
+    directory.controller_file.mkdir()  # what no file can replace
+    with pytest.raises(HoldfastError, match=r"controller\.json: cannot be written .*attach again"):
+        directory.write_controller("127.0.0.1", 4000, 5000)
 
 
 def test_an_unknown_job_names_those_that_there_are(tmp_path: Path) -> None:
@@ -133,6 +143,83 @@ def test_the_checkpoint_path_is_relative_to_the_spec(tmp_path: Path) -> None:
 
 def test_a_removed_job_leaves_its_name_free(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    home.create(make_job(), tmp_path).remove()
+    directory = home.create(make_job(), tmp_path)
+    directory.remove()
+    assert home.list() == []
+    with pytest.raises(UserError, match="tiny: was deleted meanwhile"):
+        directory.remove()
+    home.create(make_job(), tmp_path)
+
+
+def test_an_interrupted_deletion_has_forgotten_the_job_and_is_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+
+    def interrupted(path: Path) -> None:
+        (path / "job.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupted)
+        directory.remove()
     assert home.list() == []
     home.create(make_job(), tmp_path)
+    assert len(list(home.jobs.iterdir())) == 2
+    home.sweep()
+    assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
+
+
+def test_a_job_that_was_deleted_and_made_anew_meanwhile_is_not_deleted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+    lock = home_module._lock
+
+    def overtaken(fd: int) -> bool:
+        monkeypatch.setattr(home_module, "_lock", lock)
+        home.directory("tiny").remove()
+        home.create(make_job(), tmp_path)
+        return lock(fd)
+
+    monkeypatch.setattr(home_module, "_lock", overtaken)
+    with pytest.raises(UserError, match="tiny: was deleted meanwhile"):
+        directory.remove()
+    assert home.find("tiny").job() == make_job()
+
+
+def test_checkpoints_are_kept_on_another_file_system_too(tmp_path: Path) -> None:
+    other = Path("/dev/shm")  # what every Linux has
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no other file system")
+    directory = Home(tmp_path).create(make_job(), tmp_path)
+    (directory.path / "checkpoints" / "shard").write_text("data")
+    with tempfile.TemporaryDirectory(dir=other) as place:
+        directory.remove(Path(place) / "kept")
+        assert (Path(place) / "kept" / "shard").read_text() == "data"
+    assert not directory.path.exists()
+
+
+def test_a_record_that_lacks_something_is_damaged(tmp_path: Path) -> None:
+    directory = Home(tmp_path).create(make_job(), tmp_path)
+    (directory.path / "job.json").write_text('{"job_id": "x", "spec_directory": "/"}')
+    with pytest.raises(HoldfastError, match=r"job\.json: is damaged \(no document\)"):
+        directory.job()
+
+
+def test_a_directory_that_cannot_be_read_stops_nobody_but_who_asks_for_it(tmp_path: Path) -> None:
+    """A loop of links: root may read anything else."""
+    home = Home(tmp_path)
+    home.create(make_job(), tmp_path)
+    (home.jobs / "other").symlink_to("other")
+    assert [job.name for job in home.list()] == ["tiny"]
+    with pytest.raises(HoldfastError, match=r"other/job\.json: cannot be read"):
+        home.find("other")
+
+
+def test_a_home_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "jobs").symlink_to("jobs")
+    with pytest.raises(UserError, match=r"--home: got .*; expected a directory that can be read"):
+        Home(tmp_path).list()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from orchestrator.core.events import (
     NodeLost,
 )
 from orchestrator.protocol import messages as wire
+from orchestrator.protocol.errors import HoldfastError
+from orchestrator.runtime import service
+from orchestrator.runtime.assembly import Assembly
 from orchestrator.runtime.journal import JournalReader
 from orchestrator.runtime.record import read_view
 from orchestrator.runtime.replay import replay
@@ -126,6 +130,79 @@ def test_a_new_controller_takes_over_without_disturbing_training(tmp_path: Path)
         for agent in world.members():
             assert not any(isinstance(message, wire.Stop) for message in agent.received)
         await world.finish()
+
+    drive(scenario())
+
+
+def test_a_controller_that_takes_over_is_not_taken_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that one has left says where nobody listens, or somebody else by now."""
+    prepare, seen = Assembly.prepare, list[object]()
+
+    async def spied(self: Assembly, *, fresh: bool) -> None:
+        seen.append(world.directory.controller())
+        await prepare(self, fresh=fresh)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Assembly, "prepare", spied)
+        world.start()
+        await world.running()
+        place = world.read_place()
+        await world.kill_controller()
+        world.directory.write_controller(place["address"], place["port"], 0)
+        world.start()
+        await world.until(lambda view: len(world.service.assembly.links) == 2)
+        assert seen == [None, None]
+        await world.finish()
+
+    world = World(tmp_path, make_job())
+    drive(scenario())
+
+
+def test_logs_that_were_removed_to_make_room_are_no_hindrance(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, make_job())
+        shutil.rmtree(world.directory.logs)
+        world.start()
+        await world.running()
+        await world.finish()
+        assert (world.directory.logs / "controller.log").exists()
+
+    drive(scenario())
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, make_job())
+        world.directory.logs.rmdir()
+        world.directory.logs.write_text("")
+        world.start()
+        with pytest.raises(HoldfastError, match=r"controller\.log: cannot be written"):
+            await world.task
+
+    drive(scenario())
+
+
+def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, make_job())
+        world.start()
+        await world.running()
+
+        async def close(*, release: bool) -> None:
+            if release:
+                raise HoldfastError("node-0: still there")
+
+        monkeypatch.setattr(world.backend, "close", close)
+        monkeypatch.setattr(service, "FORCED_END_S", 0.0)
+        for _ in range(2):
+            world.service._interrupted("SIGINT")
+        async with asyncio.timeout(BOUND_S):
+            view = await world.task
+        assert view.state == "cancelled"
 
     drive(scenario())
 
