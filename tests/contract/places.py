@@ -57,6 +57,7 @@ class LocalPlace:
         self.directory = Home(directory).create(self.job, directory)
         self.paths = LocalPaths(
             directory=self.directory.path,
+            nodes_file=self.directory.nodes_file,
             socket=self.directory.host_socket,
             token_file=self.directory.token_file,
             endpoint_file=self.directory.controller_file,

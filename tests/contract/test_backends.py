@@ -15,6 +15,7 @@ import pytest
 
 from orchestrator.backends.base import NoRoom
 from orchestrator.backends.local import LocalBackend
+from orchestrator.protocol.errors import HoldfastError
 
 from .places import PLACES, Controller, LocalPlace, Place, pid_exists, run
 
@@ -173,6 +174,24 @@ def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: P
         assert "ended with code 1" in controller.gone[nodes[0]].detail
         assert "no_such_module" in controller.gone[nodes[0]].detail
         assert await controller.backend.list_nodes() == ()
+        await controller.backend.close(release=True)
+
+    run(scenario, place)
+    assert place.leftovers() == []
+
+
+def test_a_node_whose_name_cannot_be_written_down_is_not_started(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path)
+
+    async def scenario(controller: Controller) -> None:
+        place.paths.nodes_file.mkdir()  # what no file can replace
+        with pytest.raises(HoldfastError, match=r"nodes\.json: cannot be written"):
+            await controller.backend.request_nodes(1, ())
+        assert await controller.backend.list_nodes() == ()
+        place.paths.nodes_file.rmdir()
+        (node,) = await controller.backend.request_nodes(1, ())
+        await controller.up(node)
+        assert await controller.backend.list_nodes() == (node,)
         await controller.backend.close(release=True)
 
     run(scenario, place)

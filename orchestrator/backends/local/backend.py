@@ -10,23 +10,26 @@ also works when the host has died. Whichever comes first counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from ...protocol import host as protocol
 from ...protocol.errors import HoldfastError
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom, Starts
+from . import known
 from .link import HostLink, HostProcess, connect, host_environment
 from .processes import Identity, Watch, identify, watch
 
 NEWS_WAIT_S = 0.05
 """The kernel tells of an agent's end a moment before the host tells how it ended; when the host
 says nothing for this long, the end alone must do."""
+
+SAVE_S = 0.05
+"""From news of nodes to their record."""
 
 HOST_ATTEMPTS = 3
 """Hosts that died one after the other before any of them started a node that was asked for."""
@@ -48,24 +51,11 @@ class LocalPaths:
     """Where things of one job lie."""
 
     directory: Path
+    nodes_file: Path
     socket: Path
     token_file: Path
     endpoint_file: Path
     logs: Path
-
-    @property
-    def nodes_file(self) -> Path:
-        return self.directory / "nodes.json"
-
-
-class Known(msgspec.Struct):
-    """nodes.json: what a new controller must know of the nodes of an old one."""
-
-    next_number: int = 0
-    agents: dict[str, Identity] = {}
-    """Nodes whose process has been seen."""
-    starting: set[str] = set()
-    """Nodes that were asked for and have not been seen yet."""
 
 
 class LocalBackend:
@@ -77,7 +67,7 @@ class LocalBackend:
         self._job = job
         self._paths = paths
         self._module = host_module
-        self._known = Known()
+        self._known = known.Known()
         self._watches: dict[str, Watch] = {}
         self._gone: asyncio.Event = asyncio.Event()
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
@@ -86,13 +76,14 @@ class LocalBackend:
         self._connecting: asyncio.Task[None] | None = None
         self._withheld_until = 0.0
         self._closing = False
+        self._saving: asyncio.TimerHandle | None = None
         self._deaths = 0
         """Hosts that died since a node was last confirmed."""
 
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
-        self._known = self._load()
+        self._known = known.load(self._paths.nodes_file)
         for node, identity in list(self._known.agents.items()):
             self._watch(node, identity)
         self._link = await connect(self._paths.socket, self._new_link, None)
@@ -112,7 +103,11 @@ class LocalBackend:
         nodes = tuple(f"node-{number}" for number in range(first, first + count))
         self._known.next_number += count
         self._known.starting.update(nodes)
-        self._save()
+        try:
+            known.save(self._paths.nodes_file, self._known)
+        except HoldfastError:
+            self._known.starting.difference_update(nodes)  # nobody has been asked for them
+            raise
         if self._link is None and self._connecting is None:
             self._start_host()
         elif self._link is not None:
@@ -123,7 +118,7 @@ class LocalBackend:
     async def release_node(self, node: str) -> None:
         if node in self._known.starting:
             self._known.starting.discard(node)
-            self._save()
+            self._save_soon()
         if self._link is not None:
             self._link.send(protocol.EndNode(node=node))
         if node in self._watches:
@@ -142,6 +137,7 @@ class LocalBackend:
         for one in self._watches.values():
             one.close()
         self._watches.clear()
+        self._save()
         if self._link is not None:
             self._link.close()
             await asyncio.wait([self._link.closed], timeout=END_TIMEOUT_S)
@@ -152,12 +148,6 @@ class LocalBackend:
     def starts(self) -> Starts:
         """The first nodes wait for their host; later ones are forked from it, in no time."""
         return Starts(0.0 if self._link is not None else None)
-
-    # -- without a controller ------------------------------------------------------------------
-    def living(self) -> tuple[str, ...]:
-        """Nodes whose processes are there, whether anybody watches them or not. Opens nothing."""
-        agents = self._load().agents
-        return tuple(node for node, one in agents.items() if identify(one.pid) == one)
 
     # -- rehearsal -----------------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
@@ -213,7 +203,7 @@ class LocalBackend:
                 self._known.starting.discard(node)
             elif node in self._known.starting:
                 self._ended(node, "ended at once")
-        self._save()
+        self._save_soon()
 
     def _on_closed(self) -> None:
         """The host is gone. Its agents are not: their pidfds tell of them."""
@@ -264,22 +254,25 @@ class LocalBackend:
             one.close()
         self._known.starting.discard(node)
         self._known.agents.pop(node, None)
-        self._save()
         self._gone.set()
         if not self._closing:
             self._on_node_gone(NodeGone(node, detail))
+        self._save_soon()
 
-    def _load(self) -> Known:
-        if not self._paths.nodes_file.exists():
-            return Known()
-        return msgspec.json.decode(self._paths.nodes_file.read_bytes(), type=Known)
+    def _save_soon(self) -> None:
+        """After whoever has been told of it has acted on it, and once for all that comes at once:
+        it waits for the disk. A new controller looks anew at what was not saved."""
+        if self._saving is None:
+            self._saving = asyncio.get_running_loop().call_later(SAVE_S, self._save)
 
     def _save(self) -> None:
-        # Not synced: after a crash of the machine there are no nodes, and the name of a node that
-        # was never started may be used again.
-        temporary = self._paths.nodes_file.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(self._known))
-        temporary.replace(self._paths.nodes_file)
+        if self._saving is None:
+            return
+        self._saving.cancel()
+        self._saving = None
+        # A full disk must not keep this controller from what has happened; the journal is next.
+        with contextlib.suppress(HoldfastError):
+            known.save(self._paths.nodes_file, self._known)
 
     async def _end_everything(self) -> None:
         self._known.starting.clear()

@@ -6,6 +6,7 @@ Owns: process identity (pid and start time) and pidfd watching. Must not: know n
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -66,8 +67,11 @@ def watch(identity: Identity, on_end: Callable[[], None]) -> Watch | None:
     """Watch a process; None when it has ended already."""
     try:
         fd = os.pidfd_open(identity.pid)
-    except ProcessLookupError:
-        return None
+    except OSError as error:
+        # Its pid may be free again, or that of a thread by now.
+        if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+            return None
+        raise
     # Only now that the pidfd pins the process is the comparison conclusive.
     if identify(identity.pid) != identity:
         os.close(fd)

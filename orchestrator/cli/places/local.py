@@ -44,10 +44,14 @@ class LocalJob:
     def remarks(self, view: JobView) -> list[str]:
         if view.controller_alive or view.state in FINISHED:
             return []
-        from ...runtime.service import local_backend
+        from ...backends.local import known
 
         attach = f"`holdfast run --attach {view.name}` takes the job over"
-        if local_backend(self._directory.job(), self._directory).living():
+        try:
+            living = known.living(self._directory.nodes_file)
+        except HoldfastError as error:
+            return [f"No controller is running: this is what the journal says. {error}."]
+        if living:
             return [
                 "No controller is running: this is what the journal says. Training goes on without "
                 f"one; {attach}."
@@ -106,13 +110,34 @@ class LocalJob:
             return path, Storage(path, self.name).manifests()
 
     def deleting(self, keep: Path | None) -> str:
-        state = self.view().state
+        try:
+            state: str = self.view().state
+        except HoldfastError as error:
+            return self._deleting_damaged(keep, error)
         if state not in FINISHED:
             raise UserError(
                 f"job {self.name}: got a job that is {state}; expected one that is "
                 f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
                 f"`holdfast cancel {self.name}`"
             )
+        path = self._directory.job().spec.checkpoint.path
+        if keep is not None and path is not None:
+            raise UserError(
+                f"--keep-checkpoints: got a directory; expected none for job {self.name}, whose "
+                f"checkpoints stay in {path} (spec.checkpoint.path)"
+            )
+        return self._what(keep)
+
+    def _deleting_damaged(self, keep: Path | None, error: HoldfastError) -> str:
+        """A job whose files cannot be read, once nothing of it runs."""
+        from ...backends.local import known
+
+        living = known.living(self._directory.nodes_file)
+        if self._directory.controller_alive() or living:
+            raise error
+        return f"{self._what(keep)}, which cannot be read ({error})"
+
+    def _what(self, keep: Path | None) -> str:
         what = "logs" if keep is not None else "logs and checkpoints"
         return f"{self._directory.path} with its {what}"
 

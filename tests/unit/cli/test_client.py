@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.backends.local.backend import Known
+from orchestrator.backends.local.known import Known
 from orchestrator.backends.local.processes import Identity, identify
 from orchestrator.cli.client import ControllerGone, RequestRefused, ask
 from orchestrator.cli.places.local import LocalJob
@@ -120,3 +120,13 @@ def test_without_a_controller_it_is_said_whether_training_goes_on(directory: Job
     assert "Training goes on" in remark(here)
     # After a restart of the machine another process has its number.
     assert "none of the job's nodes is left" in remark(Identity(here.pid, here.start_ticks + 1))
+
+
+def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_shown(
+    directory: JobDirectory,
+) -> None:
+    (directory.path / "nodes.json").write_bytes(b"")
+    view = JobView(name="demo", state="running", controller_alive=False)
+    (line,) = LocalJob(directory).remarks(view)
+    assert "this is what the journal says" in line
+    assert "nodes.json: cannot be read" in line and "damaged" in line

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
+from orchestrator.backends.local.known import Known, save
+from orchestrator.backends.local.processes import identify
 from orchestrator.core.events import CancelRequested, JobSubmitted
 from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
 from orchestrator.runtime.home import Home, JobDirectory
@@ -71,6 +76,44 @@ def test_checkpoints_never_overwrite_what_is_there(tmp_path: Path, holdfast: Hol
     assert result.code == 2
     assert "--keep-checkpoints: got" in result.err and "does not exist yet" in result.err
     assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_checkpoints_are_not_kept_in_what_is_deleted(
+    tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ended_job(tmp_path / "home", "done")
+    monkeypatch.chdir(directory.path)
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", "kept")
+    assert result.code == 2
+    assert "in the directory that is deleted" in result.err
+    assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_checkpoints_elsewhere_stay_there(tmp_path: Path, holdfast: Holdfast) -> None:
+    directory = ended_job(tmp_path / "home", "done", checkpoint={"path": str(tmp_path / "there")})
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
+    assert result.code == 2
+    assert f"checkpoints stay in {tmp_path / 'there'} (spec.checkpoint.path)" in result.err
+    assert directory.path.exists() and not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["job.json", "journal"])
+def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
+    tmp_path: Path, holdfast: Holdfast, name: str
+) -> None:
+    directory = ended_job(tmp_path / "home", "done")
+    (directory.path / name).write_text("nonsense that is long enough to be no journal")
+    agent = identify(os.getpid())
+    assert agent is not None
+    save(directory.nodes_file, Known(agents={"node-0": agent}))
+    refused = holdfast("delete", "done", "--yes")
+    assert refused.code == 1 and "damaged" in refused.err
+    save(directory.nodes_file, Known())
+    kept = tmp_path / "kept"
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", kept)
+    assert result.code == 0
+    assert (kept / "shard").read_text() == "data"
+    assert Home(tmp_path / "home").list() == []
 
 
 def test_a_job_that_is_too_big_for_this_machine_is_not_started(

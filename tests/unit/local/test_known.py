@@ -1,0 +1,53 @@
+"""nodes.json: what of it holds for a new controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.local import known
+from orchestrator.backends.local.known import Known, load, save
+from orchestrator.backends.local.processes import Identity
+from orchestrator.protocol.errors import HoldfastError
+
+AGENT = Identity(pid=4242, start_ticks=7)
+
+
+def test_what_was_saved_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    assert load(path) == Known()
+    save(path, Known(2, {"node-0": AGENT}, {"node-1"}))
+    found = load(path)
+    assert (found.next_number, found.agents, found.starting) == (2, {"node-0": AGENT}, {"node-1"})
+    assert [one.name for one in tmp_path.iterdir()] == ["nodes.json"]
+
+
+def test_after_a_restart_of_the_machine_no_node_is_left_and_no_name_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("first\n")
+    monkeypatch.setattr(known, "BOOT_ID", boot)
+    path = tmp_path / "nodes.json"
+    save(path, Known(2, {"node-0": AGENT}, {"node-1"}))
+    boot.write_text("second\n")
+    found = load(path)
+    # Its pid and start time may be another process' now, which must not be killed.
+    assert (found.next_number, found.agents, found.starting) == (2, {}, set())
+
+
+def test_a_file_of_an_earlier_version_holds(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_bytes(b'{"next_number":1,"agents":{"node-0":{"pid":4242,"start_ticks":7}}}')
+    assert load(path).agents == {"node-0": AGENT}
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"next_number":"one"}'])
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_bytes(data)
+    with pytest.raises(HoldfastError) as raised:
+        load(path)
+    assert f"{path}: cannot be read (it is damaged" in str(raised.value)
+    assert "remove it and attach again" in str(raised.value)
