@@ -157,7 +157,14 @@ class Assembly:
             error = str(problem) or f"no answer within {LOOK_S:g} s"
             self.log.warning("taking over without looking into storage: %s", error)
             self._on_note(f"storage does not answer; taking over all the same ({error})")
-        self._refuse_foreign()
+        others = sorted({one.job for one in self._manifests} - {self.key})
+        if not others:
+            return
+        if fresh:
+            raise UserError(str(self._foreign(others)))
+        # Both have begun before either had committed. Without a controller it would be worse.
+        self.log.warning("taking over all the same: %s", self._foreign(others))
+        self._on_note(f"taking over all the same: {self._foreign(others)}")
 
     async def begin(self, journal: Journal) -> None:
         """Go on where the journal ends, or submit the job; then let agents in.
@@ -203,17 +210,14 @@ class Assembly:
         await self.backend.open(self._relay.node_gone)
         self._backend_open = True
 
-    def _refuse_foreign(self) -> None:
+    def _foreign(self, others: list[str]) -> Problem:
         """Two jobs that share a place would write into each other's directories."""
-        others = sorted({one.job for one in self._manifests} - {self.key})
-        if others:
-            problem = Problem(
-                CHECKPOINT_FIELD,
-                f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
-                "a place of its own",
-                "choose another directory or URL",
-            )
-            raise UserError(str(problem))
+        return Problem(
+            CHECKPOINT_FIELD,
+            f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
+            "a place of its own",
+            "choose another directory or URL",
+        )
 
     def _submit_first(
         self, replayed: int, committed: tuple[ShardFile, ...], nodes: tuple[str, ...] | None

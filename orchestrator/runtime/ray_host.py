@@ -85,6 +85,8 @@ class RayHost:
         """Whoever has watched an earlier controller of the job counts from 0 again."""
         self._serving = asyncio.Event()
         self._refusal = ""
+        self._fresh = True
+        """Nothing of the job has ever been started."""
         self._moving = False
 
     async def run(self) -> None:
@@ -95,17 +97,19 @@ class RayHost:
             try:
                 await self._run()
             except UserError as error:
-                # Only a job that has never run: nothing was started, and nothing will be.
+                if not self._fresh:
+                    raise
+                # A job that has never run: nothing was started, and nothing will be.
                 log.error("%s", error)
                 self._refusal = str(error)
                 self._serving.set()
-                await self._finish(self.assembly.view(live=False), refusal=str(error))
+                await self._finish(refused(self.assembly.view(live=False), str(error)), str(error))
 
     async def _run(self) -> None:
         journal = await open_journal(self._keys, self.job.name)
-        fresh = not journal.records and journal.snapshot is None
+        self._fresh = not journal.records and journal.snapshot is None
         try:
-            await self.assembly.prepare(fresh=fresh)
+            await self.assembly.prepare(fresh=self._fresh)
             await self._endpoint.open("0.0.0.0", tls=True)
             address = cluster.here()["address"]
             self._backend.set_endpoint(address, self._endpoint.port)
@@ -139,6 +143,12 @@ class RayHost:
             reply = await self.assembly.control.perform(verb, arguments)
         except HoldfastError as error:
             return {"ok": False, "detail": str(error), "body": {}}
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is this call that is given up
+            detail = "this controller ended before it was written down; ask the next one"
+            return {"ok": False, "detail": detail, "body": {}}
         return {"ok": reply.ok, "detail": reply.detail, "body": reply.body}
 
     def _noticed(self, node: str, detail: str, grace_s: float) -> None:
@@ -201,6 +211,13 @@ class RayHost:
         ):
             handler.setFormatter(form)
             log.addHandler(handler)
+
+
+def refused(view: JobView, why: str) -> JobView:
+    """Of a job that never began, for whoever did not see that."""
+    view.state, view.reason = "failed", why
+    view.submitted_ns, view.finished_ns = view.submitted_ns or view.now_ns, view.now_ns
+    return view
 
 
 def export(metrics: Metrics, job: str, view: JobView) -> None:

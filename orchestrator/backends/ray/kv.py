@@ -53,9 +53,9 @@ class Keys:
         found = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
         return sorted(key.decode().removeprefix(self._prefix) for key in found)
 
-    def clear(self) -> None:
-        """Forget the job."""
-        self.delete(*self.list(""))
+    def clear(self, but: str = "") -> None:
+        """Forget the job, one key excepted."""
+        self.delete(*(key for key in self.list("") if key != but))
 
     def _key(self, key: str) -> bytes:
         return (self._prefix + key).encode()

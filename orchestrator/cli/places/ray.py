@@ -152,6 +152,7 @@ class RayPlace:
         )
         if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.find(job.name))))
+        keys.clear(but=kv.RECORD)  # of an earlier job of this name
         try:
             controller.create(order, RayHost)
         # An actor of that name without a record, a head that is just lost: Ray's own errors.

@@ -19,7 +19,7 @@ import msgspec
 
 from ...backends.ray import calls, controller, journal, kv, logs
 from ...backends.ray.controller import ControllerOrder
-from ...protocol.errors import UserError
+from ...protocol.errors import HoldfastError, UserError
 from ...protocol.manifest import Manifest
 from ...protocol.spec import job_from_mapping
 from ...runtime.home import JobDirectory
@@ -67,11 +67,15 @@ class RayJob:
         if (ended := self.ended) is not None:
             return _view(ended["view"])
         try:
-            return _view(self._ask("perform", "status", {})["body"])
+            answer = self._ask("perform", "status", {})
+            if answer["ok"]:
+                return _view(answer["body"])
         except calls.ControllerGone:
-            if (ended := self.ended) is not None:
-                return _view(ended["view"])
-            return self.fold()
+            pass
+        # It ends now, or has ended.
+        if (ended := self.ended) is not None:
+            return _view(ended["view"])
+        return self.fold()
 
     def fold(self) -> JobView:
         """As of the last event in its journal."""
@@ -203,10 +207,27 @@ class RayJob:
                 f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
                 f"`{self._command('cancel', self.name)}`"
             )
+        self._wait_for_record()
         return f"the record of {self.name} in the Ray cluster"
+
+    def _wait_for_record(self) -> None:
+        """The last that its controller writes: what is deleted before would come back. Raises
+        HoldfastError when it does not come."""
+        give_up = time.monotonic() + RECORD_S
+        while self.ended is None:
+            if controller.find(self.name) is None:
+                return  # nobody writes it any more
+            if time.monotonic() > give_up:
+                raise HoldfastError(
+                    f"job {self.name}: has ended, and its controller still gives back what it had; "
+                    f"try again in a while"
+                )
+            time.sleep(calls.PAUSE_S)
 
     def delete(self, keep: Path | None) -> list[str]:
         path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
+        if self.ended is None:  # its controller was ended before it had given everything back
+            ray_remains.end(self)
         self._keys.clear()
         return [f"its checkpoints stay in {path}, its logs in Ray's log directories"]
 

@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 NS = 1_000_000_000
 
 
+def end(job: RayJob) -> None:
+    """All that there is of it in the cluster, but its record."""
+    remains.end(job.name)
+
+
 def cancel(job: RayJob, by: str, cause: str) -> str:
     """End all that there is of it, and record that. Returns what was done."""
-    remains.end(job.name)
+    end(job)
     now_ns = Clock().now_ns()
     try:
         view = job.fold()

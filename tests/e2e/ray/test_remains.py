@@ -199,3 +199,137 @@ def test_a_job_that_has_not_finished_does_not_expire(cluster: rig.RayRig) -> Non
     keys = record(order(ttlSecondsAfterFinished=0))
     assert ray_remains.expire([NAME, "nobody"], RayPlace(cluster.address).find) == []
     assert keys.list("") != []
+
+
+def ending(order: Any) -> Any:
+    """A host whose job has succeeded, as long as it still gives back what the job had."""
+    import asyncio
+    import json
+
+    from orchestrator.backends.ray import kv
+    from orchestrator.runtime.control import view_body
+    from orchestrator.runtime.view import JobView
+
+    class Ending:
+        def __init__(self) -> None:
+            self._asked = asyncio.Event()
+            self._view = view_body(JobView(name=order.job, job_id=order.job_id, state="succeeded"))
+
+        async def run(self) -> None:
+            await self._asked.wait()
+            await asyncio.sleep(1.0)
+            ended = json.dumps({"view": self._view, "refusal": ""}).encode()
+            await asyncio.to_thread(kv.Keys(order.job).put, kv.ENDED, ended)
+
+        async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            self._asked.set()
+            return {"ok": True, "detail": "", "body": self._view}
+
+        async def watch(self, seen: Any) -> dict[str, Any]:
+            raise NotImplementedError
+
+    return Ending()
+
+
+def test_a_job_that_is_being_ended_is_deleted_once_its_controller_has_written_its_last(
+    cluster: rig.RayRig,
+) -> None:
+    from orchestrator.backends.ray import controller
+    from orchestrator.cli.places.ray import RayPlace
+
+    made = order()
+    keys = record(made)
+
+    def make_host(given: Any) -> Any:
+        return ending(given)
+
+    controller.create(made, make_host)
+    job = RayPlace(cluster.address).find(NAME)
+    assert NAME in job.deleting(None)
+    assert job.ended is not None
+    job.delete(None)
+    assert keys.list("") == []
+
+
+def test_what_an_earlier_job_of_the_name_has_left_is_not_taken_for_this_ones(
+    cluster: rig.RayRig, tmp_path: Path
+) -> None:
+    from orchestrator.backends.ray import kv
+    from orchestrator.runtime.control import view_body
+    from orchestrator.runtime.view import JobView
+
+    view = view_body(JobView(name=NAME, state="succeeded"))
+    kv.Keys(NAME).put(kv.ENDED, json.dumps({"view": view, "refusal": ""}).encode())
+    job = Job(tmp_path, NAME, 1000)
+    try:
+        assert job.until(lambda view: view.step > 0).state == "running"
+    finally:
+        job.end()
+
+
+def test_a_job_that_was_refused_while_nobody_watched_says_why_and_can_be_deleted(
+    cluster: rig.RayRig,
+) -> None:
+    from orchestrator.backends.ray import controller
+    from orchestrator.runtime.ray_host import RayHost
+
+    made = order(checkpoint={"path": "/proc/nowhere"})
+    keys = record(made)
+    controller.create(made, RayHost)
+    deadline = time.monotonic() + BOUND_S
+    while "ended" not in keys.list("") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    state = json.loads(holdfast("status", NAME, "--ray", cluster.address, "--json").stdout)
+    assert state["state"] == "failed"
+    assert "spec.checkpoint.path: got /proc/nowhere" in state["reason"]
+    done = holdfast("delete", NAME, "--yes", "--ray", cluster.address)
+    assert done.returncode == 0, done.stderr
+    assert keys.list("") == []
+
+
+def test_a_controller_that_refuses_at_this_moment_is_seen_as_its_journal_says(
+    cluster: rig.RayRig,
+) -> None:
+    from orchestrator.backends.ray import controller
+    from orchestrator.cli.places.ray import RayPlace
+
+    made = order()
+    record(made)
+
+    def make_host(given: Any) -> Any:
+        class Refusing:
+            async def run(self) -> None:
+                import asyncio
+
+                await asyncio.Event().wait()
+
+            async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+                return {"ok": False, "detail": "spec.checkpoint.path: ...", "body": {}}
+
+        return Refusing()
+
+    controller.create(made, make_host)
+    assert RayPlace(cluster.address).find(NAME).view().state == "pending"
+
+
+def test_a_verb_that_a_controller_does_not_live_to_write_down_is_said(
+    cluster: rig.RayRig,
+) -> None:
+    import asyncio
+
+    from orchestrator.runtime.ray_host import RayHost
+
+    async def scenario() -> dict[str, Any]:
+        host = RayHost(order())
+        host._serving.set()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done.cancel()
+
+        async def perform(verb: str, arguments: dict[str, Any]) -> Any:
+            return await done
+
+        host.assembly.control.perform = perform  # type: ignore[method-assign]
+        return await host.perform("suspend", {})
+
+    answer = asyncio.run(scenario())
+    assert not answer["ok"] and "ask the next one" in answer["detail"]
