@@ -11,6 +11,10 @@ The store has no compare-and-swap, but it can create a key only where there is n
 next epoch owns the journal. A writer looks, after every write and before anything is done on its
 account, whether the next epoch exists: if so, somebody else has taken over (JournalLost). A write
 that came before the next epoch was created is read by the new owner, since it reads afterwards.
+
+What a writer wrote before it found itself overtaken stays: the new owner may have read it already,
+and then it goes on from there. If it has not, it begins with that same number: whoever reads passes
+over what is of an older epoch from the first number of a newer one on.
 """
 
 from __future__ import annotations
@@ -116,16 +120,28 @@ def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
     """From the newest snapshot on; of what came after a key that was read before. Raises
     JournalError."""
     while True:
-        found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_number)
+        found = _in_force([*keys.list(TAIL), *keys.list(SNAPSHOT)])
         snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
         start = snapshots[-1] if snapshots else 0
-        last = _number(after) if after else 0
-        wanted = [key for key in found[start:] if _number(key) > last]
+        last = _rank(after) if after else (0, 0)
+        wanted = [key for key in found[start:] if _rank(key) > last]
         chunks = [_chunk(keys, job, key) for key in wanted]
         complete = [chunk for chunk in chunks if chunk is not None]
         if len(complete) == len(wanted):
             return complete
         # A compaction has deleted one since they were listed; a snapshot stands for it now.
+
+
+def _in_force(found: list[str]) -> list[str]:
+    """In order, without what overtaken controllers wrote that their successors had not read."""
+    kept: list[str] = []
+    newest = 0
+    for key in sorted(found, key=lambda key: (_number(key), -_rank(key)[1])):
+        epoch = _rank(key)[1]
+        if epoch >= newest:
+            newest = epoch
+            kept.append(key)
+    return kept
 
 
 def _chunk(keys: Keys, job: str, key: str) -> Chunk | None:
@@ -160,6 +176,12 @@ async def _patiently(job: str, work: Callable[[], T]) -> T:
 
 def _epoch(number: int) -> str:
     return f"{EPOCH}{number:06d}"
+
+
+def _rank(key: str) -> tuple[int, int]:
+    """Of a chunk: its number, and the epoch of who wrote it."""
+    number, epoch = key.split("-")[1:]
+    return int(number), int(epoch)
 
 
 def _number(key: str) -> int:

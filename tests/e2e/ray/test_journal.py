@@ -54,6 +54,8 @@ def test_a_controller_that_was_overtaken_cannot_commit(keys: Keys) -> None:
     with pytest.raises(JournalLost):
         asyncio.run(old.compact(b"state of the old one"))
     write(new, 3)
+    again = KvJournal(keys, "job")
+    assert again.snapshot is None and again.records == [record(1), record(3)]
 
 
 def test_a_snapshot_stands_for_everything_before_it(keys: Keys) -> None:
