@@ -85,7 +85,9 @@ async def until_ended(actor: Any, answer_s: float) -> str:
 
     while True:
         try:
-            return f"its agent was {await actor.wait_for_end.remote()}"
+            how = await actor.wait_for_end.remote()
+            if how is not None:  # else newer calls of others took its place
+                return f"its agent was {how}"
         except ActorUnavailableError as error:
             try:
                 async with asyncio.timeout(answer_s):

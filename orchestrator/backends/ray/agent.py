@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,10 @@ from .private import PrivateDirectory
 
 UNATTENDED_S = 600.0
 """An agent has ended and no controller has asked about it for this long: nobody will."""
+WAITERS = 8
+"""Calls that wait for the agent's end. Each life of the controller makes one, which stays when that
+life has ended, and an actor runs no more than so many at once. More controllers than this never
+live at the same time, so who is still there is among the newest."""
 
 
 class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,8 @@ class AgentActor:
             )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = loop.create_future()
+        self._waiters: deque[asyncio.Future[Any]] = deque()
+        """The oldest first; done when a call is to wait no longer."""
         # What the dashboard shows as this actor's log.
         print(
             f"agent of {order.job} {order.node}: process {self._process.pid}; its log and its"
@@ -93,10 +100,16 @@ class AgentActor:
             told = {"address": address, "port": port}
             self._private.write("controller.json", json.dumps(told).encode())
 
-    async def wait_for_end(self) -> str:
-        """How the agent's process ended. Fails when this actor or its Ray node ends first."""
+    async def wait_for_end(self) -> str | None:
+        """How the agent's process ended; None: it has not, and this call made way for newer ones.
+        Fails when this actor or its Ray node ends first."""
         rest.begin()  # who asks this has nothing else to say for now
-        return await asyncio.shield(self._ended)
+        enough: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiters.append(enough)
+        if len(self._waiters) > WAITERS:
+            self._waiters.popleft().set_result(None)
+        await asyncio.wait([self._ended, enough], return_when=asyncio.FIRST_COMPLETED)
+        return self._ended.result() if self._ended.done() else None
 
     async def preempt(self) -> None:
         """Have the agent hand over: what it would do on a node that is announced to leave."""

@@ -36,6 +36,18 @@ def test_a_killed_worker_costs_no_step(job: Job) -> None:
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
 
 
+def test_calls_that_ended_controllers_have_left_behind_do_not_silence_an_agents_actor(
+    job: Job,
+) -> None:
+    from orchestrator.backends.ray import actors
+
+    node = job.members()[-1]
+    actor = actors.find(job.name, node)
+    left = [actor.wait_for_end.remote() for _ in range(100)]  # more than it runs at once
+    assert job.facts(node)["pid"]
+    del left  # the next test shows that the controller is still told of this node's end
+
+
 def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
     before = job.running().num_incidents
     node = job.members()[-1]

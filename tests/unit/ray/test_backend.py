@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -215,6 +215,24 @@ def test_a_head_that_does_not_answer_is_no_end_of_a_node() -> None:
             if self.calls == 1:
                 raise RuntimeError("the head does not answer")
             return "killed by SIGKILL"
+
+    class Actor:
+        wait_for_end = Remote()
+
+    async def scenario() -> None:
+        async with asyncio.timeout(BOUND_S):
+            told = await actors.until_ended(Actor(), 0.01)
+        assert told == "its agent was killed by SIGKILL"
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_made_way_for_others_is_no_end_of_a_node() -> None:
+    class Remote:
+        answers: ClassVar[list[str | None]] = [None, "killed by SIGKILL"]
+
+        async def remote(self) -> str | None:
+            return self.answers.pop(0)
 
     class Actor:
         wait_for_end = Remote()
