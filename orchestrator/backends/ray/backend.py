@@ -332,10 +332,10 @@ class RayBackend:
         return self._rooms.groups.get(self._known.nodes[node][0])
 
     async def _look(self) -> None:
-        """Tell of the nodes whose Ray node takes no connections any more."""
+        """Tell of the nodes whose Ray node has ended."""
         if not self._places:
             return
-        dead = await places.silent(set(self._places.values()))
+        dead = await places.ended(set(self._places.values()))
         self._rooms.dead |= dead
         for node in [node for node, place in self._places.items() if place in dead]:
             if node in self._actors:

@@ -202,8 +202,8 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
 
 
 def listens(node: dict[str, Any]) -> bool:
-    """Whether a Ray node's own server (raylet) still takes connections: the head notices a lost
-    node only after missed health checks, its kernel says so at once."""
+    """Whether a Ray node's own server (raylet) takes connections from here, now. If not, nothing
+    new is put there for the moment; for what is there already, `refuses` counts."""
     try:
         place = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
         socket.create_connection(place, 1.0).close()
@@ -212,18 +212,20 @@ def listens(node: dict[str, Any]) -> bool:
     return True
 
 
-async def answers(node: dict[str, Any]) -> bool:
-    """As `listens`, from an event loop."""
+async def refuses(node: dict[str, Any]) -> bool:
+    """Whether the raylet of a Ray node has ended: the head notices that only after missed health
+    checks, its kernel says so at once. Nothing else is a sign of it: no answer, no way there or no
+    file left for a connection may well be our own trouble, and heartbeats will tell."""
     place = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
     try:
         async with asyncio.timeout(1.0):
             _reader, writer = await asyncio.open_connection(*place)
-    except TimeoutError:
-        return True  # nobody has said that it is gone; heartbeats will tell
+    except ConnectionRefusedError:
+        return True
     except OSError:
         return False
     writer.close()
-    return True
+    return False
 
 
 def shortage(count: int, bundle: dict[str, float]) -> str:

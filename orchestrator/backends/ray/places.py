@@ -1,4 +1,4 @@
-"""Ray nodes as far as a job must know them: where they are, and whether they still answer.
+"""Ray nodes as far as a job must know them: where they are, and whether they are gone.
 
 Owns: looking that up. Must not: know which node of the job is where.
 """
@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from ..topology import coordinates
 from . import cluster
 
+AT_ONCE = 64
+"""Connections that are tried. Each needs an open file, and a process may often have a thousand."""
+
 
 async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
     """From its labels (`ray start --labels`)."""
@@ -18,9 +21,15 @@ async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
     return coordinates(found.get(ray_node, {}).get("Labels", {}), keys)
 
 
-async def silent(ray_nodes: Iterable[str]) -> set[str]:
-    """Those that take no connections any more, though the head has not noticed yet."""
+async def ended(ray_nodes: Iterable[str]) -> set[str]:
+    """Those whose raylet has ended, though the head has not noticed yet."""
     alive = await asyncio.to_thread(cluster.alive_nodes)
     asked = {place for place in ray_nodes if place in alive}
-    answers = await asyncio.gather(*(cluster.answers(alive[place]) for place in asked))
-    return {place for place, answer in zip(asked, answers, strict=True) if not answer}
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def refuses(place: str) -> bool:
+        async with turns:
+            return await cluster.refuses(alive[place])
+
+    refused = await asyncio.gather(*(refuses(place) for place in asked))
+    return {place for place, gone in zip(asked, refused, strict=True) if gone}

@@ -68,6 +68,7 @@ class Rooms:
         """Bundles to use for `missing` nodes; what is missing beyond them stays demanded, no more
         and no less. `barred`: Ray nodes not to use. `wait`: new groups get time to be placed."""
         self._barred = barred
+        await self._review_dead()
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PLACE_S * (1 + missing)
         while True:
@@ -107,6 +108,17 @@ class Rooms:
                 continue
             group.placed, group.places = found if found is not None else (False, {})
             group.barred = self._barred
+
+    async def _review_dead(self) -> None:
+        """What answers after all may be used again. Where the head has noticed it, it puts nothing
+        there by itself: that is forgotten, and no group that waits is made anew because of it."""
+        if not self.dead:
+            return
+        there = await self._maker.large()
+        noticed = self.dead - there
+        self.dead -= noticed | await self._maker.answering(self.dead & there)
+        for group in self.groups.values():
+            group.shun -= noticed
 
     def _in_use(self) -> set[str]:
         """Ray nodes that a further group may not have, those of groups without nodes included."""

@@ -1,13 +1,39 @@
-"""What is said of a cluster that does not answer."""
+"""What is said of a cluster that does not answer, and which Ray nodes are taken for dead."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from orchestrator.backends.ray import cluster
+from orchestrator.backends.ray import cluster, places
 from orchestrator.protocol.errors import UserError
+
+BOUND_S = 30.0
+
+
+@pytest.fixture
+def ray_node() -> Iterator[tuple[dict[str, Any], socket.socket]]:
+    """One as the head tells of it, and the socket of its raylet, which takes no connections yet."""
+    with socket.socket() as raylet:
+        raylet.bind(("127.0.0.1", 0))
+        host, port = raylet.getsockname()
+        yield {"NodeManagerAddress": host, "NodeManagerPort": port}, raylet
+
+
+def ended(nodes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
+
+    async def scenario() -> set[str]:
+        async with asyncio.timeout(BOUND_S):
+            return await places.ended(nodes)
+
+    return asyncio.run(scenario())
 
 
 def test_a_cluster_that_is_gone_without_a_word_is_told_in_words(
@@ -21,3 +47,51 @@ def test_a_cluster_that_is_gone_without_a_word_is_told_in_words(
     monkeypatch.setattr(cluster, "_init", gone)
     with pytest.raises(UserError, match="got auto \\(nobody answers there as a Ray head"):
         cluster.connect("auto")
+
+
+def test_a_raylet_whose_port_is_closed_has_ended(
+    ray_node: tuple[dict[str, Any], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, raylet = ray_node
+    assert ended({"a": facts}, monkeypatch) == {"a"}
+    raylet.listen()
+    assert ended({"a": facts}, monkeypatch) == set()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH)),
+        OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH)),
+        TimeoutError(),
+    ],
+)
+def test_what_may_be_our_own_trouble_is_no_end_of_a_ray_node(
+    trouble: OSError,
+    ray_node: tuple[dict[str, Any], socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_place: Any) -> None:
+        raise trouble
+
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    assert ended({"a": ray_node[0]}, monkeypatch) == set()
+
+
+def test_many_ray_nodes_are_asked_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    now = 0
+
+    async def refuses(_node: dict[str, Any]) -> bool:
+        nonlocal now
+        now += 1
+        at_once.append(now)
+        await asyncio.sleep(0)
+        now -= 1
+        return True
+
+    monkeypatch.setattr(cluster, "refuses", refuses)
+    nodes: dict[str, dict[str, Any]] = {str(number): {} for number in range(3 * places.AT_ONCE)}
+    assert ended(nodes, monkeypatch) == nodes.keys()
+    assert max(at_once) == places.AT_ONCE

@@ -216,6 +216,33 @@ def test_a_replacement_is_not_sought_where_the_head_has_not_noticed_the_loss_yet
     play(scenario)
 
 
+def test_a_ray_node_that_was_taken_for_dead_by_mistake_is_used_again() -> None:
+    async def scenario() -> None:
+        job = Waiter(FakeCluster(a=1), gang=1)
+        job.rooms.dead.add("a")
+        assert await job.serve(1) == ["a"]
+        assert job.rooms.dead == set()
+
+    play(scenario)
+
+
+def test_a_loss_that_the_head_has_noticed_is_forgotten_and_no_waiting_group_made_anew() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(a=1, b=1)
+        job = Waiter(cluster, gang=1)
+        cluster.silent.add("b")
+        job.rooms.dead.add("b")
+        assert await job.serve(2) == ["a"]
+        (waiting,) = [group for group in job.rooms.groups.values() if not group.taken]
+        assert "b" in waiting.shun and job.rooms.dead == {"b"}
+        cluster.lose("b")
+        assert await job.serve(1, wait=False) == []
+        assert job.rooms.dead == set()
+        assert waiting in job.rooms.groups.values()
+
+    play(scenario)
+
+
 def test_a_ray_node_that_waiting_groups_were_told_to_avoid_is_used_once_it_is_free() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
