@@ -16,6 +16,7 @@ import msgspec
 
 from ...protocol.errors import HoldfastError
 from . import cluster, names, rest
+from .jobs import FRAMES
 
 RESTART_PAUSE_S = 1.0
 """What fails at once, fails again at once."""
@@ -34,6 +35,9 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     certificate: bytes
     key: bytes
+    runtime_env: dict[str, Any] = {}
+    """Ray's, of the process that handed the job in. The first controller inherits it; one that
+    another process revives must be given it. What was uploaded for it is a URI by now."""
 
     def __repr__(self) -> str:
         return f"ControllerOrder({self.job})"
@@ -41,6 +45,10 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 class Moving(HoldfastError):
     """This controller ends here, and Ray is to start it elsewhere."""
+
+
+class RuntimeEnvGone(HoldfastError):
+    """The cluster cannot build the job's runtime env any more."""
 
 
 class Host(Protocol):
@@ -102,15 +110,43 @@ class ControllerActor:
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
 
 
-def create(order: ControllerOrder, make_host: Callable[[ControllerOrder], Host]) -> Any:
-    """A new controller. Raises ValueError when there is one of this name."""
+def create(
+    order: ControllerOrder,
+    make_host: Callable[[ControllerOrder], Host],
+    runtime_env: dict[str, Any] | None = None,
+) -> Any:
+    """A new controller. It has the runtime env of this process, and over that the given one; its
+    nodes have the same. Raises ValueError when there is one of this name."""
     import ray
 
     made = ray.remote(ControllerActor).options(
         name=names.controller(order.job), namespace=names.NAMESPACE, lifetime="detached",
         max_restarts=-1, max_task_retries=0, max_concurrency=1000, num_cpus=0,
+        runtime_env=runtime_env,
     )  # fmt: skip
     return made.remote(order, make_host)
+
+
+def revive(order: ControllerOrder, make_host: Callable[[ControllerOrder], Host]) -> None:
+    """Another controller, for a job that has lost its own; returns once it is there. Raises
+    RuntimeEnvGone, and what `create` raises."""
+    import ray
+    from ray.exceptions import RayError, RuntimeEnvSetupError
+
+    actor = create(order, make_host, order.runtime_env)
+    try:
+        ray.get(actor.facts.remote())
+    except RuntimeEnvSetupError as error:
+        raise RuntimeEnvGone(FRAMES.sub("", error.error_message or "").strip()) from None
+    except RayError:
+        return  # who watches the job is told
+
+
+def own_runtime_env() -> dict[str, Any]:
+    """That of this process, which all that it starts inherits. JSON, as Ray keeps it."""
+    import ray
+
+    return dict(ray.get_runtime_context().runtime_env)
 
 
 def find(job: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ...protocol.errors import HoldfastError, Problem, UserError
@@ -170,12 +170,15 @@ class Api:
 
     def tidy(self, prefix: str) -> None:
         """Forget those of that name which have ended. Not the last ones: Ray's job server watches
-        a job for a while after its end, and would report one that is gone as failed."""
+        a job for a while after its end, and would report one that is gone as failed. Raises
+        nothing: another command may be faster, and what stays the next one forgets."""
         before_ms = (time.time() - WATCHED_S) * 1000
-        for one in self._asked(self._client.list_jobs):
-            ended = str(one.status) in ENDED and (one.end_time or 0) < before_ms
-            if ended and (one.submission_id or "").startswith(prefix):
-                self._asked(self._client.delete_job, one.submission_id)
+        with suppress(HoldfastError):
+            for one in self._asked(self._client.list_jobs):
+                ended = str(one.status) in ENDED and (one.end_time or 0) < before_ms
+                if ended and (one.submission_id or "").startswith(prefix):
+                    with suppress(HoldfastError):
+                        self._asked(self._client.delete_job, one.submission_id)
 
     def _outcome(self, name: str) -> Outcome | None:
         """None: it has not ended."""

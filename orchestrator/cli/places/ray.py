@@ -149,6 +149,7 @@ class RayPlace:
             token=made.token,
             certificate=made.certificate,
             key=made.key,
+            runtime_env=controller.own_runtime_env(),
         )
         if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.find(job.name))))
@@ -175,9 +176,21 @@ class RayPlace:
 
     def _revive(self, job: RayJob, display: Display) -> None:
         """A controller whose actor somebody has removed comes back; its agents wait for it."""
-        if not job.ended and controller.find(job.name) is None:
-            display.note(f"job {job.name}: had no controller; starting one")
-            controller.create(job.order, RayHost)
+        if job.ended or controller.find(job.name) is not None:
+            return
+        display.note(f"job {job.name}: had no controller; starting one")
+        try:
+            controller.revive(job.order, RayHost)
+        except controller.RuntimeEnvGone as error:
+            raise HoldfastError(
+                f"job {job.name}: no controller could be started: the cluster could not build the "
+                f"job's runtime env: {error}\nRay keeps what was uploaded for it only as long as "
+                f"something of the job is there. `{self.command('cancel', job.name)}` ends the job"
+            ) from None
+        except ValueError as error:  # somebody else was faster
+            raise HoldfastError(
+                f"job {job.name}: its controller could not be made ({error})"
+            ) from None
 
 
 def _expect_script(job: TrainingJob, directory: Path) -> None:

@@ -32,22 +32,19 @@ def submit(
 ) -> tuple[str, int | None]:
     """Hand a job in. (name of the Ray job, its exit code if it was waited for)."""
     wanted = _runtime_env(runtime_env)
+    own = wanted.get("working_dir")
     job = load_job(file)
-    check_handed_in(job, file.absolute().parent, str(file), ships="working_dir" not in wanted)
-    api = jobs.Api(address)
+    check_handed_in(job, file.absolute().parent, str(file), ships=not own)
     with tempfile.TemporaryDirectory(prefix="holdfast-submit-") as place:
-        directory = Path(place)
-        # A recipe needs nothing but the spec; whoever has a script gets what lies beside the spec.
-        source = file.absolute().parent if job.spec.entrypoint.recipe is None else None
-        if "working_dir" not in wanted:
-            wanted["working_dir"] = str(source or directory)
-        if source is None:
-            shutil.copy(file, directory / FILE_NAME)
+        if own:
+            name = _name_in(own, file)
+        else:
+            wanted["working_dir"], name = _shipped(job, file, Path(place))
+        api = jobs.Api(address)
         if (there := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {there} is running"
             fix = f"end it with `ray job stop {there}`, or choose another metadata.name"
             raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
-        name = file.name if source is not None else FILE_NAME
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
         shown = metadata(job) | {"state": "submitted"}
         submitted = api.submit(
@@ -60,6 +57,29 @@ def submit(
     except KeyboardInterrupt:
         return submitted, 130
     return submitted, _code(outcome)
+
+
+def _shipped(job: TrainingJob, file: Path, place: Path) -> tuple[str, str]:
+    """(The directory that goes along, the spec's name in it); `place` is an empty one."""
+    # A recipe needs nothing but the spec; whoever has a script gets what lies beside the spec.
+    if job.spec.entrypoint.recipe is None:
+        return str(file.absolute().parent), file.name
+    shutil.copy(file, place / FILE_NAME)
+    return str(place), FILE_NAME
+
+
+def _name_in(own: Any, file: Path) -> str:
+    """The spec's name in the working_dir of a --runtime-env, where the job's driver reads it.
+    Raises UserError when it is not in there."""
+    if not isinstance(own, str) or "://" in own or not Path(own).is_dir():
+        return file.name  # at the top of an archive; what Ray does not take it refuses itself
+    path, directory = file.parent.resolve() / file.name, Path(own).resolve()
+    if not path.is_relative_to(directory):
+        got = f"working_dir: {own}, which {file} is not in"
+        expected = "a directory that the spec is in: nothing else goes along"
+        fix = "without a working_dir, what the job needs goes along"
+        raise UserError(str(Problem("--runtime-env", got, expected, fix)))
+    return str(path.relative_to(directory))
 
 
 def metadata(job: TrainingJob) -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -71,6 +73,28 @@ def test_a_job_is_watched_again_over_http_and_ending_that_leaves_it_as_it_is(job
     assert watcher.returncode == 130 and "Traceback" not in said, said
     step = job.view().step
     assert job.until(lambda view: view.step > step + 2).state == "running"
+
+
+def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two commands at once have listed the same Ray jobs; or the dashboard goes away just then."""
+    cluster = rig.connected()
+    from orchestrator.backends.ray import jobs
+
+    api = jobs.Api(cluster.dashboard)
+    name = api.submit(f"cleared-{secrets.token_hex(4)}", "true", {}, {})
+    assert api.wait(name)[0].status == "SUCCEEDED"
+    listed, give_up = api._client.list_jobs(), time.monotonic() + BOUND_S
+    while name in {one.submission_id for one in api._client.list_jobs()}:
+        assert time.monotonic() < give_up
+        api.tidy("cleared-")
+        time.sleep(0.5)  # the API cannot be waited on
+    monkeypatch.setattr(api._client, "list_jobs", lambda: listed)
+    api.tidy("cleared-")
+    with Relay(cluster.dashboard) as relay:
+        api = jobs.Api(relay.url)
+    api.tidy("cleared-")
 
 
 class Stranger(BaseHTTPRequestHandler):

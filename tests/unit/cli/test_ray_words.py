@@ -94,3 +94,30 @@ def test_data_and_scripts_that_do_not_go_along_are_refused(
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2 and "spec.entrypoint.script: got ../train.py" in result.err
     assert "which is all that goes along" in result.err
+
+
+def test_a_working_dir_without_the_spec_is_refused(holdfast: Holdfast, write: Write) -> None:
+    """The driver would look for the spec in it, in vain, long after the command has succeeded."""
+    for entrypoint in ("{recipe: {name: pretrain, config: {steps: 1}}}", "{script: train.py}"):
+        file = write(SPEC + f"  entrypoint: {entrypoint}\n")
+        elsewhere, env = file.parent / "elsewhere", file.parent / "env.yaml"
+        elsewhere.mkdir(exist_ok=True)
+        env.write_text(f"working_dir: {elsewhere}\n")
+        result = holdfast("submit", file, "--ray", NOWHERE, "--runtime-env", env)
+        assert result.code == 2, result.err
+        assert f"--runtime-env: got working_dir: {elsewhere}, which {file} is not in" in result.err
+        assert "expected a directory that the spec is in" in result.err
+
+
+@pytest.mark.parametrize("own", ["{0}", "{0}/below/..", "https://host/a.zip", "5", "", "/no/such"])
+def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
+    own: str, holdfast: Holdfast, write: Write
+) -> None:
+    """What is in an archive is seen in the cluster, and what Ray does not take it tells itself."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    file = write(RECIPE)
+    env = file.parent / "env.yaml"
+    (file.parent / "below").mkdir()
+    env.write_text(f"working_dir: {own.format(file.parent)}\n")
+    result = holdfast("submit", file, "--ray", NOWHERE, "--runtime-env", env)
+    assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err

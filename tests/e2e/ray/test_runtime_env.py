@@ -1,0 +1,104 @@
+"""What a job is handed in with, Ray's runtime env: who has it, and where the spec is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import yaml
+
+from ..local.rig import spec
+from . import rig
+from .jobs import BOUND_S, Submitted, holdfast
+from .test_remains import NAME, order, record
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+WORD = "HOLDFAST_TEST_WORD"
+
+
+class WithRuntimeEnv(Submitted):
+    """One handed in with a variable, and with the directory that every submitted job has."""
+
+    def _words(self) -> list[str]:
+        env = self.file.with_name("env.yaml")
+        env.write_text(yaml.safe_dump({"env_vars": {WORD: "kept"}}))
+        return [*super()._words(), "--runtime-env", str(env)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[rig.RayRig]:
+    from orchestrator.backends.ray import kv, remains
+
+    cluster = rig.connected()
+    yield cluster
+    remains.end(NAME)
+    kv.Keys(NAME).clear()
+
+
+def has_runtime_env(pid: int) -> bool:
+    found = psutil.Process(pid).environ()
+    return found.get(WORD) == "kept" and "working_dir_files" in found.get("PYTHONPATH", "")
+
+
+def test_a_revived_controller_and_all_nodes_after_it_have_the_jobs_runtime_env(
+    tmp_path: Path,
+) -> None:
+    """Who revives it is another Ray job, or none, with another runtime env."""
+    import ray
+
+    from orchestrator.backends.ray import controller
+
+    job = WithRuntimeEnv(tmp_path, "revived", 1_000_000)
+    try:
+        job.running()
+        assert has_runtime_env(job.controller()["pid"])
+        before = set(job.members())
+        ray.kill(controller.find(job.name), no_restart=True)
+        assert job.command.wait(BOUND_S) == 1
+        job.attach()
+        job.running()
+        assert has_runtime_env(job.controller()["pid"])
+        assert holdfast("suspend", job.name, "--ray", job.cluster.address).returncode == 0
+        job.until(lambda view: view.state == "suspended")
+        assert holdfast("resume", job.name, "--ray", job.cluster.address).returncode == 0
+        job.running()
+        after = job.members()
+        assert not before & set(after)
+        assert all(has_runtime_env(job.facts(node)["pid"]) for node in after)
+    finally:
+        job.end()
+
+
+def test_a_runtime_env_that_cannot_be_built_any_more_is_told_by_who_revives_the_controller(
+    cluster: rig.RayRig,
+) -> None:
+    """Ray deletes what was uploaded once no actor and no Ray job uses it."""
+    from orchestrator.backends.ray import controller
+
+    package = "gcs://_ray_pkg_0123456789abcdef.zip"
+    record(msgspec.structs.replace(order(), runtime_env={"working_dir": package}))
+    done = holdfast("run", "--attach", NAME, "--ray", cluster.address)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"job {NAME}: no controller could be started" in done.stderr
+    assert package in done.stderr
+    assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in done.stderr
+    assert controller.find(NAME) is None
+    assert holdfast("cancel", NAME, "--ray", cluster.address).returncode == 0
+
+
+def test_a_spec_is_found_wherever_it_is_in_a_working_dir_of_ones_own(tmp_path: Path) -> None:
+    cluster, place = rig.connected(), tmp_path / "work" / "jobs"
+    place.mkdir(parents=True)
+    file, env = place / "own-dir.yaml", tmp_path / "env.yaml"
+    tier = {"path": str(tmp_path / "tier")}
+    file.write_text(yaml.safe_dump(spec("own-dir", 12, checkpoint=tier)))
+    env.write_text(yaml.safe_dump({"working_dir": str(tmp_path / "work")}))
+    done = holdfast(
+        "submit", str(file), "--ray", cluster.dashboard, "--runtime-env", str(env), "--follow",
+    )  # fmt: skip
+    assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
+    gone = holdfast("delete", "own-dir", "--yes", "--ray", cluster.address)
+    assert gone.returncode == 0, gone.stderr
