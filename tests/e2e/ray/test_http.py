@@ -82,19 +82,21 @@ def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
     cluster = rig.connected()
     from orchestrator.backends.ray import jobs
 
-    api = jobs.Api(cluster.dashboard)
-    name = api.submit(f"cleared-{secrets.token_hex(4)}", "true", {}, {})
-    assert api.wait(name)[0].status == "SUCCEEDED"
-    listed, give_up = api._client.list_jobs(), time.monotonic() + BOUND_S
-    while name in {one.submission_id for one in api._client.list_jobs()}:
+    mine, other = jobs.Api(cluster.dashboard), jobs.Api(cluster.dashboard)
+    prefix = f"cleared-{secrets.token_hex(4)}-"
+    faster, slower = (mine.submit(f"{prefix}{number}", "true", {}, {}) for number in range(2))
+    assert {mine.wait(name)[0].status for name in (faster, slower)} == {"SUCCEEDED"}
+    found = {one.submission_id: one for one in mine._client.list_jobs()}
+    other._client.delete_job(faster)
+    monkeypatch.setattr(mine._client, "list_jobs", lambda: [found[faster], found[slower]])
+    give_up = time.monotonic() + BOUND_S
+    while slower in {one.submission_id for one in other._client.list_jobs()}:
         assert time.monotonic() < give_up
-        api.tidy("cleared-")
+        mine.tidy(prefix)
         time.sleep(0.5)  # the API cannot be waited on
-    monkeypatch.setattr(api._client, "list_jobs", lambda: listed)
-    api.tidy("cleared-")
     with Relay(cluster.dashboard) as relay:
-        api = jobs.Api(relay.url)
-    api.tidy("cleared-")
+        gone = jobs.Api(relay.url)
+    gone.tidy(prefix)
 
 
 class Stranger(BaseHTTPRequestHandler):
