@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from orchestrator.backends.base import Backend, NodeGone
+from orchestrator.backends.base import Backend, NodeGone, NoRoom
 from orchestrator.backends.local import LocalBackend, LocalPaths
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from orchestrator.runtime.home import Home
@@ -136,6 +136,17 @@ class Controller:
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+    async def request(self, count: int) -> tuple[str, ...]:
+        """As the core does, again where there is no room yet: others may have just left it."""
+        given: tuple[str, ...] = ()
+        async with asyncio.timeout(BOUND_S):
+            while len(given) < count:
+                try:
+                    given += await self.backend.request_nodes(count - len(given), ())
+                except NoRoom:
+                    await asyncio.sleep(0.1)
+        return given
 
     async def ended(self, *nodes: str) -> None:
         async with asyncio.timeout(BOUND_S), self._news:

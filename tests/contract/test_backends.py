@@ -42,7 +42,7 @@ def place(
 def test_requested_nodes_come_up_and_are_listed(place: Place) -> None:
     async def scenario(controller: Controller) -> None:
         before = await controller.backend.list_nodes()
-        nodes = await controller.backend.request_nodes(2, ())
+        nodes = await controller.request(2)
         assert len(set(nodes)) == 2 and not set(nodes) & set(before)
         assert await controller.backend.list_nodes() == tuple(sorted({*before, *nodes}))
         await controller.up(*nodes)
@@ -55,7 +55,7 @@ def test_a_new_controller_finds_the_nodes_of_the_last_one(place: Place) -> None:
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:
-        nodes.extend(await controller.backend.request_nodes(1, ()))
+        nodes.extend(await controller.request(1))
         await controller.up(*nodes)
 
     async def second(controller: Controller) -> None:
@@ -72,7 +72,7 @@ def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(place
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:
-        nodes.extend(await controller.backend.request_nodes(1, ()))
+        nodes.extend(await controller.request(1))
 
     async def second(controller: Controller) -> None:
         await controller.up(*nodes)
@@ -83,7 +83,7 @@ def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(place
 
 def test_a_killed_node_is_told_once_and_listed_no_more(place: Place) -> None:
     async def scenario(controller: Controller) -> None:
-        (node,) = await controller.backend.request_nodes(1, ())
+        (node,) = await controller.request(1)
         await controller.up(node)
         controller.kill(node)
         await controller.ended(node)
@@ -95,7 +95,7 @@ def test_a_killed_node_is_told_once_and_listed_no_more(place: Place) -> None:
 
 def test_a_released_node_ends_and_releasing_it_again_does_no_harm(place: Place) -> None:
     async def scenario(controller: Controller) -> None:
-        (node,) = await controller.backend.request_nodes(1, ())
+        (node,) = await controller.request(1)
         await controller.up(node)
         pid = place.agent_pid(node)
         assert pid is not None
@@ -113,7 +113,7 @@ def test_names_are_never_used_again(place: Place) -> None:
     names: list[str] = []
 
     async def scenario(controller: Controller) -> None:
-        (node,) = await controller.backend.request_nodes(1, ())
+        (node,) = await controller.request(1)
         names.append(node)
         await controller.up(node)
         await controller.backend.release_node(node)
@@ -143,14 +143,14 @@ def test_nodes_come_up_again_after_the_machine_host_was_killed(place: Place) -> 
         pytest.skip("only the local backend has a machine host")
 
     async def scenario(controller: Controller) -> None:
-        (old,) = await controller.backend.request_nodes(1, ())
+        (old,) = await controller.request(1)
         await controller.up(old)
         pids = {node: place.agent_pid(node) for node in await controller.backend.list_nodes()}
         agents = set(pids.values())
         for pid in place.host_pids():
             if pid not in agents:
                 os.kill(pid, signal.SIGKILL)
-        (new,) = await controller.backend.request_nodes(1, ())
+        (new,) = await controller.request(1)
         await controller.up(new)
         for node, pid in pids.items():
             assert pid is not None
@@ -169,7 +169,7 @@ def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: P
     )
 
     async def scenario(controller: Controller) -> None:
-        nodes = await controller.backend.request_nodes(2, ())
+        nodes = await controller.request(2)
         await controller.ended(*nodes)
         assert "ended with code 1" in controller.gone[nodes[0]].detail
         assert "no_such_module" in controller.gone[nodes[0]].detail
@@ -189,7 +189,7 @@ def test_a_node_whose_name_cannot_be_written_down_is_not_started(tmp_path: Path)
             await controller.backend.request_nodes(1, ())
         assert await controller.backend.list_nodes() == ()
         place.paths.nodes_file.rmdir()
-        (node,) = await controller.backend.request_nodes(1, ())
+        (node,) = await controller.request(1)
         await controller.up(node)
         assert await controller.backend.list_nodes() == (node,)
         await controller.backend.close(release=True)
