@@ -25,6 +25,11 @@ class UserError(HoldfastError):
     exit_code = 2
 
 
+class Damaged(HoldfastError):
+    """The contents of a file are not what was written; no other attempt and no other version would
+    read them. A file that cannot be read now, or that another version wrote, is not damaged."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One wrong field.

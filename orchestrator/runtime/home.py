@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..protocol import limits
-from ..protocol.errors import HoldfastError, Problem, UserError
+from ..protocol.errors import Damaged, HoldfastError, Problem, UserError
 from ..protocol.files import PRIVATE, replace, sync_directory
 from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
 from .surroundings import storage_place
@@ -84,10 +84,10 @@ class JobDirectory:
         return _read(self.token_file).strip()
 
     def record(self) -> dict[str, Any]:
-        """job.json as it stands. Raises HoldfastError when it is damaged."""
+        """job.json as it stands. Raises Damaged, and HoldfastError when it cannot be read now."""
         record = _read_json(self.path / "job.json")
         if missing := RECORD_FIELDS - record.keys():
-            raise HoldfastError(f"{self.path / 'job.json'}: is damaged (no {min(missing)})")
+            raise Damaged(f"{self.path / 'job.json'}: is damaged (no {min(missing)})")
         return record
 
     def job(self) -> TrainingJob:
@@ -372,16 +372,17 @@ def _lock(fd: int) -> bool:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise HoldfastError(f"{path}: cannot be read ({why})") from None
+    except OSError as error:
+        raise HoldfastError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path}: is damaged ({error})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read(path))
     except ValueError as error:
-        raise HoldfastError(f"{path}: is damaged ({error})") from None
+        raise Damaged(f"{path}: is damaged ({error})") from None
     if not isinstance(value, dict):
-        raise HoldfastError(f"{path}: is damaged (not a mapping)")
+        raise Damaged(f"{path}: is damaged (not a mapping)")
     return value

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..core.journal import FRAME, JournalError, Record, decode_body
+from ..protocol.errors import Damaged
 
 MAGIC = b"holdfast journal"
 PLAIN, COMPACTED = 1, 2
@@ -34,7 +35,7 @@ ZERO_TAIL_BYTES = 16
 them."""
 
 
-class JournalDamaged(JournalError):
+class JournalDamaged(JournalError, Damaged):
     """Something before the end of the file is not what was written."""
 
     def __init__(self, path: Path, offset: int, what: str) -> None:
@@ -183,7 +184,10 @@ class _File:
         try:
             return decode_body(body)
         except ValueError as error:
-            raise JournalDamaged(self._path, offset, str(error)) from None
+            # Its checksum holds, so this is what was written.
+            raise JournalError(
+                f"{self._path}: byte {offset}: {error}; use the Holdfast that wrote it"
+            ) from None
 
     def _snapshot(self, body: bytes, offset: int) -> Snapshot:
         if len(body) < COVERED.size:

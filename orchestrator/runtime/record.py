@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..protocol.errors import HoldfastError, Problem, UserError
+from ..protocol.errors import Damaged, HoldfastError, Problem, UserError
 from ..protocol.spec import TrainingJob
 from .home import Home, JobDirectory, NameTaken
-from .journal import JournalReader, Record, Snapshot
+from .journal import JournalError, JournalReader, Record, Snapshot
 from .ledger import NS
 from .replay import replay
 from .story import Story
@@ -20,7 +20,8 @@ from .view import JobView
 def read_view(directory: JobDirectory) -> JobView:
     """The view of a job whose controller is not asked: as of the last event in its journal.
 
-    Raises HoldfastError when the job's files cannot be read.
+    Raises Damaged, and other HoldfastErrors when the job's files cannot be read now or by this
+    version.
     """
     job = directory.job()
     story = _story(job, directory)
@@ -32,8 +33,12 @@ def read_view(directory: JobDirectory) -> JobView:
 
 def _story(job: TrainingJob, directory: JobDirectory) -> Story:
     """The fold of the newest snapshot and of what came after it."""
-    if not directory.journal.exists():
+    try:
+        directory.journal.stat()
+    except FileNotFoundError:
         return Story(job)
+    except OSError as error:
+        raise JournalError(f"{directory.journal}: cannot be read ({error.strerror})") from None
     reader = JournalReader(directory.journal)
     try:
         items = list(reader.read())
@@ -74,11 +79,11 @@ def create_job(home: Home, job: TrainingJob, spec_directory: str | Path) -> JobD
 
 
 def _taken(home: Home, directory: JobDirectory) -> Problem:
-    name = directory.name
+    name, damaged = directory.name, False
     try:
         state: str = read_view(directory).state
     except HoldfastError as error:
-        state = f"unreadable ({error})"
+        state, damaged = f"unreadable ({error})", isinstance(error, Damaged)
     if directory.controller_alive():
         fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
     elif state in ("succeeded", "failed", "cancelled"):
@@ -86,10 +91,15 @@ def _taken(home: Home, directory: JobDirectory) -> Problem:
             f"remove it with `holdfast delete {name}`, or choose another metadata.name (to go on "
             f"from its checkpoints: `holdfast delete {name} --keep-checkpoints DIRECTORY`)"
         )
-    elif state.startswith("unreadable"):
+    elif damaged:
         fix = (
             f"restore it from a copy, remove it with `holdfast delete {name}`, or choose another "
             f"metadata.name"
+        )
+    elif state.startswith("unreadable"):
+        fix = (
+            "make it readable (a newer Holdfast may have written it), or choose another "
+            "metadata.name"
         )
     else:
         fix = (

@@ -23,6 +23,7 @@ import msgspec
 from ..core.actions import AnyAction, LaunchGroup, Reason
 from ..core.journal import JournalError
 from ..core.state import JobState
+from ..protocol.errors import Damaged
 from ..protocol.facts import Membership, WorkerSeat
 from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
 from .story import Memory
@@ -35,6 +36,10 @@ COMPRESSION = 3
 
 class SnapshotUnreadable(JournalError):
     """A journal begins with something that this Holdfast cannot go on from."""
+
+
+class SnapshotDamaged(SnapshotUnreadable, Damaged):
+    """Nor could any other."""
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="launch"):
@@ -102,7 +107,7 @@ def decode(data: bytes) -> tuple[JobState, Memory]:
     first, newline, body = data[:64].partition(b"\n")
     body = data[len(first) + 1 :]
     if not first.startswith(MAGIC) or not newline:
-        raise SnapshotUnreadable("the journal's snapshot is damaged: it does not begin like one")
+        raise SnapshotDamaged("the journal's snapshot is damaged: it does not begin like one")
     version = first.removeprefix(MAGIC).decode("ascii", "replace")
     if version != str(VERSION):
         raise SnapshotUnreadable(
@@ -111,8 +116,13 @@ def decode(data: bytes) -> tuple[JobState, Memory]:
         )
     try:
         found = _DECODER.decode(zlib.decompress(body))
-    except (zlib.error, msgspec.MsgspecError) as error:
-        raise SnapshotUnreadable(f"the journal's snapshot is damaged: {error}") from None
+    except msgspec.ValidationError as error:
+        raise SnapshotUnreadable(
+            f"the journal's snapshot is damaged, or of another version: {error}; use the Holdfast "
+            f"that wrote it"
+        ) from None
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise SnapshotDamaged(f"the journal's snapshot is damaged: {error}") from None
     state = found.state
     if found.membership is not None:
         state.membership = found.memberships[found.membership]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...protocol.errors import HoldfastError, Problem, SpecError, UserError
+from ...protocol.errors import Damaged, HoldfastError, Problem, SpecError, UserError
 from ...protocol.manifest import Manifest
 from ...runtime.home import Home, JobDirectory
 from ...runtime.view import JobView
@@ -33,6 +33,8 @@ class LocalJob:
 
     def __init__(self, directory: JobDirectory) -> None:
         self._directory = directory
+        self._damaged = False
+        """Nobody knows its state."""
 
     @property
     def name(self) -> str:
@@ -112,8 +114,14 @@ class LocalJob:
     def deleting(self, keep: Path | None) -> str:
         try:
             state: str = self.view().state
-        except HoldfastError as error:
+        except Damaged as error:
             return self._deleting_damaged(keep, error)
+        except SpecError as error:
+            raise UserError(
+                f"{error}\njob {self.name}: got this spec, with which nobody can tell whether the "
+                f"job has ended; expected one of this version; delete it with the Holdfast that "
+                f"wrote it, or remove {self._directory.path} once nothing of it runs"
+            ) from None
         if state not in FINISHED:
             raise UserError(
                 f"job {self.name}: got a job that is {state}; expected one that is "
@@ -128,14 +136,15 @@ class LocalJob:
             )
         return self._what(keep)
 
-    def _deleting_damaged(self, keep: Path | None, error: HoldfastError) -> str:
-        """A job whose files cannot be read, once nothing of it runs."""
+    def _deleting_damaged(self, keep: Path | None, error: Damaged) -> str:
+        """A job whose state nobody can tell any more, once nothing of it runs."""
         from ...backends.local import known
 
         living = known.living(self._directory.nodes_file)
         if self._directory.controller_alive() or living:
             raise error
-        return f"{self._what(keep)}, which cannot be read ({error})"
+        self._damaged = True
+        return f"{self._what(keep)}, of a job that may not have ended: nobody can tell ({error})"
 
     def _what(self, keep: Path | None) -> str:
         what = "logs" if keep is not None else "logs and checkpoints"
@@ -144,9 +153,12 @@ class LocalJob:
     def delete(self, keep: Path | None) -> list[str]:
         kept = keep.absolute() if keep is not None else None
         self._directory.remove(kept)
-        if kept is None:
-            return []
-        return [f"to go on from its checkpoints: spec.checkpoint.path: {kept}"]
+        remarks = []
+        if self._damaged:
+            remarks.append("its files were damaged: nobody could tell whether it had ended")
+        if kept is not None:
+            remarks.append(f"to go on from its checkpoints: spec.checkpoint.path: {kept}")
+        return remarks
 
 
 class LocalPlace:

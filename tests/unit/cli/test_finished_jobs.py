@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.backends.local.known import Known, save
 from orchestrator.backends.local.processes import identify
 from orchestrator.core.events import CancelRequested, JobSubmitted
+from orchestrator.core.journal import frame
 from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
 from orchestrator.runtime.home import Home, JobDirectory
 from orchestrator.runtime.journal import FileJournal
@@ -114,6 +118,59 @@ def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
     assert result.code == 0
     assert (kept / "shard").read_text() == "data"
     assert Home(tmp_path / "home").list() == []
+
+
+@pytest.mark.parametrize("name", ["job.json", "journal"])
+def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
+    tmp_path: Path, holdfast: Holdfast, name: str
+) -> None:
+    """As on a share that is away for a moment; a directory is what root cannot read either."""
+    directory = ended_job(tmp_path / "home", "waiting", ended=False)
+    (directory.path / name).unlink()
+    (directory.path / name).mkdir()
+    result = holdfast("delete", "waiting", "--yes")
+    assert result.code == 1 and f"{name}: cannot be read (Is a directory)" in result.err
+    assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_a_job_whose_spec_another_version_wrote_is_not_deleted(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    directory = ended_job(tmp_path / "home", "newer", ended=False)
+    record = directory.record()
+    record["document"]["spec"]["gravity"] = 1
+    (directory.path / "job.json").write_text(json.dumps(record))
+    result = holdfast("delete", "newer", "--yes")
+    assert result.code == 2
+    assert "spec.gravity: got an unknown key" in result.err
+    assert f"with the Holdfast that wrote it, or remove {directory.path}" in result.err
+    assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_a_job_whose_journal_another_version_wrote_is_not_deleted(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    directory = ended_job(tmp_path / "home", "newer", ended=False)
+    with directory.journal.open("ab") as file:
+        file.write(frame(msgspec.msgpack.encode((1, {"type": "teleported"}))))
+    result = holdfast("delete", "newer", "--yes")
+    assert result.code == 1 and "use the Holdfast that wrote it" in result.err
+    assert (directory.path / "checkpoints" / "shard").exists()
+
+
+def test_who_deletes_a_damaged_job_is_told_that_it_may_not_have_ended(
+    tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ended_job(tmp_path / "home", "waiting", ended=False)
+    (directory.path / "job.json").write_text("nonsense")
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    refused = holdfast("delete", "waiting")
+    assert refused.code == 130
+    assert "of a job that may not have ended: nobody can tell" in refused.out
+    assert (directory.path / "checkpoints" / "shard").exists()
+    result = holdfast("delete", "waiting", "--yes")
+    assert result.code == 0 and "nobody could tell whether it had ended" in result.out
+    assert not directory.path.exists()
 
 
 def test_a_job_that_is_too_big_for_this_machine_is_not_started(

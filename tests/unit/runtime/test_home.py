@@ -74,6 +74,17 @@ def test_a_name_that_is_taken_by_a_damaged_job_is_said_too(tmp_path: Path) -> No
         create_job(home, make_job(), tmp_path)
 
 
+def test_a_name_that_is_taken_by_a_job_that_cannot_be_read_now_is_not_to_be_deleted(
+    tmp_path: Path,
+) -> None:
+    home = Home(tmp_path)
+    directory = home.create(make_job(), tmp_path)
+    directory.journal.symlink_to("journal")  # a loop
+    with pytest.raises(UserError, match=r"unreadable .*journal: cannot be read .*readable") as it:
+        create_job(home, make_job(), tmp_path)
+    assert "holdfast delete" not in str(it.value)
+
+
 def test_there_is_one_controller(tmp_path: Path) -> None:
     directory = Home(tmp_path).create(make_job(), tmp_path)
     assert not directory.controller_alive()

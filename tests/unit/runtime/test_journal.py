@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.core.events import ActionSucceeded, AnyEvent, NodeLost, Tick
+from orchestrator.core.journal import frame
+from orchestrator.protocol.errors import Damaged
 from orchestrator.runtime.journal import (
     HEADER,
     FileJournal,
@@ -101,6 +104,17 @@ def test_a_damaged_header_is_reported(tmp_path: Path) -> None:
     path.write_bytes(b"X" + path.read_bytes()[1:])
     with pytest.raises(JournalDamaged, match="byte 0"):
         FileJournal(path)
+
+
+def test_a_whole_record_that_is_not_known_is_of_another_version_not_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    ends = write(path)
+    with path.open("ab") as file:
+        file.write(frame(msgspec.msgpack.encode((1, {"type": "teleported"}))))
+    with pytest.raises(JournalError, match="use the Holdfast that wrote it") as raised:
+        FileJournal(path)
+    assert not isinstance(raised.value, Damaged)
+    assert f"byte {ends[-1]}: not an event" in str(raised.value)
 
 
 def test_a_journal_of_another_version_names_both(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from orchestrator.core.controller import Controller
 from orchestrator.core.events import ControllerStarted, Heartbeat
 from orchestrator.core.health import Monitor
 from orchestrator.core.journal import Record
+from orchestrator.protocol.errors import Damaged
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from orchestrator.runtime import snapshot
 from orchestrator.runtime.story import Story
@@ -144,14 +145,18 @@ def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
     folded.take([Record(*one) for one in transcript.journal])
     data = snapshot.encode(folded.controller.state, folded.story.memory)
     newer = data.replace(b"holdfast snapshot 1\n", b"holdfast snapshot 2\n", 1)
-    with pytest.raises(snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"):
+    with pytest.raises(
+        snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"
+    ) as it:
         snapshot.decode(newer)
+    assert not isinstance(it.value, Damaged)
     for damaged in (b"", b"x" + data, data[:-9], data[:20] + b"\0" + data[21:]):
-        with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged"):
+        with pytest.raises(snapshot.SnapshotDamaged, match="is damaged"):
             snapshot.decode(damaged)
     body = msgspec.msgpack.encode({"memberships": 3})
-    with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged"):
+    with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged, or of another ver") as it:
         snapshot.decode(snapshot.MAGIC + b"1\n" + __import__("zlib").compress(body))
+    assert not isinstance(it.value, Damaged)
 
 
 def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
