@@ -113,6 +113,7 @@ class LocalJob:
 
     def deleting(self, keep: Path | None) -> str:
         try:
+            self._check_keep(keep)
             state: str = self.view().state
         except Damaged as error:
             return self._deleting_damaged(keep, error)
@@ -128,13 +129,15 @@ class LocalJob:
                 f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
                 f"`holdfast cancel {self.name}`"
             )
+        return self._what(keep)
+
+    def _check_keep(self, keep: Path | None) -> None:
         path = self._directory.job().spec.checkpoint.path
         if keep is not None and path is not None:
             raise UserError(
                 f"--keep-checkpoints: got a directory; expected none for job {self.name}, whose "
                 f"checkpoints stay in {path} (spec.checkpoint.path)"
             )
-        return self._what(keep)
 
     def _deleting_damaged(self, keep: Path | None, error: Damaged) -> str:
         """A job whose state nobody can tell any more, once nothing of it runs."""

@@ -101,6 +101,17 @@ def test_checkpoints_elsewhere_stay_there(tmp_path: Path, holdfast: Holdfast) ->
     assert directory.path.exists() and not (tmp_path / "kept").exists()
 
 
+def test_checkpoints_elsewhere_stay_there_when_the_journal_is_damaged_too(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    directory = ended_job(tmp_path / "home", "done", checkpoint={"path": str(tmp_path / "there")})
+    directory.journal.write_text("nonsense that is long enough to be no journal")
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
+    assert result.code == 2
+    assert f"checkpoints stay in {tmp_path / 'there'} (spec.checkpoint.path)" in result.err
+    assert directory.path.exists() and not (tmp_path / "kept").exists()
+
+
 @pytest.mark.parametrize("name", ["job.json", "journal"])
 def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
     tmp_path: Path, holdfast: Holdfast, name: str
