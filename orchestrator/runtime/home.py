@@ -281,7 +281,8 @@ class Home:
         )
 
     def find(self, name: str) -> JobDirectory:
-        """An existing job. Raises UserError, naming the jobs that there are."""
+        """An existing job, or what is left of one without job.json, to be deleted. Raises
+        UserError, naming the jobs that there are."""
         directory = self.directory(name)
         if re.fullmatch(r"[a-z0-9][-a-z0-9]*", name):
             record = directory.path / "job.json"
@@ -289,7 +290,8 @@ class Home:
                 record.stat()
                 return directory
             except (FileNotFoundError, NotADirectoryError):
-                pass
+                if directory.path.is_dir():
+                    return directory
             except OSError as error:
                 raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
@@ -372,6 +374,8 @@ def _lock(fd: int) -> bool:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise Damaged(f"{path}: is missing") from None
     except OSError as error:
         raise HoldfastError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:

@@ -131,6 +131,32 @@ def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
     assert Home(tmp_path / "home").list() == []
 
 
+def test_what_is_left_of_a_job_can_be_deleted_as_the_words_say(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    """As after a deletion that an earlier version did not finish."""
+    directory = ended_job(tmp_path / "home", "done")
+    job, checkpoints = directory.job(), directory.path / "checkpoints"
+    (directory.path / "job.json").unlink()
+    spec = tmp_path / "job.yaml"
+    spec.write_text(json.dumps(job_to_mapping(job)))
+    (tmp_path / "train.py").write_text("")
+    taken = holdfast("run", spec)
+    assert taken.code == 2
+    assert "job.json: is missing" in taken.err and "`holdfast delete done`" in taken.err
+    agent = identify(os.getpid())
+    assert agent is not None
+    save(directory.nodes_file, Known(agents={"node-0": agent}))
+    assert holdfast("delete", "done", "--yes").code == 1 and checkpoints.exists()
+    save(directory.nodes_file, Known())
+    with directory.locked():
+        assert holdfast("delete", "done", "--yes").code == 1 and checkpoints.exists()
+    result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
+    assert result.code == 0
+    assert (tmp_path / "kept" / "shard").read_text() == "data"
+    Home(tmp_path / "home").create(job, tmp_path)  # its name is free
+
+
 @pytest.mark.parametrize("name", ["job.json", "journal"])
 def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast, name: str
