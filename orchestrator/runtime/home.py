@@ -33,6 +33,7 @@ from ..protocol import limits
 from ..protocol.errors import Damaged, HoldfastError, Problem, UserError
 from ..protocol.files import PRIVATE, replace, sync_directory
 from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
+from . import directories
 from .surroundings import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
@@ -186,7 +187,7 @@ class JobDirectory:
             except OSError as error:
                 why = f"cannot be deleted ({error.strerror})"
                 raise HoldfastError(f"job {self.name}: {self.path} {why}") from None
-            _clear(doomed)
+            directories.clear(doomed)
 
     def _keep(self, place: Path) -> None:
         """Move the checkpoints; durable when this returns."""
@@ -203,7 +204,7 @@ class JobDirectory:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                _copy(source, place)
+                directories.copy(source, place)
         except OSError as error:
             raise UserError(
                 f"--keep-checkpoints: got {place} ({error.strerror or error}); expected a "
@@ -308,7 +309,7 @@ class Home:
         for path in self._paths():
             if path.name.startswith(".") and path.name.endswith(DOOMED):
                 with suppress(HoldfastError):
-                    _clear(path)
+                    directories.clear(path)
 
     def _paths(self) -> Iterable[Path]:
         """Raises UserError when the home cannot be read."""
@@ -334,30 +335,6 @@ def _is_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _copy(source: Path, place: Path) -> None:
-    """To another file system; durable when this returns. Raises OSError, leaving nothing there."""
-    try:
-        shutil.copytree(source, place)
-        os.sync()
-    except shutil.Error as error:  # a list of (from, to, why)
-        shutil.rmtree(place, ignore_errors=True)
-        raise OSError(errno.EIO, str(error.args[0][0][2])) from None
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-
-
-def _clear(path: Path) -> None:
-    """Delete a directory, beside others that do the same. Raises HoldfastError for what is left."""
-    while path.exists():
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            continue  # somebody else was faster
-        except OSError as error:
-            raise HoldfastError(f"{path}: cannot be removed ({error.strerror})") from None
 
 
 def _lock(fd: int) -> bool:
