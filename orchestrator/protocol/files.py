@@ -20,7 +20,7 @@ SHARED = 0o666
 def replacing(path: Path, mode: int = SHARED) -> Iterator[Any]:
     """An unbuffered binary file that takes the name when the block ends without an error: a reader
     sees the old one or all of the new one, whenever the machine crashes; the new one from when this
-    returns. Raises OSError, leaving the old one."""
+    returns. Raises OSError, leaving the old one, or the new one with a name that may not last."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:

@@ -9,9 +9,12 @@ journal, or start anything.
       journal           see journal.py
       controller.json   where the controller listens: {pid, address, port, metrics_port}
       lock              held (flock) by the controller that lives
+      nodes.json        the local backend's nodes, see backends/local/known.py
       host.sock         the machine host of the local backend
       logs/             agent-<node>.log, host.log, gen-0001/rank-00000.log
       checkpoints/      the storage tier, where the spec names no other
+    <home>/jobs/.<name>.<hex>           one that is being made
+    <home>/jobs/.<name>.<hex>.deleted   what is left of one that is forgotten
 """
 
 from __future__ import annotations

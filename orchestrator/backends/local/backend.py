@@ -107,6 +107,7 @@ class LocalBackend:
             known.save(self._paths.nodes_file, self._known)
         except HoldfastError:
             self._known.starting.difference_update(nodes)  # nobody has been asked for them
+            self._save_soon()  # the file may name them, and a new controller would start them
             raise
         if self._link is None and self._connecting is None:
             self._start_host()

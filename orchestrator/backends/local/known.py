@@ -51,7 +51,7 @@ def living(path: Path) -> tuple[str, ...]:
 
 def save(path: Path, known: Known) -> None:
     """Durable when this returns: a name is given away once, whatever becomes of the machine.
-    Raises HoldfastError, leaving the file as it was."""
+    Raises HoldfastError, leaving the old file or the new one."""
     known.boot = _boot()
     try:
         replace(path, msgspec.json.encode(known), PRIVATE)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.local import known
+from orchestrator.backends.local import LocalBackend, LocalPaths, known
 from orchestrator.backends.local.known import Known, load, save
 from orchestrator.backends.local.processes import Identity
+from orchestrator.protocol import files
 from orchestrator.protocol.errors import HoldfastError
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 
 AGENT = Identity(pid=4242, start_ticks=7)
+
+
+def make_job() -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "tiny"},
+            "spec": {"entrypoint": {"script": "train.py"}},
+        }
+    )
 
 
 def test_what_was_saved_is_found(tmp_path: Path) -> None:
@@ -21,6 +36,32 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
     found = load(path)
     assert (found.next_number, found.agents, found.starting) == (2, {"node-0": AGENT}, {"node-1"})
     assert [one.name for one in tmp_path.iterdir()] == ["nodes.json"]
+
+
+def test_nodes_that_nobody_was_asked_for_are_not_started_by_the_next_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has its name when the directory cannot be made durable."""
+    path = tmp_path / "nodes.json"
+    other = tmp_path / "none"
+    paths = LocalPaths(tmp_path, path, other, other, other, tmp_path)
+
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario() -> None:
+        backend = LocalBackend(make_job(), paths)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "sync_directory", fail)
+            with pytest.raises(HoldfastError, match=r"cannot be written .Input"):
+                await backend.request_nodes(2, ())
+        assert load(path).starting == {"node-0", "node-1"}
+        assert await backend.list_nodes() == ()
+        await backend.close(release=False)
+        # Their names are not given away again all the same.
+        assert (load(path).next_number, load(path).starting) == (2, set())
+
+    asyncio.run(scenario())
 
 
 def test_after_a_restart_of_the_machine_no_node_is_left_and_no_name_is_free(

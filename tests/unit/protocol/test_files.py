@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.protocol import files
 from orchestrator.protocol.files import PRIVATE, replace, replacing, write_all
 
 
@@ -43,6 +44,22 @@ def test_it_is_durable_before_it_has_the_name_and_the_name_after(
     monkeypatch.setattr(os, "fsync", fsync)
     replace(path, b"data")
     assert synced == [(f".file.{os.getpid()}.tmp", False), (tmp_path.name, True)]
+
+
+def test_a_name_that_cannot_be_made_durable_is_an_error_with_the_new_file_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    replace(path, b"old")
+
+    def fail(directory: Path) -> None:
+        raise OSError
+
+    monkeypatch.setattr(files, "sync_directory", fail)
+    with pytest.raises(OSError):
+        replace(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 def test_who_may_read_it(tmp_path: Path) -> None:
