@@ -3,7 +3,8 @@
 Owns: the keys, the fence and the retries. Implements core.journal.Journal. Must not: know what an
 event means.
 
-    journal/epoch-000003          a controller has taken over; never deleted while the job exists
+    journal/epoch-000003          a controller has taken over; never deleted while the job exists.
+                                  In it, what it goes on from: number and epoch of the last chunk
     journal/tail-00000017-000003  records of one commit, by the controller of epoch 3
     journal/snap-00000018-000003  instead of everything before it
 
@@ -13,8 +14,8 @@ account, whether the next epoch exists: if so, somebody else has taken over (Jou
 that came before the next epoch was created is read by the new owner, since it reads afterwards.
 
 What a writer wrote before it found itself overtaken stays: the new owner may have read it already,
-and then it goes on from there. If it has not, it begins with that same number: whoever reads passes
-over what is of an older epoch from the first number of a newer one on.
+and then it goes on from there. So it says how far it has read before it does anything else, and
+what counts is what can be followed back from the newest owner that has said so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ...protocol.errors import HoldfastError
 from .kv import Keys
 from .patience import patiently
 
+BASIS = struct.Struct("<QQ")
 COVERED = struct.Struct("<Q")
 EPOCH, TAIL, SNAPSHOT = "journal/epoch-", "journal/tail-", "journal/snap-"
 T = TypeVar("T")
@@ -55,6 +57,8 @@ class KvJournal:
         self._bytes = sum(chunk.num_bytes for chunk in chunks)
         self._num_records = len(self.records) + (chunks[0].covered if chunks else 0)
         self._next = 1 + max((_number(key) for key in self._chunks), default=0)
+        basis = _rank(self._chunks[-1]) if self._chunks else (0, 0)
+        keys.put(_epoch(self._epoch), BASIS.pack(*basis))
 
     @property
     def full(self) -> bool:
@@ -119,12 +123,11 @@ class Chunk(NamedTuple):
 def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
     """From the newest snapshot on; of what came after a key that was read before. Raises
     JournalError."""
+    last = _rank(after) if after else (0, 0)
     while True:
-        found = _in_force([*keys.list(TAIL), *keys.list(SNAPSHOT)])
+        found = _in_force(keys, last)
         snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
-        start = snapshots[-1] if snapshots else 0
-        last = _rank(after) if after else (0, 0)
-        wanted = [key for key in found[start:] if _rank(key) > last]
+        wanted = found[snapshots[-1] :] if snapshots else found
         chunks = [_chunk(keys, job, key) for key in wanted]
         complete = [chunk for chunk in chunks if chunk is not None]
         if len(complete) == len(wanted):
@@ -132,16 +135,29 @@ def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
         # A compaction has deleted one since they were listed; a snapshot stands for it now.
 
 
-def _in_force(found: list[str]) -> list[str]:
-    """In order, without what overtaken controllers wrote that their successors had not read."""
+def _in_force(keys: Keys, last: tuple[int, int]) -> list[str]:
+    """The keys of the chunks after that one which the newest owner has written or gone on from, in
+    order."""
+    # In this order: whoever compacts what is listed here has taken over before.
+    found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_rank)
+    epochs = [_number(key) for key in keys.list(EPOCH)]
     kept: list[str] = []
-    newest = 0
-    for key in sorted(found, key=lambda key: (_number(key), -_rank(key)[1])):
-        epoch = _rank(key)[1]
-        if epoch >= newest:
-            newest = epoch
-            kept.append(key)
-    return kept
+    end = None
+    for epoch in reversed(epochs):
+        if end is not None and epoch != end[1]:
+            continue  # overtaken before the next owner had read anything of it
+        data = keys.get(_epoch(epoch))
+        if not data:
+            continue  # it has not read yet, and has written nothing
+        kept += [
+            key
+            for key in reversed(found)
+            if _rank(key)[1] == epoch and last < _rank(key) and (end is None or _rank(key) <= end)
+        ]
+        end = BASIS.unpack(data)
+        if end <= last:
+            break
+    return kept[::-1]
 
 
 def _chunk(keys: Keys, job: str, key: str) -> Chunk | None:

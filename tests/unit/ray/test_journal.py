@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.backends.ray.journal import KvJournal, read
+from orchestrator.backends.ray.journal import BASIS, EPOCH, Chunk, KvJournal, read
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.core.events import SuspendRequested
 from orchestrator.core.journal import JournalLost, Record
@@ -21,14 +21,15 @@ class Store(Keys):
         super().__init__("job")
         self._values: dict[str, bytes] = {}
         self.written: Callable[[str], object] = lambda key: None
-        """Told of each key that was put, before its writer does anything else."""
+        """Told of each chunk that was put, before its writer does anything else."""
 
     def get(self, key: str) -> bytes | None:
         return self._values.get(key)
 
     def put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        self.written(key)
+        if not key.startswith(EPOCH):
+            self.written(key)
 
     def create(self, key: str, value: bytes) -> bool:
         return self._values.setdefault(key, value) is value
@@ -68,6 +69,10 @@ def overtaken(store: Store) -> tuple[KvJournal, KvJournal]:
 def opened(store: Store) -> tuple[bytes | None, list[Record]]:
     journal = KvJournal(store, "job")
     return journal.snapshot, journal.records
+
+
+def records(chunks: list[Chunk]) -> list[Record]:
+    return [one for chunk in chunks for one in chunk.records]
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
@@ -116,5 +121,64 @@ def test_who_follows_and_has_read_what_does_not_count_misses_nothing_that_does(
         write(old, 2)
     last = read(store, "job")[-1].key
     write(new, 3)
-    later = read(store, "job", last)
-    assert [one for chunk in later for one in chunk.records] == [record(3)]
+    assert records(read(store, "job", last)) == [record(3)]
+    last = read(store, "job")[-1].key
+    write(new, 4)
+    assert records(read(store, "job", last)) == [record(4)]
+
+
+def test_what_a_controller_between_two_others_had_not_read_counts_for_nobody(store: Store) -> None:
+    """It lives as long as both, and could have gone on from there."""
+    first, second = overtaken(store)
+    with pytest.raises(JournalLost):
+        write(first, 2)
+    third = KvJournal(store, "job")
+    assert third.records == [record(1)]
+    with pytest.raises(JournalLost):
+        write(second, 3)
+    write(third, 4)
+    assert opened(store) == (None, [record(1), record(4)])
+
+
+def test_what_a_controller_wrote_after_its_successor_had_read_it_counts_for_nobody(
+    store: Store,
+) -> None:
+    first, second = overtaken(store)
+    third = KvJournal(store, "job")
+    for lost, number in ((first, 2), (second, 3)):
+        with pytest.raises(JournalLost):
+            write(lost, number)
+    assert opened(store) == (None, [record(1)])
+    with pytest.raises(JournalLost):
+        write(third, 4)
+
+
+def test_a_controller_that_took_over_and_has_not_said_what_it_had_read_changes_nothing(
+    store: Store,
+) -> None:
+    first = KvJournal(store, "job")
+    write(first, 1)
+    assert store.create(f"{EPOCH}000002", b"")
+    with pytest.raises(JournalLost):
+        write(first, 2)
+    third = KvJournal(store, "job")
+    assert third.records == [record(1), record(2)]
+    write(third, 3)
+    store.put(f"{EPOCH}000002", BASIS.pack(1, 1))  # it lives after all, and had read less
+    assert opened(store) == (None, [record(1), record(2), record(3)])
+
+
+def test_who_reads_while_another_takes_over_and_compacts_sees_its_snapshot(store: Store) -> None:
+    first = KvJournal(store, "job")
+    write(first, 1)
+    lists, listed = store.list, []
+
+    def list_keys(prefix: str) -> list[str]:
+        found = lists(prefix)
+        listed.append(prefix)
+        if len(listed) == 1:
+            asyncio.run(KvJournal(store, "job").compact(b"state"))
+        return found
+
+    store.list = list_keys  # type: ignore[method-assign]
+    assert [chunk.snapshot for chunk in read(store, "job")] == [b"state"]
