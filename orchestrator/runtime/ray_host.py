@@ -16,7 +16,7 @@ from typing import Any
 
 from ..backends.ray import cluster, names
 from ..backends.ray.backend import RayBackend
-from ..backends.ray.controller import ControllerOrder, Moving
+from ..backends.ray.controller import ControllerOrder
 from ..backends.ray.journal import open_journal
 from ..backends.ray.kv import ENDED, Keys
 from ..backends.ray.metrics import Metrics
@@ -60,9 +60,7 @@ class RayHost:
         self._keys = Keys(order.job)
         self.job = job = job_from_mapping(order.document, f"job {order.job}")
         secrets = Secrets(order.token, order.certificate, order.key)
-        self._backend = RayBackend(
-            job, order.job_id, self._keys, secrets, on_notice=self._noticed, on_move=self._move
-        )
+        self._backend = RayBackend(job, order.job_id, self._keys, secrets, on_notice=self._noticed)
         self._endpoint = Endpoint()
         self._logs = cluster.log_directory(job.name, order.job_id)
         path = checkpoint_path(order, job.spec.checkpoint.path)
@@ -87,7 +85,6 @@ class RayHost:
         self._refusal = ""
         self._fresh = True
         """Nothing of the job has ever been started."""
-        self._moving = False
 
     async def run(self) -> None:
         self._log_to_file()
@@ -126,8 +123,6 @@ class RayHost:
         finally:
             await self.assembly.close()
             await self._endpoint.close()
-        if self._moving and not self.assembly.driver.controller.state.terminal:
-            raise Moving("the Ray node of this controller is drained")
         await self._finish(self.assembly.view(live=False))
 
     async def _finish(self, view: JobView, refusal: str = "") -> None:
@@ -155,11 +150,6 @@ class RayHost:
         if self._serving.is_set():  # it is told again when the node joins
             event = PreemptionNoticed(node=node, detail=detail, grace_s=grace_s)
             self.assembly.submit(event)
-
-    def _move(self) -> None:
-        """End here, to be started again on a Ray node that stays; training goes on meanwhile."""
-        self._moving = True
-        self.assembly.stop()
 
     async def watch(self, seen: Any) -> dict[str, Any]:
         await self._serving.wait()

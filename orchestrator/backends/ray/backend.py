@@ -43,9 +43,8 @@ class RayBackend:
     def __init__(
         self, job: TrainingJob, job_id: str, keys: Keys, secrets: Secrets, *,
         on_notice: NoticeSink = lambda node, detail, grace_s: None,
-        on_move: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`on_notice`: Ray will take a node away. `on_move`: and this controller's own Ray node."""
+        """`on_notice`: Ray will take a node away."""
         self._job, self._job_id, self._secrets = job, job_id, secrets
         self._keeper = Keeper(keys)
         self._bundle = groups.bundle_of(job)
@@ -58,7 +57,7 @@ class RayBackend:
         self._places: dict[str, str] = {}
         """Node -> Ray node, of those that have come up."""
         self._topology: dict[str, tuple[str, ...]] = {}
-        self._drains = Drains(Places(self._places, self._actors), on_notice, on_move)
+        self._drains = Drains(Places(self._places, self._actors), on_notice)
         self._unwritten: set[str] = set()
         """Not written down yet: nobody may hear of them."""
         self._unclaimed: list[str] = []
@@ -197,8 +196,9 @@ class RayBackend:
         started = []
         for group, bundle in bundles:
             node = group.name.rpartition("/")[2]
-            if node in self._known.nodes or group.taken or bundle:
+            if group.named or bundle:
                 node = self._next_name()
+            group.named = True
             group.taken[bundle] = node
             self._known.nodes[node] = (group.name, bundle)
             self._known.starting.add(node)

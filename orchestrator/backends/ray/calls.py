@@ -14,6 +14,7 @@ from typing import Any
 
 from ...protocol.errors import HoldfastError
 from . import actors
+from .jobs import FRAMES
 
 ANSWER_S = 60.0
 """A controller that is being restarted by Ray answers once it has read its journal."""
@@ -26,8 +27,12 @@ class ControllerGone(HoldfastError):
     """Nobody answers for this job."""
 
 
+class RuntimeEnvGone(ControllerGone):
+    """The cluster cannot build the job's runtime env, which its controller needs to start."""
+
+
 def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
-    """Raises ControllerGone when the actor has ended or does not answer in time."""
+    """Raises RuntimeEnvGone, ControllerGone when the actor has ended or does not answer in time."""
     import ray
     from ray.exceptions import (
         ActorUnavailableError,
@@ -49,7 +54,9 @@ def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -
             time.sleep(PAUSE_S)  # Ray restarts it
         except GetTimeoutError:
             raise ControllerGone(f"no answer within {timeout_s:g} s") from None
-        except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
+        except RuntimeEnvSetupError as error:
+            raise RuntimeEnvGone(FRAMES.sub("", error.error_message or "").strip()) from None
+        except (RayActorError, ActorUnschedulableError) as error:
             raise ControllerGone(actors.cause(error)) from None
 
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from ...protocol.errors import HoldfastError
 from . import cluster, names, rest
-from .jobs import FRAMES
 
+ON_THE_HEAD = {"node:__internal_head__": 0.001}
+"""What Ray gives to its head alone, to a thousand actors at most. A lost head is a lost cluster, or
+one that waits; any other Ray node may have a node of the job, and would take the controller along
+just when there is something to decide: Ray starts it anew only after missed health checks."""
 RESTART_PAUSE_S = 1.0
 """What fails at once, fails again at once."""
 
@@ -43,19 +45,11 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
         return f"ControllerOrder({self.job})"
 
 
-class Moving(HoldfastError):
-    """This controller ends here, and Ray is to start it elsewhere."""
-
-
-class RuntimeEnvGone(HoldfastError):
-    """The cluster cannot build the job's runtime env any more."""
-
-
 class Host(Protocol):
     """One job, from the actor's start to the job's end."""
 
     async def run(self) -> None:
-        """Until the job has ended and its record is written. Raises HoldfastError, Moving."""
+        """Until the job has ended and its record is written. Raises HoldfastError."""
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -96,9 +90,6 @@ class ControllerActor:
 
         try:
             await self._host.run()
-        except Moving as reason:
-            log.info("%s; the controller of job %s moves", reason, self._order.job)
-            os._exit(1)  # an end that Ray takes for a failure: only then it starts it again
         except Exception:
             # Whatever it is: a new process goes on from the journal. Ray restarts it.
             log.exception("the controller of job %s failed", self._order.job)
@@ -122,24 +113,9 @@ def create(
     made = ray.remote(ControllerActor).options(
         name=names.controller(order.job), namespace=names.NAMESPACE, lifetime="detached",
         max_restarts=-1, max_task_retries=0, max_concurrency=1000, num_cpus=0,
-        runtime_env=runtime_env,
+        resources=ON_THE_HEAD, runtime_env=runtime_env,
     )  # fmt: skip
     return made.remote(order, make_host)
-
-
-def revive(order: ControllerOrder, make_host: Callable[[ControllerOrder], Host]) -> None:
-    """Another controller, for a job that has lost its own; returns once it is there. Raises
-    RuntimeEnvGone, and what `create` raises."""
-    import ray
-    from ray.exceptions import RayError, RuntimeEnvSetupError
-
-    actor = create(order, make_host, order.runtime_env)
-    try:
-        ray.get(actor.facts.remote())
-    except RuntimeEnvSetupError as error:
-        raise RuntimeEnvGone(FRAMES.sub("", error.error_message or "").strip()) from None
-    except RayError:
-        return  # who watches the job is told
 
 
 def own_runtime_env() -> dict[str, Any]:

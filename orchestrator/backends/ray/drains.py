@@ -1,7 +1,7 @@
 """Ray nodes that will be taken away: a preemption, a drain by a person or by the autoscaler.
 
-Owns: noticing that a Ray node of this job drains, why, and until when; noticing that the controller
-itself has to move. Must not: decide what is done about it.
+Owns: noticing that a Ray node of this job drains, why, and until when. Must not: decide what is
+done about it.
 
 Ray publishes a drain on no channel: the head keeps it and answers when asked, which is why Ray
 Serve and Ray Train ask again and again as well. So do we: one small request to the head, on which
@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from . import cluster
 
 LOOK_EVERY_S = 2.0
 """A question costs the head less than a millisecond, and us two; clouds give 30 s of notice or
@@ -44,17 +42,14 @@ class Places(NamedTuple):
 class Drains:
     """Which Ray nodes drain."""
 
-    def __init__(self, places: Places, on_notice: NoticeSink, on_move: Callable[[], None]) -> None:
-        """`on_move`: the controller itself runs on a Ray node that drains, and none of its nodes
-        does any more: it keeps that Ray node from ending."""
-        self._places, self._on_notice, self._on_move = places, on_notice, on_move
+    def __init__(self, places: Places, on_notice: NoticeSink) -> None:
+        self._places, self._on_notice = places, on_notice
         self.ray_nodes: dict[str, int] = {}
         """Those that drain, with the deadline (Unix time in ms, 0: none)."""
         self._told: set[str] = set()
 
     async def watch(self) -> None:
         """For ever."""
-        home = cluster.here()["ray_node"]
         while True:
             try:
                 self.ray_nodes = await asyncio.to_thread(draining)
@@ -67,8 +62,6 @@ class Drains:
                 if node not in self._told:
                     self._told.add(node)
                     await self._tell(node)
-            if home in self.ray_nodes and not leaving:
-                await self._move()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def joined(self, node: str) -> None:
@@ -87,15 +80,6 @@ class Drains:
         place = self._places.ray_nodes.get(node, "")
         left_s = seconds_left(self.ray_nodes.get(place, 0))
         self._on_notice(node, words(place, reason, left_s), left_s)
-
-    async def _move(self) -> None:
-        try:
-            alive = await asyncio.to_thread(cluster.alive_nodes)
-        except Exception as error:  # as in `watch`, which tries again
-            log.warning("where this controller could move cannot be seen: %s", error)
-            return
-        if alive.keys() - self.ray_nodes.keys():
-            self._on_move()
 
 
 def draining() -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -151,9 +151,12 @@ class RayPlace:
             key=made.key,
             runtime_env=controller.own_runtime_env(),
         )
+        # What is there before the name is ours is an earlier job's; what comes after it may be what
+        # others do to this one.
+        left = [key for key in keys.list("") if key != kv.RECORD]
         if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.find(job.name))))
-        keys.clear(but=kv.RECORD)  # of an earlier job of this name
+        keys.delete(*left)
         try:
             controller.create(order, RayHost)
         # An actor of that name without a record, a head that is just lost: Ray's own errors.
@@ -179,18 +182,8 @@ class RayPlace:
         if job.ended or controller.find(job.name) is not None:
             return
         display.note(f"job {job.name}: had no controller; starting one")
-        try:
-            controller.revive(job.order, RayHost)
-        except controller.RuntimeEnvGone as error:
-            raise HoldfastError(
-                f"job {job.name}: no controller could be started: the cluster could not build the "
-                f"job's runtime env: {error}\nRay keeps what was uploaded for it only as long as "
-                f"something of the job is there. `{self.command('cancel', job.name)}` ends the job"
-            ) from None
-        except ValueError as error:  # somebody else was faster
-            raise HoldfastError(
-                f"job {job.name}: its controller could not be made ({error})"
-            ) from None
+        with suppress(ValueError):  # somebody else was faster
+            controller.create(job.order, RayHost, job.order.runtime_env)
 
 
 def _expect_script(job: TrainingJob, directory: Path) -> None:

@@ -126,7 +126,8 @@ class RayJob:
             except calls.ControllerGone as error:
                 # It ends only after it has written what it leaves behind.
                 if (ended := self.ended) is None:
-                    if controller.find(self.name) is None:
+                    lost = isinstance(error, calls.RuntimeEnvGone)
+                    if lost or controller.find(self.name) is None:
                         raise calls.ControllerGone(self._without_controller(error)) from None
                     seen = -1
                     time.sleep(calls.PAUSE_S)
@@ -139,6 +140,12 @@ class RayJob:
 
     def _without_controller(self, error: calls.ControllerGone) -> str:
         cancel = f"`{self._command('cancel', self.name)}` ends the job"
+        if isinstance(error, calls.RuntimeEnvGone):
+            return (
+                f"job {self.name}: no controller could be started: the cluster could not build the "
+                f"job's runtime env: {error}\nRay keeps what was uploaded for it only as long as "
+                f"something of the job is there. {cancel}"
+            )
         if not journal.begun(self._keys):
             return f"job {self.name}: its controller did not start ({error}); {cancel}"
         return (

@@ -21,11 +21,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job.end()
 
 
+def assert_on_the_head(job: Job) -> None:
+    """The loss of another Ray node would take a node and the controller at once."""
+    from orchestrator.backends.ray import cluster
+
+    home = cluster.alive_nodes()[job.controller()["ray_node"]]
+    assert "node:__internal_head__" in home["Resources"]
+
+
 def test_a_job_trains_with_each_node_on_a_ray_node_of_its_own(job: Job) -> None:
     view = job.running()
     places = {job.facts(node.name)["ray_node"] for node in view.nodes}
     assert len(places) == len(view.nodes) == 2
     assert view.world_size == 4
+    assert_on_the_head(job)
 
 
 def test_a_killed_worker_costs_no_step(job: Job) -> None:
@@ -82,12 +91,12 @@ def test_a_controller_that_was_killed_goes_on_and_training_does_not_notice(job: 
     )
     assert after.num_incidents == before.num_incidents
     assert after.generation == before.generation
+    assert_on_the_head(job)
 
 
 def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
     before = job.running().num_incidents
-    away = job.controller()["ray_node"]
-    node = next(one for one in job.members() if job.facts(one)["ray_node"] != away)
+    node = job.members()[-1]
     job.cluster.kill_node(job.facts(node)["ray_node"])
     incident = job.incident_after(before)
     assert node in incident.title and incident.steps_lost == 0

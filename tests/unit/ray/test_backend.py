@@ -52,6 +52,13 @@ class LostKeys(Keys):
         raise RuntimeError("the head does not answer")
 
 
+class Kept(Keys):
+    """A store that takes everything."""
+
+    def put(self, key: str, value: bytes) -> None:
+        return
+
+
 class Never:
     """A placement group without a place, as Ray's handle of it blocks."""
 
@@ -80,6 +87,31 @@ def test_a_node_that_could_not_be_written_down_is_no_node(monkeypatch: pytest.Mo
             keys.said.set()
             await backend.close(release=False)
         assert await backend.list_nodes() == ()
+
+    asyncio.run(scenario())
+
+
+def test_the_name_of_a_node_that_has_ended_is_not_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when its group is still there at this moment."""
+    fake = FakeCluster(a=1)
+    monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: fake.of(job))
+
+    async def bring_up(_self: RayBackend, _node: str) -> None:
+        return
+
+    monkeypatch.setattr(RayBackend, "_bring_up", bring_up)
+
+    async def scenario() -> None:
+        backend = RayBackend(JOB, "id", Kept("job"), Secrets("token", b"", b""))
+        async with asyncio.timeout(BOUND_S):
+            assert await backend.request_nodes(1, ()) == ("node-0",)
+            group = backend._group_of("node-0")
+            assert group is not None
+            backend._forget("node-0")
+            assert await backend._start([(group, 0)]) != ["node-0"]
+            await backend.close(release=False)
 
     asyncio.run(scenario())
 
@@ -248,25 +280,25 @@ def test_a_call_that_made_way_for_others_is_no_end_of_a_node() -> None:
 def test_a_head_that_does_not_answer_does_not_end_the_watch_for_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers = [RuntimeError("the head does not answer"), {"here": {}, "there": {}}]
+    answers: list[Any] = [RuntimeError("the head does not answer"), {"there": 0}]
 
-    def alive_nodes() -> dict[str, Any]:
-        answer = answers.pop(0)
+    def draining() -> dict[str, int]:
+        answer: Any = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return dict(answer)
 
-    monkeypatch.setattr(cluster, "here", lambda: {"ray_node": "here"})
-    monkeypatch.setattr(cluster, "alive_nodes", alive_nodes)
-    monkeypatch.setattr(drains, "draining", lambda: {"here": 0})
+    monkeypatch.setattr(drains, "draining", draining)
     monkeypatch.setattr(drains, "LOOK_EVERY_S", 0.01)
 
     async def scenario() -> None:
-        moved = asyncio.Event()
-        watch = Drains(Places({}, {}), lambda node, detail, grace_s: None, moved.set).watch()
+        told: asyncio.Queue[str] = asyncio.Queue()
+        places = Places({"node-0": "there", "node-1": "elsewhere"}, {})
+        watch = Drains(places, lambda node, detail, grace_s: told.put_nowait(node)).watch()
         task = asyncio.create_task(watch)
         async with asyncio.timeout(BOUND_S):
-            await moved.wait()
+            assert await told.get() == "node-0"
         task.cancel()
+        assert told.empty()
 
     asyncio.run(scenario())
