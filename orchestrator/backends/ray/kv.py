@@ -53,9 +53,10 @@ class Keys:
         found = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
         return sorted(key.decode().removeprefix(self._prefix) for key in found)
 
-    def clear(self, but: str = "") -> None:
-        """Forget the job, one key excepted."""
-        self.delete(*(key for key in self.list("") if key != but))
+    def clear(self) -> None:
+        """Forget the job. Its record last, which has its name, and how it ended just before: when
+        this is interrupted, it is still a job that has ended."""
+        self.delete(*sorted(self.list(""), key=lambda key: (key == RECORD, key == ENDED)))
 
     def _key(self, key: str) -> bytes:
         return (self._prefix + key).encode()

@@ -267,6 +267,57 @@ def test_what_an_earlier_job_of_the_name_has_left_is_not_taken_for_this_ones(
         job.end()
 
 
+def test_what_others_do_to_a_job_as_soon_as_it_has_a_record_counts(
+    cluster: rig.RayRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is cancelled before it has a controller."""
+    from orchestrator.backends.ray import controller, journal, kv
+    from orchestrator.cli.places.ray import RayPlace
+    from orchestrator.protocol.spec import job_from_mapping
+
+    create = kv.Keys.create
+
+    def create_and_cancel(self: Any, key: str, value: bytes) -> bool:
+        made = create(self, key, value)
+        done = holdfast("cancel", NAME, "--ray", cluster.address)
+        assert done.returncode == 0, done.stderr
+        return made
+
+    kv.Keys(NAME).put("left", b"by an earlier job")
+    with monkeypatch.context() as others:
+        others.setattr(kv.Keys, "create", create_and_cancel)
+        place = RayPlace(cluster.address)
+        place._create(job_from_mapping(order().document), tmp_path)
+    deadline = time.monotonic() + BOUND_S
+    while controller.find(NAME) is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert place.find(NAME).view().state == "cancelled"
+    assert kv.Keys(NAME).list("") == [kv.ENDED, kv.RECORD]
+    assert not journal.begun(kv.Keys(NAME))
+
+
+def test_a_job_whose_deletion_is_interrupted_has_still_ended(
+    cluster: rig.RayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.backends.ray import kv
+
+    keys = kv.Keys(NAME)
+    for key in (kv.RECORD, kv.ENDED, "journal/epoch-000001", "nodes"):
+        keys.put(key, b"")
+    delete, left = kv.Keys.delete, []
+
+    def interrupted(self: Any, *doomed: str) -> None:
+        for key in doomed:
+            left.append(set(self.list("")))
+            delete(self, key)
+
+    monkeypatch.setattr(kv.Keys, "delete", interrupted)
+    keys.clear()
+    assert len(left) == 4 and keys.list("") == []
+    assert all(kv.RECORD in found for found in left), "the name is taken to the end"
+    assert all(kv.ENDED in found for found in left if len(found) > 1)
+
+
 def test_a_job_that_was_refused_while_nobody_watched_says_why_and_can_be_deleted(
     cluster: rig.RayRig,
 ) -> None:
