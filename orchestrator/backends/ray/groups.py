@@ -47,6 +47,8 @@ class Group:
     """Ray nodes that it was told to stay away from when it was made."""
     taken: dict[int, str] = field(default_factory=dict)
     """Bundle -> node."""
+    named: bool = False
+    """A node has, or has had, its name."""
     placed: bool = False
     places: dict[int, str] = field(default_factory=dict)
     """Bundle -> Ray node, as last seen."""

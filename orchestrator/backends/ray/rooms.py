@@ -51,6 +51,7 @@ class Rooms:
         self._gang_first = False
         """A further group got a place before the gang did: none is made until that has one."""
         self._news = asyncio.Event()
+        self._reviewing: asyncio.Task[None] | None = None
 
     async def find(self, sizes: Mapping[str, int], nodes: Mapping[str, tuple[str, int]]) -> None:
         """Those of an earlier controller that have nodes; the others are removed."""
@@ -59,6 +60,7 @@ class Rooms:
             if group is None:
                 continue
             group.taken = {bundle: node for node, (own, bundle) in nodes.items() if own == name}
+            group.named = True
             self.groups[name] = group
             if not group.taken:
                 await self.remove(group)
@@ -110,15 +112,28 @@ class Rooms:
             group.barred = self._barred
 
     async def _review_dead(self) -> None:
-        """What answers after all may be used again. Where the head has noticed it, it puts nothing
-        there by itself: that is forgotten, and no group that waits is made anew because of it."""
+        """Where the head has noticed it, it puts nothing there by itself: that is forgotten, and no
+        group that waits is made anew because of it. What answers after all may be used again; that
+        is found out beside the placing, since those that are gone may not even refuse."""
         if not self.dead:
             return
         there = await self._maker.large()
         noticed = self.dead - there
-        self.dead -= noticed | await self._maker.answering(self.dead & there)
+        self.dead -= noticed
         for group in self.groups.values():
             group.shun -= noticed
+        if self.dead and (self._reviewing is None or self._reviewing.done()):
+            self._reviewing = self._spawn(self._trust_again(set(self.dead)))
+
+    async def _trust_again(self, dead: set[str]) -> None:
+        try:
+            answering = await self._maker.answering(dead)
+        except Exception as error:  # Ray's own RpcError or a plain RuntimeError
+            log.warning("which Ray nodes answer again cannot be seen: %s", error)
+            return
+        if answering:
+            self.dead -= answering
+            self._on_room()
 
     def _in_use(self) -> set[str]:
         """Ray nodes that a further group may not have, those of groups without nodes included."""
@@ -144,7 +159,9 @@ class Rooms:
         for group in self.groups.values():
             if not group.placed or gone & set(group.places.values()):
                 self._await(group)
-        return [(group, bundle) for group, bundle in free if group.places[bundle] not in gone]
+        # The last node of a group may have ended meanwhile, and the group with it.
+        left = [(group, bundle) for group, bundle in free if not group.over]
+        return [(group, bundle) for group, bundle in left if group.places.get(bundle) not in gone]
 
     # -- what is demanded ----------------------------------------------------------------------
     async def _drop_misplaced(self) -> None:
@@ -248,7 +265,7 @@ class Rooms:
 
     async def _num_possible(self, made: list[Group]) -> int:
         """How many of them the cluster is large enough for, whoever else uses it."""
-        away = self._in_use() | self._barred
+        away = self._in_use() | self._barred | self.dead
         try:
             large = len(await self._maker.answering(await self._maker.large() - away))
         except Exception as error:  # Ray's own RpcError or a plain RuntimeError

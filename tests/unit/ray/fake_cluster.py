@@ -24,6 +24,10 @@ class FakeCluster:
         self.places: dict[str, dict[int, str]] = {}
         self.fails = 0
         """So many calls to the head fail from now on."""
+        self.fails_to_answer = 0
+        self.num_asked = 0
+        self.slow: dict[str, asyncio.Event] = {}
+        """Ray nodes of which nobody says before this whether they are there."""
         self.one_at_a_time = threading.RLock()
         """Makers are called in threads; Ray's head, too, takes one call after the other."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -120,4 +124,10 @@ class FakeMaker:
         return set(self._cluster.ray_nodes)
 
     async def answering(self, ray_nodes: Iterable[str]) -> set[str]:
+        if self._cluster.fails_to_answer:
+            self._cluster.fails_to_answer -= 1
+            raise RuntimeError("the head does not answer")
+        for slow in self._cluster.slow.keys() & set(ray_nodes):
+            self._cluster.num_asked += 1
+            await self._cluster.slow[slow].wait()
         return set(ray_nodes) & self._cluster.ray_nodes.keys() - self._cluster.silent

@@ -218,10 +218,51 @@ def test_a_replacement_is_not_sought_where_the_head_has_not_noticed_the_loss_yet
 
 def test_a_ray_node_that_was_taken_for_dead_by_mistake_is_used_again() -> None:
     async def scenario() -> None:
-        job = Waiter(FakeCluster(a=1), gang=1)
+        cluster = FakeCluster(a=1)
+        cluster.fails_to_answer = 1
+        job = Waiter(cluster, gang=1)
         job.rooms.dead.add("a")
-        assert await job.serve(1) == ["a"]
-        assert job.rooms.dead == set()
+        assert await job.serve(1) == []  # the head does not say who answers
+        while not (started := await job.serve(1)):
+            await job.room_came()
+        assert started == ["a"] and job.rooms.dead == set()
+
+    play(scenario)
+
+
+def test_nobody_waits_for_an_answer_of_a_ray_node_that_is_gone() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(a=1, b=1)
+        cluster.silent.add("b")
+        cluster.slow["b"] = asyncio.Event()
+        job = Waiter(cluster, gang=1)
+        job.rooms.dead.add("b")
+        for _ in range(2):
+            assert await job.serve(1) == ["a"]
+            await job.ended("a")
+        assert cluster.num_asked == 1, "asked again while it is asked"
+        cluster.silent.clear()
+        cluster.slow["b"].set()
+        while job.rooms.dead:
+            await job.room_came()  # told, so that what waits can be served
+
+    play(scenario)
+
+
+def test_a_group_whose_last_node_ends_while_it_is_looked_at_is_not_used() -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster(a=1, b=1)
+        job = Waiter(cluster, gang=2)
+        assert sorted(await job.serve(2)) == ["a", "b"]
+        group, bundle = job.on("b")
+        del group.taken[bundle]  # free again, and on a Ray node that is looked at first
+        cluster.slow["b"] = asyncio.Event()
+        serving = asyncio.ensure_future(job.serve(1, wait=False))
+        while not cluster.num_asked:
+            await asyncio.sleep(0)
+        await job.ended("a")
+        cluster.slow["b"].set()
+        assert await serving == [] and group.over
 
     play(scenario)
 
