@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from orchestrator.core.events import (
 from orchestrator.protocol import messages as wire
 from orchestrator.protocol.errors import HoldfastError
 from orchestrator.runtime import service
-from orchestrator.runtime.assembly import Assembly
 from orchestrator.runtime.journal import JournalReader
 from orchestrator.runtime.record import read_view
 from orchestrator.runtime.replay import replay
@@ -130,56 +128,6 @@ def test_a_new_controller_takes_over_without_disturbing_training(tmp_path: Path)
         for agent in world.members():
             assert not any(isinstance(message, wire.Stop) for message in agent.received)
         await world.finish()
-
-    drive(scenario())
-
-
-def test_a_controller_that_takes_over_is_not_taken_for_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What that one has left says where nobody listens, or somebody else by now."""
-    prepare, seen = Assembly.prepare, list[object]()
-
-    async def spied(self: Assembly, *, fresh: bool) -> None:
-        seen.append(world.directory.controller())
-        await prepare(self, fresh=fresh)
-
-    async def scenario() -> None:
-        monkeypatch.setattr(Assembly, "prepare", spied)
-        world.start()
-        await world.running()
-        place = world.read_place()
-        await world.kill_controller()
-        world.directory.write_controller(place["address"], place["port"], 0)
-        world.start()
-        await world.until(lambda view: len(world.service.assembly.links) == 2)
-        assert seen == [None, None]
-        await world.finish()
-
-    world = World(tmp_path, make_job())
-    drive(scenario())
-
-
-def test_logs_that_were_removed_to_make_room_are_no_hindrance(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        shutil.rmtree(world.directory.logs)
-        world.start()
-        await world.running()
-        await world.finish()
-        assert (world.directory.logs / "controller.log").exists()
-
-    drive(scenario())
-
-
-def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.directory.logs.rmdir()
-        world.directory.logs.write_text("")
-        world.start()
-        with pytest.raises(HoldfastError, match=r"controller\.log: cannot be written"):
-            await world.task
 
     drive(scenario())
 
