@@ -93,12 +93,14 @@ def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
     cluster: rig.RayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot read the job's journal, and neither can a command."""
-    from orchestrator.backends.ray import calls, controller, kv
+    from orchestrator.backends.ray import calls, controller, journal, kv
     from orchestrator.cli.places.ray import RayPlace
     from orchestrator.runtime.ray_host import RayHost
 
     made = order()
-    record(made).put("journal/tail-00000001-000001", b"nonsense")
+    keys = record(made)
+    journal.KvJournal(keys, NAME)  # an earlier controller
+    keys.put("journal/tail-00000001-000001", b"nonsense")
     controller.create(made, RayHost)
     monkeypatch.setattr(calls, "ask", functools.partial(calls.ask, timeout_s=5.0))
     job = RayPlace(cluster.address).find(NAME)
