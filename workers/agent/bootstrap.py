@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import NoReturn, TextIO
 
 from orchestrator.protocol import limits
+from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
 
-from . import allocator, kernel, surroundings
+from . import allocator, kernel, place, surroundings
 
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
@@ -62,7 +63,7 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
         code = _leave(_exit_code(error))
     except BaseException as error:
         error.__traceback__ = _without_launcher(error.__traceback__)
-        if isinstance(error, SyntaxError) and _is_ours(error.__traceback__):
+        if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
             error.__traceback__ = None  # the script was never run; the error says where it is
         _tell(link, error)
         traceback.print_exception(error)
@@ -90,7 +91,8 @@ def _become(assign: wire.Assign, job: TrainingJob, wire_fd: int, output: int | N
     surroundings.adopt(assign.environment)
     allocator.adopt(os.environ)
     os.environ[wire.AGENT_FD] = str(wire_fd)
-    os.chdir(Path(assign.spec_directory or ".") / job.spec.working_directory)
+    if problem := place.enter(assign, job):
+        raise UserError(str(problem))
     if "torch" in sys.modules:
         threads = os.environ.get("OMP_NUM_THREADS", "")
         if threads.isdigit():

@@ -18,6 +18,7 @@ from .jobs import BOUND_S, holdfast, says, started
 from .test_verbs import client_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+SCRIPT = {"entrypoint": {"script": "train.py"}}
 OLDER = """
 import ray
 ray.__version__ = "2.59.0"
@@ -37,6 +38,24 @@ def written(place: Path, name: str, **changes: object) -> Path:
     changes = {"checkpoint": {"path": str(place / name)}} | changes
     file.write_text(yaml.safe_dump(spec(name, 12, **changes)))
     return file
+
+
+def run_alone(mine: Path, file: Path, address: str) -> subprocess.CompletedProcess[str]:
+    """`holdfast run` of a spec and a script in `mine`/in, which only this command sees."""
+    if os.geteuid() != 0:
+        pytest.skip("another view of the file system needs root")
+    mine.mkdir()
+    command = f"""
+        mount -t tmpfs none {mine} && mkdir {mine}/in && cd {mine}/in &&
+        cp {file} job.yaml && touch train.py && cd / &&
+        exec {sys.executable} -m orchestrator.cli.main run {mine}/in/job.yaml --ray {address}
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert list(mine.iterdir()) == []
+    return done
 
 
 def test_a_recipe_runs_to_its_end_and_is_watched_meanwhile(address: str, tmp_path: Path) -> None:
@@ -83,23 +102,35 @@ def test_a_script_that_is_on_no_node_is_refused_with_the_way_that_takes_it_along
     address: str, tmp_path: Path
 ) -> None:
     """This machine's directory is another one than that of the nodes."""
-    if os.geteuid() != 0:
-        pytest.skip("another view of the file system needs root")
-    job = {"entrypoint": {"script": "train.py"}}
-    mine, file = tmp_path / "mine", written(tmp_path, "elsewhere", **job)
-    mine.mkdir()
-    command = f"""
-        mount -t tmpfs none {mine} && cp {file} {mine}/job.yaml && touch {mine}/train.py &&
-        exec {sys.executable} -m orchestrator.cli.main run {mine}/job.yaml --ray {address}
-    """
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command],
-        capture_output=True, text=True, timeout=BOUND_S, check=False,
-    )  # fmt: skip
+    mine, file = tmp_path / "mine", written(tmp_path, "elsewhere", **SCRIPT)
+    done = run_alone(mine, file, address)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f"train.py ({mine}/train.py is on no Ray node of the cluster)" in done.stderr
+    assert f"train.py ({mine}/in/train.py is on no Ray node of the cluster)" in done.stderr
     assert "`holdfast submit FILE --ray http://HEAD:8265`" in done.stderr
-    assert list(mine.iterdir()) == []
+
+
+def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
+    address: str, tmp_path: Path
+) -> None:
+    """As a spec that is mounted into the head's pod only."""
+    for way, where in (("client", address), ("head", rig.connected().address)):
+        name = f"spec-only-{way}"
+        done = run_alone(tmp_path / way, written(tmp_path, name), where)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "12 of 12 steps" in done.stdout
+        assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
+
+
+def test_a_script_that_only_the_machine_of_the_command_has_is_named(tmp_path: Path) -> None:
+    """Of the machines of a cluster, one has it: whoever starts the job there is not told before."""
+    where, name = rig.connected().address, "script-here-only"
+    mine = tmp_path / "mine"
+    done = run_alone(mine, written(tmp_path, name, **SCRIPT), where)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in said, said
+    assert f"spec.entrypoint.script: got train.py ({mine}/in/train.py: No such file" in said
+    assert "`holdfast submit`" in said and "[Errno" not in said
+    assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
 
 
 def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(

@@ -1,0 +1,82 @@
+"""Where a worker runs its entrypoint on a node that lacks the directory of the spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from workers import wire
+from workers.agent import place
+from workers.data import load
+from workers.session.core import working_directory
+
+from .test_crew import ASSIGN
+
+RECIPE = {"recipe": {"name": "pretrain"}}
+
+
+def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {"entrypoint": entrypoint, **spec},
+        }
+    )
+
+
+@pytest.fixture
+def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wire.Assign:
+    """Of a spec from elsewhere; this process comes back to its directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    where = {"spec_directory": str(tmp_path / "elsewhere"), "log_file": f"{tmp_path}/logs/rank.log"}
+    return msgspec.structs.replace(ASSIGN, **where)
+
+
+def test_the_directory_of_the_spec_is_entered_where_it_is(
+    assign: wire.Assign, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere" / "src").mkdir(parents=True)
+    assert place.enter(assign, job(RECIPE)) is None
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert place.enter(assign, job(RECIPE, workingDirectory="src")) is None
+    assert Path.cwd() == tmp_path / "elsewhere" / "src"
+
+
+def test_a_recipe_without_it_runs_beside_its_logs_and_takes_no_data_from_there(
+    assign: wire.Assign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = job(RECIPE)
+    (tmp_path / "logs" / "text").write_text("not this one")
+    assert place.enter(assign, recipe) is None
+    assert Path.cwd() == tmp_path / "logs"
+    assert str(tmp_path / "elsewhere") in capsys.readouterr().err
+    ours, _ = wire.pair()
+    directory = working_directory(wire.Attached(link=ours, assign=assign, job=recipe))
+    with pytest.raises(UserError, match=f"{tmp_path}/elsewhere/text: No such file"):
+        load("text", directory)
+
+
+def test_a_directory_that_the_spec_names_is_never_replaced(assign: wire.Assign) -> None:
+    problem = place.enter(assign, job(RECIPE, workingDirectory="src"))
+    assert problem is not None and problem.field == "spec.workingDirectory"
+    assert f"src ({assign.spec_directory}/src: No such file or directory" in problem.got
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no directory", "no script in it"])
+def test_a_script_that_is_missing_is_named_with_its_path(
+    assign: wire.Assign, tmp_path: Path, there: bool
+) -> None:
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    problem = place.enter(assign, job({"script": "train.py"}))
+    assert problem is not None and problem.field == "spec.entrypoint.script"
+    assert f"train.py ({assign.spec_directory}/train.py: No such file" in problem.got
+    assert "holdfast submit" in problem.fix
