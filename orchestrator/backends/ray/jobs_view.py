@@ -37,8 +37,10 @@ def submission_id() -> str:
 class Entry:
     """One Ray job's. Does nothing where this process is not the driver of a submitted job."""
 
-    def __init__(self, job: str) -> None:
-        self._job, self._id = job, submission_id()
+    def __init__(self, job: str, metadata: dict[str, str]) -> None:
+        """`metadata`: what is not in the entry already, as of a job that Holdfast did not submit
+        (a RayJob of KubeRay)."""
+        self._job, self._id, self._lacking = job, submission_id(), metadata
 
     def tell(self, message: str, metadata: dict[str, str]) -> None:
         """Blocks for two round trips. What cannot be told is not worth the job's driver."""
@@ -59,6 +61,6 @@ class Entry:
         if entry.get("status") != "RUNNING" or known.get(OWNER) != self._job:
             self._id = ""  # ended or deleted meanwhile, or somebody else's
             return
-        entry |= {"message": message, "metadata": {**known, **metadata}}
+        entry |= {"message": message, "metadata": {**self._lacking, **known, **metadata}}
         value = json.dumps(entry).encode()
         internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)

@@ -90,7 +90,8 @@ class RayPlace:
             # Before connecting: several Ray nodes of one machine unpack a job's working_dir one
             # after the other in the same place, and take it away from under our feet.
             job, directory = self._load(file), file.absolute().parent
-            cluster.connect(self._address, metadata(job))
+            told = metadata(job)
+            cluster.connect(self._address, told)
             if self._outside:
                 _expect_script(job, directory)
             for one in ray_remains.expire(kv.jobs(), self.find):
@@ -99,9 +100,9 @@ class RayPlace:
             name = job.name
         else:
             assert attach is not None
-            name = attach
+            name, told = attach, {}
             self._revive(self.find(attach), display)
-        found, display = self.find(name), Told(display, Entry(name))
+        found, display = self.find(name), Told(display, Entry(name, told))
 
         def stop() -> None:
             # `ray job stop` means the job that the Ray job has brought. Elsewhere somebody ends a

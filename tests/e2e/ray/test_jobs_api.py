@@ -72,6 +72,26 @@ def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
     assert gone.returncode == 0, gone.stderr
 
 
+def test_a_ray_job_of_others_that_names_its_job_shows_what_a_submitted_one_does(
+    client: Any, tmp_path: Path
+) -> None:
+    """As a RayJob of KubeRay."""
+    file = tmp_path / "job.yaml"
+    checkpoint = {"path": str(tmp_path / "checkpoints")}
+    file.write_text(yaml.safe_dump(spec("of-others", 12, checkpoint=checkpoint)))
+    name = client.submit_job(
+        entrypoint=f"python -m orchestrator.cli.main run {file} --ray auto",
+        metadata={"holdfast_job": "of-others", "nodes": "theirs"},
+    )
+    info = until(client, name, ("SUCCEEDED", "FAILED", "STOPPED"))
+    assert info.status == "SUCCEEDED", client.get_job_logs(name)
+    assert info.metadata["job_name"] == "of-others"
+    assert info.metadata["model"] == "pretrain, 1 layers of 32"
+    assert info.metadata["nodes"] == "theirs"
+    gone = holdfast("delete", "of-others", "--yes", "--ray", rig.connected().address)
+    assert gone.returncode == 0, gone.stderr
+
+
 def test_inside_the_cluster_auto_is_the_address(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
