@@ -82,13 +82,19 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         raise UserError(str(Problem("--ray", f"{address} ({got})", expected))) from None
 
 
-def check_version(version: str) -> None:
-    """Raises UserError for a Ray that cannot do what is needed."""
+def check_version(version: str, cluster: str = "") -> None:
+    """Raises UserError for a Ray that cannot do what is needed: this one, or that of the cluster at
+    an address."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        problem = Problem("ray", version, f"{oldest} or newer", f"pip install 'ray>={oldest}'")
-        raise UserError(str(problem))
+    if numbers >= OLDEST:
+        return
+    oldest = ".".join(map(str, OLDEST))
+    fix = f"pip install 'ray>={oldest}'"
+    problem = Problem("ray", version, f"{oldest} or newer", fix)
+    if cluster:
+        got = f"{cluster} (a cluster of Ray {version})"
+        problem = Problem("--ray", got, f"one of Ray {oldest} or newer", f"{fix} on its nodes")
+    raise UserError(str(problem))
 
 
 def _init(**options: Any) -> None:

@@ -76,6 +76,7 @@ class Api:
         try:
             with _no_overrides("://" in address):
                 self._client: Any = JobSubmissionClient(address)
+                served = self._served()
         # An answer that is not Ray's: no JSON (an OSError of requests too), no version in it.
         except (OSError, KeyError) as error:
             fix = "`ray status` on the head says whether it runs; the dashboard must run too"
@@ -87,6 +88,16 @@ class Api:
             expected = versions if "version" in told or "not supported" in told else dashboard
             got = f"{address} ({_short(error)})"
             raise UserError(str(Problem("--ray", got, expected))) from None
+        if served:
+            check_version(served, cluster=address)
+
+    def _served(self) -> str:
+        """The cluster's Ray, which may be another than this one; empty where it cannot be told.
+        Ray's client itself asks for 1.9 or newer, and newer ones keep what they were told."""
+        told = getattr(self._client, "_server_ray_version", None)
+        if told is None and (ask := getattr(self._client, "_do_request", None)):
+            told = ask("GET", "/api/version").json()["ray_version"]
+        return str(told or "")
 
     def submit(
         self, name: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]

@@ -128,11 +128,15 @@ def stranger(answer: bytes) -> Iterator[str]:
     ("answer", "expected"),
     [
         (b'{"ray_version": "1.8.0"}', "Ray version 1.8.0 is running on the cluster"),
+        (
+            b'{"ray_version": "2.40.0"}',
+            " (a cluster of Ray 2.40.0); expected one of Ray 2.51 or newer",
+        ),
         (b"", "Version check returned 404"),
         (b"<html>", "expected the address of a Ray cluster's dashboard"),
         (b"{}", "expected the address of a Ray cluster's dashboard"),
     ],
-    ids=["old-ray", "no-such-page", "no-json", "no-version"],
+    ids=["ancient-ray", "old-ray", "no-such-page", "no-json", "no-version"],
 )
 def test_a_server_that_is_no_dashboard_of_a_ray_like_ours_is_refused(
     answer: bytes, expected: str
