@@ -6,7 +6,6 @@ ray, or interpret; runtime/ and the renderers do.
 
 from __future__ import annotations
 
-import getpass
 import json
 import tempfile
 import time
@@ -34,6 +33,7 @@ from ..display import Display
 from ..render import FINISHED
 from . import ray_remains
 from .base import Answer, Wanted
+from .ray_user import asks
 
 FOLLOW_INTERVAL_S = 0.5
 RECORD_S = 30.0
@@ -97,7 +97,7 @@ class RayJob:
         ]
 
     def request(self, verb: str, **arguments: Any) -> Answer:
-        arguments.setdefault("by", _user())
+        arguments.setdefault("by", asks())
         try:
             answer = self._ask("perform", verb, arguments)
         except calls.ControllerGone as error:
@@ -268,10 +268,3 @@ class _Copy(JobDirectory):
 
 def _view(body: dict[str, Any]) -> JobView:
     return msgspec.convert(body, JobView)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""

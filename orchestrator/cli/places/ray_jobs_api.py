@@ -20,6 +20,7 @@ from ...backends.ray.jobs_view import OWNER
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, load_job
 from ..preflight import check_handed_in
+from .ray_user import handed_on
 
 PROGRAM = "python -m orchestrator.cli.main"
 FILE_NAME = "holdfast-job.yaml"
@@ -107,7 +108,7 @@ def forward(address: str) -> int:
     words = sys.argv[1:]
     _expect_possible(words, address)
     inner = [word for word in words if word != address and not word.startswith("--ray")]
-    entrypoint = f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}"
+    entrypoint = handed_on(f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}")
     api = jobs.Api(address)
     name = f"{COMMAND}{secrets.token_hex(4)}"
     submitted = api.submit(name, entrypoint, {}, {"job_name": shlex.join(["holdfast", *inner])})

@@ -123,6 +123,64 @@ def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(j
     assert done.returncode == 2 and "DESTINATION: got model; expected an absolute" in done.stderr
 
 
+def test_over_http_a_job_is_told_about(job: Job) -> None:
+    dashboard = job.cluster.dashboard
+    job.running()
+    assert "launch" in ask(job, "events", NAME, address=dashboard)
+    assert "goodput" in ask(job, "report", NAME, address=dashboard)
+    assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=dashboard)
+
+
+def test_over_http_a_failure_is_rehearsed_on_a_rank_that_there_is(job: Job) -> None:
+    dashboard, before = job.cluster.dashboard, job.running().num_incidents
+    kill = ("chaos", "kill-worker", NAME, "--rank")
+    done = holdfast(*kill, "9", "--ray", dashboard)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "rank: got 9; expected" in done.stderr
+    assert "worker 1" in ask(job, *kill, "1", address=dashboard)
+    assert job.incident_after(before).rehearsal
+    assert job.running().num_incidents == before + 1
+
+
+def test_over_http_a_job_is_changed_by_who_typed_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by the cluster's user, who runs the command."""
+    dashboard = job.cluster.dashboard
+    monkeypatch.setenv("LOGNAME", "ada; $(exit 1)\x1b[2J")
+    job.running()
+    assert "from 2 to 1 nodes" in ask(job, "resize", NAME, "1", address=dashboard)
+    assert job.running(nodes=1).world_size == 2
+    assert "from 1 to 2 nodes" in ask(job, "resize", NAME, "2", address=dashboard)
+    assert job.running(nodes=2).world_size == 4
+    assert "the newest state goes to storage" in ask(job, "suspend", NAME, address=dashboard)
+    job.until(lambda view: view.state == "suspended")
+    assert "asking for nodes" in ask(job, "resume", NAME, address=dashboard)
+    job.running()
+    told = [json.loads(line) for line in ask(job, "events", NAME, "--json").splitlines()]
+    asked = [one["event"]["by"] for one in told if one.get("event", {}).get("by")]
+    assert asked[-4:] == ["ada; $(exit 1)[2J"] * 4
+
+
+def test_events_are_followed_up_to_the_jobs_end_and_a_job_is_cancelled_over_http(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path, "called-off", 1_000_000)
+    try:
+        job.until(lambda view: view.state in ("pending", "running"))
+        follower = started("events", job.name, "-f", "--ray", job.cluster.address)
+        says(follower, r"job [0-9a-f]+ submitted")
+        done = ask(job, "cancel", job.name, address=job.cluster.dashboard)
+        assert "stopping all workers" in done
+        says(follower, "cancel requested by ")
+        follower.communicate(timeout=BOUND_S)
+        assert follower.returncode == 0
+        assert job.until(lambda view: view.state == "cancelled").reason
+        assert job.command.wait(BOUND_S) == 1
+    finally:
+        job.end()
+
+
 def test_through_a_ray_client_the_same_verbs_work(job: Job, tmp_path: Path) -> None:
     with client_server(job.cluster.address, tmp_path) as address:
         assert json.loads(ask(job, "status", NAME, "--json", address=address))["name"] == NAME
