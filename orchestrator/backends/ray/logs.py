@@ -33,7 +33,8 @@ def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
     inside = not ray.util.client.ray.is_connected()
     if inside:
         machines.pop(socket.gethostname(), None)
-    look = ray.remote(num_cpus=0, max_retries=0)(_read)
+    # Twice a second while a log is followed: Ray's list of tasks would be full of it (see calls).
+    look = ray.remote(num_cpus=0, max_retries=0, enable_task_events=False)(_read)
     asked = []
     for node in machines.values():
         there = NodeAffinitySchedulingStrategy(node, soft=False)

@@ -69,6 +69,28 @@ def test_logs_are_followed_while_they_are_written(job: Job) -> None:
         follower.wait()
 
 
+def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To whoever reads, all Ray nodes are on one machine: here it is another one than theirs."""
+    import ray
+    from ray.util.state import list_tasks
+
+    from orchestrator.backends.ray import logs
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    offsets: dict[str, int] = {}
+    assert logs.fetch(NAME, job.running().job_id, offsets, tmp_path) and offsets
+    later = ray.remote(num_cpus=0)(lambda: 0).options(name="later")  # Ray is told of both at once
+    assert ray.get(later.remote(), timeout=BOUND_S) == 0
+    names, give_up = set[str](), time.monotonic() + BOUND_S
+    while "later" not in names:
+        assert time.monotonic() < give_up
+        names = {task.name for task in list_tasks(address=job.cluster.dashboard, limit=10_000)}
+        time.sleep(0.5)  # Ray collects what tasks did once a second
+    assert "_read" not in names
+
+
 def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) -> None:
     job.running()
     watcher = started("run", "--attach", NAME, "--ray", job.cluster.address)
