@@ -57,18 +57,39 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions(another_vers
 def test_the_heads_address_is_refused_on_a_machine_outside_the_cluster_with_those_that_work() -> (
     None
 ):
-    """A machine on which no raylet runs: one that sees none of the other processes."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("hiding the raylets of this machine needs root and unshare")
     address = rig.connected().address
-    words = [sys.executable, "-m", "orchestrator.cli.main", "status", "--ray", address]
-    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    done = subprocess.run(
-        [*alone, *words], capture_output=True, text=True, timeout=BOUND_S, check=False
-    )
+    done = alone("status", "--ray", address)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"--ray: got {address} (no Ray node of that cluster runs on this machine)" in done.stderr
     assert "expected http://" in done.stderr and "ray://" in done.stderr
+
+
+def alone(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command on a machine on which no raylet runs: it sees none of the other processes."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("hiding the raylets of this machine needs root and unshare")
+    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    return subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["status", "submit"])
+@pytest.mark.parametrize("address", [(), ("auto",)], ids=["no-address", "auto"])
+def test_auto_is_refused_on_a_machine_without_a_cluster(
+    verb: str, address: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes the cluster of this machine
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec("nowhere", 12, checkpoint={"path": str(tmp_path)})))
+    words = {"status": ("status",), "submit": ("submit", str(file))}[verb]
+    done = alone(*words, "--ray", *address)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--ray: got auto (" in done.stderr
+    assert "`ray status` on the head says whether it runs" in done.stderr
 
 
 def test_a_runtime_env_that_fails_to_build_in_the_cluster_is_told_in_rays_words(
