@@ -161,8 +161,8 @@ def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
     broken = tmp_path / "env.yaml"
     broken.write_text("py_modules: ['/no/such/directory']\n")
     done = submit(tmp_path, "no-env", 12, "--runtime-env", str(broken), "--follow")
-    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
-    assert "/no/such/directory" in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--runtime-env: got" in done.stderr and "/no/such/directory" in done.stderr
     from orchestrator.backends.ray import kv
 
     assert "no-env" not in kv.jobs()
@@ -178,6 +178,20 @@ def test_a_script_that_did_not_come_along_is_refused_with_its_name(
     done = holdfast("submit", str(file), "--ray", rig.connected().dashboard)
     assert done.returncode == 2 and "nowhere.py" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
+    client: Any, tmp_path: Path
+) -> None:
+    """Ray's job server has no Ray job that runs for it; the cluster still has the record."""
+    first = submit(tmp_path, "once", 12, "--follow")
+    assert first.returncode == 0, first.stdout + first.stderr
+    again = submit(tmp_path, "once", 12, "--follow")
+    assert again.returncode == 2 and "Traceback" not in again.stdout + again.stderr
+    taken = "metadata.name: got once, which exists in this Ray cluster and is succeeded"
+    assert taken in again.stdout, again.stderr
+    gone = holdfast("delete", "once", "--yes", "--ray", rig.connected().address)
+    assert gone.returncode == 0, gone.stderr
 
 
 def test_run_over_http_says_what_to_do_instead(client: Any, tmp_path: Path) -> None:
