@@ -17,6 +17,9 @@ from .jobs import BOUND_S, Job
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 GPUS = 4
 KEY = "example.com/rack"
+RACKS = "bdac"
+"""Of the Ray nodes, in the order in which they come. By chance, the ranks of one job follow these
+names one time in 24."""
 SCRIPT = """
 import json, os, pathlib, time
 here, job, rank = pathlib.Path(__file__).parent, os.environ["JOB"], os.environ["RANK"]
@@ -30,13 +33,12 @@ while not (here / "end").exists():
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_nodes() -> Iterator[None]:
-    """One with room for two jobs, two with room for one worker."""
+    """One with room for two jobs, the others with room for one worker."""
     cluster = rig.connected()
-    cluster.add_node(num_cpus=GPUS, num_gpus=GPUS, labels={KEY: "b"})
-    for rack in ("a", "b"):
-        cluster.add_node(num_cpus=1, num_gpus=1, labels={KEY: rack})
+    for rack, room in zip(RACKS, (GPUS, 1, 1, 1), strict=True):
+        cluster.add_node(num_cpus=room, num_gpus=room, labels={KEY: rack})
     yield
-    for _ in range(3):
+    for _ in RACKS:
         cluster.kill_newest()
 
 
@@ -81,12 +83,12 @@ def test_two_jobs_on_one_ray_node_see_the_gpus_that_ray_gave_to_each(place: Path
 
 def test_ranks_are_laid_out_by_the_labels_of_ray_nodes(place: Path) -> None:
     job = start(
-        place, "racks", nodes={"min": 3, "max": 3}, workersPerNode=1, ray={"topologyKeys": [KEY]},
+        place, "racks", nodes={"min": 4, "max": 4}, workersPerNode=1, ray={"topologyKeys": [KEY]},
         resources={"cpu": 1, "gpu": 1},
     )  # fmt: skip
     try:
-        environments(place, job, 3)
-        assert [label_of(job, rank) for rank in range(3)] == ["a", "b", "b"]
+        environments(place, job, len(RACKS))
+        assert [label_of(job, rank) for rank in range(len(RACKS))] == sorted(RACKS)
     finally:
         job.end()
 
