@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from orchestrator.protocol import paths
 from orchestrator.protocol.errors import UserError
 
 STDLIB = "stdlib"
@@ -107,7 +108,7 @@ def load(source: str, directory: str) -> Bytes:
     """The text of a source as bytes. Raises UserError when there is none."""
     if source == STDLIB:
         return _stdlib()
-    path = Path(directory, source).expanduser()
+    path = paths.resolve(directory, source)
     field = "spec.entrypoint.recipe.config.data.source"
     try:
         if path.is_dir():

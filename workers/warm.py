@@ -19,13 +19,13 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.fsdp import fully_shard
 
+from orchestrator.protocol import paths
 from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec import Pretrain, TrainingJob
 from orchestrator.protocol.spec.recipe import Model
@@ -68,10 +68,9 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
 def calls_session(job: TrainingJob, directory: str) -> bool:
     """Whether the entry file itself imports workers.session. Reads it, runs nothing of it."""
     entry = job.spec.entrypoint
-    place = Path(directory, job.spec.working_directory)
     name = entry.script or (entry.module or "").replace(".", "/") + ".py"
     try:
-        tree = ast.parse((place / name).read_bytes())
+        tree = ast.parse(paths.resolve(directory, job.spec.working_directory, name).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False  # the real start says what is wrong with it
     return any(_imports_session(node) for node in ast.walk(tree))

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..protocol import paths
 from ..protocol.errors import Problem, SpecError
 from ..protocol.spec import TrainingJob, load_job
 from ..protocol.store import make_directory
@@ -76,7 +77,7 @@ def _is_same_everywhere(path: str) -> bool:
 
 
 def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
-    work = spec_directory / Path(job.spec.working_directory).expanduser()
+    work = paths.resolve(spec_directory, job.spec.working_directory)
     if not work.is_dir():
         yield Problem(
             "spec.workingDirectory",
@@ -86,12 +87,12 @@ def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
         return
     entry = job.spec.entrypoint
     if entry.script is not None:
-        yield from _script(work / Path(entry.script).expanduser(), entry.script)
+        yield from _script(paths.resolve(work, entry.script), entry.script)
     if entry.module is not None:
         yield from _module(work, entry.module)
     if entry.recipe is not None and entry.recipe.config.data.source != "stdlib":
         source = entry.recipe.config.data.source
-        yield from _data(work / Path(source).expanduser(), source)
+        yield from _data(paths.resolve(work, source), source)
     if job.spec.checkpoint.path is not None:
         yield from _storage(job.spec.checkpoint.path, spec_directory)
 

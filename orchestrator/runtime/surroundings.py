@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..protocol import paths
 from ..protocol.errors import Problem
 from ..protocol.spec import TrainingJob
 
@@ -31,7 +32,7 @@ def storage_place(path: str, spec_directory: str | Path) -> str:
     scheme, is_url, rest = path.partition("://")
     if is_url and scheme not in LOCAL_SCHEMES:
         return path
-    return str((Path(spec_directory) / Path(rest if is_url else path).expanduser()).resolve())
+    return str(paths.resolve(spec_directory, rest if is_url else path).resolve())
 
 
 def missing_driver(path: str, error: Exception) -> Problem:

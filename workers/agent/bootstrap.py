@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TextIO
 
-from orchestrator.protocol import limits
+from orchestrator.protocol import limits, paths
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
@@ -133,7 +133,7 @@ def _run_entrypoint(job: TrainingJob) -> None:
     if entry.recipe is not None:
         importlib.import_module(f"workers.recipes.{entry.recipe.name}").main(job)
     elif entry.script is not None:
-        script = str(Path(entry.script).resolve())
+        script = str(paths.resolve(Path.cwd(), entry.script).resolve())
         sys.argv = [entry.script, *entry.args]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")

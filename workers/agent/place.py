@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from orchestrator.protocol import paths
 from orchestrator.protocol.errors import Problem
 from orchestrator.protocol.spec import TrainingJob
 from workers import wire
@@ -18,11 +19,11 @@ from workers import wire
 def enter(assign: wire.Assign, job: TrainingJob) -> Problem | None:
     """What this node lacks, or None."""
     entry, written = job.spec.entrypoint, job.spec.working_directory
-    directory = Path(assign.spec_directory or ".") / written
+    directory = paths.resolve(assign.spec_directory, written)
     try:
         os.chdir(directory)
         if entry.script is not None:
-            Path(entry.script).stat()
+            paths.resolve(directory, entry.script).stat()
         return None
     except OSError as error:
         why = f"{error.strerror} on this node"
@@ -32,7 +33,10 @@ def enter(assign: wire.Assign, job: TrainingJob) -> Problem | None:
     if entry.script is None:
         got, expected = f"{written} ({directory}: {why})", "a directory of every node"
         return Problem("spec.workingDirectory", got, expected)
-    got, expected = f"{entry.script} ({directory / entry.script}: {why})", "a file of every node"
+    got, expected = (
+        f"{entry.script} ({paths.resolve(directory, entry.script)}: {why})",
+        "a file of every node",
+    )
     fix = "on Ray, `holdfast submit` takes along what lies beside the spec file"
     return Problem("spec.entrypoint.script", got, expected, fix)
 

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from orchestrator.protocol import limits
+from orchestrator.protocol import limits, paths
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.facts import Phase, Restore
 from orchestrator.protocol.mesh import Mesh
@@ -288,7 +287,8 @@ def staging_interval(job: TrainingJob) -> int:
 
 
 def working_directory(attached: wire.Attached) -> str:
-    return str(Path(attached.assign.spec_directory, attached.job.spec.working_directory))
+    spec_directory = attached.assign.spec_directory
+    return str(paths.resolve(spec_directory, attached.job.spec.working_directory))
 
 
 def init(shard: int | None = None) -> Session:

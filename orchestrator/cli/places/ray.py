@@ -15,6 +15,7 @@ import msgspec
 from ...backends.ray import calls, cluster, controller, files, kv, names
 from ...backends.ray.controller import ControllerOrder
 from ...backends.ray.jobs_view import Entry, submission_id
+from ...protocol import paths
 from ...protocol.certificate import make_keys
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, job_to_mapping, load_job
@@ -193,7 +194,7 @@ def _expect_script(job: TrainingJob, directory: Path) -> None:
     script = job.spec.entrypoint.script
     if script is None:
         return
-    path = str((directory / job.spec.working_directory / script).resolve())
+    path = str(paths.resolve(directory, job.spec.working_directory, script).resolve())
     if files.on_no_node(path):
         got = f"{script} ({path} is on no Ray node of the cluster)"
         fix = "`holdfast submit FILE --ray http://HEAD:8265` takes along what lies beside FILE"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from workers import wire
 from workers.agent import place
 from workers.data import load
 from workers.session.core import working_directory
+from workers.warm import calls_session
 
 from .test_crew import ASSIGN
 
@@ -80,3 +82,21 @@ def test_a_script_that_is_missing_is_named_with_its_path(
     assert problem is not None and problem.field == "spec.entrypoint.script"
     assert f"train.py ({assign.spec_directory}/train.py: No such file" in problem.got
     assert "holdfast submit" in problem.fix
+
+
+def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
+    assign: wire.Assign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before a job starts takes it so, too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "train.py").write_text("import workers.session")
+    at_home = job({"script": "~/train.py"}, workingDirectory="~/src")
+    assert place.enter(assign, at_home) is None
+    assert Path.cwd() == tmp_path / "src"
+    with socket.socket() as link:
+        attached = wire.Attached(link, assign, at_home)
+        assert working_directory(attached) == str(tmp_path / "src")
+    assert calls_session(at_home, "/nowhere")
+    assert bytes(load("~/text", "/nowhere")) == b"some text"
