@@ -1,4 +1,4 @@
-"""Every verb on a job of a Ray cluster, by each kind of address, as a person types it."""
+"""Every verb on a job of a Ray cluster, by its address and over http://, as a person types it."""
 
 from __future__ import annotations
 
