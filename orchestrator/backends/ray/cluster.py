@@ -124,10 +124,12 @@ def _own_end() -> Iterator[None]:
 
 def _reason(error: ConnectionError) -> str:
     """What went wrong, in a line: the Ray client's server answers with its own traceback, which
-    tells it in the last one. Older Rays say nothing at all when no head answers."""
+    tells it in the last one. Older Rays say nothing at all when no head answers, or a newer one."""
+    import ray
+
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
-        return "nobody answers there as a Ray head does"
+        return f"nobody answers there as a head of Ray {ray.__version__}, the one here, does"
     return lines[-1].partition(": ")[2] or lines[-1] if "Traceback" in str(error) else lines[0]
 
 

@@ -78,7 +78,7 @@ class Api:
                 self._client: Any = JobSubmissionClient(address)
                 served = self._served()
         # An answer that is not Ray's: no JSON (an OSError of requests too), no version in it.
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, ValueError, TypeError) as error:
             fix = "`ray status` on the head says whether it runs; the dashboard must run too"
             got = f"{address} ({_short(error)})"
             raise UserError(str(Problem("--ray", got, dashboard, fix))) from None

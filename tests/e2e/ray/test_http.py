@@ -135,8 +135,10 @@ def stranger(answer: bytes) -> Iterator[str]:
         (b"", "Version check returned 404"),
         (b"<html>", "expected the address of a Ray cluster's dashboard"),
         (b"{}", "expected the address of a Ray cluster's dashboard"),
+        (b'{"ray_version": "x"}', "expected the address of a Ray cluster's dashboard"),
+        (b'{"ray_version": null}', "expected the address of a Ray cluster's dashboard"),
     ],
-    ids=["ancient-ray", "old-ray", "no-such-page", "no-json", "no-version"],
+    ids=["ancient-ray", "old-ray", "no-such-page", "no-json", "no-version", "words", "null"],
 )
 def test_a_server_that_is_no_dashboard_of_a_ray_like_ours_is_refused(
     answer: bytes, expected: str
