@@ -37,7 +37,7 @@ test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is pr
 	  "ray[default]==$$($(BIN)/python -c 'from orchestrator.backends.ray.cluster import OLDEST; \
 	  print(*OLDEST, sep=".")').*"
 	$(VENV)/ray-oldest/bin/python -m pytest tests/contract/test_backends.py \
-	  tests/e2e/ray/test_faults.py -k ray
+	  $(addprefix tests/e2e/ray/test_,faults.py journal.py drain.py gang.py jobs_api.py metrics.py) -k ray
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

@@ -18,7 +18,7 @@ import pytest
 
 BOUND_MS = 120_000
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-SIZE = {"width": 1500, "height": 820}
+SIZE = {"width": 1500, "height": 900}
 
 
 def program() -> str:
@@ -55,8 +55,8 @@ class Browser:
         rows.first.wait_for()
         return str(rows.first.inner_text())
 
-    def picture(self, name: str, of: Any = None) -> None:
-        (of or self.page).screenshot(path=self._pictures / f"{name}.png")
+    def picture(self, name: str) -> None:
+        self.page.screenshot(path=self._pictures / f"{name}.png")
 
 
 @contextmanager

@@ -43,3 +43,19 @@ def test_nodes_are_added_for_a_job_used_replaced_and_given_back(
     finally:
         job.end()
     cluster.until(lambda nodes: not nodes)  # idle: nothing is asked for any more
+
+
+def test_a_job_that_can_only_run_whole_gets_all_its_nodes_at_once(
+    cluster: GrowingCluster, tmp_path: Path
+) -> None:
+    """Its nodes are asked for as one placement group, which fits nothing that is there."""
+    job = Job(
+        tmp_path, "whole", 1_000_000, cluster=cluster, nodes={"min": 2, "max": 2},
+        checkpoint={"path": str(tmp_path / "whole"), "storage": {"everySteps": 20}},
+    )  # fmt: skip
+    try:
+        assert job.running(nodes=2).generation == 1, "never began with fewer"
+        assert {job.facts(node)["ray_node"] for node in job.members()} == cluster.nodes()
+    finally:
+        job.end()
+    cluster.until(lambda nodes: not nodes)

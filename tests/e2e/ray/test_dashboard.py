@@ -101,7 +101,27 @@ def test_the_actors_view_shows_controller_and_nodes_with_state_and_restarts(
         assert cells[columns.index("Name")] == f"{NAME}-{node}"
         assert cells[columns.index("State")] == "ALIVE"
         assert cells[columns.index("Restarted")] == "0"
+
+
+def test_a_lost_node_stays_in_the_actors_view_beside_its_successor(
+    job: Submitted, seen: Browser
+) -> None:
+    members, before = job.members(), job.running().num_incidents
+    lost = members[-1]
+    os.kill(job.facts(lost)["actor_pid"], signal.SIGKILL)
+    job.incident_after(before)
+    job.running()
+    (new,) = set(job.members()) - set(members)
+    seen.open("actors")
+    seen.page.get_by_label("Name").first.fill(NAME)
+    told = seen.row(f"HoldfastAgent({NAME} {lost})", "DEAD")
+    columns = [name.strip() for name in seen.page.locator("thead").inner_text().split("\t")]
+    assert [cell.strip() for cell in told.split("\t")][columns.index("Restarted")] == "0"
+    assert "worker process has died" in told
+    seen.row(f"HoldfastAgent({NAME} {new})", "ALIVE")
     seen.picture("ray-actors")
+    seen.page.locator("th").filter(has_text="Exit Detail").scroll_into_view_if_needed()
+    seen.picture("ray-actors-restarted")
 
 
 def test_the_log_view_shows_a_workers_log_by_its_rank(job: Submitted, seen: Browser) -> None:
