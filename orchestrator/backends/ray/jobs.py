@@ -32,8 +32,8 @@ CHATTY = (
 """They tell of every upload, and of every stream's end."""
 SERVER_FAILED = re.compile(r"status code 5\d\d: (?:Traceback.* )?(.*)$")
 """What comes back when it was not the request's fault, but Ray answers 500 to bad ones too."""
-PREAMBLE = re.compile(r".*?^Running entrypoint for job [^\n]*\n", re.MULTILINE | re.DOTALL)
-"""What Ray writes into a job's log before its program does."""
+PREAMBLE = re.compile(r"[^\t]*\tINFO job_manager\.py:\d+ -- |Running entrypoint for job ")
+"""Lines that Ray writes into a job's log before its program does; older ones only the first."""
 FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
 """Where in Ray it happened, which is no news to who wrote the runtime env."""
 OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -139,7 +139,9 @@ class Api:
         while (outcome := self._outcome(name)) is None:
             time.sleep(POLL_S)
         said: list[str] = []
-        _Log(said.append, own=True).whole(self._asked(self._client.get_job_logs, name))
+        log = _Log(said.append, own=True)
+        log.whole(self._asked(self._client.get_job_logs, name))
+        log.end()
         return outcome, "".join(said)
 
     def follow(self, name: str, on_text: Callable[[str], None], *, own: bool = False) -> Outcome:
@@ -149,11 +151,11 @@ class Api:
         whole = asyncio.run(self._stream(name, log))
         while True:
             outcome = self._outcome(name)
-            if outcome is not None and whole:
-                return outcome
-            # A proxy cut the stream, or knows of none.
-            log.whole(self._asked(self._client.get_job_logs, name))
+            if outcome is None or not whole:
+                # A proxy cut the stream, or knows of none.
+                log.whole(self._asked(self._client.get_job_logs, name))
             if outcome is not None:
+                log.end()
                 return outcome
             whole = False
             time.sleep(FETCH_S)
@@ -240,11 +242,23 @@ class _Log:
         self._num_read += len(text)
         if self._preamble:
             self._kept += text
-            if (found := PREAMBLE.match(self._kept)) is None:
+            while self._preamble and "\n" in self._kept:
+                line, _, rest = self._kept.partition("\n")
+                if PREAMBLE.match(line):
+                    self._kept = rest
+                else:
+                    self._preamble = False
+            if self._preamble:
                 return
-            text, self._kept, self._preamble = self._kept[found.end() :], "", False
+            text, self._kept = self._kept, ""
         if text:
             self._on_text(text)
+
+    def end(self) -> None:
+        """Nothing more comes: also a first line without an end is told."""
+        if self._kept and not PREAMBLE.match(self._kept):
+            self._on_text(self._kept)
+        self._kept = ""
 
 
 @contextmanager
