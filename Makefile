@@ -31,7 +31,7 @@ lint: $(STAMP)  ## style, types and import rules
 test: $(STAMP)  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest -n 2
 
-test-ray-oldest: $(STAMP)  ## contract and faults with the oldest Ray that is promised, in .venv/ray-oldest
+test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promised, in .venv/ray-oldest
 	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest
 	$(BIN)/uv pip install --quiet --python $(VENV)/ray-oldest/bin/python --editable '.[dev]' \
 	  "ray[default]==$$($(BIN)/python -c 'from orchestrator.backends.ray.cluster import OLDEST; \

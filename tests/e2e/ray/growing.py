@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from . import rig
-from .head import ATTEMPTS, START_S, free_port, kill_tree
+from .head import ATTEMPTS, START_S, kill_tree
+from .rig import free_port
 
 IDLE_MINUTES = 0.5
 BOUND_S = 240.0

@@ -33,11 +33,6 @@ WAITED_FOR_S = 600
 """And where it does come back: on a busy machine a head takes longer than that to start."""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class HeadedCluster:
     """A head without CPUs and further Ray nodes. The head comes back at the same address."""
 
@@ -62,13 +57,13 @@ class HeadedCluster:
         }
         if redis:
             self.environment["RAY_REDIS_ADDRESS"] = self._start_redis()
-        self._port = free_port()
+        self._port = rig.free_port()
         from ray.util import get_node_ip_address
 
         self.address = f"{get_node_ip_address()}:{self._port}"
         self._words = ["--include-dashboard", str(dashboard).lower()]
         if dashboard:
-            port = free_port()
+            port = rig.free_port()
             self.dashboard = f"http://127.0.0.1:{port}"
             self._words += ["--dashboard-port", str(port)]
         try:
@@ -83,7 +78,7 @@ class HeadedCluster:
         self._head = self._ray(
             "--head", "--port", str(self._port), "--num-cpus", "0",
             "--temp-dir", str(self._directory), *self._words,
-            "--ray-client-server-port", str(free_port()),
+            "--ray-client-server-port", str(rig.free_port()),
         )  # fmt: skip
 
     def lose_head(self) -> None:
@@ -119,7 +114,7 @@ class HeadedCluster:
         raise AssertionError(log.read_text())
 
     def _start_redis(self) -> str:
-        port = free_port()
+        port = rig.free_port()
         words = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._spawn(["redis-server", *words], self._directory / "redis.log")
         give_up = time.monotonic() + BOUND_S

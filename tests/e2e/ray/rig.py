@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,11 @@ STORE_BYTES = 80 << 20
 """The smallest object store that Ray takes."""
 NODES = 4
 ATTEMPTS = 3
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 class RayRig:
@@ -39,9 +45,10 @@ class RayRig:
         # submitted job belongs to, and would find another one's in the common directory.
         self._directory = tempfile.mkdtemp(prefix="hf-ray-")
         self._cluster: Any = Cluster()
+        # Ray 2.51 does not say which port that is where it may choose one itself.
         head = self._start(
             num_cpus=0, include_dashboard=True, dashboard_port=0, temp_dir=self._directory,
-            dashboard_agent_listen_port=0,
+            dashboard_agent_listen_port=free_port(),
         )  # fmt: skip
         Path(self._directory, "ray_current_cluster").write_text(self._cluster.address)
         self.dashboard = f"http://{head.webui_url}"
