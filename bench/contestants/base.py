@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -96,11 +95,6 @@ class Contestant(ABC):
 
 def python() -> str:
     return sys.executable
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def kill_trees(pids: list[int]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import psutil
 
-from .base import TRAIN, Contestant, Workload, free_port, kill_trees, python
+from tests.e2e.ports import free_port
+
+from .base import TRAIN, Contestant, Workload, kill_trees, python
 
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
 

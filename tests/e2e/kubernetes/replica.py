@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,16 +14,11 @@ import urllib.request
 from pathlib import Path
 
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.ports import free_port
 
 READY_TIMEOUT_S = 60
 LEASE_S = 8
 """A machine that is busy with other tests answers late; a lease must outlive that."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Replica:

@@ -24,10 +24,11 @@ from tests.e2e.kubernetes.commands import (
     write_status,
 )
 from tests.e2e.kubernetes.rig.certificates import Authority
-from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.ports import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -134,7 +135,7 @@ def test_an_api_server_that_is_not_there_is_told(
 ) -> None:
     closed = tmp_path / "closed"
     document = yaml.safe_load(own_control_plane.kubeconfig.read_text())
-    [port] = free_ports("127.0.0.1", 1)
+    port = free_port()
     document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
     closed.write_text(yaml.safe_dump(document))
     result = Commands(jobs, closed)("status")

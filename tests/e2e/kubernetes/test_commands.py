@@ -20,11 +20,12 @@ import yaml
 
 from tests.e2e.kubernetes.commands import SCRIPT, Commands, serve_jobs, trained, write_status
 from tests.e2e.kubernetes.conftest import fresh
-from tests.e2e.kubernetes.rig.control_plane import ControlPlane, free_ports
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.given import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.ports import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -218,7 +219,7 @@ def attended(
 ) -> Iterator[Kubectl]:
     """A namespace with an operator of its own."""
     plane = own_control_plane
-    agents, metrics = free_ports(AGENTS, 2)
+    agents, metrics = free_port(), free_port()
     for kubectl in fresh(plane.kubectl()):
         operator = Server(
             plane.run,

@@ -18,11 +18,12 @@ import yaml
 from helm import render
 from tests.e2e.kubernetes.conftest import skip_without
 from tests.e2e.kubernetes.rig import binaries as programs
-from tests.e2e.kubernetes.rig.control_plane import LOOPBACK, ControlPlane, free_ports
+from tests.e2e.kubernetes.rig.control_plane import LOOPBACK, ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.ports import free_port
 from tests.unit.protocol.wrong_jobs import SCRIPT, job
 
 pytestmark = pytest.mark.e2e
@@ -68,7 +69,7 @@ def installed(
         account = ("holdfast-operator", f"--namespace={render.NAMESPACE}")
         token = kubectl.run("create", "token", *account).strip()
         config = plane.write_kubeconfig("operator", token=token)
-        ports = free_ports(LOOPBACK, 2)
+        ports = free_port(), free_port()
         checkpoints = tmp_path_factory.mktemp("checkpoints")
         server = Server(run, "operator", command(ports, checkpoints, chart),
                         environment={"KUBECONFIG": str(config)})  # fmt: skip

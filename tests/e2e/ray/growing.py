@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
+from ..ports import free_port
 from . import rig
 from .head import ATTEMPTS, START_S, kill_tree
-from .rig import free_port
 
-IDLE_MINUTES = 0.5
+IDLE_MINUTES = 0.1
 BOUND_S = 240.0
 EMPTY = (
     "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..ports import free_port
 from . import rig
 
 BOUND_S = 240.0
@@ -57,13 +58,13 @@ class HeadedCluster:
         }
         if redis:
             self.environment["RAY_REDIS_ADDRESS"] = self._start_redis()
-        self._port = rig.free_port()
+        self._port = free_port()
         from ray.util import get_node_ip_address
 
         self.address = f"{get_node_ip_address()}:{self._port}"
         self._words = ["--include-dashboard", str(dashboard).lower()]
         if dashboard:
-            port = rig.free_port()
+            port = free_port()
             self.dashboard = f"http://127.0.0.1:{port}"
             self._words += ["--dashboard-port", str(port)]
         try:
@@ -78,7 +79,7 @@ class HeadedCluster:
         self._head = self._ray(
             "--head", "--port", str(self._port), "--num-cpus", "0",
             "--temp-dir", str(self._directory), *self._words,
-            "--ray-client-server-port", str(rig.free_port()),
+            "--ray-client-server-port", str(free_port()),
         )  # fmt: skip
 
     def lose_head(self) -> None:
@@ -114,7 +115,7 @@ class HeadedCluster:
         raise AssertionError(log.read_text())
 
     def _start_redis(self) -> str:
-        port = rig.free_port()
+        port = free_port()
         words = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._spawn(["redis-server", *words], self._directory / "redis.log")
         give_up = time.monotonic() + BOUND_S

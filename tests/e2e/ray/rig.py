@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -19,16 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from ..ports import free_port
+
 CPUS = 2
 STORE_BYTES = 80 << 20
 """The smallest object store that Ray takes."""
 NODES = 4
 ATTEMPTS = 3
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class RayRig:

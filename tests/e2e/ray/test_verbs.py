@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ..ports import free_port
 from . import rig
 from .jobs import BOUND_S, Job, holdfast, says, started
 
@@ -225,9 +226,7 @@ def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(
 @contextmanager
 def client_server(cluster: str, log: Path, patience_s: int = int(BOUND_S)) -> Iterator[str]:
     """The address of what listens for Ray clients on a cluster's head."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     patience = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(patience_s)}
     forks = {"GRPC_ENABLE_FORK_SUPPORT": "0"}  # else what it starts may crash: Ray's issue 63202
     with (log / "client.log").open("wb") as output:

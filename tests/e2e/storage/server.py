@@ -6,12 +6,13 @@ makes the bucket again.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import s3fs
+
+from ..ports import free_port
 
 BUCKET = "bucket"
 KEY, SECRET = "AKIADUMMYDUMMYDUMMY1", "dummy/Secret+that/must+never+be/printed1"
@@ -30,9 +31,7 @@ class S3:
     """The server. Its port stays the same over restarts."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
             "AWS_ENDPOINT_URL": self.url,

@@ -29,15 +29,10 @@ from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from workers import warm, wire
 from workers.agent import preload
 
+from ..ports import free_port
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([*preload.MODULES, *preload.OURS])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def make_job(steps: int = 6, **changes: Any) -> TrainingJob:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.settings import DEFAULT, Settings
 from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.ports import free_port
 
 LOOPBACK = "127.0.0.1"
 # Token -> user and group: what the components would show certificates for elsewhere.
@@ -34,18 +34,6 @@ USERS = {
 CORES = "2"
 """All that a small machine has."""
 START_TIMEOUT_S = 60
-
-
-def free_ports(address: str, num_ports: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(num_ports)]
-    try:
-        for one in sockets:
-            one.bind((address, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class ControlPlane:
@@ -67,11 +55,11 @@ class ControlPlane:
         self.directory = run.directory / "control-plane"
         self.directory.mkdir()
         self.address = address
-        self.port = port or free_ports(address, 1)[0]
+        self.port = port or free_port()
         self.authority = Authority(self.directory)
         self._tokens = {name: secrets.token_hex(16) for name in USERS}
         self._write_tokens()
-        self._client_port, self._peer_port = free_ports(LOOPBACK, 2)
+        self._client_port, self._peer_port = free_port(), free_port()
         self.etcd = self._server("etcd", self._etcd_options())
         self.api_server = self._server("kube-apiserver", self._api_server_options(services))
         self.controller_manager = self._server(
