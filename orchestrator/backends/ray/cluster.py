@@ -209,31 +209,20 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
     return {str(one["NodeID"]): one for one in ray.nodes() if one["Alive"]}
 
 
-def listens(node: dict[str, Any]) -> bool:
-    """Whether a Ray node's own server (raylet) takes connections from here, now. If not, nothing
-    new is put there for the moment; for what is there already, `refuses` counts."""
-    try:
-        place = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
-        socket.create_connection(place, 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-async def refuses(node: dict[str, Any]) -> bool:
-    """Whether the raylet of a Ray node has ended: the head notices that only after missed health
-    checks, its kernel says so at once. Nothing else is a sign of it: no answer, no way there or no
-    file left for a connection may well be our own trouble, and heartbeats will tell."""
+async def listens(node: dict[str, Any]) -> bool | None:
+    """Whether a Ray node's own server (raylet) takes connections. False: it has ended; the head
+    notices that only after missed health checks, its kernel says so at once. None: nobody has said
+    either. No answer, no way there or no file left for a connection may well be our own trouble."""
     place = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
     try:
         async with asyncio.timeout(1.0):
             _reader, writer = await asyncio.open_connection(*place)
     except ConnectionRefusedError:
-        return True
-    except OSError:
         return False
+    except OSError:
+        return None
     writer.close()
-    return False
+    return True
 
 
 def shortage(count: int, bundle: dict[str, float]) -> str:

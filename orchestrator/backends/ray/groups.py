@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ...protocol.spec import TrainingJob
-from . import cluster, names
+from . import cluster, names, places
 
 WAIT_SLICE_S = 10
 """One round of waiting in a thread, so that it ends soon after nobody wants it any more."""
@@ -175,12 +175,7 @@ class RayGroups:
         return {key for key, one in alive.items() if cluster.fits(self._bundle, one["Resources"])}
 
     async def answering(self, ray_nodes: Iterable[str]) -> set[str]:
-        alive = await asyncio.to_thread(cluster.alive_nodes)
-        asked = [one for one in ray_nodes if one in alive]
-        answers = await asyncio.gather(
-            *(asyncio.to_thread(cluster.listens, alive[one]) for one in asked)
-        )
-        return {one for one, answer in zip(asked, answers, strict=True) if answer}
+        return await places.answering(ray_nodes)
 
 
 def names_of(job: str) -> list[str]:

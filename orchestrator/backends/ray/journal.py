@@ -125,7 +125,7 @@ def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
     JournalError."""
     last = _rank(after) if after else (0, 0)
     while True:
-        found = _in_force(keys, last)
+        found = _in_force(keys, job, last)
         snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
         wanted = found[snapshots[-1] :] if snapshots else found
         chunks = [_chunk(keys, job, key) for key in wanted]
@@ -135,9 +135,9 @@ def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
         # A compaction has deleted one since they were listed; a snapshot stands for it now.
 
 
-def _in_force(keys: Keys, last: tuple[int, int]) -> list[str]:
+def _in_force(keys: Keys, job: str, last: tuple[int, int]) -> list[str]:
     """The keys of the chunks after that one which the newest owner has written or gone on from, in
-    order."""
+    order. Raises JournalError."""
     # In this order: whoever compacts what is listed here has taken over before.
     found = sorted([*keys.list(TAIL), *keys.list(SNAPSHOT)], key=_rank)
     epochs = [_number(key) for key in keys.list(EPOCH)]
@@ -148,6 +148,11 @@ def _in_force(keys: Keys, last: tuple[int, int]) -> list[str]:
             continue  # overtaken before the next owner had read anything of it
         data = keys.get(_epoch(epoch))
         if not data:
+            if any(_rank(key)[1] == epoch for key in found):
+                raise JournalError(
+                    f"job {job}: its journal in the cluster's store was written by another version "
+                    f"of Holdfast; nothing was changed and training is not affected"
+                )
             continue  # it has not read yet, and has written nothing
         kept += [
             key

@@ -23,13 +23,22 @@ async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
 
 async def ended(ray_nodes: Iterable[str]) -> set[str]:
     """Those whose raylet has ended, though the head has not noticed yet."""
+    return {place for place, listens in (await _asked(ray_nodes)).items() if listens is False}
+
+
+async def answering(ray_nodes: Iterable[str]) -> set[str]:
+    """Those that are there for certain: where something new can be put."""
+    return {place for place, listens in (await _asked(ray_nodes)).items() if listens}
+
+
+async def _asked(ray_nodes: Iterable[str]) -> dict[str, bool | None]:
+    """What `cluster.listens` says of those that the head takes for alive."""
     alive = await asyncio.to_thread(cluster.alive_nodes)
     asked = {place for place in ray_nodes if place in alive}
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def refuses(place: str) -> bool:
+    async def listens(place: str) -> bool | None:
         async with turns:
-            return await cluster.refuses(alive[place])
+            return await cluster.listens(alive[place])
 
-    refused = await asyncio.gather(*(refuses(place) for place in asked))
-    return {place for place, gone in zip(asked, refused, strict=True) if gone}
+    return dict(zip(asked, await asyncio.gather(*map(listens, asked)), strict=True))

@@ -9,55 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from . import rig
 from .jobs import BOUND_S, Job, holdfast
+from .records import NAME, cleared, order, record
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-NAME = "remains"
 
 
 @pytest.fixture
 def cluster() -> Iterator[rig.RayRig]:
-    from orchestrator.backends.ray import kv, remains
-
-    cluster = rig.connected()
-    yield cluster
-    remains.end(NAME)
-    kv.Keys(NAME).clear()
-
-
-def order(**spec: Any) -> Any:
-    from orchestrator.backends.ray import names
-    from orchestrator.backends.ray.controller import ControllerOrder
-    from orchestrator.protocol.certificate import make_keys
-    from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
-
-    job = job_from_mapping(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": NAME},
-            "spec": {"entrypoint": {"script": "train.py"}} | spec,
-        }
-    )
-    made = make_keys(names.tls("0123456789abcdef"))
-    return ControllerOrder(
-        document=job_to_mapping(job), job=NAME, job_id="0123456789abcdef", spec_directory="/",
-        token=made.token, certificate=made.certificate, key=made.key,
-    )  # fmt: skip
-
-
-def record(order: Any) -> Any:
-    """As `holdfast run` does it first of all."""
-    from orchestrator.backends.ray import kv
-
-    keys = kv.Keys(NAME)
-    assert keys.create(kv.RECORD, msgspec.msgpack.encode(order))
-    return keys
+    with cleared() as cluster:
+        yield cluster
 
 
 def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_deleted(

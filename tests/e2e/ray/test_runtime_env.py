@@ -13,7 +13,7 @@ import yaml
 from ..local.rig import spec
 from . import rig
 from .jobs import BOUND_S, Submitted, holdfast
-from .test_remains import NAME, order, record
+from .records import NAME, cleared, order, record
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 WORD = "HOLDFAST_TEST_WORD"
@@ -30,12 +30,8 @@ class WithRuntimeEnv(Submitted):
 
 @pytest.fixture
 def cluster() -> Iterator[rig.RayRig]:
-    from orchestrator.backends.ray import kv, remains
-
-    cluster = rig.connected()
-    yield cluster
-    remains.end(NAME)
-    kv.Keys(NAME).clear()
+    with cleared() as cluster:
+        yield cluster
 
 
 def has_runtime_env(pid: int) -> bool:

@@ -238,33 +238,20 @@ def test_who_has_watched_an_earlier_controller_does_not_wait_for_its_count(
     asyncio.run(scenario())
 
 
-def test_a_head_that_does_not_answer_is_no_end_of_a_node() -> None:
+@pytest.mark.parametrize(
+    "first", [RuntimeError("the head does not answer"), None], ids=["no-head", "made-way"]
+)
+def test_a_call_without_an_answer_is_no_end_of_a_node(first: Exception | None) -> None:
+    """The head does not answer, or the call has made way for those of other controllers."""
+
     class Remote:
-        calls = 0
+        answers: ClassVar[list[Any]] = [first, "killed by SIGKILL"]
 
-        async def remote(self) -> str:
-            self.calls += 1
-            if self.calls == 1:
-                raise RuntimeError("the head does not answer")
-            return "killed by SIGKILL"
-
-    class Actor:
-        wait_for_end = Remote()
-
-    async def scenario() -> None:
-        async with asyncio.timeout(BOUND_S):
-            told = await actors.until_ended(Actor(), 0.01)
-        assert told == "its agent was killed by SIGKILL"
-
-    asyncio.run(scenario())
-
-
-def test_a_call_that_made_way_for_others_is_no_end_of_a_node() -> None:
-    class Remote:
-        answers: ClassVar[list[str | None]] = [None, "killed by SIGKILL"]
-
-        async def remote(self) -> str | None:
-            return self.answers.pop(0)
+        async def remote(self) -> Any:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     class Actor:
         wait_for_end = Remote()

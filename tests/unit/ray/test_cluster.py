@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.ray import cluster, places
+from orchestrator.backends.ray.groups import RayGroups
 from orchestrator.protocol.errors import UserError
 
 BOUND_S = 30.0
@@ -77,21 +78,62 @@ def test_what_may_be_our_own_trouble_is_no_end_of_a_ray_node(
 
     monkeypatch.setattr(asyncio, "open_connection", fail)
     assert ended({"a": ray_node[0]}, monkeypatch) == set()
+    assert asyncio.run(places.answering({"a"})) == set(), "nor a place for something new"
 
 
 def test_many_ray_nodes_are_asked_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
     now = 0
 
-    async def refuses(_node: dict[str, Any]) -> bool:
+    async def listens(_node: dict[str, Any]) -> bool:
         nonlocal now
         now += 1
         at_once.append(now)
         await asyncio.sleep(0)
         now -= 1
-        return True
+        return False
 
-    monkeypatch.setattr(cluster, "refuses", refuses)
+    monkeypatch.setattr(cluster, "listens", listens)
     nodes: dict[str, dict[str, Any]] = {str(number): {} for number in range(3 * places.AT_ONCE)}
     assert ended(nodes, monkeypatch) == nodes.keys()
     assert max(at_once) == places.AT_ONCE
+
+
+def test_ray_nodes_that_say_nothing_leave_the_threads_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The journal is written in them."""
+    nodes = {
+        str(number): {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1}
+        for number in range(places.AT_ONCE)
+    }
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
+
+    async def scenario() -> None:
+        asked, silence = asyncio.Event(), asyncio.Event()
+
+        async def say_nothing(*_place: Any) -> None:
+            asked.set()
+            await silence.wait()
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(asyncio, "open_connection", say_nothing)
+        async with asyncio.timeout(BOUND_S):
+            answering = asyncio.create_task(RayGroups("job", {}).answering(nodes))
+            await asked.wait()
+            assert await asyncio.to_thread(lambda: "at once") == "at once"
+            assert not answering.done()
+            silence.set()
+            assert await answering == set()
+
+    asyncio.run(scenario())
+
+
+def test_something_new_is_put_only_where_somebody_listens(
+    ray_node: tuple[dict[str, Any], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, raylet = ray_node
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: {"a": facts})
+    assert asyncio.run(places.answering({"a", "gone"})) == set()
+    raylet.listen()
+    assert asyncio.run(places.answering({"a", "gone"})) == {"a"}

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.backends.ray.journal import BASIS, EPOCH, Chunk, KvJournal, read
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.core.events import SuspendRequested
-from orchestrator.core.journal import JournalLost, Record
+from orchestrator.core.journal import JournalError, JournalLost, Record
 
 
 class Store(Keys):
@@ -182,3 +182,13 @@ def test_who_reads_while_another_takes_over_and_compacts_sees_its_snapshot(store
 
     store.list = list_keys  # type: ignore[method-assign]
     assert [chunk.snapshot for chunk in read(store, "job")] == [b"state"]
+
+
+def test_records_of_an_owner_that_never_said_what_it_had_read_are_not_passed_over(
+    store: Store,
+) -> None:
+    """Of an earlier Holdfast: to read nothing would begin the job anew."""
+    write(KvJournal(store, "job"), 1)
+    store.put(f"{EPOCH}000001", b"")
+    with pytest.raises(JournalError, match="another version of Holdfast"):
+        KvJournal(store, "job")

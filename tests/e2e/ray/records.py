@@ -1,0 +1,57 @@
+"""A job that is in the cluster's store, without the command that would have put it there.
+
+Owns: its record, and that nothing of it is left. Must not: start a controller; tests do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from . import rig
+
+NAME = "remains"
+
+
+@contextmanager
+def cleared() -> Iterator[rig.RayRig]:
+    """The cluster, of which a test may leave everything of that job behind."""
+    from orchestrator.backends.ray import kv, remains
+
+    cluster = rig.connected()
+    yield cluster
+    remains.end(NAME)
+    kv.Keys(NAME).clear()
+
+
+def order(**spec: Any) -> Any:
+    from orchestrator.backends.ray import names
+    from orchestrator.backends.ray.controller import ControllerOrder
+    from orchestrator.protocol.certificate import make_keys
+    from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+
+    job = job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": NAME},
+            "spec": {"entrypoint": {"script": "train.py"}} | spec,
+        }
+    )
+    made = make_keys(names.tls("0123456789abcdef"))
+    return ControllerOrder(
+        document=job_to_mapping(job), job=NAME, job_id="0123456789abcdef", spec_directory="/",
+        token=made.token, certificate=made.certificate, key=made.key,
+    )  # fmt: skip
+
+
+def record(order: Any) -> Any:
+    """As `holdfast run` does it first of all."""
+    from orchestrator.backends.ray import kv
+
+    keys = kv.Keys(NAME)
+    assert keys.create(kv.RECORD, msgspec.msgpack.encode(order))
+    return keys
