@@ -108,16 +108,16 @@ def load(source: str, directory: str) -> Bytes:
     """The text of a source as bytes. Raises UserError when there is none."""
     if source == STDLIB:
         return _stdlib()
-    path = paths.resolve(directory, source)
     field = "spec.entrypoint.recipe.config.data.source"
     try:
+        path = paths.resolve(directory, source)
         if path.is_dir():
             return _concatenate(sorted(p for p in path.rglob("*") if p.is_file()), MAX_TEXT_BYTES)
         return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else _empty()
     except OSError as error:
         raise UserError(
-            f"{field}: got {source!r}, which cannot be read ({path}: {error.strerror}); expected "
-            "stdlib, or a file or directory relative to the spec file's workingDirectory"
+            f"{field}: got {source!r}, which cannot be read ({error.filename}: {error.strerror}); "
+            "expected stdlib, or a file or directory relative to the spec file's workingDirectory"
         ) from None
 
 

@@ -55,7 +55,7 @@ def check_handed_in(job: TrainingJob, spec_directory: Path, source: str, *, ship
     work = Path(job.spec.working_directory)
     if script is not None and ships and not _is_same_everywhere(str(work / script)):
         found = (spec_directory / work / script).resolve()
-        problems += _script(found, script)
+        problems += _script(spec_directory / work, script)
         if not problems and not found.is_relative_to(spec_directory.resolve()):
             expected = f"a file below {spec_directory}, which is all that goes along"
             problems.append(Problem("spec.entrypoint.script", f"{script} ({found})", expected))
@@ -77,28 +77,34 @@ def _is_same_everywhere(path: str) -> bool:
 
 
 def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
-    work = paths.resolve(spec_directory, job.spec.working_directory)
-    if not work.is_dir():
-        yield Problem(
-            "spec.workingDirectory",
-            f"{job.spec.working_directory} ({work} is not a directory)",
-            "a directory, relative to the spec file",
-        )
+    field, written = "spec.workingDirectory", job.spec.working_directory
+    try:
+        work = paths.resolve(spec_directory, written)
+        why = "" if work.is_dir() else f"{work} is not a directory"
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        yield Problem(field, f"{written} ({why})", "a directory, relative to the spec file")
         return
     entry = job.spec.entrypoint
     if entry.script is not None:
-        yield from _script(paths.resolve(work, entry.script), entry.script)
+        yield from _script(work, entry.script)
     if entry.module is not None:
         yield from _module(work, entry.module)
     if entry.recipe is not None and entry.recipe.config.data.source != "stdlib":
         source = entry.recipe.config.data.source
-        yield from _data(paths.resolve(work, source), source)
+        yield from _data(work, source)
     if job.spec.checkpoint.path is not None:
         yield from _storage(job.spec.checkpoint.path, spec_directory)
 
 
-def _script(path: Path, written: str) -> Iterator[Problem]:
+def _script(work: Path, written: str) -> Iterator[Problem]:
     field = "spec.entrypoint.script"
+    try:
+        path = paths.resolve(work, written)
+    except OSError as error:
+        yield Problem(field, f"{written} ({error.strerror})", "a Python file")
+        return
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         fix = "it is looked up in spec.workingDirectory, relative to the spec file"
@@ -115,10 +121,15 @@ def _module(work: Path, name: str) -> Iterator[Problem]:
         yield Problem("spec.entrypoint.module", f"{name} (no module {top})", "a module", fix)
 
 
-def _data(path: Path, written: str) -> Iterator[Problem]:
+def _data(work: Path, written: str) -> Iterator[Problem]:
     field = "spec.entrypoint.recipe.config.data.source"
+    expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
+    try:
+        path = paths.resolve(work, written)
+    except OSError as error:
+        yield Problem(field, f"{written} ({error.strerror})", expected)
+        return
     if not path.exists():
-        expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
         yield Problem(field, f"{written} ({path} does not exist)", expected)
     elif not os.access(path, os.R_OK):
         yield Problem(field, f"{written} (no permission)", "something that you may read")
@@ -138,9 +149,10 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
     import fsspec
 
     field, fix = CHECKPOINT_FIELD, "choose another path, or make this one writable"
-    url = storage_place(path, spec_directory)
-    made = _missing(Path(url)) if "://" not in path else []
+    made: list[Path] = []
     try:
+        url = storage_place(path, spec_directory)
+        made = _missing(Path(url)) if "://" not in path else []
         files, root = fsspec.core.url_to_fs(url)
         make_directory(files, root)
         name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"

@@ -227,8 +227,12 @@ class Home:
     """All jobs of one person on this machine."""
 
     def __init__(self, path: Path | str | None = None) -> None:
-        chosen = path or os.environ.get(HOME_VARIABLE) or Path.home() / ".holdfast"
-        self.path = Path(chosen).expanduser().absolute()
+        chosen = path or os.environ.get(HOME_VARIABLE) or "~/.holdfast"
+        try:
+            self.path = Path(chosen).expanduser().absolute()
+        except RuntimeError:  # no such user, or one without a home
+            got = f"{chosen}, and no home is known here for its ~"
+            raise UserError(str(Problem(f"${HOME_VARIABLE}", got, "a directory"))) from None
         self.jobs = self.path / "jobs"
 
     def directory(self, name: str) -> JobDirectory:

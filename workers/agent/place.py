@@ -19,24 +19,21 @@ from workers import wire
 def enter(assign: wire.Assign, job: TrainingJob) -> Problem | None:
     """What this node lacks, or None."""
     entry, written = job.spec.entrypoint, job.spec.working_directory
-    directory = paths.resolve(assign.spec_directory, written)
     try:
+        directory = paths.resolve(assign.spec_directory, written)
         os.chdir(directory)
         if entry.script is not None:
             paths.resolve(directory, entry.script).stat()
         return None
     except OSError as error:
-        why = f"{error.strerror} on this node"
+        why = f"{error.filename}: {error.strerror} on this node"
     if entry.recipe is not None and Path(written) == Path():
-        _enter_logs(assign, f"{directory}: {why}")
+        _enter_logs(assign, why)
         return None
     if entry.script is None:
-        got, expected = f"{written} ({directory}: {why})", "a directory of every node"
+        got, expected = f"{written} ({why})", "a directory of every node"
         return Problem("spec.workingDirectory", got, expected)
-    got, expected = (
-        f"{entry.script} ({paths.resolve(directory, entry.script)}: {why})",
-        "a file of every node",
-    )
+    got, expected = f"{entry.script} ({why})", "a file of every node"
     fix = "on Ray, `holdfast submit` takes along what lies beside the spec file"
     return Problem("spec.entrypoint.script", got, expected, fix)
 

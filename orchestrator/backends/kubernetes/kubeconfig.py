@@ -50,7 +50,12 @@ def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | Non
 def _files(kubeconfig: Any) -> tuple[str, list[Path]]:
     """What the person set to choose them, and their paths."""
     if kubeconfig is not None:
-        return "--kubeconfig", [Path(kubeconfig).expanduser()]
+        return "--kubeconfig", [_path(kubeconfig)]
     if listed := os.environ.get(VARIABLE):
-        return f"${VARIABLE}", [Path(p).expanduser() for p in listed.split(os.pathsep) if p]
-    return "kubeconfig", [DEFAULT.expanduser()]
+        return f"${VARIABLE}", [_path(p) for p in listed.split(os.pathsep) if p]
+    return "kubeconfig", [_path(DEFAULT)]
+
+
+def _path(written: Path | str) -> Path:
+    """Where ~ is nobody's home it stays: there is no such file."""
+    return Path(os.path.expanduser(written))  # noqa: PTH111

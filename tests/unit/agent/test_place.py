@@ -73,14 +73,15 @@ def test_a_directory_that_the_spec_names_is_never_replaced(assign: wire.Assign) 
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["no directory", "no script in it"])
-def test_a_script_that_is_missing_is_named_with_its_path(
+def test_a_script_that_is_missing_is_named_with_what_is_not_there(
     assign: wire.Assign, tmp_path: Path, there: bool
 ) -> None:
     if there:
         (tmp_path / "elsewhere").mkdir()
     problem = place.enter(assign, job({"script": "train.py"}))
     assert problem is not None and problem.field == "spec.entrypoint.script"
-    assert f"train.py ({assign.spec_directory}/train.py: No such file" in problem.got
+    missing = f"{assign.spec_directory}/train.py" if there else assign.spec_directory
+    assert f"train.py ({missing}: No such file" in problem.got
     assert "holdfast submit" in problem.fix
 
 
@@ -100,3 +101,28 @@ def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
         assert working_directory(attached) == str(tmp_path / "src")
     assert calls_session(at_home, "/nowhere")
     assert bytes(load("~/text", "/nowhere")) == b"some text"
+
+
+@pytest.mark.parametrize(
+    ("field", "entrypoint", "spec"),
+    [
+        ("spec.workingDirectory", RECIPE, {"workingDirectory": "~nobody-here/x"}),
+        ("spec.entrypoint.script", {"script": "~nobody-here/x"}, {}),
+    ],
+)
+def test_a_home_that_this_node_does_not_know_is_no_traceback(
+    field: str,
+    entrypoint: dict[str, Any],
+    spec: dict[str, Any],
+    assign: wire.Assign,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    problem = place.enter(assign, job(entrypoint, **spec))
+    assert problem is not None and problem.field == field
+    assert "~nobody-here/x: no home is known here for its ~ on this node" in problem.got
+
+
+def test_nor_is_data_there() -> None:
+    with pytest.raises(UserError, match=r"got '~nobody-here/x', .*no home is known here for its ~"):
+        load("~nobody-here/x", "/")

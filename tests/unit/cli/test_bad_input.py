@@ -166,6 +166,19 @@ CASES = [
         ["spec.checkpoint.path: got nofs://bucket/x"],
         id="a URL of an unknown kind",
     ),
+    *(
+        pytest.param(
+            text,
+            [f"{field}: got ~nobody-here/x (no home is known here for its ~)"],
+            id=f"the home of a stranger in {field}",
+        )
+        for field, text in {
+            "spec.workingDirectory": SCRIPT + "  workingDirectory: ~nobody-here/x\n",
+            "spec.entrypoint.script": SPEC + "  entrypoint: {script: ~nobody-here/x}\n",
+            "spec.entrypoint.recipe.config.data.source": RECIPE % "data: {source: ~nobody-here/x}",
+            "spec.checkpoint.path": SCRIPT + "  checkpoint: {path: ~nobody-here/x}\n",
+        }.items()
+    ),
 ]
 
 
@@ -185,7 +198,7 @@ def test_a_mistake_in_the_spec_is_named_and_exits_with_2(
     assert sorted(p.name for p in path.parent.iterdir()) == before
 
 
-@pytest.mark.parametrize(("text", "told"), CASES[-6:])
+@pytest.mark.parametrize(("text", "told"), CASES[-10:])
 def test_run_makes_the_same_checks_and_leaves_nothing_behind(
     text: str, told: list[str], write: Write, holdfast: Holdfast
 ) -> None:

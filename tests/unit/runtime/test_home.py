@@ -40,6 +40,20 @@ def test_a_created_job_is_found_with_everything_it_was_given(tmp_path: Path) -> 
     assert [job.name for job in Home(tmp_path).list()] == ["tiny"]
 
 
+@pytest.mark.parametrize("chosen", ["", "~nobody-here/x"])
+def test_a_home_that_nobody_knows_is_told_in_words(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(path: str) -> str:
+        return path
+
+    monkeypatch.setenv(HOME_VARIABLE, chosen)
+    monkeypatch.setattr(os.path, "expanduser", unknown)  # what it does without $HOME and account
+    told = f"{chosen or '~/.holdfast'}, and no home is known here for its ~"
+    with pytest.raises(UserError, match=rf"\${HOME_VARIABLE}: got {told}"):
+        Home()
+
+
 def test_the_token_is_secret_and_new_for_every_job(tmp_path: Path) -> None:
     home = Home(tmp_path)
     first, second = (home.create(make_job(name), tmp_path) for name in ("one", "two"))
