@@ -29,7 +29,7 @@ lint: $(STAMP)  ## style, types and import rules
 	$(BIN)/lint-imports
 
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promised, in .venv/ray-oldest
 	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest

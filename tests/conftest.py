@@ -22,17 +22,20 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 IN_ONE_PROCESS = {
+    "tests/e2e/ray/test_autoscaler.py": "their own",
+    "tests/e2e/ray/test_head.py": "their own",
     "tests/e2e/kubernetes/": "kubernetes",
-    "tests/e2e/": "jobs",
-    "tests/contract/": "jobs",
+    "tests/e2e/ray/": "ray",
+    "tests/contract/": "ray",
+    "tests/e2e/": "their own",
 }
-"""Where tests lie -> what they share: clusters that take long to start, or their hurry."""
+"""Where tests lie -> what they share: clusters that take long to start. The first one counts."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Kubernetes in one process, all other training jobs in another, each in the order it has
-    without `-n`; files of tests without either wherever there is room."""
+    """Kubernetes in one process, the Ray cluster in another, all other training jobs in a third,
+    each in the order it has without `-n`; files of tests without any wherever there is room."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ClustersTogether(LoadScopeScheduling):  # type: ignore[misc]

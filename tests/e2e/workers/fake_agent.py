@@ -26,10 +26,9 @@ from orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSe
 from orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
 from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from tests.e2e.ports import free_port
 from workers import warm, wire
 from workers.agent import preload
-
-from ..ports import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([*preload.MODULES, *preload.OURS])
