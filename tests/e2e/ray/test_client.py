@@ -128,7 +128,7 @@ def test_a_script_that_only_the_machine_of_the_command_has_is_named(tmp_path: Pa
     done = run_alone(mine, written(tmp_path, name, **SCRIPT), where)
     said = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in said, said
-    assert f"spec.entrypoint.script: got train.py ({mine}/in/train.py: No such file" in said
+    assert f"spec.entrypoint.script: got train.py ({mine}/in: No such file" in said
     assert "`holdfast submit`" in said and "[Errno" not in said
     assert holdfast("delete", name, "--yes", "--ray", where).returncode == 0
 
