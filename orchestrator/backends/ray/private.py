@@ -1,8 +1,8 @@
 """The directory of an agent's secrets: token, TLS key, where the controller listens.
 
 Owns: that nobody else may read it, and that it does not outlive its job: a process that is killed
-cannot remove its own, so the next one of the same job on that machine does. Must not: know what the
-files mean.
+cannot remove its own, so the next one on that machine does, of whatever job. Must not: know what
+the files mean.
 
 A directory belongs to the process that holds a lock in it, which the kernel gives back however that
 process ends. The lock is in place before it has its name, so what has that name and no owner is
@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 
 LOCK = "owner"
+NAMES = f"holdfast-{'[0-9a-f]' * 16}-*"
+"""Of a job's id, which only they have in their names."""
 
 
 class PrivateDirectory:
@@ -27,9 +29,8 @@ class PrivateDirectory:
     def __init__(self, job_id: str, parent: Path | None = None) -> None:
         """Raises OSError."""
         parent = parent or Path(tempfile.gettempdir())
-        prefix = f"holdfast-{job_id}-"
-        _sweep(parent, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700
+        _sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=f"holdfast-{job_id}-", dir=parent))  # mode 0700
         unnamed = self.path / f".{LOCK}"
         self._lock = os.open(unnamed, os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -48,9 +49,9 @@ class PrivateDirectory:
         os.close(self._lock)
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    """Remove those of the same job whose owner has ended."""
-    for path in parent.glob(f"{prefix}*"):
+def _sweep(parent: Path) -> None:
+    """Remove those whose owner has ended."""
+    for path in parent.glob(NAMES):
         # Somebody else's, or just being removed or made.
         with contextlib.suppress(OSError):
             lock = os.open(path / LOCK, os.O_WRONLY)

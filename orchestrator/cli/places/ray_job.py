@@ -7,7 +7,6 @@ ray, or interpret; runtime/ and the renderers do.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from ..render import FINISHED
 from . import ray_remains
 from .base import Answer, Wanted
 from .ray_user import asks
+from .scratch import scratch
 
 FOLLOW_INTERVAL_S = 0.5
 RECORD_S = 30.0
@@ -180,8 +180,8 @@ class RayJob:
     def print_logs(self, wanted: Wanted, *, follow: bool) -> None:
         from ..tail import follow_files, print_files
 
-        with tempfile.TemporaryDirectory(prefix="holdfast-logs-") as place:
-            copy = _Copy(Path(place) / self.name, self)
+        with scratch("holdfast-logs-") as place:
+            copy = _Copy(place / self.name, self)
             while copy.fetch():
                 continue
             if follow:

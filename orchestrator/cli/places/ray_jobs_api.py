@@ -11,7 +11,6 @@ import secrets
 import shlex
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, load_job
 from ..preflight import check_handed_in
 from .ray_user import handed_on
+from .scratch import scratch
 
 PROGRAM = "python -m orchestrator.cli.main"
 FILE_NAME = "holdfast-job.yaml"
@@ -36,11 +36,11 @@ def submit(
     own = wanted.get("working_dir")
     job = load_job(file)
     check_handed_in(job, file.absolute().parent, str(file), ships=not own)
-    with tempfile.TemporaryDirectory(prefix="holdfast-submit-") as place:
+    with scratch("holdfast-submit-") as place:
         if own:
             name = _name_in(own, file)
         else:
-            wanted["working_dir"], name = _shipped(job, file, Path(place))
+            wanted["working_dir"], name = _shipped(job, file, place)
         api = jobs.Api(address)
         if (there := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {there} is running"

@@ -103,12 +103,19 @@ def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) ->
     assert job.until(lambda view: view.step > step + 2).state == "running"
 
 
-def test_following_logs_is_ended_without_a_word(job: Job) -> None:
+def test_following_logs_is_ended_without_a_word_and_leaves_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "in"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
     follower = started("logs", NAME, "-f", "--rank", "0", "--ray", job.cluster.address)
     says(follower, "step ")
+    assert [one.name[:13] for one in place.glob("holdfast-*")] == ["holdfast-logs"]
     follower.terminate()
     said, _ = follower.communicate(timeout=BOUND_S)
     assert follower.returncode == -signal.SIGTERM and "SIGTERM" not in said
+    assert not list(place.glob("holdfast-*")), "its copy of the logs"
 
 
 def test_inside_the_cluster_auto_is_the_address(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

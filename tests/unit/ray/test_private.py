@@ -11,6 +11,7 @@ from pathlib import Path
 
 from orchestrator.backends.ray.private import PrivateDirectory
 
+JOB, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 OWNER = """
 import sys, pathlib
 from orchestrator.backends.ray.private import PrivateDirectory
@@ -37,7 +38,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    own = PrivateDirectory("job", tmp_path)
+    own = PrivateDirectory(JOB, tmp_path)
     own.write("token", b"secret")
     assert (own.path / "token").read_bytes() == b"secret"
     assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
@@ -46,15 +47,20 @@ def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one_of_its_job(tmp_path: Path) -> None:
-    killed, left = owner("job", tmp_path)
-    running, theirs = owner("job", tmp_path)
-    other, of_another_job = owner("jobs", tmp_path)
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    killed, left = owner(JOB, tmp_path)
+    running, theirs = owner(JOB, tmp_path)
+    other, of_another_job = owner(ANOTHER, tmp_path)
     end(killed)
     end(other)
-    own = PrivateDirectory("job", tmp_path)
-    assert not left.exists(), "its owner has ended"
+    for name in ("holdfast-logs-abc", f"x-holdfast-{JOB}-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").touch()
+    own = PrivateDirectory(JOB, tmp_path)
+    assert not left.exists() and not of_another_job.exists(), "their owners have ended"
     assert (theirs / "token").read_bytes() == b"secret", "its owner lives"
-    assert of_another_job.exists(), "not ours"
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [theirs, own.path, tmp_path / "holdfast-logs-abc", tmp_path / f"x-holdfast-{JOB}-abc"]
+    ), "what has another name is somebody else's"
     end(running)
     own.remove()
