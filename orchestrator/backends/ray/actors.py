@@ -87,7 +87,7 @@ async def until_ended(actor: Any, answer_s: float) -> str:
         try:
             how = await actor.wait_for_end.remote()
             if how is not None:  # else newer calls of others took its place
-                return f"its agent was {how}"
+                return f"its agent {how}"
         except ActorUnavailableError as error:
             try:
                 async with asyncio.timeout(answer_s):

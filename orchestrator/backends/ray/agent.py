@@ -161,8 +161,9 @@ class AgentActor:
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         code = self._process.wait()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        print(f"the agent was {how}", flush=True)
+        killer = signal.Signals(-code).name if code < 0 else ""
+        how = f"was killed by {killer}" if killer else f"ended with exit code {code}"
+        print(f"the agent {how}", flush=True)
         self._ended.set_result(how)
         self._private.remove()
         loop.call_later(UNATTENDED_S, os._exit, 0)

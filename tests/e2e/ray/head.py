@@ -89,6 +89,13 @@ class HeadedCluster:
         # What a new machine does not know: that there was one on this machine.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
 
+    def end_node_of(self, process: psutil.Process) -> None:
+        """SIGTERM to the `ray start --block` that a process runs below, until it has ended."""
+        above = {one.pid for one in process.parents()}
+        (node,) = [one for one in self._processes if one.pid in above]
+        node.terminate()
+        node.wait(BOUND_S)
+
     def close(self) -> None:
         for process in self._processes:
             kill_tree(process.pid)

@@ -1,5 +1,6 @@
-"""The head of a Ray cluster is lost with everything on it. With Redis behind its store the job
-goes on; without, only its checkpoints outlive the cluster, and a new cluster resumes from them."""
+"""The head of a Ray cluster is lost with everything on it: with Redis behind its store the job goes
+on; without, only its checkpoints outlive the cluster, and a new cluster resumes from them. And
+another Ray node is asked to end."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ class Watched:
 
 
 @contextmanager
-def training(place: Path, name: str, *, redis: bool) -> Iterator[Watched]:
-    cluster = HeadedCluster(redis=redis)
+def training(place: Path, name: str, *, redis: bool, nodes: int = 2) -> Iterator[Watched]:
+    cluster = HeadedCluster(redis=redis, nodes=nodes)
     try:
         job = Watched(cluster, place, name)
         try:
@@ -161,3 +162,18 @@ def test_with_redis_training_goes_on_and_the_new_head_finds_the_job(tmp_path: Pa
         assert done.returncode == 0, done.stderr
         _gone, alive = psutil.wait_procs(ours, timeout=BOUND_S)
         assert alive == []
+
+
+def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
+    tmp_path: Path,
+) -> None:
+    """SIGTERM to `ray start --block`, as whoever takes its pod away sends it."""
+    with training(tmp_path, "asked", redis=False, nodes=3) as job:
+        job.cluster.end_node_of(job.workers()[-1])
+        after = job.until(lambda view: any("total" in one["seconds"] for one in view["incidents"]))
+        (incident,) = after["incidents"]
+        assert incident["steps_lost"] == 0 and incident["restored_from"] == "memory"
+        assert "will be taken away" in incident["title"] and "SIGTERM" in incident["evidence"]
+        assert job.trains(after["step"])["world_size"] == 4
+        story = job.ask("events", "asked").stdout
+        assert "its agent ended with exit code 0" in story, story

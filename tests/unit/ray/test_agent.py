@@ -55,8 +55,8 @@ def test_calls_of_controllers_that_are_gone_do_not_pile_up_and_the_newest_are_to
         assert await asyncio.gather(*early) == [None] * len(early)
         assert not any(call.done() for call in newest)
         await actor.end()
-        assert await asyncio.gather(*newest) == ["killed by SIGKILL"] * WAITERS
-        assert await actor.wait_for_end() == "killed by SIGKILL"
+        assert await asyncio.gather(*newest) == ["was killed by SIGKILL"] * WAITERS
+        assert await actor.wait_for_end() == "was killed by SIGKILL"
 
     play(scenario)
 
@@ -70,6 +70,6 @@ def test_controllers_that_live_at_the_same_time_leave_each_others_calls_alone(
         assert len(actor._waiters) == 2
         assert not any(enough.done() for enough in actor._waiters)
         await actor.end()
-        assert await asyncio.gather(*both) == ["killed by SIGKILL"] * 2
+        assert await asyncio.gather(*both) == ["was killed by SIGKILL"] * 2
 
     play(scenario)

@@ -245,7 +245,7 @@ def test_a_call_without_an_answer_is_no_end_of_a_node(first: Exception | None) -
     """The head does not answer, or the call has made way for those of other controllers."""
 
     class Remote:
-        answers: ClassVar[list[Any]] = [first, "killed by SIGKILL"]
+        answers: ClassVar[list[Any]] = [first, "was killed by SIGKILL"]
 
         async def remote(self) -> Any:
             answer = self.answers.pop(0)
