@@ -54,7 +54,8 @@ def _sweep(parent: Path) -> None:
     for path in parent.glob(NAMES):
         # Somebody else's, or just being removed or made.
         with contextlib.suppress(OSError):
-            lock = os.open(path / LOCK, os.O_WRONLY)
+            # Anybody may put a pipe there, and opening one waits for its reader.
+            lock = os.open(path / LOCK, os.O_WRONLY | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

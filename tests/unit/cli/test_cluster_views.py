@@ -245,6 +245,10 @@ def test_what_is_wrong_with_a_kubeconfig_is_said_in_its_own_words(
     assert told in str(found) if told else found is None
 
 
+def test_a_kubeconfig_in_the_home_of_nobody_is_not_there() -> None:
+    assert "got ~nobody-here/config (no such file)" in str(problem(None, "~nobody-here/config"))
+
+
 def test_the_variable_of_kubectl_is_named_where_it_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -64,3 +64,11 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -
     ), "what has another name is somebody else's"
     end(running)
     own.remove()
+
+
+def test_a_pipe_of_somebody_else_holds_nobody_up(tmp_path: Path) -> None:
+    theirs = tmp_path / f"holdfast-{ANOTHER}-abc"
+    theirs.mkdir()
+    os.mkfifo(theirs / "owner")
+    PrivateDirectory(JOB, tmp_path).remove()
+    assert list(tmp_path.iterdir()) == [theirs]
