@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "ray")
     options = parser.parse_args()
     if find_spec("ray") is None or find_spec("pyarrow") is None:
-        print("error: Ray Train is not complete here: pip install 'holdfast[bench]'")
+        print("error: Ray Train is not complete here: pip install '.[bench]'")
         return 1
     # The cluster is ended on the way out, also of one whom nobody waits for any more.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
