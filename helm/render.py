@@ -34,8 +34,8 @@ metadata:
 """
 KUSTOMIZATION = """# chart: {digest}
 #
-# All namespaces, no monitoring; for anything else use the chart. To run an image of your own:
-#   kustomize edit set image holdfast/operator=registry.example.com/holdfast/operator:0.1.0
+# All namespaces, no monitoring; for anything else use the chart. Both images have to be yours: the
+# operator's, and that of jobs in its argument --worker-image. docs/kubernetes.md shows the patch.
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources:

@@ -27,6 +27,8 @@ from .spec import TrainingJob
 
 __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
 ALIASES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
@@ -66,6 +68,7 @@ def explain_environment(
     user = job.spec.env
     ours = [
         *_contract(job, membership, seat, node_rank),
+        *_devices(job),
         *_threads(job, membership, facts),
         *_malloc(job),
         *_fabric(job, membership, facts),
@@ -113,6 +116,13 @@ def _contract(
     ]
     for name, value, why in rows:
         yield Setting(name, str(value), why, "contract")
+
+
+def _devices(job: TrainingJob) -> Iterator[Setting]:
+    """Which GPUs a node has is its backend's to say; none, if the job asks for none: on a machine
+    with some, gpu: 0 is the same as on one without."""
+    if not job.spec.resources.gpu:
+        yield Setting(VISIBLE_DEVICES, "", "spec.resources.gpu is 0", "resources")
 
 
 def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:

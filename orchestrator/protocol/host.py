@@ -26,6 +26,9 @@ class StartNode(HostMessage, frozen=True, kw_only=True, tag="start-node"):
     endpoint_file: str
     """JSON file with `address` and `port` of the controller, re-read at every reconnect."""
     log_file: str
+    devices: tuple[str, ...] | None = None
+    """GPUs of this machine for nodes of the job: this one gets as many as it has slots, which no
+    other node has, and waits until there are. None: it sees what the host sees."""
 
 
 class EndNode(HostMessage, frozen=True, kw_only=True, tag="end-node"):

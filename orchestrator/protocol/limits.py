@@ -3,6 +3,42 @@
 Owns: numbers. Must not: import anything, or be read from the environment.
 """
 
+# -- what a spec may ask for ------------------------------------------------------------------
+MAX_SECONDS = 315_360_000
+"""Ten years: no job waits longer on purpose, and nanoseconds of it fit 64 bits thirty times."""
+
+MAX_NODES = 100_000
+"""Ten times the largest job that heartbeats are sized for; a plan lists every one of them."""
+
+MAX_COUNT = 2**31 - 1
+"""Of steps, samples and restarts: a step of 10 ms fills it in eight months."""
+
+MAX_AXIS = 2**16
+"""Workers along an inner axis of the mesh: the product of all three fits 64 bits."""
+
+MAX_WIDTH = 2**20
+"""Of a model's layers: sixty times the widest that is known. Its bytes fit 64 bits."""
+
+MAX_LAYERS = 2**14
+MAX_VOCABULARY = 2**24
+"""A hundred times what the deepest and the most eloquent models have."""
+
+MAX_SEQUENCE = 2**30
+"""Tokens of one sample: a hundred times the longest context that is known."""
+
+MAX_QUANTITY = 10**18
+"""Bytes or cores: an exabyte, exact as a float and below the 2^63 of Kubernetes."""
+
+MAX_SEED = 2**53 - 1
+"""Integers that JSON keeps exact; a schema's bounds are such numbers too."""
+
+MAX_DEPTH = 64
+"""Levels of a document: a pod with all its affinities has twenty."""
+
+MAX_VALUES = 100_000
+"""Values of a document, each counted wherever an alias repeats it: a few lines can stand for more
+than memory holds. Etcd takes no object that would need more."""
+
 # -- the wire ---------------------------------------------------------------------------------
 PROTOCOL_VERSION = 1
 """Spoken by agents and controllers; another number is refused at the first message."""
@@ -59,6 +95,10 @@ STOP_TIMEOUT_S = 10.0
 
 TERMINATION_GRACE_S = 30.0
 """SIGTERM to SIGKILL on planned stops of scripts, as torchrun and Kubernetes do."""
+
+HOLD_S = 3.0
+"""How long a worker that has staged a step on order waits for the end that was announced. It comes
+within a round trip, unless it was called off or the controller has died: then training goes on."""
 
 REPLACEMENT_WAIT_S = 2.0
 """How long a shrink waits for a replacement that is on its way: one start beats two."""

@@ -79,6 +79,14 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     offered_port: int = 0
 
 
+class Staged(Message, frozen=True, kw_only=True, tag="staged"):
+    """Result of Stage."""
+
+    action_id: int
+    ok: bool
+    detail: str = ""
+
+
 class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
     """A shard is durable in storage; it counts once the controller commits the manifest."""
 
@@ -154,6 +162,17 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """Take the stacks of every worker first."""
 
 
+class Stage(Message, frozen=True, kw_only=True, tag="stage"):
+    """Have all workers stage this very step, whatever their cadence."""
+
+    action_id: int
+    """0: nobody waits for the answer."""
+    generation: int
+    step: int
+    hold: bool = False
+    """Wait a moment after it: a Stop follows."""
+
+
 class Persist(Message, frozen=True, kw_only=True, tag="persist"):
     """Write the first step >= `step` that this node has staged or will stage to storage: the first,
     so that all nodes write the same one."""
@@ -168,12 +187,6 @@ class Committed(Message, frozen=True, kw_only=True, tag="committed"):
 
     generation: int
     step: int
-
-
-class Prune(Message, frozen=True, kw_only=True, tag="prune"):
-    """What is staged below this step may go: a newer one is complete over all nodes."""
-
-    below_step: int
 
 
 class Chaos(Message, frozen=True, kw_only=True, tag="chaos"):
@@ -210,10 +223,10 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 FromAgent = (
-    Hello | Heartbeat | Launched | WorkerExited | Stopped | Persisted | PersistFailed | Leaving
-    | AgentEvent
+    Hello | Heartbeat | Launched | WorkerExited | Stopped | Staged | Persisted | PersistFailed
+    | Leaving | AgentEvent
 )  # fmt: skip
-ToAgent = Welcome | Refused | Launch | Stop | Persist | Committed | Prune | Chaos | Shutdown
+ToAgent = Welcome | Refused | Launch | Stop | Stage | Persist | Committed | Chaos | Shutdown
 
 _ENCODER = msgspec.msgpack.Encoder()
 AnyMessage = FromAgent | ToAgent | Request | Reply

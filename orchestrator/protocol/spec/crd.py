@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from .. import limits
 from .job import API_VERSION, KIND, TrainingJob
 from .quantity import PATTERN
 from .rules import RULES, Rule
@@ -175,7 +176,10 @@ class _Converter:
             return _open(path)
         if "x-kubernetes-int-or-string" in node:
             return _untyped(
-                [{"type": "number", "minimum": 0}, {"type": "string", "pattern": PATTERN}]
+                [
+                    {"type": "number", "minimum": 0, "maximum": limits.MAX_QUANTITY},
+                    {"type": "string", "pattern": PATTERN},
+                ]
             )
         if "anyOf" in node:
             return self._union([self._resolved(choice) for choice in node["anyOf"]])

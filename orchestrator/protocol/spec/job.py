@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from .. import limits
 from .base import Part
 from .env import problem_of_name
 from .kubernetes import RESOURCE_PATTERN, Kubernetes
 from .ray import Ray
 from .resilience import Checkpoint, Recovery, Seconds
-from .workload import Entrypoint, Fabric, Nodes, Parallelism, Resources
+from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Parallelism, Resources
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "TrainingJob"
@@ -24,6 +25,7 @@ KIND = "TrainingJob"
 # RFC 1123 label, as Kubernetes demands of names that end up in host names.
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
+Namespace = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 
 # A name with a domain before it, as batch/v1 demands of spec.managedBy.
 MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
@@ -31,6 +33,7 @@ MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*
 PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, beginning and ending with no dash",
     RESOURCE_PATTERN: "a name such as nvidia.com/gpu: letters, digits, dashes, dots, one slash",
+    MODULE_PATTERN: "a module's full name, such as package.train: as `python -m` takes it",
     MANAGER_PATTERN: "a domain, a slash and a name, such as example.com/dispatcher",
 }
 """What a pattern means, for error messages."""
@@ -43,12 +46,12 @@ class Metadata(Part):
 
     name: Name
     """Unique among the jobs of one place; at most 52 lower-case letters, digits and dashes."""
-    namespace: str = "default"
+    namespace: Namespace = "default"
     """Where the cluster has namespaces."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Yours; carried along."""
+    """Yours. On Kubernetes the job's pods have them too; elsewhere nothing reads them."""
     annotations: dict[str, str] = Field(default_factory=dict)
-    """Yours; carried along."""
+    """Yours. Pods do not get them; spec.kubernetes.podTemplate.metadata can give them some."""
 
 
 class Metrics(Part):
@@ -84,8 +87,9 @@ class JobSpec(Part):
     metrics: Metrics = Metrics()
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
-    priority: int = 0
-    """Higher runs first where jobs compete."""
+    priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
+    """Higher goes first among the jobs of one cluster that wait for room, on Kubernetes with
+    kubernetes.gang none. Nothing else reads it: queues and schedulers have priority classes."""
     queue: str | None = None
     """Queue to be admitted by, with kubernetes.gang kueue (a LocalQueue of the job's namespace) or
     volcano (a Queue)."""
@@ -96,8 +100,10 @@ class JobSpec(Part):
     suspend: bool = False
     """true: hold the job, keeping its newest checkpoint."""
     active_deadline_s: Seconds | None = None
-    """The job fails when it has run for this long."""
-    ttl_s_after_finished: int | None = Field(default=None, ge=0, alias="ttlSecondsAfterFinished")
+    """The job fails when it has run for this long; while it is suspended does not count."""
+    ttl_s_after_finished: int | None = Field(
+        default=None, ge=0, le=limits.MAX_SECONDS, alias="ttlSecondsAfterFinished"
+    )
     """How long a finished job's record is kept, and the checkpoints in its directory. On one
     machine the first `holdfast run` after that deletes them."""
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from .. import limits
 from ..errors import Problem, SpecError, UserError
+from .document import BadDocument, faults, read
 from .env import shown
 from .job import PATTERNS, TrainingJob
 
@@ -37,12 +38,9 @@ def load_job(path: str | Path) -> TrainingJob:
 def parse_job(text: str, source: str = "") -> TrainingJob:
     """The job in a YAML text. Raises SpecError listing every wrong field."""
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
-        what = getattr(error, "problem", None) or "not YAML"
-        raise SpecError([Problem(where, what, "valid YAML")], source) from None
+        document = read(text)
+    except BadDocument as error:
+        raise SpecError([error.problem], source) from None
     return job_from_mapping(document, source)
 
 
@@ -52,6 +50,8 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
         got = "nothing" if document is None else type(document).__name__
         problem = Problem("the document", got, "a mapping with apiVersion, kind, metadata and spec")
         raise SpecError([problem], source)
+    if problems := faults(document):
+        raise SpecError(problems, source)
     try:
         return TrainingJob.model_validate(document)
     except ValidationError as error:
@@ -83,10 +83,44 @@ def _problem(details: ErrorDetails) -> Problem:
     got = _show(details["input"])
     if len(location) == 3 and location[:2] == ["spec", "env"]:
         got = shown(str(location[2]), got)
-    expected = re.sub(r"^(Input|Value|String|Tuple) should (be|have) ", "", details["msg"])
-    expected = expected.partition(", unable to parse")[0].replace("'", "")
-    fix = "put it in quotes" if kind == "string_type" and _is_scalar(details["input"]) else ""
-    return Problem(field, got, expected, fix)
+    return Problem(field, got, _expected(field, details), _fix(field, details))
+
+
+_EXPECTED = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+    "string_too_short": "a text that is not empty",
+}
+"""pydantic's kind of error -> what is expected, where its own words are those of Python."""
+_TOO_MUCH = ("finite_number", "less_than_equal")
+_NEVER = (
+    "spec.activeDeadlineSeconds",
+    "spec.recovery.capacityTimeoutSeconds",
+    "spec.ttlSecondsAfterFinished",
+)
+"""Durations without which there is no limit."""
+
+
+def _expected(field: str, details: ErrorDetails) -> str:
+    kind = details["type"]
+    if kind in _TOO_MUCH and "Seconds" in field.rpartition(".")[2]:
+        return f"at most {limits.MAX_SECONDS} seconds (ten years)"
+    if kind in _EXPECTED:
+        return _EXPECTED[kind]
+    text = re.sub(r"^(Input|Value|String|Tuple) should (be|have) ", "", details["msg"])
+    return text.partition(", unable to parse")[0].replace("'", "")
+
+
+def _fix(field: str, details: ErrorDetails) -> str:
+    kind, value = details["type"], details["input"]
+    if value is None:
+        empty = ' ("" is an empty text)' if kind == "string_type" else ""
+        return f"give it a value{empty}, or remove the key"
+    if kind in _TOO_MUCH and field in _NEVER:
+        return "leave it out for no limit"
+    return "put it in quotes" if kind == "string_type" and _is_scalar(value) else ""
 
 
 def _is_scalar(value: Any) -> bool:
@@ -123,7 +157,7 @@ def _known_keys(location: list[int | str]) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

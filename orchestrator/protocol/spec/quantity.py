@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
+from .. import limits
+
 _SUFFIXES = {
     "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
@@ -22,14 +24,16 @@ def parse_quantity(value: Any) -> float:
 
     Raises ValueError, naming the accepted form, for anything that is not a quantity >= 0.
     """
-    if isinstance(value, bool):
+    found: float = -1
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found = value
+    elif isinstance(value, str) and (match := re.fullmatch(PATTERN, value)):
+        found = float(match[1]) * _SUFFIXES[match[3] or ""]
+    if not found >= 0:  # as nothing is that is not a number
         raise ValueError("expected a quantity such as 2, 500m or 4Gi")
-    if isinstance(value, (int, float)) and value >= 0:
-        return float(value)
-    match = re.match(PATTERN, value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("expected a quantity such as 2, 500m or 4Gi")
-    return float(match[1]) * _SUFFIXES[match[3] or ""]
+    if found > limits.MAX_QUANTITY:
+        raise ValueError(f"expected a quantity of at most {limits.MAX_QUANTITY:g}, such as 4Gi")
+    return float(found)
 
 
 Quantity = Annotated[

@@ -9,25 +9,26 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from .. import limits
 from .base import Auto, Part
 
 
 class Model(Part):
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, untied head."""
 
-    vocab_size: int = Field(default=256, ge=2)
+    vocab_size: int = Field(default=256, ge=2, le=limits.MAX_VOCABULARY)
     """256: every byte is a token."""
-    dim: int = Field(default=256, ge=8)
+    dim: int = Field(default=256, ge=8, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
-    num_layers: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=4, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=limits.MAX_WIDTH)
     """Query heads; dim is a multiple of twice their number."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=limits.MAX_WIDTH)
     """Fewer than numHeads is grouped-query attention; left out: numHeads."""
-    ffn_dim: int | None = Field(default=None, ge=8)
+    ffn_dim: int | None = Field(default=None, ge=8, le=limits.MAX_WIDTH)
     """Width of the SwiGLU; left out: 8/3 dim, rounded up to a multiple of 32."""
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0, allow_inf_nan=False)
     """Base of the rotary positions."""
 
     @model_validator(mode="after")
@@ -55,44 +56,44 @@ class Model(Part):
 class Data(Part):
     """Text as bytes. A sample is a pure function of (seed, index): any world size sees the same."""
 
-    source: str = "stdlib"
+    source: str = Field(default="stdlib", min_length=1)
     """stdlib: the source text of the Python that runs the workers. Else a file or a directory,
     relative to workingDirectory, read as bytes."""
-    sequence_length: int = Field(default=128, ge=2)
+    sequence_length: int = Field(default=128, ge=2, le=limits.MAX_SEQUENCE)
     """Tokens of one sample."""
 
 
 class Optimizer(Part):
     """AdamW with linear warm-up and cosine decay."""
 
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """At the end of the warm-up."""
-    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
     """What is left of it at the last step."""
-    warmup_steps: int = Field(default=20, ge=0)
+    warmup_steps: int = Field(default=20, ge=0, le=limits.MAX_COUNT)
     """Steps from zero to the full learning rate."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1, allow_inf_nan=False)
     """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
     """Decay of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Decoupled; of matrices, not of norms."""
-    gradient_clip: float = Field(default=1.0, ge=0)
+    gradient_clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Norm to clip to; 0: do not clip."""
 
 
 class Pretrain(Part):
     """Next-token training from scratch."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=limits.MAX_COUNT)
     """Optimizer steps of the whole job."""
-    global_batch: int = Field(default=8, ge=1)
+    global_batch: int = Field(default=8, ge=1, le=limits.MAX_COUNT)
     """Samples of one step over all ranks; the same at any world size."""
     micro_batch: int | Auto = "auto"
     """Samples of one forward pass on one rank. auto: all of the rank's share."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-limits.MAX_SEED, le=limits.MAX_SEED)
     """Of initial weights and of the order of samples."""
-    evaluate_every_steps: int = Field(default=0, ge=0)
+    evaluate_every_steps: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
     """Loss on held-out text every Nth step; 0: never."""
     compile: bool = False
     """torch.compile each block."""

@@ -150,6 +150,15 @@ PARTS = (
         ".path",
     ),
     Rule(
+        "urls-say-where",
+        "spec.checkpoint",
+        "!has(self.path) || !self.path.matches('^[^/]*://+$')",
+        "spec.checkpoint.path: got %s; expected a bucket or a directory after ://, such as "
+        "s3://bucket/prefix",
+        ("self.path",),
+        ".path",
+    ),
+    Rule(
         "no-password-in-a-path",
         "spec.checkpoint",
         "!has(self.path) || !self.path.matches('^[^/]*://[^/]*:[^/]*@')",

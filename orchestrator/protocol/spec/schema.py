@@ -13,6 +13,9 @@ from typing import Any
 from .env import CONTRACT_NAMES, RESERVED_PREFIXES
 from .job import API_VERSION, KIND, TrainingJob
 
+_Model = tuple[str, dict[str, Any], dict[str, Any]]
+"""Path, schema, and what its fields are where the part above says nothing."""
+
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 HEAD = f"""# The job spec
@@ -57,14 +60,13 @@ def reference_page() -> str:
     schema = json_schema()
     parts = [HEAD]
     seen: set[str] = set()
-    queue: list[tuple[str, dict[str, Any]]] = [("spec", _follow(schema, "spec"))]
-    queue.insert(0, ("metadata", _follow(schema, "metadata")))
+    queue: list[_Model] = [(name, _follow(schema, name), {}) for name in ("metadata", "spec")]
     while queue:
-        path, model = queue.pop(0)
+        path, model, given = queue.pop(0)
         if path in seen:
             continue
         seen.add(path)
-        rows, below = _rows(schema, path, model)
+        rows, below = _rows(schema, path, model, given)
         parts.append("\n".join([f"## {path}", "", *_description(model), *rows, ""]))
         queue = [*below, *queue]
     names = ", ".join(f"`{name}`" for name in CONTRACT_NAMES)
@@ -93,21 +95,23 @@ def _description(model: dict[str, Any]) -> Iterator[str]:
 
 
 def _rows(
-    schema: dict[str, Any], path: str, model: dict[str, Any]
-) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    schema: dict[str, Any], path: str, model: dict[str, Any], given: dict[str, Any]
+) -> tuple[list[str], list[_Model]]:
     """The table of one model, and the models below it."""
     required = model.get("required", ())
     lines = ["| field | type | default | what it is |", "|---|---|---|---|"]
-    below = []
+    below: list[_Model] = []
     for name, node in model.get("properties", {}).items():
         target = _resolve(schema, node)
         nested = "properties" in target
         if nested:
-            below.append((f"{path}.{name}", target))
+            below.append((f"{path}.{name}", target, node.get("default") or {}))
             kind = f"[object](#{_anchor(f'{path}.{name}')})"
         else:
             kind = _kind(schema, node)
         default = "**required**" if name in required else _default(node, nested)
+        if name in required and name in given:
+            default = f"`{given[name]}`; **required** beside other fields of this part"
         text = _plain(node.get("description") or target.get("description", ""))
         lines.append(f"| `{name}` | {kind} | {default} | {text} |")
     return lines, below
@@ -138,8 +142,12 @@ def _kind(schema: dict[str, Any], node: dict[str, Any]) -> str:
 
 def _bounds(node: dict[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node]
+    limits = [f"{sign} {_number(node[key])}" for key, sign in signs.items() if key in node]
     return " " + ", ".join(limits) if limits else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _default(node: dict[str, Any], nested: bool) -> str:

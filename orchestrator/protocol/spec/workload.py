@@ -10,21 +10,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from .. import limits
 from .base import Auto, Part
 from .quantity import Quantity
 from .recipe import Recipe
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Axis = Annotated[int, Field(ge=1, le=limits.MAX_AXIS)]
+
+# Whatever `python -m` may find, a file with a dash in its name as well; nothing relative.
+MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
 
 
 class Nodes(Part):
     """How many nodes the job trains on. A node is one agent with all its workers."""
 
-    min: int = Field(default=1, ge=1)
+    min: int = Field(default=1, ge=1, le=limits.MAX_NODES)
     """Fewer than this and the job waits instead of training."""
-    max: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1, le=limits.MAX_NODES)
     """The size the job wants and grows back to."""
-    spares: int = Field(default=0, ge=0)
+    spares: int = Field(default=0, ge=0, le=limits.MAX_NODES)
     """Nodes kept warm and idle; one takes the place of a lost node at once."""
 
 
@@ -42,9 +47,9 @@ class Resources(Part):
 class Entrypoint(Part):
     """What each worker runs. Exactly one of script, module and recipe."""
 
-    script: str | None = None
+    script: str | None = Field(default=None, min_length=1)
     """A Python file, relative to workingDirectory, as torchrun would run it."""
-    module: str | None = None
+    module: str | None = Field(default=None, pattern=MODULE_PATTERN)
     """A Python module, as `python -m` would run it."""
     recipe: Recipe | None = None
     """A training loop of Holdfast's own, by name."""
@@ -76,7 +81,7 @@ class ActivationCheckpointing(Part):
 
     mode: Literal["none", "full"] = "none"
     """full recomputes a block from its input: about one more forward pass."""
-    every_nth_block: int = Field(default=1, ge=1)
+    every_nth_block: int = Field(default=1, ge=1, le=limits.MAX_LAYERS)
     """With full: only every Nth block."""
 
 
@@ -91,13 +96,13 @@ class Parallelism(Part):
     """Full copies of the model at nodes.max. auto: as many as fit the world."""
     shard: int | Auto = Field(default="auto")
     """Ranks that share one copy of the model. auto: the planner picks by memory."""
-    tensor: Annotated[int, Field(ge=1)] = 1
+    tensor: Axis = 1
     """Tensor parallel axis, innermost; handed to your own loop through the mesh."""
-    context: Annotated[int, Field(ge=1)] = 1
+    context: Axis = 1
     """Context parallel axis, handed to your own loop through the mesh."""
-    pipeline: Annotated[int, Field(ge=1)] = 1
+    pipeline: Axis = 1
     """Pipeline axis, outermost; handed to your own loop through the mesh."""
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
     """true: ZeRO-3. false: ZeRO-2, parameters stay gathered between forward and backward. An
     integer: reshard to that smaller group."""
     precision: Precision = Precision()
