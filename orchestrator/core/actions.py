@@ -72,6 +72,14 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     stacks: bool = False
 
 
+class StageStep(Action, frozen=True, kw_only=True, tag="stage-step"):
+    """Have a node's workers stage this very step. Succeeds when all of them have; fails when one of
+    them cannot any more."""
+
+    node: str
+    step: int
+
+
 class PersistStep(Action, frozen=True, kw_only=True, tag="persist-step"):
     """Have a node write the newest step >= `step` it stages to storage."""
 
@@ -102,6 +110,6 @@ class FinishJob(Action, frozen=True, kw_only=True, tag="finish-job"):
 
 
 AnyAction = (
-    RequestNodes | ReleaseNode | LaunchGroup | StopGroup | PersistStep | CommitManifest
-    | DeleteCheckpoint | FinishJob
+    RequestNodes | ReleaseNode | LaunchGroup | StopGroup | StageStep | PersistStep
+    | CommitManifest | DeleteCheckpoint | FinishJob
 )  # fmt: skip

@@ -92,6 +92,8 @@ def shard_persisted(turn: Turn, event: ShardPersisted) -> None:
             f"refused shard {shard.shard} of step {shard.step} from {event.node}: written by "
             f"generation {shard.generation}, the current one is {state.generation}"
         )
+        if all(known.key != key for known in state.ledger.committed):
+            state.ledger.strays[key] = None
         return
     newest = newest_committed(state)
     if newest is not None and newest.step >= shard.step:
@@ -157,6 +159,7 @@ def record(turn: Turn, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
     ledger, first = turn.state.ledger, files[0]
     key = (first.step, first.generation)
+    ledger.strays.pop(key, None)
     if all(known.key != key for known in ledger.committed):
         size = sum(file.num_bytes for file in files)
         ledger.committed.append(
@@ -173,12 +176,8 @@ def observed(turn: Turn, files: tuple[ShardFile, ...]) -> None:
     for key in sorted(by_key):
         record(turn, tuple(by_key[key]))
         ledger.pending.pop(key, None)
-    for key in list(ledger.deleting):
-        if key not in by_key:
-            ledger.deleting.pop(key)
-            ledger.committed = [c for c in ledger.committed if c.key != key]
-        else:
-            _delete(turn, key, "its deletion may not have been carried out")
+    for key in list(ledger.deleting):  # a manifest goes first: without one, files may be left
+        _delete(turn, key, "its deletion may not have been carried out")
     for pending in ledger.pending.values():
         pending.commit_action = None
     retry_commits(turn)
@@ -212,6 +211,10 @@ def clean(turn: Turn) -> None:
         if pending.step < newest.step and pending.commit_action is None:
             ledger.pending.pop(key)
             _delete(turn, key, f"abandoned: step {newest.step} is committed")
+    for key in [stray for stray in ledger.strays if stray < newest.key]:
+        if key not in ledger.pending:
+            ledger.strays.pop(key)
+            _delete(turn, key, f"written too late, by generation {key[1]}")
     retention = state.job.spec.checkpoint.retention
     good = sorted((c for c in ledger.committed if not c.refused), key=lambda c: c.key)
     keep = {c.key for c in good[-retention.keep_last :]}

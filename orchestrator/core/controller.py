@@ -13,7 +13,7 @@ from typing import Any
 
 from ..protocol import limits
 from ..protocol.spec import job_from_mapping
-from . import checkpoints, ending, invariants, launching, membership, recovery, wishes
+from . import checkpoints, ending, invariants, launching, membership, recovery, staging, wishes
 from .actions import (
     AnyAction,
     CommitManifest,
@@ -23,6 +23,7 @@ from .actions import (
     Reason,
     ReleaseNode,
     RequestNodes,
+    StageStep,
 )
 from .events import (
     ActionFailed,
@@ -163,6 +164,7 @@ _LOOKS: tuple[Callable[[Turn], None], ...] = (
     _conclude,
     wishes.follow_intent,
     wishes.planned,
+    staging.drop,
     ending.check_drain,
     membership.recall_promised,
     membership.request_missing,
@@ -238,6 +240,8 @@ def _succeeded(turn: Turn, event: ActionSucceeded) -> None:
             checkpoints.commit_succeeded(turn, action)
         case DeleteCheckpoint():
             checkpoints.deleted(turn, action)
+        case StageStep():
+            staging.answered(turn, action)
         case _:
             pass
 
@@ -257,6 +261,8 @@ def _failed(turn: Turn, event: ActionFailed) -> None:
         case DeleteCheckpoint():
             turn.note(f"step {action.step} was not deleted: {event.detail}")
             checkpoints.deleted(turn, action)
+        case StageStep():
+            staging.answered(turn, action, event.detail)
         case PersistStep() if state.drain is not None:
             turn.note(f"{action.node} did not write step {action.step}: {event.detail}")
             turn.arm("drain", ending.PERSIST_RETRY_S)
@@ -268,7 +274,9 @@ def _unknown(turn: Turn, event: ActionUnknown) -> None:
     """The link broke before the result came. What concerns a node is said again when it comes back
     (membership.joined); the rest is repeated, it is idempotent."""
     action = turn.state.inflight.get(event.action_id)
-    if isinstance(action, ReleaseNode | CommitManifest | DeleteCheckpoint | PersistStep):
+    if isinstance(
+        action, ReleaseNode | CommitManifest | DeleteCheckpoint | StageStep | PersistStep
+    ):
         _failed(turn, ActionFailed(action_id=event.action_id, detail="result unknown"))
     elif isinstance(action, RequestNodes):
         turn.state.inflight.pop(event.action_id)
@@ -295,6 +303,7 @@ def _started(turn: Turn, event: ControllerStarted) -> None:
     state = turn.state
     first = state.incarnation == 0 and event.incarnation <= 1
     state.incarnation = event.incarnation
+    staging.end(turn)
     if state.launches == 0 and event.committed:
         # Directories of an earlier job at the same path: never write into one of them.
         state.generation = max(state.generation, *(f.generation for f in event.committed))
@@ -329,7 +338,7 @@ def _fire(turn: Turn) -> None:
         limit = state.job.spec.active_deadline_s
         state.intent, state.asked = "deadline", f"it has run for its activeDeadline of {limit:g} s"
     if turn.due("cadence") and state.phase == "running":
-        ending.cadence_due(turn, state.step_s)
+        ending.cadence_due(turn)
     for name, act in _DUE:
         if turn.due(name):
             act(turn)

@@ -9,13 +9,12 @@ from ..protocol.facts import StagedShard
 from .actions import FinishJob, Outcome, PersistStep, Reason, ReasonCode
 from .checkpoints import in_memory, newest_committed
 from .events import PersistFailed
+from .staging import step_ahead
 from .state import Drain, DrainKind, JobState, Node, Stop
 from .turn import SECOND_NS, Turn
 
 PERSIST_RETRY_S = 1.0
 PERSIST_REPEAT_S = 10.0
-CADENCE_MARGIN_S = 2.0
-"""A step that all nodes are asked to write must lie ahead of what any of them has done."""
 
 
 def trained(turn: Turn, stop: Stop) -> None:
@@ -244,7 +243,8 @@ def _drained(turn: Turn, kind: DrainKind, text: str) -> None:
         return
     # Its nodes are given back by membership.release_surplus.
     state.members, state.placing = (), False
-    turn.disarm("gather", "replacement", "grow", "preempt", "rejoin", "capacity")
+    state.deadline_left_s = turn.left_s("deadline")
+    turn.disarm("deadline", "gather", "replacement", "grow", "preempt", "rejoin", "capacity")
     turn.move("suspended", "suspend", text or "nothing had to be written")
 
 
@@ -269,19 +269,19 @@ def finish_again(turn: Turn, why: str) -> None:
 
 
 # -- storage by time --------------------------------------------------------------------------
-def persist_ahead(turn: Turn, step_s: float, why: str) -> None:
+def persist_ahead(turn: Turn, why: str) -> None:
     """Have all nodes write the same step, a little ahead of where they are."""
     state = turn.state
     # A node that does not stage this very step writes the first one after it, as all do.
-    step = state.step + 2 + (int(CADENCE_MARGIN_S / step_s) if step_s > 0 else 0)
+    step = step_ahead(state)
     for name in state.members:
         if name in state.nodes:
             turn.emit(PersistStep, Reason("checkpoint", why), node=name, step=step)
 
 
-def cadence_due(turn: Turn, step_s: float) -> None:
+def cadence_due(turn: Turn) -> None:
     every_s = turn.state.job.spec.checkpoint.storage.every_s
     if every_s is not None:
         age = (turn.now - turn.state.ledger.last_commit_ns) / SECOND_NS
-        persist_ahead(turn, step_s, f"the last one is {age:.0f} s old, {every_s:g} s wanted")
+        persist_ahead(turn, f"the last one is {age:.0f} s old, {every_s:g} s wanted")
         turn.arm("cadence", every_s)

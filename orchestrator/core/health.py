@@ -20,6 +20,7 @@ from ..protocol.facts import WorkerBeat
 from ..protocol.spec import Recovery, TrainingJob
 from .controller import Controller
 from .events import (
+    AdjustRequested,
     AnyEvent,
     ControllerStarted,
     HangDetected,
@@ -122,6 +123,8 @@ class Monitor:
                 self._now.told_ns = now_ns
             case NodeJoined():
                 self._silence.heard(now_ns, event.node, self._recovery)
+            case AdjustRequested():
+                self._silence.forgive(now_ns)
             case ControllerStarted():
                 # How long agents may take to come back is the controller's deadline.
                 self._silence.begin(now_ns)

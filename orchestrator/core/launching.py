@@ -134,8 +134,10 @@ def _begin_generation(
     state.launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh
+    held = {shard.generation for node in state.nodes.values() for shard in node.staged}
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
-        del state.meshes[old]
+        if old not in held:  # what memory holds may have to be written yet
+            del state.meshes[old]
     state.launch, state.launching, state.exits = {}, {}, {}
     state.active, state.placing, state.stepped = True, False, False
     state.step = restore.step if restore else -1
@@ -143,9 +145,10 @@ def _begin_generation(
     state.resized = state.resized and len(members) != full_size(state)
     turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
     turn.arm("launch", LAUNCH_TIMEOUT_S)
-    deadline = state.job.spec.active_deadline_s
-    if deadline is not None:
-        turn.arm_once("deadline", deadline)
+    left_s, state.deadline_left_s = state.deadline_left_s, None
+    deadline_s = state.job.spec.active_deadline_s if left_s is None else left_s
+    if deadline_s is not None:
+        turn.arm_once("deadline", deadline_s)
 
 
 def _nodes(count: int) -> str:
@@ -237,7 +240,7 @@ def advanced(turn: Turn, event: StepsAdvanced) -> None:
     state.step = max(state.step, event.step)
     if state.stepped:
         return
-    state.stepped = True
+    state.stepped, state.stepped_ns = True, turn.now
     every_s = state.job.spec.checkpoint.storage.every_s
     if every_s is not None:
         turn.arm("cadence", every_s)

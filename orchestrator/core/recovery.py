@@ -9,8 +9,9 @@ from __future__ import annotations
 from ..protocol import limits
 from ..protocol.facts import Exit, Stack
 from ..protocol.spec import Budget
+from . import staging
 from .actions import Reason, ReasonCode, StopGroup
-from .checkpoints import DISTRUST_AFTER
+from .checkpoints import DISTRUST_AFTER, in_memory
 from .events import AllSilent, GroupStopped, HeardAgain
 from .failure import (
     HOPELESS_TYPES,
@@ -51,7 +52,8 @@ def interrupt(
     *,
     stacks: bool = False,
 ) -> Stop | None:
-    """Stop the current generation on all its nodes; None when none runs.
+    """Stop the current generation on all its nodes; None when none runs, or when a step is staged
+    before: ask again with every turn.
 
     While it is being stopped already, more news joins the interruption that is under way.
     """
@@ -60,6 +62,9 @@ def interrupt(
         return None
     if state.stop is not None:
         return state.stop
+    if staging.is_awaited(turn, purpose, reason):
+        return None
+    staging.end(turn)
     spec = state.job.spec
     planned = purpose not in ("failure", "finish")
     own_loop = spec.entrypoint.recipe is None
@@ -179,7 +184,10 @@ def conclude(turn: Turn) -> str:
     steps = [exit.step for _node, exit in state.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
-        state.step = max(state.step, incident.step_before)
+    # A rank stages a step before it says that it has done it.
+    staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
+    incident.step_before = max([incident.step_before, *staged[:1]])
+    state.step = max(state.step, incident.step_before)
     suspects = stop.hang[0] if stop.hang is not None else ()
     incident.stacks = _within_bound(stop.stacks, suspects)
     if stop.purpose == "preemption":

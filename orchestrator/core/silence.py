@@ -43,6 +43,10 @@ class Silence:
         self._heard, self._told_ns, self.ended_ns = {}, None, 0
         self._any_ns = max(self._any_ns, now_ns)
 
+    def forgive(self, now_ns: int) -> None:
+        """Beats are due at other times from now on: what is old by them was not late."""
+        self._heard = dict.fromkeys(self._heard, now_ns)
+
     def arrived(self, now_ns: int, node: str, recovery: Recovery) -> None:
         """Something has come that will be observed in its turn: its node is not silent."""
         self._arrived[node] = now_ns

@@ -51,6 +51,17 @@ class Node:
 
 
 @dataclass(slots=True)
+class Staging:
+    """A step that all ranks are asked to stage before a planned interruption."""
+
+    step: int
+    waiting: dict[str, int]
+    """Node -> action id of its StageStep."""
+    wanted_ns: int
+    """When somebody wanted the interruption last."""
+
+
+@dataclass(slots=True)
 class Stop:
     """A generation that is being ended, and what is known of why."""
 
@@ -145,6 +156,8 @@ class Ledger:
     """Checkpoint -> action id of its DeleteCheckpoint."""
     distrusted: dict[StepKey, int] = field(default_factory=dict)
     """States in memory from which generations failed before their first step -> how often."""
+    strays: dict[StepKey, None] = field(default_factory=dict)
+    """Written by generations that had ended when it was there: no manifest will name them."""
     last_commit_ns: int = 0
 
 
@@ -232,11 +245,16 @@ class JobState:
     """Rank -> (node, how it ended), of the current generation, in the order of the news."""
     stepped: bool = False
     """All ranks have finished a step in this generation."""
+    stepped_ns: int = 0
+    """When that was heard."""
     step: int = -1
     """The last step known to be finished by all ranks."""
+    staging: Staging | None = None
     stop: Stop | None = None
     placing: bool = False
     """Nothing runs and a new generation is wanted."""
+    deadline_left_s: float | None = None
+    """Of a suspended job's activeDeadline: it does not run meanwhile."""
     drain: Drain | None = None
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)

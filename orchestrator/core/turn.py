@@ -88,3 +88,8 @@ class Turn:
         """The timer has run out; it stays so until it is disarmed or armed again."""
         at = self.state.timers.get(name)
         return at is not None and at <= self.now
+
+    def left_s(self, name: str) -> float | None:
+        """Until it runs out; None: it does not run."""
+        at = self.state.timers.get(name)
+        return None if at is None else max(0, at - self.now) / SECOND_NS

@@ -6,7 +6,7 @@ Owns: state.intent and the wanted size. Must not: know how a generation is stopp
 from __future__ import annotations
 
 from ..protocol.spec import Recovery
-from . import ending, membership, recovery
+from . import ending, membership, recovery, staging
 from .actions import Reason
 from .events import (
     AdjustRequested,
@@ -56,6 +56,8 @@ def resume(turn: Turn, event: ResumeRequested) -> None:
 
 def cancel(turn: Turn, event: CancelRequested) -> None:
     state = turn.state
+    if state.intent == "cancel":
+        staging.hurry(turn)
     if state.verdict is not None:
         ending.end_now(turn, _by("cancel", event.by))
     else:
@@ -132,7 +134,8 @@ def _make_way(turn: Turn, leaving: list[Node], possible: int, wanted: int) -> No
     state = turn.state
     turn.arm_once("preempt", _patience_s(turn, leaving))
     hopeless = possible > 0 and state.no_room and not state.expected_nodes
-    if possible >= wanted or hopeless or turn.due("preempt"):
+    begun = state.staging is not None
+    if possible >= wanted or hopeless or begun or turn.due("preempt"):
         names = ", ".join(node.name for node in leaving)
         text = f"{names} will be taken away ({leaving[0].leaving}); {possible} nodes are usable"
         stop = recovery.interrupt(turn, "preemption", Reason("preemption", text))
@@ -143,4 +146,4 @@ def _make_way(turn: Turn, leaving: list[Node], possible: int, wanted: int) -> No
 def _patience_s(turn: Turn, leaving: list[Node]) -> float:
     wait_s = turn.state.job.spec.recovery.replacement_wait_s
     known = [node.leaves_ns - turn.now for node in leaving if node.leaves_ns is not None]
-    return max(wait_s, LEAVE_SHARE * min(known) / SECOND_NS) if known else wait_s
+    return LEAVE_SHARE * min(known) / SECOND_NS if known else wait_s

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .network import Link
     from .world import World
 
+NodeAction = a.LaunchGroup | a.StopGroup | a.StageStep
 CrashPoint = Literal["before-journal", "after-journal", "between-actions"]
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[int, e.AnyEvent])
@@ -40,7 +41,7 @@ class Host:
         behind a network, and in every other world it does."""
         self.forgets = world.seed % 2 == 1
         self.links: dict[str, Link] = {}
-        self.waiting: dict[int, a.LaunchGroup | a.StopGroup] = {}
+        self.waiting: dict[int, NodeAction] = {}
         self.crash_at: CrashPoint | None = None
         self.crashes = 0
         self._incarnation = 0
@@ -186,6 +187,14 @@ class Host:
                     stacks=action.stacks,
                 )
                 self._send(action, stop)
+            case a.StageStep():
+                order = m.Stage(
+                    action_id=action.action_id,
+                    generation=action.generation,
+                    step=action.step,
+                    hold=True,
+                )
+                self._send(action, order)
             case a.PersistStep():
                 link = self.links.get(action.node)
                 if link is not None:
@@ -223,7 +232,7 @@ class Host:
                 link.to_agent(m.Committed(generation=action.generation, step=action.step))
             self._result(action)
 
-    def _send(self, action: a.LaunchGroup | a.StopGroup, message: m.ToAgent) -> None:
+    def _send(self, action: NodeAction, message: m.ToAgent) -> None:
         link = self.links.get(action.node)
         if link is None:
             self._later(0.0, e.ActionUnknown(action_id=action.action_id, detail="not connected"))
@@ -258,7 +267,7 @@ class Host:
                 self.handle(
                     e.WorkerExited(node=node, generation=message.generation, exit=message.exit)
                 )
-            case m.Launched():
+            case m.Launched() | m.Staged():
                 action = self.waiting.pop(message.action_id, None)
                 if action is not None:
                     kind = e.ActionSucceeded if message.ok else e.ActionFailed

@@ -31,12 +31,19 @@ class Oracle:
         self._placed: dict[int, dict[int, str]] = {}
         self._ids: dict[int, None] = {}
         self._checked: dict[int, None] = {}
+        self._orders: dict[int, a.StageStep] = {}
+        self._members: dict[int, tuple[str, ...]] = {}
+        self.ordered: dict[tuple[int, int], dict[str, None]] = {}
+        """(generation, step) -> members that have staged it on order."""
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
             raise Unsafe(f"seed {self.world.seed} at {self.world.time_s:.3f} s: {text}")
 
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
+        if isinstance(event, e.ActionSucceeded) and event.action_id in self._orders:
+            order = self._orders[event.action_id]
+            self.ordered.setdefault((order.generation, order.step), {})[order.node] = None
         for action in actions:
             if action.action_id in self._ids and not self.world.host.crashes:
                 self.require(False, f"action id {action.action_id} is used twice")
@@ -44,6 +51,9 @@ class Oracle:
             if self.finished:
                 self.require(isinstance(action, a.FinishJob), f"{action} after the end")
             match action:
+                case a.StageStep():
+                    self._orders[action.action_id] = action
+                    self._members[action.generation] = state.members
                 case a.LaunchGroup():
                     self._launch(state, action)
                 case a.CommitManifest():
@@ -82,6 +92,11 @@ class Oracle:
         whole = [at for at, shards in held.items() if len(shards) == at[2]]
         best = max((at[0] for at in whole if at[:2] not in state.ledger.distrusted), default=-1)
         self.require(step >= best, f"resumes after {step}, memory has all of {best}")
+        for (generation, at), nodes in self.ordered.items():
+            members = self._members[generation]
+            there = all(node in nodes and node in state.nodes for node in members)
+            if there and generation == state.generation - 1:
+                self.require(step >= at, f"resumes after {step}, all have staged {at} on order")
         if restore is not None and not restore.directory:
             named = {source.shard for source in restore.sources}
             self.require(named == set(range(restore.num_shards)), f"sources of {named} only")

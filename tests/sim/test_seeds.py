@@ -56,3 +56,9 @@ def test_the_faults_are_not_imagined() -> None:
     assert max(state.generation for state in states) > 6
     restored = {incident.restored_from for state in states for incident in state.incidents}
     assert {"memory", "storage"} <= restored
+
+
+def test_steps_are_staged_on_order() -> None:
+    """In the worlds that do not stage every step, before planned interruptions."""
+    ordered = [play(seed).oracle.ordered for seed in range(2, 100, 3)]
+    assert sum(map(len, ordered)) >= 5

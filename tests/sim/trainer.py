@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orchestrator.protocol import limits
 from orchestrator.protocol.facts import Membership, WorkerSeat
 from orchestrator.protocol.manifest import directory_name
 from workers import wire
@@ -36,6 +37,7 @@ class Worker:
         """It waits for its peers at the next collective."""
         self.writable: list[int] = []
         self.wants_to_stage: int | None = None
+        self.ordered = -1
         self.gang = self.world.gang(membership)
 
     # -- to the agent -------------------------------------------------------------------------
@@ -76,6 +78,8 @@ class Worker:
         if not self._free(lambda: self.received(message, payload)):
             return
         match message:
+            case wire.StageAt():
+                self.ordered = message.step
             case wire.Buffer():
                 self.writable.append(message.buffer)
                 self._stage()
@@ -126,8 +130,13 @@ class Worker:
         if not self._free(self.advance):
             return
         self.step += 1
-        self.wants_to_stage = self.step
-        self._stage()
+        every = self.world.host.job.spec.checkpoint.staging_interval
+        last = self.step == self.world.total_steps - 1
+        if last or self.step == self.ordered or (self.step + 1) % every == 0:
+            self.wants_to_stage = self.step
+            self._stage()
+        else:
+            self._report()
 
     def _stage(self) -> None:
         if self.wants_to_stage is None or not self.writable:
@@ -137,12 +146,24 @@ class Worker:
         shards = self.membership.mesh.num_shards
         self.node.contents[number] = (step, self.seat.shard, shards)
         self.say(wire.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
-        self.say(wire.Progress(step=step, loss=1.0 / (step + 1), step_s=self.world.step_s))
-        self.world.after(self.world.between(0.0, 0.02), self._after_stage)
+        self._report()
 
-    def _after_stage(self) -> None:
-        if self._free(self._after_stage):
-            self._next()
+    def _report(self) -> None:
+        progress = wire.Progress(
+            step=self.step, loss=1.0 / (self.step + 1), step_s=self.world.step_s
+        )
+        self.say(progress)
+        held_s = limits.HOLD_S if self.step == self.ordered else 0.0
+        if held_s:
+            self.say(wire.PhaseIs(phase="save"))
+        self.world.after(held_s + self.world.between(0.0, 0.02), self._after_step)
+
+    def _after_step(self) -> None:
+        if not self._free(self._after_step):
+            return
+        if self.step == self.ordered:
+            self.say(wire.PhaseIs(phase="train"))
+        self._next()
 
     def _free(self, again: object) -> bool:
         """Runs: neither dead nor stopped."""

@@ -23,6 +23,8 @@ FAULTS_S = 60.0
 """Faults strike until then; afterwards everything heals."""
 BOUND_S = 900.0
 """By then the job is over, or it never will be."""
+STAGE_EVERY = 6
+"""Steps, in a third of the worlds; in the others every step is staged."""
 
 # (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
 SHAPES = (
@@ -74,6 +76,7 @@ class World(Clockwork):
         }
         storage = self.rng.choice(({"everySteps": 5}, {"everySteps": 10}, {"everySeconds": 4}))
         memory = {"buddy": self.rng.choice(("auto", "auto", "always", "never"))}
+        memory["everySteps"] = STAGE_EVERY if self.seed % 3 == 2 else 1
         return {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": "TrainingJob",

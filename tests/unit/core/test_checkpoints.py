@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from orchestrator.core.actions import CommitManifest, DeleteCheckpoint, LaunchGroup, StopGroup
 from orchestrator.core.events import (
     ActionSucceeded,
+    CancelRequested,
     CheckpointRefused,
     ControllerStarted,
     PersistFailed,
+    SuspendRequested,
 )
-from orchestrator.protocol.facts import ShardFile
+from orchestrator.core.launching import MESHES_KEPT
+from orchestrator.protocol.facts import ShardFile, StagedShard
 
 from .story import Story, spec
 
@@ -77,6 +82,60 @@ def test_an_attempt_that_a_newer_commit_has_overtaken_is_deleted() -> None:
     delete = story.one(DeleteCheckpoint)
     assert (delete.step, delete.written_by) == (9, 1)
     assert "abandoned" in delete.reason.text
+
+
+def test_an_upload_that_outlived_its_generation_is_deleted_once_a_newer_one_is_committed() -> None:
+    story = Story().started(step=9)
+    story.exits(0, signal=9)
+    story.all_stopped(12)
+    story.succeed(LaunchGroup)
+    for shard in range(2):
+        story.persisted(9, shard, generation=1)
+    assert not story.of(DeleteCheckpoint), "no newer one is there yet"
+    story.commit(19)
+    delete = story.one(DeleteCheckpoint)
+    assert (delete.step, delete.written_by) == (9, 1)
+    story.succeed(DeleteCheckpoint)
+    story.commit(29)
+    assert not story.of(DeleteCheckpoint)
+
+
+def test_what_was_written_too_late_may_still_be_the_last_checkpoint_of_a_suspended_job() -> None:
+    story = Story().started(step=9)
+    story.exits(0, signal=9)
+    story.all_stopped(9)
+    story.succeed(LaunchGroup)
+    story.persisted(9, 0, generation=1)
+    story.tell(SuspendRequested())
+    for node in ("a", "b"):
+        story.stopped(node, staged=tuple(StagedShard(9, 1, shard, 2, 100) for shard in range(2)))
+    for shard in range(2):
+        story.persisted(9, shard, generation=1)
+    story.succeed(CommitManifest)
+    assert [c.key for c in story.state.ledger.committed] == [(9, 1)]
+    assert story.state.phase == "suspended" and not story.state.ledger.strays
+
+
+def test_what_memory_holds_can_be_written_however_many_generations_ago_it_was_staged() -> None:
+    story = Story(spec(recovery={"badNodeStrikes": 100})).started(step=50)
+    held = tuple(StagedShard(50, 1, shard, 2, 100) for shard in range(2))
+
+    def interrupted() -> None:
+        assert story.state.stop is not None
+        for node in list(story.state.stop.waiting):
+            story.stopped(node, staged=held)
+
+    for _ in range(MESHES_KEPT + 1):
+        story.exits(0, signal=9)
+        interrupted()
+        story.succeed(LaunchGroup)
+        story.wait(10)
+    story.tell(CancelRequested())
+    interrupted()
+    for shard in range(2):
+        story.persisted(50, shard, generation=1)
+    story.succeed(CommitManifest)
+    assert story.state.outcome == "cancelled" and "step 50 is committed" in story.state.reason.text
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
@@ -151,13 +210,16 @@ def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
     assert [c.step for c in story.state.ledger.committed] == [9]
 
 
-def test_a_new_controller_repeats_a_deletion() -> None:
+@pytest.mark.parametrize("manifest_gone", [False, True])
+def test_a_new_controller_repeats_a_deletion(manifest_gone: bool) -> None:
     story = Story().started()
     for step in (9, 19, 29):
         story.commit(step)
     assert story.last(DeleteCheckpoint).step == 9
     story.controller = story.replayed()
-    story.tell(ControllerStarted(incarnation=2, committed=_files(9) + _files(19) + _files(29)))
+    files = _files(9) + _files(19) + _files(29)
+    # Its manifest goes first; other files may be left.
+    story.tell(ControllerStarted(incarnation=2, committed=files[2 * manifest_gone :]))
     assert story.one(DeleteCheckpoint).step == 9
     story.succeed(DeleteCheckpoint)
     assert [c.step for c in story.state.ledger.committed] == [19, 29]

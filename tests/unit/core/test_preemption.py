@@ -80,6 +80,14 @@ def test_a_replacement_that_does_not_come_in_a_third_of_the_grace_is_not_waited_
     assert launch.membership.restore is not None and launch.membership.restore.step == 30
 
 
+def test_patience_for_replacements_does_not_make_a_leaving_node_wait_for_its_end() -> None:
+    story = Story(spec({"min": 1, "max": 2}, 2, 2, recovery={"replacementWaitSeconds": 60}))
+    leave(story.started())
+    story.succeed(RequestNodes)
+    story.wait(GRACE_S / 3 + 0.1)
+    assert len(story.of(StopGroup)) == 2
+
+
 def test_where_there_is_no_room_for_a_replacement_the_job_shrinks_at_once() -> None:
     story = Story(spec({"min": 1, "max": 2}, 2, 2)).started()
     leave(story)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.core.events import AllSilent, HeardAgain, NodeLost, Tick
+from orchestrator.core.events import AdjustRequested, AllSilent, HeardAgain, NodeLost, Tick
+from orchestrator.protocol.spec import Recovery
 
 from .story import SECOND
 from .test_health import Watch
@@ -131,3 +132,20 @@ def test_a_replay_says_the_same() -> None:
     watch = trained()
     wait(watch, 5.0)
     assert watch.story.replayed().state == watch.story.state
+
+
+def test_nobody_is_late_by_an_interval_that_was_not_asked_for_when_it_beat_last() -> None:
+    """From a beat in five seconds and a patience of twenty to the defaults."""
+    slow = {"heartbeatIntervalSeconds": 5, "heartbeatTimeoutSeconds": 20}
+    watch = Watch(recovery=slow)
+    watch.beat(0, node="a")
+    watch.story.now += 4 * SECOND
+    watch.beat(0, node="b")
+    quick = AdjustRequested(min_nodes=1, spares=0, recovery=Recovery().model_dump(by_alias=True))
+    watch.story.tell(quick)
+    watch.give(quick)
+    wait(watch, 2.9)
+    assert lost(watch) == {}
+    watch.beat(1)  # as they have just been asked for
+    wait(watch, 10.0, beats="b")
+    assert set(lost(watch)) == {"a"}, "from now on three seconds count"

@@ -29,6 +29,7 @@ from orchestrator.core.ranks import check_resize
 from orchestrator.protocol.facts import Exit
 from orchestrator.protocol.spec import Recovery, job_from_mapping
 
+from ..planner.builders import make_job
 from .story import SECOND, Story, spec
 
 
@@ -160,6 +161,15 @@ def test_steps_that_were_finished_while_the_stop_was_under_way_count() -> None:
     story.tell(CancelRequested())
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
         exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=9) for rank in ranks)
+        story.stopped(node, 9, exits=exits)
+    assert story.state.step == 9 == story.state.incidents[-1].step_before
+
+
+def test_a_step_that_is_staged_counts_though_its_ranks_were_ended_before_they_said_so() -> None:
+    story = Story().started(step=5)
+    story.tell(SuspendRequested())
+    for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        exits = tuple(Exit(rank=rank, signal=9, by_us=True, step=8) for rank in ranks)
         story.stopped(node, 9, exits=exits)
     assert story.state.step == 9 == story.state.incidents[-1].step_before
 
@@ -299,6 +309,25 @@ def test_a_job_that_runs_past_its_deadline_fails() -> None:
     assert (finish.outcome, finish.reason.code) == ("failed", "deadline")
 
 
+def test_the_deadline_does_not_run_while_the_job_is_suspended() -> None:
+    story = Story(spec(activeDeadlineSeconds=60)).started()
+    story.wait(20)
+    story.tell(SuspendRequested())
+    story.all_stopped(9)
+    story.commit(9)
+    assert story.state.phase == "suspended"
+    story.wait(8 * 3600)
+    story.tell(ResumeRequested())
+    story.succeed(RequestNodes)
+    story.join("c", "d")
+    story.succeed(LaunchGroup)
+    story.step(10)
+    story.wait(39)
+    assert story.state.intent == "run" and story.state.phase == "running"
+    story.wait(2)
+    assert story.state.intent == "deadline" and len(story.of(StopGroup)) == 2
+
+
 def test_the_document_of_the_tests_is_a_valid_job() -> None:
     assert job_from_mapping(spec()).name == "tale"
 
@@ -311,7 +340,12 @@ def test_storage_by_time_is_asked_for_ahead_of_the_training() -> None:
     story.wait(10.1)
     orders = story.of(PersistStep)
     assert [order.node for order in orders] == ["a", "b"]
-    assert {order.step for order in orders} == {57}, "two steps and two seconds ahead"
-    story.commit(57)
-    assert [c.step for c in story.state.ledger.committed] == [57]
+    assert {order.step for order in orders} == {62}, "two steps and four seconds ahead"
+    story.commit(62)
+    assert [c.step for c in story.state.ledger.committed] == [62]
     assert not story.of(CommitManifest)
+
+
+def test_a_size_with_fewer_workers_than_copies_is_refused_in_words() -> None:
+    job = make_job(nodes=(2, 2), workers=1, parallelism={"replicate": 2})
+    assert "nodes: got 1; expected whole replica groups" in check_resize(job, 1)
