@@ -8,8 +8,9 @@ Order of a worker's life: the agent sends Assign (at fork, or later to a standby
 Phase and Progress as it goes and Pulse from a thread of its own. To stage, it asks for buffers
 (BufferRequest -> Buffer + fd, as often as it wants buffers), writes one, says Staged, and may write
 a buffer again once the agent has said BufferFree for it. While an upload or a push keeps all of
-them, one more Buffer comes unasked. To restore, it asks FetchShard -> Shard +
-fd (read-only use) or NoShard. It ends with Failed or Finished, then exits.
+them, one more Buffer comes unasked. The spec says which steps are staged, StageAt asks for others.
+To restore, it asks FetchShard -> Shard + fd (read-only use) or NoShard. It ends with Failed or
+Finished, then exits.
 """
 
 from __future__ import annotations
@@ -106,6 +107,14 @@ class Assign(Wire, frozen=True, kw_only=True, tag="assign"):
     file descriptor that comes with this message."""
 
 
+class StageAt(Wire, frozen=True, kw_only=True, tag="stage-at"):
+    """Stage this very step, whatever the cadence. A worker that is past it goes on."""
+
+    step: int
+    hold: bool = False
+    """Then wait up to limits.HOLD_S: an end follows."""
+
+
 class Buffer(Wire, frozen=True, kw_only=True, tag="buffer"):
     """Comes with one file descriptor."""
 
@@ -134,7 +143,7 @@ class NoShard(Wire, frozen=True, kw_only=True, tag="no-shard"):
 FromWorker = (
     PhaseIs | Tick | Progress | Pulse | BufferRequest | Staged | FetchShard | Failed | Finished
 )
-ToWorker = Assign | Buffer | BufferFree | Shard | NoShard
+ToWorker = Assign | StageAt | Buffer | BufferFree | Shard | NoShard
 
 
 @dataclass(frozen=True)

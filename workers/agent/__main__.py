@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrator.protocol.endpoints import parse_endpoints
 from orchestrator.protocol.errors import HoldfastError, Problem, UserError
 
 from . import kernel, preload, surroundings
-from .dial import parse_endpoints
 
 
 def parser() -> argparse.ArgumentParser:

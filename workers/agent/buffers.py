@@ -138,15 +138,6 @@ class Buffers:
         assert buffer.pins >= 0
         return self.settle()
 
-    def prune(self, below_step: int) -> list[Give | Drop]:
-        """What is staged below this step may go: a newer one is complete over all nodes."""
-        kept = self.complete()[:1]
-        for buffer in self.buffers.values():
-            content = buffer.content
-            if content and content.step < below_step and version(content) not in kept:
-                buffer.content = None
-        return self.settle()
-
     # -- what there is ------------------------------------------------------------------------
     def inventory(self) -> tuple[StagedShard, ...]:
         found = {b.content for b in self.buffers.values() if b.content is not None}

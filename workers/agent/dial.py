@@ -1,6 +1,6 @@
 """Where a controller may be, and how one gets a connection to it.
 
-Owns: reading the list or the file of endpoints, resolving names to all their addresses (IPv4 and
+Owns: reading the file of an endpoint, resolving names to all their addresses (IPv4 and
 IPv6), trying them, TLS. Must not: try again later, or understand messages; link.py does.
 
 With several operator replicas only the leader listens: the others refuse, which costs a round trip.
@@ -20,11 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrator.protocol import limits
-from orchestrator.protocol.errors import Problem, UserError
+from orchestrator.protocol.endpoints import Endpoint
 from orchestrator.protocol.fabric import is_loopback
 
-Endpoint = tuple[str, int]
-"""(host name or IP address, port)."""
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 CONNECT_TIMEOUT_S = 5.0
@@ -34,21 +32,6 @@ RESOLVE_TIMEOUT_S = 2.0
 RESOLVERS = 4
 STAGGER_S = 0.25
 """RFC 8305: a second address is tried this long after a first one that says nothing."""
-
-
-def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """`HOST:PORT[,HOST:PORT...]`, an IPv6 address in brackets. Raises UserError."""
-    found = []
-    for part in text.split(","):
-        host, colon, port = part.strip().rpartition(":")
-        bare = host.removeprefix("[").removesuffix("]")
-        bracketed = host.startswith("[") and host.endswith("]")
-        good = colon and bare and port.isdecimal() and 0 < int(port) < 65536
-        if not good or (":" in bare and not bracketed):
-            expected = "HOST:PORT[,HOST:PORT...], an IPv6 address in brackets"
-            raise UserError(str(Problem("--endpoint", part.strip() or "nothing", expected)))
-        found.append((bare, int(port)))
-    return tuple(found)
 
 
 def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.protocol import limits
 from orchestrator.protocol.facts import Exit, Membership, Phase, Stack, WorkerBeat, WorkerSeat
-from orchestrator.protocol.messages import Launch
+from orchestrator.protocol.messages import Launch, Stage
 from workers import wire
 
 NS = 1_000_000_000
@@ -125,6 +125,8 @@ class Group:
     launched: bool = False
     stop: Stopping | None = None
     stopped: bool = False
+    order: Stage | None = None
+    """A step to be staged out of turn, until it is answered."""
     advanced: bool = False
     """Every local worker has finished a step of this generation."""
 

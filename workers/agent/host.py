@@ -20,6 +20,7 @@ import msgspec
 
 from orchestrator.protocol import host as p
 from orchestrator.protocol import limits
+from orchestrator.protocol.environment import VISIBLE_DEVICES
 
 from . import kernel, preload
 from .node import NodeOptions, run_node
@@ -76,6 +77,10 @@ class Host:
         self._nodes: dict[str, int] = {}
         self._pidfds: dict[str, int] = {}
         self._orphans: set[int] = set()
+        self._devices: dict[str, tuple[str, ...]] = {}
+        """GPUs that a node has for itself."""
+        self._waiting: dict[str, p.StartNode] = {}
+        """For GPUs of nodes that have not ended yet."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def serve(self) -> NoReturn:
@@ -115,8 +120,10 @@ class Host:
                     self._start(message)
                     self._tell(p.Nodes(nodes=dict(self._nodes)))
                 case p.EndNode():
+                    self._waiting.pop(message.node, None)
                     self._kill(message.node)
                 case p.EndHost():
+                    self._waiting.clear()
                     for node in list(self._nodes):
                         self._kill(node)
                     for node, pid in list(self._nodes.items()):
@@ -132,6 +139,13 @@ class Host:
     def _start(self, order: p.StartNode) -> None:
         if order.node in self._nodes:
             return
+        if order.devices is not None:
+            taken = {device for held in self._devices.values() for device in held}
+            free = [device for device in order.devices if device not in taken]
+            if len(free) < order.slots:
+                self._waiting[order.node] = order
+                return
+            self._devices[order.node] = tuple(free[: order.slots])
         assert preload.num_threads() == 1, "a library has started a thread in the host"
         sys.stdout.flush()
         sys.stderr.flush()
@@ -154,6 +168,8 @@ class Host:
         os.dup2(log, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.setsid()
+        if order.node in self._devices:
+            os.environ[VISIBLE_DEVICES] = ",".join(self._devices[order.node])
         run_node(
             NodeOptions(
                 job=order.job,
@@ -180,6 +196,12 @@ class Host:
         code = os.waitstatus_to_exitcode(status)
         end = kernel.describe_end(code if code >= 0 else None, -code if code < 0 else None)
         self._tell(p.NodeEnded(node=node, detail=end))
+        self._devices.pop(node, None)
+        waiting, self._waiting = self._waiting, {}
+        for order in waiting.values():
+            self._start(order)
+        if waiting:
+            self._tell(p.Nodes(nodes=dict(self._nodes)))
 
     def _end_orphans(self) -> None:
         """What an agent leaves behind becomes our child. Its workers die by themselves, what they

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.protocol.environment import VISIBLE_DEVICES
 from orchestrator.protocol.facts import Gpu, NodeFacts
 
 from . import cgroup
@@ -73,8 +74,14 @@ def gpus() -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError) as error:
         print(f"nvidia-smi: {error}; taking this node as one without GPUs", file=sys.stderr)
         return ()
-    rows = (line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line)
-    return tuple(Gpu(name.strip(), int(float(mib)) * 2**20) for name, mib in rows)
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    found = tuple(Gpu(name.strip(), int(float(mib)) * 2**20) for name, mib in rows)
+    return found[: num_visible(os.environ.get(VISIBLE_DEVICES), len(found))]
+
+
+def num_visible(told: str | None, found: int) -> int:
+    """How many of the GPUs that are there CUDA_VISIBLE_DEVICES leaves."""
+    return found if told is None else sum(bool(name.strip()) for name in told.split(","))
 
 
 def interface_of(address: str) -> str:

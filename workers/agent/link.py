@@ -71,16 +71,24 @@ class ControllerLink:
         self._writer = writer
         self._on_up(str(writer.get_extra_info("sockname")[0]))
         welcomed = False
+        while (message := await self._read(reader, welcomed)) is not None:
+            if isinstance(message, m.Welcome):
+                welcomed, self._told = True, ""
+            self._on_message(message)
+        self._writer = None
+        writer.close()
+        self._on_down()
+        return welcomed
+
+    async def _read(self, reader: asyncio.StreamReader, welcomed: bool) -> m.ToAgent | None:
+        """The next message; None: the connection has ended."""
         try:
-            while True:
-                async with asyncio.timeout(None if welcomed else WELCOME_TIMEOUT_S):
-                    length = m.frame_length(await reader.readexactly(4))
-                message = m.decode(await reader.readexactly(length))
-                if not isinstance(message, m.ToAgent):
-                    raise m.BadFrame(f"{type(message).__name__} is not for agents")
-                if isinstance(message, m.Welcome):
-                    welcomed, self._told = True, ""
-                self._on_message(message)
+            async with asyncio.timeout(None if welcomed else WELCOME_TIMEOUT_S):
+                length = m.frame_length(await reader.readexactly(4))
+            message = m.decode(await reader.readexactly(length))
+            if isinstance(message, m.ToAgent):
+                return message
+            self._tell(f"controller: {type(message).__name__} is not for agents; closing")
         except asyncio.IncompleteReadError:
             self._tell("the controller has closed the connection")
         except (OSError, TimeoutError) as error:
@@ -88,10 +96,7 @@ class ControllerLink:
             self._tell(f"the connection broke: {error or 'the controller said nothing'}")
         except m.BadFrame as error:
             self._tell(f"controller: {error}; closing the connection")
-        self._writer = None
-        writer.close()
-        self._on_down()
-        return welcomed
+        return None
 
 
 def _jittered(pause_s: float) -> float:

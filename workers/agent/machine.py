@@ -17,7 +17,7 @@ from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
 from workers import wire
 
-from . import ending, reports
+from . import ending, on_order, reports
 from . import facts as f
 from .group import NS, Group, Worker
 from .leaving import Leaving
@@ -59,7 +59,8 @@ class AgentMachine:
         """Take in one fact; returns what is to be done, in order."""
         if self._absent_since_ns is None and not self._link_up:
             self._absent_since_ns = now_ns
-        return tuple(self._deliver(self._react(now_ns, given)))
+        out = self._react(now_ns, given)
+        return tuple(self._deliver([*out, *on_order.settle(self.group, self.tiers)]))
 
     def next_deadline_ns(self) -> int | None:
         """When to give Tick at the latest."""
@@ -71,8 +72,7 @@ class AgentMachine:
         due += [group.stop.deadline_ns if group and group.stop else None]
         if self._leaving is not None and not self._ending:
             due += [self._leaving.due_ns(self._talking)]
-        known = [at for at in due if at is not None]
-        return None if self._ended else min(known, default=None)
+        return None if self._ended else min((at for at in due if at is not None), default=None)
 
     # -- dispatch -----------------------------------------------------------------------------
     def _react(self, now_ns: int, given: f.Input) -> list[f.Output]:
@@ -134,13 +134,13 @@ class AgentMachine:
                 return self._launch(now_ns, message)
             case m.Stop():
                 return self._stop(now_ns, message)
+            case m.Stage():
+                return on_order.begin(running, message)
             case m.Persist():
                 return self.tiers.persist(running, message)
             case m.Committed():
                 self.tiers.committed(message)
                 return []
-            case m.Prune():
-                return self.tiers.prune(self.group, message.below_step)
             case m.Chaos():
                 return ending.rehearse(self.group, message)
             case m.Shutdown():
@@ -318,13 +318,11 @@ class AgentMachine:
 
     # -- stop ---------------------------------------------------------------------------------
     def _stop(self, now_ns: int, message: m.Stop) -> list[f.Output]:
-        generation, group = message.generation, self.group
+        generation, group = message.generation, self._running(message.generation)
         self._fence = max(self._fence, generation)
         if self._waiting and self._waiting.membership.generation <= generation:
             self._waiting = None
-        if group is None or group.generation != generation:
-            return [self._stopped(message.action_id, generation, None)]
-        if group.stopped:
+        if group is None or group.stopped:
             return [self._stopped(message.action_id, generation, group)]
         if group.stop is None:
             out = ending.begin(now_ns, group, message)

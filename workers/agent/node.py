@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from orchestrator.protocol import limits
 from orchestrator.protocol import messages as m
+from orchestrator.protocol.endpoints import Endpoint
 from orchestrator.protocol.environment import worker_environment
 from orchestrator.protocol.facts import NodeFacts, StagedShard
 from orchestrator.protocol.spec import TrainingJob, job_from_mapping
@@ -32,7 +33,7 @@ from workers import wire
 from . import facts as f
 from . import forkserver, inventory, kernel, memory, peers, persist, stacks, surroundings
 from .crew import Crew
-from .dial import Dialler, Endpoint, endpoint_in
+from .dial import Dialler, endpoint_in
 from .echo import TO_OUTPUT, Echo
 from .link import ControllerLink, ReservedPort
 from .machine import AgentMachine
@@ -93,7 +94,7 @@ class Node:
         self._link = ControllerLink(
             Dialler(where, self._credentials.client, options.tls_name),
             self._on_link,
-            self._on_message,
+            lambda message: self._give(f.Received(message)),
             lambda: self._give(f.LinkDown()),
         )
         self._ports = ReservedPort()
@@ -167,9 +168,6 @@ class Node:
             self._give(f.StoppedRanks(stopped))
         self._give(f.Tick())
 
-    def _on_message(self, message: m.ToAgent) -> None:
-        self._give(f.Received(message))
-
     def _on_link(self, own_address: str) -> None:
         address = self._options.address or own_address
         if self._facts is None:
@@ -192,7 +190,11 @@ class Node:
             case f.Configure():
                 self._configure()
             case f.Fork():
-                self._fork(output)
+                try:
+                    self._fork(output)
+                except OSError as error:  # no room for logs, or no descriptor is left
+                    seat = (output.membership.generation, output.seat.rank)
+                    self._give(f.ForkFailed(*seat, str(error)))
             case f.Kill():
                 self._crew.kill(output.generation, output.rank, output.signal)
             case f.TakeStacks():

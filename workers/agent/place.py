@@ -34,7 +34,10 @@ def enter(assign: wire.Assign, job: TrainingJob) -> Problem | None:
         got, expected = f"{written} ({why})", "a directory of every node"
         return Problem("spec.workingDirectory", got, expected)
     got, expected = f"{entry.script} ({why})", "a file of every node"
-    fix = "on Ray, `holdfast submit` takes along what lies beside the spec file"
+    fix = (
+        "on Kubernetes it has to be in the image; on Ray, `holdfast submit` takes along what lies "
+        "beside the spec file"
+    )
     return Problem("spec.entrypoint.script", got, expected, fix)
 
 

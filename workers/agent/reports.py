@@ -53,6 +53,11 @@ def stopped(
     return f.Send(message)
 
 
+def staged(action_id: int, detail: str) -> f.Output:
+    """Result of Stage; `detail`: why not, empty when all workers have."""
+    return f.Send(m.Staged(action_id=action_id, ok=not detail, detail=detail))
+
+
 def cannot_persist(message: m.Persist, detail: str) -> m.PersistFailed:
     return m.PersistFailed(
         generation=message.generation, step=message.step, shard=-1, detail=detail, tried=False

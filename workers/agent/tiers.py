@@ -203,9 +203,6 @@ class Tiers:
         }
         self._written = {at for at in self._written if at[0] >= message.generation}
 
-    def prune(self, group: Group | None, below_step: int) -> list[f.Output]:
-        return self._carry_out(group, self.buffers.prune(below_step))
-
     # -- other agents -------------------------------------------------------------------------
     def push_done(self, group: Group | None, done: f.PushDone) -> list[f.Output]:
         out = self._carry_out(group, self.buffers.unpin(done.buffer))

@@ -5,7 +5,8 @@ what the agent does with a buffer.
 
 On the CPU the copy and its checksums are made in one pass in the training thread. On CUDA the
 buffers are page-locked, the copy runs on a stream of its own beside the next forward and backward,
-the optimizer's next step waits for it, and a thread hashes and reports when it is through.
+the optimizer's next step waits for it, and a thread hashes and reports when it is through. The
+model's buffers go first, and the next forward waits for those: it may write them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Stager:
         """In the order of the layout; so are the sources, their memory on the CPU."""
         self._sources: list[Bytes | None] = []
         self._views: dict[int, tuple[Bytes, list[Bytes]]] = {}
+        self._buffer_names = state.buffers()
+        self._first: list[bool] = []
+        """Which tensors the next forward has to wait for."""
         self._cuda = _CudaCopier(state.optimizer, device) if device.type == "cuda" else None
 
     def prepare(self) -> None:
@@ -88,7 +92,7 @@ class Stager:
         view, targets = self._view(buffer, memory, layout)
         if self._cuda is not None:
             done = _Completion(self._buffers, layout, view, targets, buffer, step, extra)
-            self._cuda.start(self._tensors, targets, done)
+            self._cuda.start(self._tensors, targets, self._first, done)
         else:
             checksums = [
                 copy_and_hash(target, flat_bytes(tensor) if source is None else source)
@@ -114,6 +118,7 @@ class Stager:
         self._views.clear()
         self._addresses = self._state.addresses()
         self._tensors = [held[entry.name].local for entry in layout.entries]
+        self._first = [entry.name in self._buffer_names for entry in layout.entries]
         if self._cuda is None:
             # Flattening copies what is not contiguous: that has to happen at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
@@ -211,19 +216,35 @@ class _CudaCopier:
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {view.nbytes} bytes failed: {status}")
 
-    def start(self, sources: list[Tensor], targets: list[Bytes], done: Callable[[], None]) -> None:
+    def start(
+        self,
+        sources: list[Tensor],
+        targets: list[Bytes],
+        first: list[bool],
+        done: Callable[[], None],
+    ) -> None:
+        """Begins the copy. What is queued on this stream from now on waits for those marked
+        `first`, and for no others."""
         self._idle.clear()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        training = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(training)
+        pairs = list(zip(targets, sources, first, strict=True))
+        if any(first):
+            training.wait_event(self._copy([(t, s) for t, s, early in pairs if early]))
+        copied = self._copied = self._copy([(t, s) for t, s, early in pairs if not early])
+        self._jobs.put((copied, done))
+
+    def _copy(self, pairs: list[tuple[Bytes, Tensor]]) -> torch.cuda.Event:
+        """The event is reached when these and all before them have arrived."""
         with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=True):
+            for target, source in pairs:
                 flat = source.reshape(-1).view(torch.uint8)
                 torch.from_numpy(target).copy_(flat, non_blocking=True)
                 if flat.is_cuda and flat.data_ptr() != source.data_ptr():
                     flat.record_stream(self._stream)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
-        self._copied = copied
-        self._jobs.put((copied, done))
+        return copied
 
     def finish(self) -> None:
         """Waits for the copy under way, and raises what went wrong in the thread."""

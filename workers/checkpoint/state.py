@@ -88,6 +88,10 @@ class TrainingState:
             if buffer is not None:
                 yield Held(MODEL + name, local_of(buffer), box_of(buffer))
 
+    def buffers(self) -> frozenset[str]:
+        """Names of what a forward may write, such as the statistics of a batch norm."""
+        return frozenset(MODEL + name for name, _, _ in self._buffer_homes)
+
     def tensors(self) -> Iterator[Held]:
         """Everything, in an order that does not change while the set of names does not."""
         yield from self.model_tensors()

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from orchestrator.protocol import limits, paths
+from orchestrator.protocol import paths
 from orchestrator.protocol.errors import UserError
 from orchestrator.protocol.facts import Phase, Restore
 from orchestrator.protocol.mesh import Mesh
-from orchestrator.protocol.spec import TrainingJob
 from workers import wire
 from workers.checkpoint.read import restore
 from workers.checkpoint.source import ShardSource, Store
@@ -53,7 +52,7 @@ class Session:
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
         """What relative paths in the spec are relative to."""
-        self._stage_every = staging_interval(attached.job) if attached else 0
+        self._stage_every = attached.job.spec.checkpoint.staging_interval if attached else 0
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
         self._last_step, self._last_staged = -1, -1
@@ -184,10 +183,16 @@ class Session:
         self._last_step = step
         now = time.perf_counter()
         step_s = now - self._step_began
-        if self._stage_every and (step + 1) % self._stage_every == 0:
+        hold = self._ordered(step)
+        if hold is not None or (self._stage_every and (step + 1) % self._stage_every == 0):
             self.save()
+        if hold and self._stager is not None:
+            self._stager.finish()  # the agent must not hear of the step before it is there
         self._report(step, loss, tokens, flops, step_s)
         self._step_began = now
+        if hold and self._link is not None:
+            self._link.hold()
+            self._step_began = time.perf_counter()
 
     def save(self) -> None:
         """Stages the state of the last finished step now, whatever the cadence says."""
@@ -230,6 +235,13 @@ class Session:
     def _begin(self) -> None:
         if self._link is not None:
             self._link.start_pulse()
+
+    def _ordered(self, step: int) -> bool | None:
+        """None unless the controller wants this very step; whether its end follows. Who stages all
+        of them is never asked."""
+        if self._link is None or self._stage_every <= 1:
+            return None
+        return self._link.ordered(step)
 
     def _enter(self, phase: Phase) -> None:
         if self._link is not None:
@@ -274,16 +286,6 @@ class Session:
                 flops_per_step=flops,
             )
         )
-
-
-def staging_interval(job: TrainingJob) -> int:
-    """Stage after every Nth step. With the memory tier off, staging still is the way to storage."""
-    checkpoint = job.spec.checkpoint
-    if checkpoint.memory.every_steps:
-        return checkpoint.memory.every_steps
-    if checkpoint.storage.every_s is not None:
-        return 1  # the agent picks by the clock; all ranks must offer the same steps
-    return checkpoint.storage.every_steps or limits.STORAGE_EVERY_STEPS
 
 
 def working_directory(attached: wire.Attached) -> str:

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 
 from orchestrator.protocol import limits
@@ -40,6 +41,7 @@ class Link:
         self._free: deque[int] = deque()
         self._answers: deque[tuple[wire.Shard, int] | wire.NoShard] = deque()
         self._ended = threading.Event()
+        self._ordered: dict[int, bool] = {}
         self.phase: Phase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -98,6 +100,24 @@ class Link:
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         self.send(wire.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
 
+    def ordered(self, step: int) -> bool | None:
+        """Whether to hold after this step, which is to be staged whatever the cadence says; None:
+        nobody has asked for it."""
+        while self._receive(timeout_s=0):
+            pass
+        hold = self._ordered.get(step)
+        self._ordered = {at: known for at, known in self._ordered.items() if at > step}
+        return hold
+
+    def hold(self) -> None:
+        """Waits for the end that was announced: what is trained until then would be lost. It may
+        have been called off, or its controller may be away: not for long."""
+        phase, until = self.phase, time.monotonic() + limits.HOLD_S
+        self.enter("save")
+        while (left_s := until - time.monotonic()) > 0:
+            self._receive(timeout_s=left_s)
+        self.enter(phase)
+
     # -- restoring ----------------------------------------------------------------------------
     def fetch(self, shard: int) -> MappedShard:
         """A shard of the membership's Restore. Raises UnreadableCheckpoint when none has it."""
@@ -119,6 +139,8 @@ class Link:
         match message:
             case None:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
+            case wire.StageAt():
+                self._ordered[message.step] = message.hold
             case wire.Buffer():
                 assert fd is not None
                 self._unmapped[message.buffer] = (fd, message.num_bytes)

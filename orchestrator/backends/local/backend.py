@@ -20,7 +20,7 @@ from ...protocol import host as protocol
 from ...protocol.errors import HoldfastError
 from ...protocol.spec import TrainingJob
 from ..base import NodeGone, NoRoom, Starts
-from . import known
+from . import devices, known
 from .link import HostLink, HostProcess, connect, host_environment
 from .processes import Identity, Watch, identify, watch
 
@@ -43,7 +43,10 @@ END_TIMEOUT_S = 10.0
 
 def node_limit(job: TrainingJob) -> int:
     """Nodes of this job that this machine can bear."""
-    return WORKERS_PER_CORE * len(os.sched_getaffinity(0)) // job.spec.workers_per_node
+    workers = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
+    if (names := devices.shared_out(job)) is not None:
+        workers = min(workers, len(names))
+    return workers // job.spec.workers_per_node
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class LocalBackend:
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
+        if self._job.spec.resources.gpu:
+            await asyncio.to_thread(devices.gpus)  # asks the driver once, which takes its time
         self._known = known.load(self._paths.nodes_file)
         for node, identity in list(self._known.agents.items()):
             self._watch(node, identity)
@@ -228,6 +233,7 @@ class LocalBackend:
                 token_file=str(self._paths.token_file),
                 endpoint_file=str(self._paths.endpoint_file),
                 log_file=str(self._paths.logs / f"agent-{node}.log"),
+                devices=devices.shared_out(self._job),
             )
         )
 

@@ -189,17 +189,9 @@ class Rig:
     def host_log(self) -> str:
         return (self.directory / "logs" / "host.log").read_text()
 
-    def start_node(self, sock: socket.socket, node: str) -> int:
+    def start_node(self, sock: socket.socket, node: str, **more: Any) -> int:
         """Returns the pid of the agent, once it has said Hello."""
-        start = h.StartNode(
-            node=node,
-            job="test",
-            slots=2,
-            token_file=str(self.directory / "token"),
-            endpoint_file=str(self.directory / "controller.json"),
-            log_file=str(self.directory / "logs" / f"agent-{node}.log"),
-        )
-        tell_host(sock, start)
+        self.ask_for_node(sock, node, **more)
         while True:
             message = hear_host(sock)
             if isinstance(message, h.Nodes) and node in message.nodes:
@@ -207,6 +199,18 @@ class Rig:
         self.nodes[node] = message.nodes[node]
         self.controller.wait(m.Hello, node)
         return self.nodes[node]
+
+    def ask_for_node(self, sock: socket.socket, node: str, **more: Any) -> None:
+        start = h.StartNode(
+            node=node,
+            job="test",
+            slots=2,
+            token_file=str(self.directory / "token"),
+            endpoint_file=str(self.directory / "controller.json"),
+            log_file=str(self.directory / "logs" / f"agent-{node}.log"),
+            **more,
+        )
+        tell_host(sock, start)
 
     # -- generations --------------------------------------------------------------------------
     def launch(

@@ -56,6 +56,20 @@ def test_a_killed_worker_is_reported_with_its_signal_and_the_rest_is_left_alone(
     assert stopped.offered_port > 0
 
 
+def test_a_node_without_a_place_for_logs_says_so_and_launches_once_it_has_one(
+    rig: Rig, node: str
+) -> None:
+    (rig.directory / "mode").write_text("")
+    blocked = rig.directory / "logs" / "gen-0007"
+    blocked.write_text("not a directory")
+    failed = rig.launch(node, 7)
+    assert not failed.ok and str(blocked) in failed.detail
+    assert not rig.stop(node, 7).exits
+    assert not rig.pids(node)["workers"]
+    assert rig.launch(node, 8).ok
+    running(rig, node)
+
+
 def test_the_script_gets_its_environment_arguments_and_log(rig: Rig, node: str) -> None:
     launch(rig, node, "")
     running(rig, node)

@@ -13,9 +13,10 @@ import pytest
 
 from orchestrator.protocol import messages as m
 from orchestrator.protocol import tls
+from orchestrator.protocol.endpoints import Endpoint, parse_endpoints
 from orchestrator.protocol.errors import UserError
 from tests.unit.runtime.certificates import make
-from workers.agent.dial import Dialler, Endpoint, endpoint_in, parse_endpoints
+from workers.agent.dial import Dialler, endpoint_in
 from workers.agent.link import ControllerLink
 
 BOUND_S = 20.0

@@ -174,3 +174,12 @@ def test_an_optimizer_over_local_parts_reads_what_one_over_whole_parameters_wrot
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
         assert optimizer.param_groups[0]["lr"] == 0.01
         assert optimizer.state[parts[0]]["exp_avg"].shape == parts[0].shape
+
+
+def test_what_a_forward_may_write_is_known_by_the_names_it_is_staged_under() -> None:
+    with as_rank(0, 2):
+        model, optimizer = build(1, 2, seed=2)
+        step(model, optimizer, seed=100)
+        state = TrainingState(model, optimizer, None)
+        assert state.buffers() == {"model.seen"}
+        assert state.buffers() < {held.name for held in state.tensors()}

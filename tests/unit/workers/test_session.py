@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -10,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from orchestrator.protocol import limits
 from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec import job_from_mapping
 from workers import session, wire
 from workers.checkpoint.source import UnreadableCheckpoint
-from workers.session.core import Session, staging_interval
-from workers.session.join import place
+from workers.session.core import Session
+from workers.session.join import Place, place
 from workers.session.link import AgentGone, Link
 
 
@@ -120,7 +124,7 @@ def test_staging_follows_the_spec(checkpoint: dict[str, object], every: int) -> 
         "apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
         "metadata": {"name": "a"}, "spec": spec,
     }  # fmt: skip
-    assert staging_interval(job_from_mapping(document)) == every
+    assert job_from_mapping(document).spec.checkpoint.staging_interval == every
 
 
 def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, Link]) -> None:
@@ -142,6 +146,75 @@ def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, Link]) -> N
         link.fetch(3)
 
 
+@pytest.fixture
+def attached(
+    ends: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
+) -> tuple[socket.socket, Session]:
+    """A session that stages every 100th step, in its loop, and the agent's end of its wire."""
+    agent, link = ends
+    agent.settimeout(10)
+    found = Session(Place(), torch.device("cpu"), Mesh())
+    found._link, found._stage_every = link, 100
+    found.restore(*build())
+    for number in range(3):
+        fd = os.memfd_create("buffer")
+        os.truncate(fd, 1 << 20)
+        wire.send(agent, wire.Buffer(buffer=number, num_bytes=1 << 20), fd)
+        os.close(fd)
+    monkeypatch.setattr(limits, "HOLD_S", 0.2)
+    return agent, found
+
+
+def said(agent: socket.socket) -> list[wire.Wire]:
+    """What the worker has said until now."""
+    agent.setblocking(False)
+    found: list[wire.Wire] = []
+    with contextlib.suppress(BlockingIOError):
+        while (message := wire.receive(agent)[0]) is not None:
+            found.append(message)
+    return found
+
+
+def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    wire.send(agent, wire.StageAt(step=1, hold=True))
+    for step in range(3):
+        found.step(step)
+    words = [m for m in said(agent) if isinstance(m, wire.Staged | wire.Progress | wire.PhaseIs)]
+    kinds = [m.phase if isinstance(m, wire.PhaseIs) else (type(m).__name__, m.step) for m in words]
+    assert kinds[kinds.index("train") + 1 :] == [
+        ("Progress", 0), ("Staged", 1), ("Progress", 1), "save", "train", ("Progress", 2),
+    ]  # fmt: skip
+    held, after = words[-4], words[-1]
+    assert isinstance(held, wire.Progress) and isinstance(after, wire.Progress)
+    assert held.step == 1 and after.step_s < 0.2, "the wait is no part of a step"
+
+
+def test_who_only_wants_a_checkpoint_holds_nobody_up(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    for step in (2, 1):  # orders of two, in any order
+        wire.send(agent, wire.StageAt(step=step))
+    for step in range(4):
+        found.step(step)
+    words = said(agent)
+    assert [m.step for m in words if isinstance(m, wire.Staged)] == [1, 2]
+    assert "save" not in [m.phase for m in words if isinstance(m, wire.PhaseIs)]
+
+
+def test_a_step_that_is_ordered_too_late_changes_nothing(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found.step(0)
+    wire.send(agent, wire.StageAt(step=0))
+    found.step(1)
+    assert not [m for m in said(agent) if isinstance(m, wire.Staged)]
+
+
 def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, Link]) -> None:
     agent, link = ends
     agent.close()
@@ -149,6 +222,34 @@ def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, Link]) -> Non
         link.send(wire.Tick())
     with pytest.raises(AgentGone):
         link.take_buffer()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_forward_on_a_gpu_does_not_write_into_what_is_being_staged() -> None:
+    from rehearsal import Memory
+
+    from workers.checkpoint.layout import parse_header
+    from workers.checkpoint.stage import Stager
+    from workers.checkpoint.state import TrainingState
+
+    device = torch.device("cuda", 0)
+    model = nn.Linear(8192, 8192, device=device)
+    model.register_buffer("seen", torch.zeros(4096, device=device))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = Memory()
+    state = TrainingState(model, optimizer, None)
+    stager = Stager(state, memory, generation=1, shard=0, num_shards=1, device=device)
+    for step in range(3):
+        model.seen.fill_(step)
+        stager.stage(step)
+        model.seen.fill_(1000 + step)  # as the next forward
+        stager.finish()
+        header = parse_header(memory.file, "file")
+        entry = header.entries["model.seen"]
+        data = memory.file[header.data_start + entry.begin : header.data_start + entry.end]
+        got = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        assert torch.equal(got, torch.full((4096,), float(step)))
 
 
 @pytest.mark.gpu

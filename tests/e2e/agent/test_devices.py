@@ -1,0 +1,81 @@
+"""Nodes of one machine share out its GPUs: no two workers of a job see the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.protocol import host as h
+from orchestrator.protocol import messages as m
+
+from .rig import Rig, hear_host, tell_host
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = """
+import os, time
+from workers import wire
+print("sees", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
+link = wire.attached.link
+link.setblocking(True)
+wire.send(link, wire.Progress(step=1000))
+while True:
+    time.sleep(1000)
+"""
+DEVICES = ("0", "1", "GPU-2", "3", "4")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    rig = Rig(tmp_path, {"script": "train.py"}, resources={"gpu": request.param})
+    rig.start_host()
+    yield rig
+    rig.end()
+
+
+def seen(rig: Rig, node: str, generation: int) -> str:
+    """What both workers of a node see."""
+    assert rig.launch(node, generation).ok
+    rig.controller.wait(
+        m.Heartbeat,
+        node,
+        lambda beat: beat.generation == generation and all(w.step == 1000 for w in beat.workers),
+    )
+    logs = {rig.log(generation, rank).partition("sees ")[2].strip() for rank in range(2)}
+    assert len(logs) == 1
+    return logs.pop()
+
+
+@pytest.mark.parametrize("machine", [1], indirect=True)
+def test_each_node_has_gpus_of_its_own_and_a_new_one_waits_for_those_of_one_that_ends(
+    machine: Rig,
+) -> None:
+    with machine.connect_host() as host:
+        machine.start_node(host, "a", devices=DEVICES)
+        machine.start_node(host, "b", devices=DEVICES)
+        assert seen(machine, "a", 1) == repr("0,1")
+        assert seen(machine, "b", 2) == repr("GPU-2,3")
+        machine.ask_for_node(host, "c", devices=DEVICES)
+        machine.ask_for_node(host, "never", devices=DEVICES)
+        tell_host(host, h.EndNode(node="never"))
+        tell_host(host, h.EndNode(node="b"))
+        nodes: dict[str, int] = {}
+        while "c" not in nodes:
+            message = hear_host(host)
+            if isinstance(message, h.Nodes):
+                nodes = message.nodes
+                assert "c" not in nodes or "b" not in nodes
+        machine.nodes = nodes
+        assert set(nodes) == {"a", "c"}
+        machine.controller.wait(m.Hello, "c")
+        assert seen(machine, "c", 3) == repr("GPU-2,3")
+
+
+@pytest.mark.parametrize("machine", [0], indirect=True)
+def test_a_job_that_asks_for_no_gpu_sees_none(machine: Rig) -> None:
+    with machine.connect_host() as host:
+        machine.start_node(host, "a")
+        assert seen(machine, "a", 1) == repr("")
