@@ -7,12 +7,13 @@ or write tensors, or decide which checkpoint stays.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ..protocol.errors import HoldfastError, Problem, UserError
@@ -125,6 +126,16 @@ class Storage:
                 sync_directory(Path(directory))
         if self.fs.exists(directory):
             self.fs.rm(directory, recursive=True)
+
+    def adopt(self, manifests: Iterable[Manifest]) -> None:
+        """Make committed checkpoints this job's, whoever wrote them. What is cut short can be done
+        again. Raises HoldfastError when the store does not take it."""
+        for one in manifests:
+            ours = msgspec.structs.replace(one, job=self._job_name)
+            try:
+                self._put(f"{self.root}/{one.directory}/{MANIFEST_NAME}", encode_manifest(ours))
+            except Exception as error:  # as in prepare
+                raise HoldfastError(f"{self.path}: cannot be written ({_why(error)})") from None
 
     def manifests(self) -> list[Manifest]:
         """What is committed, oldest step first. A manifest that is damaged commits nothing.

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint list | save | verify | export`: what is in the storage tier.
+"""`holdfast checkpoint list | save | verify | export | adopt`: what is in the storage tier.
 
 Owns: these verbs. Must not: read tensors; `python -m workers.checkpoint` does, because the control
 plane never imports torch.
@@ -6,6 +6,8 @@ plane never imports torch.
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +20,13 @@ import typer
 from ..options import JsonOption, Place, with_place
 
 if TYPE_CHECKING:
+    from ...protocol.errors import UserError
     from ...protocol.manifest import Manifest
     from ...runtime.view import CheckpointView, JobView
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, save, verify and export the checkpoints of a job, alive or not.
+    help="""List, save, verify, export and adopt the checkpoints of a job, alive or not.
 
 JOB_OR_PATH is a job's name, or the directory or URL of a storage tier (spec.checkpoint.path).""",
 )
@@ -49,7 +52,7 @@ def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Place) 
         path = _tier(target)
         manifests = _manifests(path)
     else:
-        job = place.find(target)
+        job = _find(target, place)
         found = job.manifests()
         if found is None:
             _list_view(job.view(), as_json)
@@ -181,14 +184,86 @@ def export(
     raise typer.Exit(code)
 
 
+@app.command()
+@with_place
+def adopt(
+    target: TargetArgument,
+    job: Annotated[
+        str, typer.Option("--job", metavar="[NAMESPACE/]NAME", help="Whose they become.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+    *,
+    place: Place,
+) -> None:
+    """Give committed checkpoints to another job, which then goes on from them.
+
+    A job goes on from its own checkpoints only, and on Kubernetes it is called NAMESPACE/NAME. So
+    this is how a job gets another name, or moves from one machine or Ray to Kubernetes. Nothing is
+    copied, and the job that wrote them must have ended.
+
+    Example: `holdfast checkpoint adopt s3://bucket/my-job --job team/my-job`
+    """
+    from ...runtime.storage import Storage
+    from ..output import plural, print_json
+
+    _expect_key(job)
+    if not _is_path(target):
+        _expect_ended(target, place.find(target).view().state)
+    with _storage(target, place) as path:
+        found = _manifests(path)
+        if not found:
+            raise _nothing_in(path, target)
+        others = [one for one in found if one.job != job]
+        whose = ", ".join(sorted({one.job for one in others}))
+        what = f"{plural(len(others), 'checkpoint')} of {whose} in {path}"
+        if others and not yes:
+            typer.confirm(f"Give {what} to {job}? {whose} must have ended.", abort=True)
+        Storage(path, job).adopt(others)
+    if as_json:
+        print_json({"path": path, "job": job, "adopted": [one.directory for one in others]})
+    elif not others:
+        typer.echo(f"{plural(len(found), 'checkpoint')} in {path}: all are those of {job} already")
+    else:
+        typer.echo(f"{what}: those of {job} now; run it with checkpoint.path: {path}")
+
+
+def _expect_key(job: str) -> None:
+    """Raises UserError for what no job can be called."""
+    from ...protocol.errors import Problem, UserError
+    from ...protocol.spec.job import NAME_PATTERN
+
+    namespace, slash, name = job.rpartition("/")
+    parts = [(name, 52), *([(namespace, 63)] if slash else [])]
+    if not all(re.fullmatch(NAME_PATTERN, part) and len(part) <= most for part, most in parts):
+        expected = "NAME, or NAMESPACE/NAME of a job on Kubernetes"
+        raise UserError(str(Problem("--job", job, expected)))
+
+
+def _expect_ended(job: str, state: str) -> None:
+    """Raises UserError for a job that may still write."""
+    from ...protocol.errors import Problem, UserError
+    from ..render import FINISHED
+
+    if state not in FINISHED:
+        fix = f"holdfast cancel {job}"
+        raise UserError(str(Problem("job", f"{job}, {state}", "a job that has ended", fix)))
+
+
+def _nothing_in(path: str, target: str) -> UserError:
+    from ...protocol.errors import Problem, UserError
+
+    whose = path if _is_path(target) else target
+    return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
+
+
 def _arguments(target: str, path: str, step: int | None) -> list[str]:
     """The storage tier and the step, as arguments. Raises UserError for an unknown step."""
     from ...protocol.errors import Problem, UserError
 
     steps = [manifest.step for manifest in _manifests(path, target)]
     if not steps:
-        whose = path if _is_path(target) else target
-        raise UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
+        raise _nothing_in(path, target)
     if step is None:
         return [path]
     if step not in steps:
@@ -206,9 +281,26 @@ def _tier(target: str) -> str:
     from ...protocol.errors import Problem, UserError
     from ...runtime.surroundings import storage_place
 
-    if "://" not in target and not Path(target).expanduser().is_dir():
+    if "://" not in target and not _is_directory(target):
         raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
     return storage_place(target, Path.cwd())
+
+
+def _is_directory(target: str) -> bool:
+    """Whatever cannot be one, such as a name that is too long, is none."""
+    return os.path.isdir(os.path.expanduser(target))  # noqa: PTH111, PTH112
+
+
+def _find(target: str, place: Place) -> Any:
+    """The job of that name. Raises UserError."""
+    from ...protocol.errors import UserError
+
+    try:
+        return place.find(target)
+    except UserError as error:
+        if not _is_directory(target):
+            raise
+        raise UserError(f"{error}; for the directory write ./{target}") from None
 
 
 @contextmanager
@@ -218,7 +310,7 @@ def _storage(target: str, place: Place) -> Iterator[str]:
     if _is_path(target):
         yield _tier(target)
         return
-    with place.find(target).storage() as path:
+    with _find(target, place).storage() as path:
         yield path
 
 

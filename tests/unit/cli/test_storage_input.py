@@ -52,7 +52,7 @@ def test_a_store_without_its_driver_names_the_extra_that_installs_it(
     result = holdfast("run", write(SPEC + "  checkpoint: {path: s3://bucket/x}\n"))
     assert result.code == 2
     assert "spec.checkpoint.path: got s3://bucket/x" in result.err
-    assert "pip install 'holdfast[s3]'" in result.err
+    assert "pip install '.[s3]'" in result.err
     assert not Path(os.environ["HOLDFAST_HOME"]).exists()
 
 

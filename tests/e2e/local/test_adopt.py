@@ -1,0 +1,54 @@
+"""A job under another name goes on from what it had, once it has been given it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .rig import BOUND_S, Job, spec
+
+pytestmark = pytest.mark.e2e
+
+
+def adopt(job: Job, target: str, whose: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "orchestrator.cli.main", "checkpoint", "adopt", target]
+    return subprocess.run(
+        [*words, "--job", whose, "--yes", "--home", str(job.home)],
+        capture_output=True, text=True, check=False, timeout=BOUND_S,
+    )  # fmt: skip
+
+
+def test_a_job_goes_on_under_another_name_from_checkpoints_that_it_was_given(
+    tmp_path: Path,
+) -> None:
+    tier = {"path": str(tmp_path / "tier"), "storage": {"everySteps": 20}}
+    before = Job(tmp_path, spec("before", 100_000, checkpoint=tier))
+    try:
+        before.run()
+        before.until(lambda view: bool(view.checkpoints))
+        refused = adopt(before, "before", "after")
+        assert refused.returncode == 2
+        assert "job: got before, running; expected a job that has ended" in refused.stderr
+        assert before.ask("cancel").ok
+        last = before.wait().checkpoints[-1].step
+    finally:
+        before.end()
+
+    after = Job(tmp_path, spec("after", last + 20, checkpoint=tier))
+    try:
+        after.run()
+        after.command.wait(BOUND_S)
+        assert after.command.returncode == 2
+        assert f"adopt {tier['path']} --job after" in " ".join(after.output().split())
+        given = adopt(before, "before", "after")
+        assert given.returncode == 0 and "of before in" in given.stdout, given.stderr
+        after.run()
+        view = after.wait()
+        assert (view.state, view.step) == ("succeeded", last + 19), after.output()
+        assert view.generation > 1, "never into a directory of another attempt"
+        assert f"from storage after step {last}" in after.output()
+    finally:
+        after.end()
