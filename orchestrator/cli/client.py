@@ -22,8 +22,8 @@ class ControllerGone(HoldfastError):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
-            f"job {name}: no controller answers ({why}); its agents, if any, go on training. Take "
-            f"it over with `holdfast run --attach {name}`"
+            f"job {name}: no controller answers ({why}); its agents, if any, go on training for 15 "
+            f"minutes. Take it over with `holdfast run --attach {name}`"
         )
 
 

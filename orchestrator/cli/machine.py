@@ -6,14 +6,11 @@ Owns: reading them without torch. Must not: be used by a running job; its agents
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 
-from ..protocol.facts import Gpu, NodeFacts
-
-NVIDIA_SMI_TIMEOUT_S = 10.0
+from ..backends.local.devices import gpus
+from ..protocol.facts import NodeFacts
 
 
 def local_facts(slots: int) -> NodeFacts:
@@ -28,7 +25,7 @@ def local_facts(slots: int) -> NodeFacts:
         slots=slots,
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=_gpus(),
+        gpus=gpus(),
         interfaces=tuple(sorted(up)),
         hcas=_hcas(),
     )
@@ -44,23 +41,3 @@ def _hcas() -> tuple[str, ...]:
             layer = ""
         found.append(f"{device.name}:{layer}" if layer else device.name)
     return tuple(found)
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    """By nvidia-smi, which comes with the driver; importing torch to ask takes seconds."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    gpus = []
-    for line in done.stdout.splitlines():
-        name, _, mebibytes = line.rpartition(",")
-        if mebibytes.strip().isdigit():
-            gpus.append(Gpu(name.strip(), int(mebibytes) * 2**20))
-    return tuple(gpus)

@@ -131,7 +131,7 @@ def choose(
             from .places.cluster import ClusterPlace
         except ModuleNotFoundError as error:
             got = f"it, but the package {error.name} is not installed"
-            fix = "pip install 'holdfast[kubernetes]'"
+            fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
             raise UserError(str(Problem("--kubernetes", got, "its client library", fix))) from None
         return ClusterPlace(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
     beside = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
@@ -172,7 +172,7 @@ def _ray(given: str) -> Place:
         from .places.ray import RayPlace
     except ModuleNotFoundError as error:
         got = f"{address}, but the package {error.name} is not installed"
-        fix = "pip install 'holdfast[ray]'"
+        fix = "pip install '.[ray]' in a checkout of Holdfast"
         raise UserError(str(Problem("--ray", got, "Ray's libraries", fix))) from None
     return RayPlace(address)
 

@@ -54,9 +54,9 @@ def check_handed_in(job: TrainingJob, spec_directory: Path, source: str, *, ship
         problems.append(Problem(CHECKPOINT_FIELD, path, expected, fix))
     work = Path(job.spec.working_directory)
     if script is not None and ships and not _is_same_everywhere(str(work / script)):
-        found = (spec_directory / work / script).resolve()
         problems += _script(spec_directory / work, script)
-        if not problems and not found.is_relative_to(spec_directory.resolve()):
+        found = (spec_directory / work / script).resolve() if not problems else spec_directory
+        if not found.is_relative_to(spec_directory.resolve()):
             expected = f"a file below {spec_directory}, which is all that goes along"
             problems.append(Problem("spec.entrypoint.script", f"{script} ({found})", expected))
     recipe = job.spec.entrypoint.recipe
@@ -84,7 +84,7 @@ def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
     except OSError as error:
         why = str(error.strerror)
     if why:
-        yield Problem(field, f"{written} ({why})", "a directory, relative to the spec file")
+        yield Problem(field, f"{_cut(written)} ({why})", "a directory, relative to the spec file")
         return
     entry = job.spec.entrypoint
     if entry.script is not None:
@@ -98,15 +98,21 @@ def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
         yield from _storage(job.spec.checkpoint.path, spec_directory)
 
 
+def _cut(written: str) -> str:
+    """A name as it may be repeated: what is too long for a file is too long for a sentence."""
+    return written if len(written) <= 200 else written[:197] + "..."
+
+
 def _script(work: Path, written: str) -> Iterator[Problem]:
     field = "spec.entrypoint.script"
     try:
         path = paths.resolve(work, written)
-    except OSError as error:
-        yield Problem(field, f"{written} ({error.strerror})", "a Python file")
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        yield Problem(field, f"{_cut(written)} ({error.strerror})", "a Python file")
         return
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
+    if not is_file:
+        what = "is a directory" if is_directory else "does not exist"
         fix = "it is looked up in spec.workingDirectory, relative to the spec file"
         yield Problem(field, f"{written} ({path} {what})", "a Python file", fix)
     elif not os.access(path, os.R_OK):
@@ -115,7 +121,11 @@ def _script(work: Path, written: str) -> Iterator[Problem]:
 
 def _module(work: Path, name: str) -> Iterator[Problem]:
     top = name.split(".")[0]
-    here = (work / top).is_dir() or (work / f"{top}.py").is_file()
+    try:
+        here = (work / top).is_dir() or (work / f"{top}.py").is_file()
+    except OSError as error:
+        yield Problem("spec.entrypoint.module", f"{_cut(name)} ({error.strerror})", "a module")
+        return
     if not here and importlib.util.find_spec(top) is None:
         fix = "install it, or set spec.workingDirectory to the directory that holds it"
         yield Problem("spec.entrypoint.module", f"{name} (no module {top})", "a module", fix)
@@ -126,10 +136,11 @@ def _data(work: Path, written: str) -> Iterator[Problem]:
     expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
     try:
         path = paths.resolve(work, written)
+        there = path.exists()
     except OSError as error:
-        yield Problem(field, f"{written} ({error.strerror})", expected)
+        yield Problem(field, f"{_cut(written)} ({error.strerror})", expected)
         return
-    if not path.exists():
+    if not there:
         yield Problem(field, f"{written} ({path} does not exist)", expected)
     elif not os.access(path, os.R_OK):
         yield Problem(field, f"{written} (no permission)", "something that you may read")
@@ -166,4 +177,4 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         yield Problem(field, f"{path} ({error})", "a directory or a URL that fsspec knows")
     except Exception as error:  # every driver has exceptions of its own
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield Problem(field, f"{path} ({why})", "a place that can be written", fix)
+        yield Problem(field, f"{_cut(path)} ({why})", "a place that can be written", fix)

@@ -79,6 +79,8 @@ def decision(action: a.AnyAction) -> str:
         return f"{kind} on {action.node}, generation {action.generation}"
     if isinstance(action, (a.CommitManifest, a.DeleteCheckpoint)):
         return f"{kind} of step {action.step}"
+    if isinstance(action, a.StageStep):
+        return f"{kind} {action.step} on {action.node}"
     node = getattr(action, "node", "")
     return f"{kind} {node}".rstrip()
 

@@ -83,7 +83,8 @@ ALERTS = (
     Alert(
         "HoldfastNoLeader", "critical", "no replica has led for 2 minutes",
         "the operator's pods and its Lease; `/readyz` says why a replica cannot lead. Training "
-        "goes on, but nothing that breaks is repaired",
+        "goes on [for 15 minutes](recovery.md#a-controller-that-dies), but nothing that breaks is "
+        "repaired and no checkpoint is committed; then the pods of all jobs end",
     ),
     Alert(
         "HoldfastHang", "warning", "a job made no progress and was started again, in the last 15 "

@@ -66,6 +66,8 @@ def _inner(job: TrainingJob) -> int:
 def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
     """As many replica groups as fill whole nodes, the elastic axis; None when not even one does."""
     workers, group = job.spec.workers_per_node, shard * _inner(job)
+    if group == 0:  # fewer workers than spec.parallelism.replicate
+        return None
     step = math.lcm(group, workers)  # the smallest world of whole groups on whole nodes
     world = num_nodes * workers // step * step
     if world == 0 or world // workers < job.spec.nodes.min:

@@ -150,8 +150,9 @@ def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[Memory]:
         formula = f"{workers} workers x {buffers} buffers x 12 P / {mesh.num_shards}"
         rows.append(Memory("memory tier: staged checkpoints", "node", size, formula, exact=True))
         if needs_buddy(job, mesh):
-            formula = f"{workers} workers x 2 copies x 12 P / {mesh.num_shards}"
-            size = 2 * shard * workers
+            copies = 3  # two are kept; the buffer that one arrives in stays for the next
+            formula = f"{workers} workers x {copies} copies x 12 P / {mesh.num_shards}"
+            size = copies * shard * workers
             rows.append(Memory("memory tier: copies for the buddy", "node", size, formula))
     size = CHECKPOINT_BYTES * counts.total
     rows.append(Memory("one checkpoint", "storage", size, "12 P", exact=True))

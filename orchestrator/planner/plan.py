@@ -199,6 +199,11 @@ def _warnings(
             f"tensor x context = {inner} spans nodes of {job.spec.workers_per_node} workers: "
             f"every layer waits for the network between them"
         )
+    if facts.gpus and not job.spec.resources.gpu:
+        found.append(
+            f"resources.gpu is 0, so it trains on the CPU; {facts.hostname} has "
+            f"{len(facts.gpus)} x {facts.gpus[0].name}"
+        )
     if job.spec.resources.gpu and facts.gpus and len(facts.gpus) < job.spec.workers_per_node:
         found.append(
             f"{job.spec.workers_per_node} workers want a GPU each; {facts.hostname} has "

@@ -15,6 +15,8 @@ import ssl
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
 from ..backends.base import Backend
 from ..core.actions import AnyAction
 from ..core.events import ActionUnknown, AnyEvent, ControllerStarted, JobSubmitted
@@ -126,14 +128,22 @@ class Assembly:
             evidence,
             self.log,
         )
-        self.control = Control(self.driver, backend, self.links, self.view, self.changes)
-        self._welcome = wire.Welcome(
+        first = wire.Welcome(
             spec=job_to_mapping(job),
             spec_directory=spec_directory,
             checkpoint_path=checkpoint_path,
             log_directory=log_directory,
             heartbeat_interval_s=job.spec.recovery.heartbeat_interval_s,
         )
+
+        def welcome() -> wire.Welcome:
+            recovery = self.driver.controller.state.job.spec.recovery  # it may be adjusted
+            return msgspec.structs.replace(
+                first, heartbeat_interval_s=recovery.heartbeat_interval_s
+            )
+
+        self._welcome = welcome
+        self.control = Control(self.driver, backend, self.links, self.view, self.changes, welcome)
 
     # -- its life ------------------------------------------------------------------------------
     async def prepare(self, *, fresh: bool) -> None:
@@ -216,7 +226,8 @@ class Assembly:
             CHECKPOINT_FIELD,
             f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
             "a place of its own",
-            "choose another directory or URL",
+            "choose another directory or URL; if that job has ended and this one is to go on from "
+            f"there: holdfast checkpoint adopt {self._checkpoint_path} --job {self.key}",
         )
 
     def _submit_first(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from ..backends.base import Backend
 from ..core import events
 from ..core.ranks import check_resize
+from ..core.staging import pace_left_s, step_ahead
 from ..protocol import messages as wire
 from ..protocol.errors import Problem, UserError
 from ..protocol.spec import Recovery
@@ -26,8 +27,6 @@ from .view import JobView
 
 WATCH_INTERVAL_S = 0.25
 CHAOS_KINDS = ("kill-worker", "kill-node", "hang-worker")
-PERSIST_MARGIN_STEPS = 2
-"""All nodes must be asked for a step that none of them has passed."""
 
 
 class Withholding(Protocol):
@@ -46,9 +45,10 @@ class Control:
         links: Mapping[str, AgentLink],
         view: Callable[[], JobView],
         changes: Changes,
+        welcome: Callable[[], wire.Welcome],
     ) -> None:
         self._driver, self._backend, self._links = driver, backend, links
-        self._view, self._changes = view, changes
+        self._view, self._changes, self._welcome = view, changes, welcome
         self._verbs: dict[str, Callable[[dict[str, Any]], Awaitable[wire.Reply]]] = {
             "status": self._status,
             "resize": self._resize,
@@ -115,6 +115,8 @@ class Control:
                 by=_by(arguments),
             )
         )
+        for link in list(self._links.values()):
+            link.send(self._welcome())  # agents beat as it is judged from now on
         detail = f"nodes.min {low}, nodes.spares {spares}, recovery as it stands there"
         return wire.Reply(ok=True, detail=detail)
 
@@ -123,11 +125,12 @@ class Control:
         return wire.Reply(ok=True, detail="the newest state goes to storage, then nodes are freed")
 
     async def _resume(self, arguments: dict[str, Any]) -> wire.Reply:
-        if self._driver.controller.state.phase not in ("suspended", "suspending"):
-            state = self._driver.controller.state.phase
-            raise UserError(str(Problem("job", f"{state}", "a suspended job")))
+        state = self._driver.controller.state
+        if state.intent != "suspend":  # its phase may still say that it runs
+            raise UserError(str(Problem("job", state.phase, "a suspended job")))
+        suspended = state.phase == "suspended"
         await self._wish(events.ResumeRequested(by=_by(arguments)))
-        return wire.Reply(ok=True, detail="asking for nodes")
+        return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training goes on")
 
     async def _cancel(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._wish(events.CancelRequested(by=_by(arguments)))
@@ -188,15 +191,17 @@ class Control:
     async def _checkpoint(self, arguments: dict[str, Any]) -> wire.Reply:
         """Have all members write the same step, a little ahead of where they are."""
         state = self._driver.controller.state
+        if state.phase == "running":
+            await asyncio.sleep(pace_left_s(state))
         if state.phase != "running":
             raise UserError(str(Problem("job", state.phase, "a running job")))
-        every = max(1, state.job.spec.checkpoint.memory.every_steps)
-        step = self._view().step + PERSIST_MARGIN_STEPS
-        step = -(-step // every) * every
-        for name in state.members:
-            if name in self._links:
-                persist = wire.Persist(action_id=0, generation=state.generation, step=step)
-                self._links[name].send(persist)
+        heard = max(0, self._view().step - state.step)  # heartbeats are newer than the journal
+        generation, step = state.generation, step_ahead(state) + heard
+        rarely = state.job.spec.checkpoint.staging_interval > 1
+        for link in [self._links[name] for name in state.members if name in self._links]:
+            if rarely:
+                link.send(wire.Stage(action_id=0, generation=generation, step=step))
+            link.send(wire.Persist(action_id=0, generation=generation, step=step))
         return wire.Reply(ok=True, detail=f"step {step} goes to storage", body={"step": step})
 
 

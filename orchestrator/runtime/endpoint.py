@@ -81,7 +81,7 @@ class Guest:
 
     job: str
     token: bytes
-    welcome: wire.Welcome
+    welcome: Callable[[], wire.Welcome]
     links: dict[str, AgentLink]
     sink: Sink
     handler: Handler
@@ -132,7 +132,7 @@ class Endpoint:
         job: str,
         *,
         token: str,
-        welcome: wire.Welcome,
+        welcome: Callable[[], wire.Welcome],
         links: dict[str, AgentLink],
         sink: Sink,
         handler: Handler,
@@ -224,7 +224,7 @@ class Endpoint:
         if old is not None:
             old.close()
             guest.sink.replaced(hello.node)
-        peer.send(guest.welcome)
+        peer.send(guest.welcome())
         guest.sink.joined(peer.link, hello)
 
     def _request(self, peer: Peer, request: wire.Request) -> None:

@@ -20,6 +20,7 @@ from ..core.actions import (
     PersistStep,
     ReleaseNode,
     RequestNodes,
+    StageStep,
     StopGroup,
 )
 from ..core.events import (
@@ -34,7 +35,7 @@ from .endpoint import AgentLink
 from .evidence import Evidence
 from .tier import Tier
 
-NodeAction = LaunchGroup | StopGroup
+NodeAction = LaunchGroup | StopGroup | StageStep
 
 SETTLE_S = 5.0
 """How long the end of a job or of its controller waits for storage to carry out what was asked."""
@@ -65,6 +66,8 @@ class Executor:
                 self._launch(action)
             case StopGroup():
                 self._stop(action)
+            case StageStep():
+                self._stage(action)
             case PersistStep():
                 self._persist(action)
             case RequestNodes():
@@ -111,6 +114,12 @@ class Executor:
         )
         self._send(action, message)
 
+    def _stage(self, action: StageStep) -> None:
+        order = wire.Stage(
+            action_id=action.action_id, generation=action.generation, step=action.step, hold=True
+        )
+        self._send(action, order)
+
     def _send(self, action: NodeAction, message: wire.Message) -> None:
         link = self._links.get(action.node)
         if link is None:
@@ -131,10 +140,10 @@ class Executor:
         )
         self._succeeded(action, "")
 
-    def launched(self, node: str, message: wire.Launched) -> None:
+    def answered(self, node: str, message: wire.Launched | wire.Staged) -> None:
         action = self._waiting.get(message.action_id)
         # An answer to nothing that is asked now is an echo of an earlier connection.
-        if isinstance(action, LaunchGroup) and action.node == node:
+        if isinstance(action, LaunchGroup | StageStep) and action.node == node:
             del self._waiting[message.action_id]
             if message.ok:
                 self._succeeded(action, message.detail)

@@ -103,8 +103,8 @@ class Relay:
                 self._submit(
                     events.WorkerExited(node=node, generation=message.generation, exit=exit)
                 )
-            case wire.Launched():
-                self._executor.launched(node, message)
+            case wire.Launched() | wire.Staged():
+                self._executor.answered(node, message)
             case wire.Stopped():
                 self._executor.stopped(node, message)
             case wire.Persisted():

@@ -40,7 +40,7 @@ def missing_driver(path: str, error: Exception) -> Problem:
     scheme = path.partition("://")[0]
     fix = "install that driver where the job runs, and here"
     if scheme in EXTRAS:
-        fix = f"pip install 'holdfast[{EXTRAS[scheme]}]'"
+        fix = f"pip install '.[{EXTRAS[scheme]}]' in a checkout of Holdfast"
     return Problem(CHECKPOINT_FIELD, f"{path} ({error})", "a URL whose driver is installed", fix)
 
 

@@ -154,8 +154,14 @@ class KubernetesPlace:
         try:
             until(lambda: not self._agents(), "all agents to end", timeout_s=END_S)
         except Waited:
-            return [f"{node}: process {pid}" for node, pid in self._agents().items()]
+            return [f"{node}: {self._seen(node, pid)}" for node, pid in self._agents().items()]
         return []
+
+    def _seen(self, node: str, pid: int) -> str:
+        """Who is late: the backend, Kubernetes or the agent."""
+        process = psutil.Process(pid).as_dict(["pid", "ppid", "status", "cmdline"])
+        pod = self._cluster.kubectl().inside(NAMESPACE).get("pod", node)
+        return f"process {process}, pod {pod and {**pod['metadata'], **pod['status']}}"
 
     def close(self) -> None:
         self._run.__exit__(None, None, None)

@@ -23,9 +23,11 @@ FIX = "name one with --kubeconfig, or set $KUBECONFIG"
 def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | None:
     """None: the files are there, and so is the context."""
     field, paths = _files(kubeconfig)
-    found = [path for path in paths if path.is_file()]
+    found = [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 (never raises)
     if not found:
-        got = f"{':'.join(map(str, paths))} (no such file)"
+        only = paths[0] if len(paths) == 1 else ""
+        what = "a directory" if os.path.isdir(only) else "no such file"  # noqa: PTH112
+        got = f"{':'.join(map(str, paths))} ({what})"
         return Problem(field, got, "a kubeconfig", FIX)
     contexts: list[str] = []
     current = ""
@@ -36,7 +38,7 @@ def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | Non
             current = current or str(document.get("current-context") or "")
         except OSError as error:
             return Problem(field, f"{path} ({error.strerror})", "a file that can be read")
-        except (UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, KeyError):
+        except (ValueError, RecursionError, yaml.YAMLError, AttributeError, TypeError, KeyError):
             return Problem(field, f"{path}, which is no kubeconfig", "a kubeconfig in YAML", FIX)
     known = f"one of {', '.join(dict.fromkeys(contexts))}" if contexts else "a context; it has none"
     if context is not None and context not in contexts:

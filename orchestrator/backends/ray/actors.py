@@ -10,7 +10,7 @@ import functools
 import logging
 from typing import Any
 
-from . import names
+from . import names, runtime_env
 from .agent import AgentActor, AgentOrder
 
 log = logging.getLogger("holdfast.ray")
@@ -81,7 +81,12 @@ def cause(error: BaseException) -> str:
 async def until_ended(actor: Any, answer_s: float) -> str:
     """Until the node of this actor has ended, for whatever reason; returns it. `answer_s`: an actor
     whose connection broke and that does not answer within this has ended."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+    from ray.exceptions import (
+        ActorUnavailableError,
+        RayActorError,
+        RayError,
+        RuntimeEnvSetupError,
+    )
 
     while True:
         try:
@@ -96,7 +101,10 @@ async def until_ended(actor: Any, answer_s: float) -> str:
                 return f"its actor does not answer ({first_line(error)})"
         except RayActorError as error:
             return cause(error)
-        except RayError as error:  # its runtime environment could not be made, and the like
+        except RuntimeEnvSetupError as error:
+            why = runtime_env.short(error.error_message or str(error))
+            return f"its Ray node could not build the job's runtime env: {why}"
+        except RayError as error:
             return first_line(error)
         # Ray's RpcError or a plain RuntimeError: the head restarts, and the node may well be there.
         except Exception as error:

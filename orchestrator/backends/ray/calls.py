@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...protocol.errors import HoldfastError
-from . import actors
-from .jobs import FRAMES
+from . import actors, runtime_env
 
 ANSWER_S = 60.0
 """A controller that is being restarted by Ray answers once it has read its journal."""
@@ -55,7 +54,7 @@ def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -
         except GetTimeoutError:
             raise ControllerGone(f"no answer within {timeout_s:g} s") from None
         except RuntimeEnvSetupError as error:
-            raise RuntimeEnvGone(FRAMES.sub("", error.error_message or "").strip()) from None
+            raise RuntimeEnvGone(runtime_env.words(error.error_message or "")) from None
         except (RayActorError, ActorUnschedulableError) as error:
             raise ControllerGone(actors.cause(error)) from None
 

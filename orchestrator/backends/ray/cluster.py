@@ -47,7 +47,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     try:
         import ray
     except ImportError:
-        fix = "pip install 'holdfast[ray]'"
+        fix = "pip install '.[ray]' in a checkout of Holdfast"
         raise UserError(str(Problem("--ray", "no Ray here", "Ray to be installed", fix))) from None
     check_version(ray.__version__)
     outside = address.startswith(CLIENT)
@@ -56,6 +56,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         check_listens(address)  # also where the process is in a cluster: it may be another
     if ray.is_initialized():
         return
+    _keep_stdout()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if given and not outside:
         _check_inside(address)
@@ -80,6 +81,16 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         got = " ".join(str(error).split())
         expected = "the same Ray and Python here and in the cluster"
         raise UserError(str(Problem("--ray", f"{address} ({got})", expected))) from None
+
+
+def _keep_stdout() -> None:
+    """Stdout is for answers, and Ray prints everybody's troubles there: it tells every driver of
+    each node of the cluster that is lost, also with log_to_driver=False. What of that is a job's,
+    its events tell."""
+    from ray._private import worker  # nothing public stops it
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda said, **_: log.debug("ray: %s", said.get("lines"))
 
 
 def check_version(version: str, cluster: str = "") -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ...protocol.errors import HoldfastError, Problem, UserError
+from . import runtime_env
 
 POLL_S = 0.5
 """The API tells nobody that a job has ended."""
@@ -34,8 +35,6 @@ SERVER_FAILED = re.compile(r"status code 5\d\d: (?:Traceback.* )?(.*)$")
 """What comes back when it was not the request's fault, but Ray answers 500 to bad ones too."""
 PREAMBLE = re.compile(r"[^\t]*\tINFO job_manager\.py:\d+ -- |Running entrypoint for job ")
 """Lines that Ray writes into a job's log before its program does; older ones only the first."""
-FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
-"""Where in Ray it happened, which is no news to who wrote the runtime env."""
 OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Ray's client prefers these to the address that it is given."""
 
@@ -202,7 +201,7 @@ class Api:
         if SETUP_FAILED in message and info.driver_exit_code is None:
             raise RuntimeEnvFailed(
                 f"the cluster could not build the job's runtime env, nothing was started: "
-                f"{FRAMES.sub('', message).strip()}"
+                f"{runtime_env.words(message)}"
             )
         code = info.driver_exit_code
         return Outcome(str(info.status), message, 1 if code is None else int(code))

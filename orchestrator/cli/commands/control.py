@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...protocol import limits
 from ..options import JobArgument, JsonOption, Place, with_place
 
 
@@ -30,7 +31,9 @@ def _request(place: Place, job: str, as_json: bool, verb: str, done: str, **argu
 
 def resize(
     job: JobArgument,
-    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Nodes to train on.")],
+    nodes: Annotated[
+        int, typer.Argument(metavar="N", min=1, max=limits.MAX_NODES, help="Nodes to train on.")
+    ],
     as_json: JsonOption = False,
     *,
     place: Place,

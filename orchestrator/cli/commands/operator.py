@@ -109,16 +109,18 @@ def operator(
     from ...backends.kubernetes.pods import PodSettings
     from ...operator.manager import Options
     from ...operator.run import Process, log_to_stderr, run_operator
+    from ...protocol.endpoints import parse_endpoints
     from ...protocol.errors import Problem, UserError
 
     if log_format not in ("json", "text"):
         raise UserError(str(Problem("--log-format", log_format, "json or text")))
+    address, port = _address(listen)
+    parse_endpoints(agent_endpoint, "--agent-endpoint")  # every pod would refuse a wrong one
     volume = _volume(checkpoint_volume)
     if volume and not checkpoint_root.startswith("/"):
         got = checkpoint_root or "nothing"
         expected = "an absolute directory, where --checkpoint-volume goes"
         raise UserError(str(Problem("--checkpoint-root", got, expected)))
-    address, port = _address(listen)
     pods = PodSettings(
         endpoint=agent_endpoint,
         image=worker_image,
@@ -149,7 +151,7 @@ def _address(listen: str) -> tuple[str, int]:
     from ...protocol.errors import Problem, UserError
 
     address, _, port = listen.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > 65535:
         raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
     return address.strip("[]"), int(port)
 

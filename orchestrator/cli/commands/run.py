@@ -39,7 +39,7 @@ def run(
 
     Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for a mistake in FILE,
     130 when Ctrl-C cancelled it. When this process is killed, or its machine's terminal is lost,
-    the agents go on training; `--attach` takes them over.
+    the agents go on training for 15 minutes; `--attach` takes them over.
 
     With --kubernetes the job is created in a cluster and watched. There it needs nobody who
     watches: Ctrl-C (130 as well) leaves it as it is, and `--attach` shows it again.

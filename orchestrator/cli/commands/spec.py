@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ...protocol import limits
 from ..options import FileArgument, JsonOption
 
 
@@ -53,7 +54,13 @@ def plan(
     file: FileArgument,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="Plan for this many.", show_default="nodes.max"),
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=limits.MAX_NODES,
+            help="Plan for this many, also beyond nodes.max, as after a resize.",
+            show_default="nodes.max",
+        ),
     ] = None,
     device_memory: Annotated[
         str | None,
@@ -69,6 +76,7 @@ def plan(
 
     Example: `holdfast plan examples/stdlib-bytes.yaml --nodes 1`
     """
+    from ...core.ranks import check_resize, resized
     from ...planner import make_plan
     from ...protocol.errors import Problem, UserError
     from ...protocol.spec import load_job
@@ -78,6 +86,10 @@ def plan(
     from ..plan_text import render
 
     job = load_job(file)
+    if nodes is not None and nodes > job.spec.nodes.max:
+        if problem := check_resize(job, nodes):
+            raise UserError(f"--{problem}")
+        job = resized(job, nodes)
     memory = None
     if device_memory is not None:
         try:

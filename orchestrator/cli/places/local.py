@@ -17,7 +17,7 @@ from ...protocol.manifest import Manifest
 from ...runtime.home import Home, JobDirectory
 from ...runtime.view import JobView
 from ..display import Display
-from ..output import stderr
+from ..output import plural, stderr
 from ..render import FINISHED
 from ..report import local_command
 from .base import Answer, Ended, Wanted
@@ -56,7 +56,7 @@ class LocalJob:
         if living:
             return [
                 "No controller is running: this is what the journal says. Training goes on without "
-                f"one; {attach}."
+                f"one, for 15 minutes; {attach}."
             ]
         return [
             "No controller is running and none of the job's nodes is left, as after a restart of "
@@ -253,10 +253,13 @@ def read_view(directory: JobDirectory) -> JobView:
 def _check_size(job: TrainingJob) -> None:
     """Raises SpecError for more nodes than this machine can bear."""
     from ...backends.local import node_limit
+    from ...backends.local.devices import shared_out
 
     nodes, limit = job.spec.nodes, node_limit(job)
     wanted = nodes.max + nodes.spares
     if wanted > limit:
-        workers = job.spec.workers_per_node
+        workers, gpus = job.spec.workers_per_node, shared_out(job)
         expected = f"at most {limit} nodes of {workers} workers, spares included, on this machine"
+        if gpus is not None:
+            expected += f", where {plural(len(gpus), 'GPU')} can be used"
         raise SpecError([Problem("spec.nodes.max", f"{wanted} with spares", expected)])

@@ -92,8 +92,8 @@ class RayJob:
             return []
         attach = self._command("run", "--attach", self.name)
         return [
-            f"No controller answers: this is what the journal says. Training goes on without one; "
-            f"`{attach}` starts one."
+            f"No controller answers: this is what the journal says. Training goes on without one, "
+            f"for 15 minutes; `{attach}` starts one."
         ]
 
     def request(self, verb: str, **arguments: Any) -> Answer:

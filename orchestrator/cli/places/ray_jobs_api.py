@@ -147,7 +147,7 @@ def _expect_possible(words: list[str], address: str) -> None:
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
-    elif words[:1] == ["delete"] and not {"--yes", "-y"} & set(words):
+    elif _asks(words) and not {"--yes", "-y"} & set(words):
         expected = f"it with --ray {address}: nobody can be asked inside the cluster"
         problem = Problem("--yes", "nothing", expected)
     elif words[:2] == ["checkpoint", "export"] and len(words) > 3 and words[3][:1] not in "/-":
@@ -155,6 +155,10 @@ def _expect_possible(words: list[str], address: str) -> None:
         problem = Problem("DESTINATION", words[3], expected)
     if problem is not None:
         raise UserError(str(problem))
+
+
+def _asks(words: list[str]) -> bool:
+    return words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
 
 
 def _code(outcome: jobs.Outcome) -> int:
@@ -166,15 +170,20 @@ def _code(outcome: jobs.Outcome) -> int:
 
 
 def _runtime_env(file: Path | None) -> dict[str, Any]:
-    import yaml
+    """Raises UserError."""
+    from ...protocol.spec import document
 
     if file is None:
         return {}
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        found = document.read(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
         problem = Problem("--runtime-env", f"{file} ({error})", "a YAML file that can be read")
         raise UserError(str(problem)) from None
+    except document.BadDocument as error:
+        raise UserError(f"--runtime-env {file}: {error}") from None
+    for problem in document.faults(found):
+        raise UserError(f"--runtime-env {file}: {problem}")
     if not isinstance(found, dict):
         problem = Problem("--runtime-env", str(file), "a mapping, as Ray's runtime_env is")
         raise UserError(str(problem))

@@ -23,14 +23,18 @@ pytestmark = pytest.mark.e2e
 STEPS = 400
 FULLY_SHARDED = {"parallelism": {"shard": 4}}
 """Each node has a part of the state that no other has."""
+NEVER = 100_000
+"""Steps: more than there is time for, and a cadence that never comes."""
+RARELY = {"checkpoint": {"memory": {"everySteps": NEVER}, "storage": {"everySteps": NEVER}}}
+"""Nothing is staged but on order."""
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Any]:
     jobs = []
 
-    def start(**changes: Any) -> Job:
-        job = Job(tmp_path, spec("handover", STEPS, **changes))
+    def start(steps: int = STEPS, **changes: Any) -> Job:
+        job = Job(tmp_path, spec("handover", steps, **changes))
         jobs.append(job)
         job.run()
         job.until(lambda view: view.step >= 10)
@@ -83,3 +87,32 @@ def test_a_controller_that_comes_back_in_time_learns_of_it_and_nothing_is_lost(
     incident = job.running(incidents=1).incidents[0]
     assert (incident.failure_class, incident.culprit_node) == ("preemption", node)
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
+
+
+def test_a_drain_loses_nothing_where_not_every_step_is_staged(started: Any) -> None:
+    job = started(NEVER, nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED, **RARELY)
+    job.until(lambda view: len(view.nodes) == 3)
+    incident = terminate(job)
+    assert incident.steps_lost == 0 and incident.restored_from == "memory"
+    assert (incident.resumed_after_step or 0) >= 10
+
+
+def test_neither_a_resize_nor_a_suspension_loses_a_step_that_was_not_staged(started: Any) -> None:
+    job = started(NEVER, **RARELY)
+    assert job.ask("resize", nodes=1).ok
+    smaller = job.running(incidents=1).incidents[0]
+    assert (smaller.world_size_after, smaller.steps_lost) == (2, 0)
+    assert job.ask("suspend").ok
+    held = job.until(lambda view: view.state == "suspended")
+    assert job.ask("resume").ok
+    again = job.running(incidents=2).incidents[1]
+    assert (again.restored_from, again.steps_lost) == ("storage", 0)
+    assert again.resumed_after_step == held.step > (smaller.resumed_after_step or 0) >= 10
+
+
+def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_cadence(started: Any) -> None:
+    job = started(NEVER, **RARELY)
+    reply = job.ask("checkpoint")
+    view = job.until(lambda view: bool(view.checkpoints))
+    assert [one.step for one in view.checkpoints] == [reply.body["step"]]
+    assert not view.incidents and view.state == "running"

@@ -37,7 +37,7 @@ class GrowingCluster:
     """A head without CPUs; up to `most` further Ray nodes, as soon as somebody needs them."""
 
     def __init__(self, most: int) -> None:
-        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         from ray.util import get_node_ip_address
 
         from orchestrator.backends.ray import cluster

@@ -42,7 +42,7 @@ class HeadedCluster:
         python: Path | str = sys.executable,
     ) -> None:  # fmt: skip
         """`python`: that Ray's processes are started with."""
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         if redis and shutil.which("redis-server") is None:
             pytest.skip("no redis-server here: apt-get install redis-server")
         # Short: sockets are in it, whose paths may not be long.

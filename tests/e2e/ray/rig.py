@@ -111,7 +111,7 @@ class RayRig:
 @functools.cache
 def shared() -> RayRig:
     """One for all tests; skips, saying why, where there is no Ray."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     rig = RayRig()
     atexit.register(rig.close)
     return rig

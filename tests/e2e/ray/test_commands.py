@@ -119,7 +119,7 @@ def _notes(name: str, job: Job) -> str:
 
 
 def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -16,13 +16,17 @@ from .jobs import BOUND_S, Job
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 MESSAGE = "spot instance is reclaimed"
 DEADLINE_S = 120
+NEVER = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two nodes and a spare on a cluster with one more Ray node."""
+    """Two nodes and a spare on a cluster with one more Ray node. Nothing is staged but on order."""
     nodes = {"min": 1, "max": 2, "spares": 1}
-    job = Job(tmp_path_factory.mktemp("ray"), "drained", 1_000_000, nodes=nodes)
+    place = tmp_path_factory.mktemp("ray")
+    never = {"everySteps": NEVER}
+    tiers = {"path": str(place / "tier"), "memory": never, "storage": never}
+    job = Job(place, "drained", NEVER, nodes=nodes, checkpoint=tiers)
     while job.cluster.num_nodes < rig.NODES:
         job.cluster.add_node()
     yield job

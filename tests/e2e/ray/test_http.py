@@ -143,7 +143,7 @@ def stranger(answer: bytes) -> Iterator[str]:
 def test_a_server_that_is_no_dashboard_of_a_ray_like_ours_is_refused(
     answer: bytes, expected: str
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with stranger(answer) as url:
         done = holdfast("status", "--ray", url)
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -351,3 +353,31 @@ def test_a_verb_that_a_controller_does_not_live_to_write_down_is_said(
 
     answer = asyncio.run(scenario())
     assert not answer["ok"] and "ask the next one" in answer["detail"]
+
+
+TOLD = """
+import logging, sys, time
+heard = []
+handler = logging.Handler()
+handler.emit = lambda record: heard.append(record.getMessage())
+log = logging.getLogger("orchestrator.backends.ray.cluster")
+log.addHandler(handler)
+log.setLevel(logging.DEBUG)
+log.propagate = False
+from orchestrator.backends.ray import cluster
+cluster.connect(sys.argv[1])
+from ray._private import utils, worker
+give_up = time.monotonic() + 30
+while not any("lost somewhere" in text for text in heard) and time.monotonic() < give_up:
+    gcs = worker.global_worker.gcs_client
+    utils.publish_error_to_driver("node_died", "a node was lost somewhere", gcs)
+    time.sleep(0.1)
+print("the answer")
+"""
+
+
+def test_what_ray_tells_all_drivers_does_not_get_between_the_answers(cluster: rig.RayRig) -> None:
+    words = [sys.executable, "-c", TOLD, cluster.address]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=BOUND_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the answer\n"

@@ -10,6 +10,8 @@ import psutil
 import pytest
 import yaml
 
+from ...contract.places import Controller, make_job, run
+from ...contract.ray_place import RayPlace
 from ..local.rig import spec
 from . import rig
 from .jobs import BOUND_S, Submitted, holdfast
@@ -98,3 +100,33 @@ def test_a_spec_is_found_wherever_it_is_in_a_working_dir_of_ones_own(tmp_path: P
     assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
     gone = holdfast("delete", "own-dir", "--yes", "--ray", cluster.address)
     assert gone.returncode == 0, gone.stderr
+
+
+def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's could, so it is the agent's actor that dies of it."""
+    import ray
+
+    from orchestrator.backends.ray import actors
+
+    rig.connected()
+    package = "gcs://_ray_pkg_0123456789abcdef.zip"  # nobody has uploaded it
+    agents = ray.remote(runtime_env={"py_modules": [package]})(actors.AgentActor)
+    monkeypatch.setattr(actors, "_remote_class", lambda: agents)
+    place = RayPlace(make_job(), tmp_path)
+
+    async def scenario(controller: Controller) -> None:
+        (node,) = await controller.request(1)
+        await controller.ended(node)
+        told = controller.gone[node].detail
+        assert told.startswith("its Ray node could not build the job's runtime env: ")
+        assert package in told and "Traceback" not in told and "\n" not in told
+        assert await controller.backend.list_nodes() == ()
+        await controller.backend.close(release=True)
+
+    try:
+        run(scenario, place)
+        assert place.leftovers() == []
+    finally:
+        place.close()

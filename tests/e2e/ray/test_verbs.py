@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -48,15 +49,24 @@ def test_a_job_is_resized_while_it_trains(job: Job) -> None:
     assert job.running(nodes=2).world_size == 4
 
 
-def test_checkpoints_are_saved_listed_verified_and_exported(job: Job, tmp_path: Path) -> None:
+def look_at_checkpoints(job: Job, address: str, place: Path) -> None:
+    """Save one, and see it: all that can be done with checkpoints."""
     job.running()
-    ask(job, "checkpoint", "save", NAME)
-    job.until(lambda view: bool(view.checkpoints))
-    listed = json.loads(ask(job, "checkpoint", "list", NAME, "--json"))
-    assert listed and listed[-1]["mesh"]
-    assert "is good" in ask(job, "checkpoint", "verify", NAME)
-    assert "model.safetensors" in ask(job, "checkpoint", "export", NAME, str(tmp_path / "model"))
-    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
+    told = functools.partial(ask, job, address=address)
+    step = json.loads(told("checkpoint", "save", NAME, "--json"))["step"]
+    job.until(lambda view: any(one.step >= step for one in view.checkpoints))
+    listed = json.loads(told("checkpoint", "list", NAME, "--json"))
+    assert listed[-1]["step"] >= step and listed[-1]["mesh"]
+    assert "is good" in told("checkpoint", "verify", NAME)
+    assert "model.safetensors" in told("checkpoint", "export", NAME, str(place / "model"))
+    assert (place / "model" / "model.safetensors").stat().st_size > 0
+
+
+@pytest.mark.parametrize("http", [False, True], ids=["address", "http"])
+def test_checkpoints_are_saved_listed_verified_and_exported(
+    job: Job, tmp_path: Path, http: bool
+) -> None:
+    look_at_checkpoints(job, job.cluster.dashboard if http else job.cluster.address, tmp_path)
 
 
 def test_logs_are_followed_while_they_are_written(job: Job) -> None:
@@ -213,8 +223,22 @@ def test_events_are_followed_up_to_the_jobs_end_and_a_job_is_cancelled_over_http
 
 def test_through_a_ray_client_the_same_verbs_work(job: Job, tmp_path: Path) -> None:
     with client_server(job.cluster.address, tmp_path) as address:
-        assert json.loads(ask(job, "status", NAME, "--json", address=address))["name"] == NAME
-        assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=address)
+        told = functools.partial(ask, job, address=address)
+        assert json.loads(told("status", NAME, "--json"))["name"] == NAME
+        assert "parameters" in told("logs", NAME, "--rank", "0")
+        assert "launch" in told("events", NAME)
+        assert "goodput" in told("report", NAME)
+        before = job.running().num_incidents
+        assert "worker 1" in told("chaos", "kill-worker", NAME, "--rank", "1")
+        assert job.incident_after(before).rehearsal
+        job.running()
+        step = json.loads(told("checkpoint", "save", NAME, "--json"))["step"]
+        job.until(lambda view: any(one.step >= step for one in view.checkpoints))
+        assert json.loads(told("checkpoint", "list", NAME, "--json"))[-1]["step"] >= step
+        assert "the newest state goes to storage" in told("suspend", NAME)
+        job.until(lambda view: view.state == "suspended")
+        ask(job, "resume", NAME)
+        job.running(nodes=2)
 
 
 def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(

@@ -80,7 +80,7 @@ def alone(*words: str) -> subprocess.CompletedProcess[str]:
 def test_auto_is_refused_on_a_machine_without_a_cluster(
     verb: str, address: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes the cluster of this machine
     file = tmp_path / "job.yaml"

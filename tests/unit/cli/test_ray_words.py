@@ -41,7 +41,7 @@ def test_an_address_may_be_left_out(words: list[str], meant: list[str]) -> None:
 def test_what_stands_where_an_address_is_expected_is_named(
     holdfast: Holdfast, write: Write
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     result = holdfast("run", "--ray", file)
     assert result.code == 2 and "FILE: got nothing" in result.err
@@ -55,7 +55,7 @@ def test_what_stands_where_an_address_is_expected_is_named(
 def test_an_address_that_nobody_listens_at_is_refused_at_once(
     address: str, holdfast: Holdfast
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     result = holdfast("status", "--ray", address)
     assert result.code == 2 and f"--ray: got {address} (" in result.err
 
@@ -76,7 +76,7 @@ def test_a_relative_checkpoint_path_of_a_job_that_runs_elsewhere_is_refused(
 def test_a_checkpoint_path_of_the_cluster_is_not_looked_up_here(
     path: str, holdfast: Holdfast, write: Write
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
@@ -114,7 +114,7 @@ def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
     own: str, holdfast: Holdfast, write: Write
 ) -> None:
     """What is in an archive is seen in the cluster, and what Ray does not take it tells itself."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     env = file.parent / "env.yaml"
     (file.parent / "below").mkdir()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from orchestrator.planner import communication, make_plan, memory
 from orchestrator.planner.model import count_parameters, flops_per_token
-from orchestrator.protocol.facts import Gpu, NodeFacts
+from orchestrator.protocol.facts import Gpu, NodeFacts, StagedShard
 from orchestrator.protocol.mesh import Mesh
 from orchestrator.protocol.spec.recipe import Data, Model, Pretrain
+from workers.agent.copies import Copies
 
 from .builders import FACTS, make_job
 
@@ -62,6 +65,17 @@ def test_buddy_copies_are_counted_only_where_no_replica_holds_the_shard() -> Non
     assert not memory.needs_buddy(job, Mesh(replicate=2, shard=2))
     assert memory.needs_buddy(job, Mesh(shard=4))
     assert not memory.needs_buddy(job, Mesh(shard=2))
+
+
+def test_as_many_buddy_copies_are_planned_as_a_node_comes_to_hold() -> None:
+    job, mesh = make_job(recipe={}), Mesh(shard=4)
+    held = Copies(itertools.count())
+    for step in range(9):
+        number, _fresh, _freed = held.begin(StagedShard(step, 1, 0, mesh.num_shards, 100))
+        held.end(number, ok=True)
+    shard = -(-12 * count_parameters(Model()).total // mesh.num_shards)
+    planned = next(row for row in memory.table(job, mesh) if "buddy" in row.what)
+    assert planned.num_bytes == len(held.copies) * shard * job.spec.workers_per_node
 
 
 def test_fsdp_in_bfloat16_sends_eight_bytes_per_parameter() -> None:

@@ -83,6 +83,15 @@ WRONG = (
         script(checkpoint={"path": "memory://x"}),
         ("spec.checkpoint.path: got memory://x; expected a directory or the URL of a store",),
     ),
+    *(
+        Wrong(
+            "urls-say-where",
+            script(checkpoint={"path": path}),
+            (f"spec.checkpoint.path: got {path}; expected a bucket or a directory after ://",),
+            id=path,
+        )
+        for path in ("s3://", "file://", "gs:///")
+    ),
     Wrong(
         "no-password-in-a-path",
         script(checkpoint={"path": "s3://user:secret@host/x"}),

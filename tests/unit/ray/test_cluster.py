@@ -43,7 +43,7 @@ def test_a_cluster_that_is_gone_without_a_word_is_told_in_words(
     def gone(**_options: Any) -> None:
         raise ConnectionError  # Ray 2.51
 
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "_init", gone)
     with pytest.raises(UserError, match=f"got auto \\(nobody .* a head of Ray {ray.__version__}, "):

@@ -71,7 +71,7 @@ class Job:
         endpoint.register(
             self.name,
             token=self.token,
-            welcome=wire.Welcome(
+            welcome=lambda: wire.Welcome(
                 spec={"name": self.name},
                 spec_directory="",
                 checkpoint_path="",

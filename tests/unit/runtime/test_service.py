@@ -315,6 +315,25 @@ def test_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
     drive(scenario())
 
 
+@pytest.mark.parametrize("every", [1, 50])
+def test_a_checkpoint_that_is_asked_for_is_staged_where_not_every_step_is(
+    tmp_path: Path, every: int
+) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, make_job(checkpoint={"memory": {"everySteps": every}}))
+        world.start()
+        await world.running()
+        step = (await world.ask("checkpoint")).body["step"]
+        for agent in world.members():
+            await world.told(agent, wire.Persist(action_id=0, generation=1, step=step))
+            orders = [m for m in agent.received if isinstance(m, wire.Stage)]
+            wanted = [] if every == 1 else [wire.Stage(action_id=0, generation=1, step=step)]
+            assert orders == wanted
+        await world.finish()
+
+    drive(scenario())
+
+
 def test_strangers_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())

@@ -1,0 +1,86 @@
+"""Options and arguments that cannot be meant: what the person is told, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.kubernetes.kubeconfig import problem
+
+from .conftest import Holdfast
+from .test_bad_input import SCRIPT
+
+Write = Callable[[str], Path]
+
+
+def test_a_plan_for_more_nodes_than_the_maximum_is_that_of_a_resize(
+    write: Write, holdfast: Holdfast
+) -> None:
+    file = write(SCRIPT + "  nodes: {max: 2}\n")
+    result = holdfast("plan", file, "--nodes", "4", "--json")
+    assert result.code == 0
+    made = json.loads(result.out)
+    assert made["num_nodes"] == 4 and len(made["nodes"]) == 4
+    assert [size["nodes"] for size in made["sizes"]] == [1, 2, 3, 4]
+
+
+def test_a_plan_for_nodes_that_no_replica_groups_fill_names_those_that_they_do(
+    write: Write, holdfast: Holdfast
+) -> None:
+    file = write(SCRIPT + "  nodes: {min: 2, max: 2}\n  parallelism: {shard: 2}\n")
+    result = holdfast("plan", file, "--nodes", "5")
+    assert result.code == 2
+    assert "--nodes: got 5; expected whole replica groups at 1 workers per node" in result.err
+    assert "use 4 or 6" in result.err
+    result = holdfast("plan", file, "--nodes", "100001")
+    assert result.code == 2 and "--nodes" in result.err
+
+
+def test_a_directory_that_looks_like_a_job_is_told_how_it_is_written(
+    tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adir").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for verb, *more in (("list",), ("verify",), ("export", "out")):
+        result = holdfast("checkpoint", verb, "adir", *more)
+        assert result.code == 2
+        assert "job: got adir; expected a job" in result.err
+        assert "for the directory write ./adir" in result.err
+    assert "./" not in holdfast("checkpoint", "list", "bdir").err
+
+
+def test_a_path_that_is_too_long_is_no_directory(holdfast: Holdfast) -> None:
+    result = holdfast("checkpoint", "list", "./" + 5000 * "a")
+    assert result.code == 2
+    assert "JOB_OR_PATH: got ./aaa" in result.err and "a directory, a URL or a job" in result.err
+
+
+def test_a_kubeconfig_that_is_a_directory_is_called_one(tmp_path: Path) -> None:
+    assert f"--kubeconfig: got {tmp_path} (a directory)" in str(problem(None, tmp_path))
+
+
+@pytest.mark.parametrize("text", ["a: 2024-13-45", 3000 * "["], ids=["no date", "deep"])
+def test_a_kubeconfig_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(text)
+    assert "which is no kubeconfig" in str(problem(None, tmp_path / "config"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--agent-endpoint", "nonsense", "HOST:PORT"),
+        ("--agent-endpoint", "host:99999", "HOST:PORT"),
+        ("--listen", "²", "a port, or an address and a port"),
+    ],
+)
+def test_where_an_operator_is_found_is_checked_before_there_is_a_cluster(
+    option: str, value: str, expected: str, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    options = {"--agent-endpoint": "host:7077", option: value}
+    result = holdfast("operator", *(word for pair in options.items() for word in pair))
+    assert result.code == 2
+    assert f"{option}: got {value}; expected {expected}" in result.err
