@@ -37,16 +37,21 @@ def make_display(console: Console) -> Display:
 
 
 class SilentDisplay:
-    """Nothing but remarks: the result comes as JSON."""
+    """Nothing but remarks: the result comes as JSON.
+
+    Written past rich: a signal that raises while a Console prints may leave it collecting for ever,
+    and what is said last, after Ctrl-C, is what matters most.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        self._file = console.file
 
     def show(self, view: JobView) -> None:
         return None
 
     def note(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._file.write(f"{text}\n")
+        self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +124,7 @@ class LineDisplay(SilentDisplay):
         )
 
     def _print(self, view: JobView, line: str) -> None:
-        self._console.print(f"{clock(view.now_ns)}  {line}", soft_wrap=True)
+        self.note(f"{clock(view.now_ns)}  {line}")
 
     def _changes(self, view: JobView) -> list[str]:
         last, lines = self._last, []

@@ -114,10 +114,6 @@ def main(
         _usage(error)
     except (typer.Abort, KeyboardInterrupt):
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        # Whoever read us has had enough (`holdfast logs | head`).
-        sys.stderr.close()
-        raise SystemExit(0) from None
     raise SystemExit(result if isinstance(result, int) else 0)
 
 

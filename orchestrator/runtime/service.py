@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..backends.base import Backend
 from ..backends.local import LocalBackend, LocalPaths
@@ -42,6 +42,7 @@ from .view import JobView
 VIEW_INTERVAL_S = 0.25
 FORCED_END_S = 10.0
 METRICS_TIMEOUT_S = 5.0
+T = TypeVar("T")
 
 log = logging.getLogger("holdfast")
 
@@ -101,6 +102,19 @@ def _surroundings(directory: JobDirectory) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _unheard(say: Callable[[T], None]) -> Callable[[T], None]:
+    """The same, but nobody has to listen: `holdfast run FILE | head` still trains to the end, and
+    Ctrl-C still cancels it."""
+
+    def attempt(what: T) -> None:
+        try:
+            say(what)
+        except OSError as error:
+            log.debug("not shown: %s", error)
+
+    return attempt
+
+
 class Service:
     """One job of this machine. The directory's lock is held by the caller."""
 
@@ -113,7 +127,7 @@ class Service:
         open_journal: Callable[[Path], FileJournal] = FileJournal,
     ) -> None:
         self._directory, self._open_journal = directory, open_journal
-        self._on_view, self._on_note = on_view, on_note
+        self._on_view, self._on_note = _unheard(on_view or (lambda view: None)), _unheard(on_note)
         self.job = job = directory.job()
         self.metrics_port = 0
         self._interrupts = 0
@@ -160,8 +174,7 @@ class Service:
             self._background(stack, self._show())
             await self.assembly.run()
         view = self.view(live=False)
-        if self._on_view is not None:
-            self._on_view(view)
+        self._on_view(view)
         return view
 
     async def _open(self, stack: AsyncExitStack) -> None:
@@ -189,8 +202,7 @@ class Service:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            if self._on_view is not None:
-                self._on_view(self.view())
+            self._on_view(self.view())
             await asyncio.sleep(VIEW_INTERVAL_S)
 
     def _metrics_view(self) -> JobView:

@@ -74,6 +74,17 @@ class Job:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
 
+    def run_unread(self) -> None:
+        """`holdfast run FILE | head -1`."""
+        self.command = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.cli.main", "run", str(self.file),
+             "--home", str(self.home)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert self.command.stdout is not None
+        assert self.command.stdout.readline()
+        self.command.stdout.close()
+
     def attach(self) -> None:
         self.run("--attach", self.name)
 

@@ -77,6 +77,23 @@ def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(
     assert_nothing_is_left(job)
 
 
+def test_a_job_whose_output_nobody_reads_any_more_trains_to_its_end(make: Make) -> None:
+    job = make(spec("unread", steps=300))
+    job.run_unread()
+    view = job.wait()
+    assert (view.state, view.step) == ("succeeded", 299)
+    assert_nothing_is_left(job)
+
+
+def test_an_interrupt_cancels_a_job_whose_output_nobody_reads_any_more(make: Make) -> None:
+    job = make(spec("unread", steps=1_000_000))
+    job.run_unread()
+    job.running(incidents=0)
+    job.command.send_signal(signal.SIGINT)
+    assert job.wait().state == "cancelled"
+    assert_nothing_is_left(job)
+
+
 def test_a_second_interrupt_kills_what_does_not_want_to_end(make: Make, tmp_path: Path) -> None:
     stubborn = (
         "import pathlib, signal\n"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from rich.console import Console
@@ -15,6 +18,8 @@ from orchestrator.cli.report import main_thread, print_report, report
 from orchestrator.runtime.view import CheckpointView, JobView, NodeView
 
 from .views import NS, T0, make_incident, make_view
+
+TraceFunction = Callable[[FrameType, str, object], object]
 
 
 def console(*, terminal: bool = False) -> Console:
@@ -231,3 +236,37 @@ def test_a_sparkline_keeps_its_width() -> None:
     assert output.sparkline([1.0]) == ""
     assert output.sparkline([1.0, 2.0, float("nan")]) == "▁█"
     assert len(output.sparkline([float(n) for n in range(1000)], width=40)) == 40
+
+
+def interrupted(display: LineDisplay, at: int) -> bool:
+    """Whether a KeyboardInterrupt came at that call or return within `show`, as from a signal."""
+    left = at
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> TraceFunction | None:
+        nonlocal left
+        left -= event in ("call", "return")
+        if left:
+            return trace
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        display.show(make_view(state="running"))
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_what_is_said_after_an_interruption_is_seen_wherever_it_came() -> None:
+    for at in itertools.count(1):
+        to = console()
+        with LineDisplay(to) as display:
+            if not interrupted(display, at):
+                break
+            display.note("The job goes on")
+        assert text_of(to).endswith("The job goes on\n"), f"interrupted at {at}"
+    assert at > 10
