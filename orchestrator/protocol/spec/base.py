@@ -1,13 +1,15 @@
 """How every part of the spec behaves: frozen, closed, camelCase outside, units spelled out.
 
 Owns: the base model and the naming rule. Must not: know any field.
+
+Values are taken as the API server takes them: `max: true` and `max: "2"` are no numbers.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.alias_generators import to_camel
 
 Auto = Literal["auto"]
@@ -30,8 +32,17 @@ class Part(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        strict=True,
         alias_generator=yaml_name,
         populate_by_name=True,
         use_attribute_docstrings=True,
         ser_json_inf_nan="constants",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_json_means_it(cls, value: Any) -> Any:
+        """In JSON an array is the one sequence, and 2.0 is an integer."""
+        if isinstance(value, list):
+            return tuple(value)
+        return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -13,6 +13,7 @@ from datetime import date
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 from yaml.reader import ReaderError
 
 from .. import limits
@@ -52,6 +53,14 @@ def read(text: str) -> Any:
         got = f"the character U+{ord(text[error.position]):04X}"
         expected = "text without control characters"
         problem = Problem(f"line {line}, column {column}", got, expected, "remove it")
+    except ComposerError as error:
+        assert error.problem_mark is not None
+        where = f"line {error.problem_mark.line + 1}"
+        if "single document" in (error.context or ""):
+            fix = "give every job a file of its own"
+            problem = Problem(where, "a second document", "one in a file", fix)
+        else:
+            problem = Problem(where, error.problem or "not YAML", "valid YAML")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
@@ -160,6 +169,27 @@ class _Loader(yaml.SafeLoader):
             got = f"{_short(path, str(node.value))} in line {_line(node)}"
             fix = "" if node.tag == _INTEGER else QUOTES
             raise BadDocument(Problem(_field(path), got, expected, fix)) from None
+
+
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
+
+
+def _read_numbers_as_kubectl_does() -> None:
+    """1e-4 is one, which to PyYAML is a text, and 12:30 is a text, which to PyYAML is 750."""
+    numbers = (_INTEGER, "tag:yaml.org,2002:float")
+    _Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in numbers]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _Loader.add_implicit_resolver(numbers[0], _INT, list("-+0123456789"))
+    _Loader.add_implicit_resolver(numbers[1], _FLOAT, list("-+0123456789."))
+
+
+_read_numbers_as_kubectl_does()
 
 
 def _expect_distinct(node: yaml.MappingNode, path: Path) -> None:

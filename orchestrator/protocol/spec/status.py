@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from .base import Part
 
@@ -19,7 +19,13 @@ MAX_INCIDENTS = 10
 Count = Annotated[int, Field(ge=0)]
 
 
-class Condition(Part):
+class _Written(Part):
+    """The operator wrote it and no person did; read back from JSON, a time is a text."""
+
+    model_config = ConfigDict(strict=False)
+
+
+class Condition(_Written):
     """One aspect of the job's state, by the conventions of Kubernetes."""
 
     type: Annotated[str, Field(max_length=316)]
@@ -36,7 +42,7 @@ class Condition(Part):
     """Why, as a sentence with the numbers, for people."""
 
 
-class NodesStatus(Part):
+class NodesStatus(_Written):
     """Nodes of the job: how many there are and how many it wants."""
 
     ready: Count = 0
@@ -49,7 +55,7 @@ class NodesStatus(Part):
     """Nodes that wait, warm and idle."""
 
 
-class CheckpointStatus(Part):
+class CheckpointStatus(_Written):
     """The newest checkpoint that is committed to storage."""
 
     step: int
@@ -62,7 +68,7 @@ class CheckpointStatus(Part):
     """All its shards together."""
 
 
-class IncidentStatus(Part):
+class IncidentStatus(_Written):
     """One interruption, from the fact that opened it to the next step of all ranks."""
 
     number: int
@@ -107,7 +113,7 @@ class IncidentStatus(Part):
     """Of the error, shortened."""
 
 
-class TrainingJobStatus(Part):
+class TrainingJobStatus(_Written):
     """What is. Only the operator writes it, at most every few seconds unless a condition changes.
 
     Whatever stands here is computed anew from the job's journal: an edited status is overwritten.

@@ -51,6 +51,15 @@ LINES = [  # what stands in the spec's last line, and what is said of it
     ('env: {"A\\0": x}', "spec.env: got a key with the character U+0000 in it"),
     ('workingDirectory: "a\\0b"', "spec.workingDirectory: got a text with the character U+0000"),
     ("image: a\0b", "line 7, column 11: got the character U+0000; expected text without control"),
+    ("nodes: {min: 1, max: true}", "spec.nodes.max: got True; expected a valid integer"),
+    ('nodes: {min: 1, max: "2"}', "spec.nodes.max: got '2'; expected a valid integer"),
+    ("nodes: {min: 1, max: 2.5}", "spec.nodes.max: got 2.5; expected a valid integer"),
+    ('suspend: "yes"', "spec.suspend: got 'yes'; expected a valid boolean"),
+    ("suspend: 1", "spec.suspend: got 1; expected a valid boolean"),
+    ("image: ''", "spec.image: got ''; expected a text that is not empty"),
+    ("queue: ''", "spec.queue: got ''; expected a text that is not empty"),
+    ("env: {A: *b}", "line 7: got found undefined alias 'b'"),
+    ("suspend: true\n---\nspec: {}", "line 8: got a second document; expected one in a file"),
     ("nodes: null", "spec.nodes: got nothing; expected a mapping; give it a value, or remove"),
     ("recovery: {budgets: {user: 3}}", "spec.recovery.budgets.user: got 3; expected a mapping"),
     ("env: {A: }", 'spec.env.A: got nothing; expected a valid string; give it a value ("" is an'),
@@ -96,6 +105,25 @@ def test_aliases_and_merges_that_end_are_read() -> None:
     assert document["b"] == {"x": 3, "y": 2}
     assert document["c"] == [{"x": 1, "y": 2}] * 2
     assert faults(document) == []
+
+
+def test_numbers_are_what_kubectl_takes_for_numbers() -> None:
+    """Both sides of this are what `helm template` made of the same texts (Helm 3.22)."""
+    numbers = {
+        "1e-4": 0.0001, "1e+06": 1e6, "1E5": 1e5, "1.0e-4": 0.0001, ".5": 0.5, "1.": 1.0,
+        "1.e3": 1e3, "1_000": 1000, "0x10": 16, "-0x1F": -31, "010": 8, "0o10": 8, "+5": 5,
+    }  # fmt: skip
+    for written, meant in numbers.items():
+        assert read(f"a: {written}") == {"a": meant}, written
+    for text in ("12:30", "12:30:10", "190:20:30.15", "2e", "1.2.3"):
+        assert read(f"a: {text}") == {"a": text}
+
+
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    """As a chart writes a million."""
+    job = parse_job(RECIPE % "steps: 1e+06")
+    assert job.spec.entrypoint.recipe is not None
+    assert job.spec.entrypoint.recipe.config.steps == 1_000_000
 
 
 def test_what_is_no_text_in_a_pod_is_refused_too() -> None:
