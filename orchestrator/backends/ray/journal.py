@@ -6,7 +6,8 @@ event means.
     journal/epoch-000003          a controller has taken over; never deleted while the job exists.
                                   In it, what it goes on from: number and epoch of the last chunk
     journal/tail-00000017-000003  records of one commit, by the controller of epoch 3
-    journal/snap-00000018-000003  instead of everything before it
+    journal/snap-00000018-000003  instead of everything before it; what came after the snapshot
+                                  before is kept until the next one, for whoever reads along
 
 The store has no compare-and-swap, but it can create a key only where there is none: who creates the
 next epoch owns the journal. A writer looks, after every write and before anything is done on its
@@ -53,11 +54,11 @@ class KvJournal:
         chunks = read(keys, job)
         self.snapshot = chunks[0].snapshot if chunks else None
         self.records = [record for chunk in chunks for record in chunk.records]
-        self._chunks = [chunk.key for chunk in chunks]
+        self._snapshot = _rank(chunks[0].key) if self.snapshot is not None else (0, 0)
         self._bytes = sum(chunk.num_bytes for chunk in chunks)
         self._num_records = len(self.records) + (chunks[0].covered if chunks else 0)
-        self._next = 1 + max((_number(key) for key in self._chunks), default=0)
-        basis = _rank(self._chunks[-1]) if self._chunks else (0, 0)
+        self._next = 1 + max((_number(chunk.key) for chunk in chunks), default=0)
+        basis = _rank(chunks[-1].key) if chunks else (0, 0)
         keys.put(_epoch(self._epoch), BASIS.pack(*basis))
 
     @property
@@ -70,23 +71,31 @@ class KvJournal:
 
     async def commit(self) -> None:
         async with self._commit:
-            if not self._pending:
-                return
-            count, chunk = len(self._pending), b"".join(self._pending)
-            await self._write(TAIL, chunk)
-            self._bytes += len(chunk)
-            del self._pending[:count]
+            await self._write_pending()
 
     async def compact(self, snapshot: bytes) -> None:
+        covered = self._num_records
         async with self._commit:
-            self._pending.clear()
-            covered = list(self._chunks)
-            await self._write(SNAPSHOT, COVERED.pack(self._num_records) + zlib.compress(snapshot))
-            self._chunks, self._bytes = self._chunks[len(covered) :], 0
-            # Readers begin at the newest snapshot, so what is left of a deletion does no harm.
-            await _patiently(self._job, lambda: self._keys.delete(*covered))
+            await self._write_pending()  # the snapshot has them; who follows has not
+            data = COVERED.pack(covered) + zlib.compress(snapshot)
+            before, self._snapshot = self._snapshot, await self._write(SNAPSHOT, data)
+            self._bytes = 0
+            # Readers begin at a snapshot, so what is left of a deletion does no harm.
+            await _patiently(self._job, lambda: self._forget(before))
 
-    async def _write(self, kind: str, data: bytes) -> None:
+    def _forget(self, before: tuple[int, int]) -> None:
+        keys = [*self._keys.list(TAIL), *self._keys.list(SNAPSHOT)]
+        self._keys.delete(*[key for key in keys if _rank(key) < before])
+
+    async def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        count, chunk = len(self._pending), b"".join(self._pending)
+        await self._write(TAIL, chunk)
+        self._bytes += len(chunk)
+        del self._pending[:count]
+
+    async def _write(self, kind: str, data: bytes) -> tuple[int, int]:
         key = f"{kind}{self._next:08d}-{self._epoch:06d}"
         after = _epoch(self._epoch + 1)
 
@@ -96,8 +105,8 @@ class KvJournal:
 
         if await _patiently(self._job, write):
             raise JournalLost(f"job {self._job}: another controller has taken it over")
-        self._chunks.append(key)
         self._next += 1
+        return _rank(key)
 
 
 def begun(keys: Keys) -> bool:
@@ -120,14 +129,14 @@ class Chunk(NamedTuple):
     num_bytes: int = 0
 
 
-def read(keys: Keys, job: str, after: str = "") -> list[Chunk]:
-    """From the newest snapshot on; of what came after a key that was read before. Raises
-    JournalError."""
+def read(keys: Keys, job: str, after: str = "", *, history: bool = False) -> list[Chunk]:
+    """From the newest snapshot on; of what came after a key that was read before. With `history`
+    from the oldest that is kept, newer snapshots in between. Raises JournalError."""
     last = _rank(after) if after else (0, 0)
     while True:
         found = _in_force(keys, job, last)
         snapshots = [index for index, key in enumerate(found) if key.startswith(SNAPSHOT)]
-        wanted = found[snapshots[-1] :] if snapshots else found
+        wanted = found[snapshots[-1] :] if snapshots and not history else found
         chunks = [_chunk(keys, job, key) for key in wanted]
         complete = [chunk for chunk in chunks if chunk is not None]
         if len(complete) == len(wanted):

@@ -159,15 +159,18 @@ class RayJob:
         from ..sentences import Narrator
 
         console, narrator, after, seen = stdout(), Narrator(), "", -1
+        told = 0
         while True:
             # Asked before reading: what was written up to the job's end is then seen.
             over = self.ended is not None
-            for chunk in journal.read(self._keys, self.name, after):
-                if chunk.snapshot is not None:
+            for chunk in journal.read(self._keys, self.name, after, history=True):
+                if chunk.snapshot is not None and chunk.covered != told:
                     item = Snapshot(chunk.covered, chunk.snapshot)
                     narrator.resume(console, item, as_json=as_json)
+                    told = chunk.covered
                 for record in chunk.records:
                     narrator.tell(console, record.now_ns, record.event, as_json=as_json)
+                told += len(chunk.records)
                 after = chunk.key
             if not follow or over:
                 return

@@ -168,6 +168,34 @@ def test_a_controller_that_took_over_and_has_not_said_what_it_had_read_changes_n
     assert opened(store) == (None, [record(1), record(2), record(3)])
 
 
+def test_who_follows_gets_every_record_across_compactions(store: Store) -> None:
+    journal, after, followed = KvJournal(store, "job"), "", list[Record]()
+    for number in range(1, 10):
+        write(journal, 3 * number)
+        journal.append(*record(3 * number + 1))  # not written yet when it is compacted
+        asyncio.run(journal.compact(b"state"))
+        write(journal, 3 * number + 2)
+        for chunk in read(store, "job", after, history=True):
+            assert chunk.snapshot is None or chunk.covered == len(followed)
+            followed += chunk.records
+            after = chunk.key
+    assert followed == [record(number) for number in range(3, 30)]
+
+
+def test_what_came_since_the_snapshot_before_the_last_is_kept_and_nothing_older(
+    store: Store,
+) -> None:
+    journal = KvJournal(store, "job")
+    for number in range(1, 6):
+        write(journal, number)
+        asyncio.run(journal.compact(b"state after %d" % number))
+        journal = KvJournal(store, "job")  # also when controllers change
+    kept = read(store, "job", history=True)
+    assert [chunk.covered or chunk.records for chunk in kept] == [4, [record(5)], 5]
+    assert len([*store.list("journal/tail-"), *store.list("journal/snap-")]) == 3
+    assert journal.snapshot == b"state after 5" and journal.records == []
+
+
 def test_who_reads_while_another_takes_over_and_compacts_sees_its_snapshot(store: Store) -> None:
     first = KvJournal(store, "job")
     write(first, 1)
