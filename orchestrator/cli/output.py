@@ -6,7 +6,6 @@ Owns: those. Must not: know jobs.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
 from typing import IO, Any
@@ -47,18 +46,22 @@ def print_json(value: Any) -> None:
     """One JSON document of plain values or msgspec structs."""
     import msgspec
 
-    plain = msgspec.to_builtins(value, str_keys=True)
-    sys.stdout.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+    text = msgspec.json.format(_json(value), indent=2)
+    sys.stdout.write(text.decode() + "\n")
     sys.stdout.flush()
 
 
 def print_json_line(value: Any) -> None:
     """The same on one line, for streams."""
+    sys.stdout.write(_json(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _json(value: Any) -> bytes:
+    """A loss that is NaN is null: no other parser takes what Python's writes for it."""
     import msgspec
 
-    plain = msgspec.to_builtins(value, str_keys=True)
-    sys.stdout.write(json.dumps(plain, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    return msgspec.json.encode(value)
 
 
 def columns(*names: str) -> Table:

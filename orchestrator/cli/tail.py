@@ -8,34 +8,44 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..protocol.errors import Problem, UserError
 from ..runtime.home import JobDirectory
 
+PART_BYTES = 1 << 20
+"""Of a log that are in memory at once; a longer line is cut there."""
+
 
 class Tail:
-    """One file from its beginning; `lines` gives what is new and whole."""
+    """One file from its beginning; `parts` gives what is new and whole."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
         self._offset = 0
         self._rest = b""
 
-    def lines(self, *, all: bool = False) -> list[str]:
-        """New lines; with `all` also a last one without an end."""
+    def parts(self, *, all: bool = False) -> Iterator[list[str]]:
+        """New lines, some at a time; with `all` also a last one without an end."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                while data := file.read(PART_BYTES):
+                    self._offset += len(data)
+                    *whole, self._rest = (self._rest + data).split(b"\n")
+                    if len(self._rest) > PART_BYTES:
+                        whole.append(self._rest)
+                        self._rest = b""
+                    yield self._shown(whole)
         except OSError:
-            return []
-        self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+            return
         if all and self._rest:
-            whole.append(self._rest)
+            yield self._shown([self._rest])
             self._rest = b""
-        return [self._prefix + line.decode("utf-8", "replace") for line in whole]
+
+    def _shown(self, lines: list[bytes]) -> list[str]:
+        return [self._prefix + line.decode("utf-8", "replace") for line in lines]
 
 
 def print_files(
@@ -43,7 +53,7 @@ def print_files(
 ) -> None:
     """Everything that is there, file after file. Raises UserError when nothing matches."""
     for tail in find(directory, rank, generation, node):
-        _write(tail.lines(all=True))
+        _write(tail, all=True)
 
 
 def follow_files(
@@ -62,13 +72,14 @@ def follow_files(
         try:
             found = find(directory, rank, generation, node)
         except UserError:
-            if not alive:
+            # A rank that there is no more, or not yet.
+            if not alive and not tails:
                 raise
             found = []
         for tail in found:
             tails.setdefault(tail._path, tail)
         for tail in tails.values():
-            _write(tail.lines(all=not alive))
+            _write(tail, all=not alive)
         if not alive:
             return
         time.sleep(interval_s)
@@ -115,7 +126,8 @@ def _one_of(known: list[str], noun: str) -> str:
     return "one of " + ", ".join(known)
 
 
-def _write(lines: list[str]) -> None:
-    if lines:
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+def _write(tail: Tail, *, all: bool) -> None:
+    for lines in tail.parts(all=all):
+        if lines:
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()

@@ -21,10 +21,11 @@ from ..backends.ray.journal import open_journal
 from ..backends.ray.kv import ENDED, Keys
 from ..backends.ray.metrics import Metrics
 from ..core.events import PreemptionNoticed
+from ..core.journal import JournalError
 from ..core.membership import num_missing
 from ..protocol import tls
 from ..protocol.certificate import Keys as Secrets
-from ..protocol.errors import HoldfastError, UserError
+from ..protocol.errors import HoldfastError
 from ..protocol.spec import job_from_mapping
 from .assembly import Assembly
 from .control import WATCH_INTERVAL_S, view_body
@@ -83,8 +84,8 @@ class RayHost:
         """Whoever has watched an earlier controller of the job counts from 0 again."""
         self._serving = asyncio.Event()
         self._refusal = ""
-        self._fresh = True
-        """Nothing of the job has ever been started."""
+        self._fresh = False
+        """Nothing of the job has ever been started: what is wrong now ends it."""
 
     async def run(self) -> None:
         self._log_to_file()
@@ -93,14 +94,14 @@ class RayHost:
         with job_environment(self.job):
             try:
                 await self._run()
-            except UserError as error:
-                if not self._fresh:
+            except HoldfastError as error:
+                # A journal that cannot be written is tried again, by another process.
+                if not self._fresh or isinstance(error, JournalError):
                     raise
-                # A job that has never run: nothing was started, and nothing will be.
                 log.error("%s", error)
                 self._refusal = str(error)
                 self._serving.set()
-                await self._finish(refused(self.assembly.view(live=False), str(error)), str(error))
+                await self._finish(refused(self.assembly.view(live=False), str(error)), error)
 
     async def _run(self) -> None:
         journal = await open_journal(self._keys, self.job.name)
@@ -111,6 +112,7 @@ class RayHost:
             address = cluster.here()["address"]
             self._backend.set_endpoint(address, self._endpoint.port)
             await self.assembly.begin(journal)
+            self._fresh = False
             log.info("agents dial %s:%d", address, self._endpoint.port)
             self._serving.set()
             loop = asyncio.get_running_loop()
@@ -125,9 +127,13 @@ class RayHost:
             await self._endpoint.close()
         await self._finish(self.assembly.view(live=False))
 
-    async def _finish(self, view: JobView, refusal: str = "") -> None:
+    async def _finish(self, view: JobView, refusal: HoldfastError | None = None) -> None:
         """What is known of the job from now on, and that there is no controller any more."""
-        record = {"view": view_body(view), "refusal": refusal}
+        record = {
+            "view": view_body(view),
+            "refusal": "" if refusal is None else str(refusal),
+            "exit_code": 0 if refusal is None else refusal.exit_code,
+        }
         await asyncio.to_thread(self._keys.put, ENDED, json.dumps(record).encode())
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:

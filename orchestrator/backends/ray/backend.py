@@ -92,6 +92,7 @@ class RayBackend:
                 self._spawn(self._bring_up(node))
             else:
                 self._forget(node)
+        await self._rooms.remove_empty()
         await self._save()
         self._spawn(self._drains.watch())
 

@@ -6,9 +6,10 @@ Owns: fetching what is new. Must not: know what is in them; cli/tail.py does.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import cluster
 
@@ -20,7 +21,17 @@ Part = tuple[str, str, bytes]
 """(identity of the file, path below the log directory, bytes from the asked offset)."""
 
 
-def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
+class Which(NamedTuple):
+    """The files whose content is wanted; of all others only the names are."""
+
+    rank: int | None
+    generation: int | None
+    """None: the newest."""
+    node: str | None
+    """Its agent's, instead of workers'."""
+
+
+def fetch(job: str, job_id: str, which: Which, offsets: dict[str, int], target: Path) -> bool:
     """Append what is new to the copies under `target`; `offsets` (identity -> bytes read) goes on
     from call to call. Returns whether there was anything. Nodes that do not answer are passed."""
     import ray
@@ -38,8 +49,8 @@ def fetch(job: str, job_id: str, offsets: dict[str, int], target: Path) -> bool:
     asked = []
     for node in machines.values():
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        asked.append(look.options(scheduling_strategy=there).remote(job, job_id, offsets))
-    parts = {part[0]: part for part in (_read(job, job_id, offsets) if inside else ())}
+        asked.append(look.options(scheduling_strategy=there).remote(job, job_id, which, offsets))
+    parts = {part[0]: part for part in (_read(job, job_id, which, offsets) if inside else ())}
     for answer in _ready(asked):
         try:
             parts |= {part[0]: part for part in ray.get(answer)}
@@ -63,17 +74,36 @@ def _ready(asked: list[Any]) -> list[Any]:
     return list(ready)
 
 
-def _read(job: str, job_id: str, offsets: dict[str, int]) -> list[Part]:
+def _read(job: str, job_id: str, which: Which, offsets: dict[str, int]) -> list[Part]:
     """On a Ray node."""
     found: list[Part] = []
     root = cluster.log_directory(job, job_id)
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    wanted = _wanted(root, which)
     for path in sorted(root.rglob("*.log")):
         with path.open("rb") as file:
             status: Any = os.fstat(file.fileno())
             identity = f"{machine}:{status.st_dev}:{status.st_ino}"
-            file.seek(offsets.get(identity, 0))
-            data = file.read(MOST_BYTES)
+            data = b""
+            # What was the newest generation until now has last words.
+            if path in wanted or offsets.get(identity):
+                file.seek(offsets.get(identity, 0))
+                data = file.read(MOST_BYTES)
             if data or identity not in offsets:  # an empty file is worth its name
                 found.append((identity, str(path.relative_to(root)), data))
     return found
+
+
+def _wanted(root: Path, which: Which) -> set[Path]:
+    if which.node is not None:
+        return {root / f"agent-{which.node}.log"}
+    generations = {
+        int(match[1]): path
+        for path in root.glob("gen-*")
+        if (match := re.fullmatch(r"gen-(\d+)", path.name))
+    }
+    number = max(generations, default=0) if which.generation is None else which.generation
+    if number not in generations:
+        return set()
+    rank = "*" if which.rank is None else which.rank
+    return set(generations[number].glob(f"rank-{rank}.log"))

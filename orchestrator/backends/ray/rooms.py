@@ -62,9 +62,13 @@ class Rooms:
             group.taken = {bundle: node for node, (own, bundle) in nodes.items() if own == name}
             group.named = True
             self.groups[name] = group
-            if not group.taken:
-                await self.remove(group)
+        await self.remove_empty()
         await self._look()
+
+    async def remove_empty(self) -> None:
+        """Those without a node, also of nodes that ended while no controller was there."""
+        for group in [group for group in self.groups.values() if not group.taken]:
+            await self.remove(group)
 
     async def serve(self, missing: int, barred: frozenset[str], *, wait: bool) -> list[Bundle]:
         """Bundles to use for `missing` nodes; what is missing beyond them stays demanded, no more

@@ -133,7 +133,8 @@ class RayJob:
                     time.sleep(calls.PAUSE_S)
         if ended["refusal"]:
             self._keys.clear()  # it never began: its name is free again
-            raise UserError(ended["refusal"])
+            was_asked_wrongly = ended.get("exit_code", UserError.exit_code) == UserError.exit_code
+            raise (UserError if was_asked_wrongly else HoldfastError)(ended["refusal"])
         view = _view(ended["view"])
         display.show(view)
         return view
@@ -184,7 +185,7 @@ class RayJob:
         from ..tail import follow_files, print_files
 
         with scratch("holdfast-logs-") as place:
-            copy = _Copy(place / self.name, self)
+            copy = _Copy(place / self.name, self, logs.Which(*wanted))
             while copy.fetch():
                 continue
             if follow:
@@ -256,12 +257,13 @@ class RayJob:
 class _Copy(JobDirectory):
     """The job's log files here, brought up to date whenever they are about to be read."""
 
-    def __init__(self, path: Path, job: RayJob) -> None:
+    def __init__(self, path: Path, job: RayJob, which: logs.Which) -> None:
         super().__init__(path)
-        self._job, self._offsets = job, dict[str, int]()
+        self._job, self._which, self._offsets = job, which, dict[str, int]()
 
     def fetch(self) -> bool:
-        return logs.fetch(self._job.name, self._job.order.job_id, self._offsets, self.logs)
+        job = self._job
+        return logs.fetch(job.name, job.order.job_id, self._which, self._offsets, self.logs)
 
     def controller_alive(self) -> bool:
         over = self._job.ended is not None

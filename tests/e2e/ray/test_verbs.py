@@ -91,7 +91,8 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
 
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     offsets: dict[str, int] = {}
-    assert logs.fetch(NAME, job.running().job_id, offsets, tmp_path) and offsets
+    everything = logs.Which(None, None, None)
+    assert logs.fetch(NAME, job.running().job_id, everything, offsets, tmp_path) and offsets
     later = ray.remote(num_cpus=0)(lambda: 0).options(name="later")  # Ray is told of both at once
     assert ray.get(later.remote(), timeout=BOUND_S) == 0
     names, give_up = set[str](), time.monotonic() + BOUND_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -236,6 +237,16 @@ def test_a_sparkline_keeps_its_width() -> None:
     assert output.sparkline([1.0]) == ""
     assert output.sparkline([1.0, 2.0, float("nan")]) == "▁█"
     assert len(output.sparkline([float(n) for n in range(1000)], width=40)) == 40
+
+
+def test_a_loss_that_is_no_number_is_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for write in (output.print_json, output.print_json_line):
+        write({"a": make_view(loss=float("nan")), 7: [float("inf")]})
+        said = json.loads(capsys.readouterr().out, parse_constant=refuse)
+        assert said["a"]["loss"] is None and said["7"] == [None]
 
 
 def interrupted(display: LineDisplay, at: int) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.tail import PART_BYTES, Tail, follow_files, print_files
 from orchestrator.protocol.spec import job_from_mapping
 from orchestrator.runtime.home import Home, JobDirectory
 
@@ -50,6 +52,39 @@ def test_the_log_of_an_agent(holdfast: Holdfast) -> None:
 @pytest.mark.usefixtures("directory")
 def test_following_ends_when_there_is_no_controller(holdfast: Holdfast) -> None:
     assert "last words of 1" in holdfast("logs", "demo", "-f").out
+
+
+def test_the_last_words_of_a_rank_that_there_is_no_more_are_followed_to_the_jobs_end(
+    directory: JobDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has gone on with one rank when it is looked at for the second time."""
+    path, looks = directory.rank_log(3, 0), itertools.count()
+
+    def alive() -> bool:
+        if next(looks) == 0:
+            return True
+        path.parent.mkdir()
+        path.write_text("alone\n")
+        return False
+
+    monkeypatch.setattr(directory, "controller_alive", alive)
+    follow_files(directory, 1, None, None, 0.0)
+    assert capsys.readouterr().out == "generation 2\nlast words of 1\n"
+
+
+def test_a_log_is_not_in_memory_as_a_whole(
+    directory: JobDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(f"step {number}\n" for number in range(PART_BYTES // 4))
+    long = "x" * (3 * PART_BYTES)  # without an end for a long time
+    directory.rank_log(2, 0).write_text(f"{lines}{long}\nend")
+    parts = list(Tail(directory.rank_log(2, 0), "").parts(all=True))
+    assert max(len("".join(part)) for part in parts) <= 2 * PART_BYTES
+    assert "".join(text for part in parts for text in part) == (
+        lines.replace("\n", "") + long + "end"
+    )
+    print_files(directory, 0, None, None)
+    assert capsys.readouterr().out.startswith(lines)
 
 
 @pytest.mark.usefixtures("directory")

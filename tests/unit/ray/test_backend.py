@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from orchestrator.backends.ray import actors, calls, cluster, drains, groups, names
@@ -17,6 +18,7 @@ from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.ray.controller import ControllerOrder
 from orchestrator.backends.ray.drains import Drains, Places
 from orchestrator.backends.ray.groups import Group, RayGroups
+from orchestrator.backends.ray.known import Known
 from orchestrator.backends.ray.kv import Keys
 from orchestrator.protocol.certificate import Keys as Secrets
 from orchestrator.protocol.certificate import make_keys
@@ -87,6 +89,37 @@ def test_a_node_that_could_not_be_written_down_is_no_node(monkeypatch: pytest.Mo
             keys.said.set()
             await backend.close(release=False)
         assert await backend.list_nodes() == ()
+
+    asyncio.run(scenario())
+
+
+def test_the_places_of_nodes_that_ended_without_a_controller_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A controller ended between the end of the agents and that of their placement groups."""
+    fake = FakeCluster(a=1, b=1)
+    nodes = {f"node-{number}": (f"job/node-{number}", 0) for number in range(2)}
+    known = Known(next_number=2, nodes=nodes, groups=dict.fromkeys(["job/node-0", "job/node-1"], 1))
+
+    class Left(Kept):
+        def get(self, key: str) -> bytes | None:
+            return msgspec.json.encode(known)
+
+    async def nothing(_drains: Drains) -> None: ...
+
+    monkeypatch.setattr(groups, "RayGroups", lambda job, _bundle: fake.of(job))
+    monkeypatch.setattr(Drains, "watch", nothing)
+    monkeypatch.setattr(actors, "find", lambda job, node: None)
+
+    async def scenario() -> None:
+        for node in nodes:
+            fake.of("job").make(node, 1, frozenset())
+        assert len(fake.groups) == 2
+        backend = RayBackend(JOB, "id", Left("job"), Secrets("token", b"", b""))
+        await backend.open(lambda gone: None)
+        left = dict(fake.groups)
+        await backend.close(release=False)
+        assert not left
 
     asyncio.run(scenario())
 
