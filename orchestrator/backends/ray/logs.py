@@ -97,13 +97,15 @@ def _read(job: str, job_id: str, which: Which, offsets: dict[str, int]) -> list[
 def _wanted(root: Path, which: Which) -> set[Path]:
     if which.node is not None:
         return {root / f"agent-{which.node}.log"}
-    generations = {
-        int(match[1]): path
-        for path in root.glob("gen-*")
-        if (match := re.fullmatch(r"gen-(\d+)", path.name))
-    }
+    generations = _numbered(root, r"gen-(\d+)")
     number = max(generations, default=0) if which.generation is None else which.generation
-    if number not in generations:
-        return set()
-    rank = "*" if which.rank is None else which.rank
-    return set(generations[number].glob(f"rank-{rank}.log"))
+    ranks = _numbered(generations[number], r"rank-(\d+)\.log") if number in generations else {}
+    return {path for rank, path in ranks.items() if which.rank in (None, rank)}
+
+
+def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    return {
+        int(match[1]): path
+        for path in folder.glob("*")
+        if (match := re.fullmatch(pattern, path.name))
+    }
