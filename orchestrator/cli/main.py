@@ -15,6 +15,7 @@ import typer
 
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
 from .options import complete
+from .streams import mark_if_asked
 
 # Newer typer carries a click of its own, older typer uses the real one; either way these are the
 # bases of the one usage error that typer exports.
@@ -105,6 +106,7 @@ def main(
     what the person typed, `where` the place that is meant when no option names one."""
     from ..protocol.errors import HoldfastError
 
+    mark_if_asked()
     try:
         words = complete(sys.argv[1:] if arguments is None else arguments)
         result = app(args=words, prog_name=program, standalone_mode=False, obj=where)

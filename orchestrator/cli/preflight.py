@@ -10,6 +10,7 @@ import importlib.util
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..protocol import paths
@@ -156,7 +157,7 @@ def _missing(path: Path) -> list[Path]:
 
 
 def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
-    """Write and delete a small object, as the agents will: permissions say less than a try."""
+    """Write, list and delete, as agents and controller will: permissions say less than a try."""
     import fsspec
 
     field, fix = CHECKPOINT_FIELD, "choose another path, or make this one writable"
@@ -169,6 +170,8 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"
         files.pipe_file(name, b"probe")
         files.rm_file(name)
+        with suppress(FileNotFoundError):  # an object store has no empty directories
+            files.ls(root, detail=False)
         for directory in made:
             directory.rmdir()
     except ImportError as error:
@@ -177,4 +180,4 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         yield Problem(field, f"{path} ({error})", "a directory or a URL that fsspec knows")
     except Exception as error:  # every driver has exceptions of its own
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield Problem(field, f"{_cut(path)} ({why})", "a place that can be written", fix)
+        yield Problem(field, f"{_cut(path)} ({why})", "a place that can be written and listed", fix)

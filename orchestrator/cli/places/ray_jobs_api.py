@@ -6,7 +6,6 @@ not: know what the commands do.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from ...backends.ray import calls, jobs
 from ...backends.ray.jobs_view import OWNER
 from ...protocol.errors import HoldfastError, Problem, UserError
 from ...protocol.spec import TrainingJob, load_job
+from .. import streams
 from ..preflight import check_handed_in
 from .ray_user import handed_on
 from .scratch import scratch
@@ -109,15 +109,18 @@ def forward(address: str) -> int:
     _expect_possible(words, address)
     inner = [word for word in words if word != address and not word.startswith("--ray")]
     entrypoint = handed_on(f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}")
+    # Ray has one stream for stdout and stderr.
+    entrypoint = f"{streams.ENV}={streams.MARKED} {entrypoint}"
     api = jobs.Api(address)
     name = f"{COMMAND}{secrets.token_hex(4)}"
     submitted = api.submit(name, entrypoint, {}, {"job_name": shlex.join(["holdfast", *inner])})
 
+    parted = streams.Parted(sys.stdout, sys.stderr)
+
     def show(text: str) -> None:
         # What it advises is typed here, not inside the cluster.
-        _write(text.replace("--ray auto", f"--ray {address}"))
+        parted.feed(text.replace("--ray auto", f"--ray {address}"))
 
-    # Ray has one stream for stdout and stderr. What ends can wait until it is known which.
     live = {"-f", "--follow"} & set(inner) or (inner[:1] == ["run"] and "--json" not in inner)
     try:
         with calls.on_sigterm(_interrupt):
@@ -129,8 +132,7 @@ def forward(address: str) -> int:
         api.stop(submitted)
         return 130
     if not live:
-        with contextlib.redirect_stdout(sys.stderr if outcome.status == "FAILED" else sys.stdout):
-            show(said)
+        show(said)
     api.tidy(COMMAND)  # the Jobs view is for jobs
     return _code(outcome)
 

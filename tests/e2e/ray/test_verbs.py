@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from orchestrator.protocol.manifest import MANIFEST_NAME
 
 from ..ports import free_port
 from . import rig
@@ -154,6 +157,27 @@ def test_over_http_a_command_prints_the_same_and_its_ray_job_does_not_stay(job: 
         assert done.returncode == 2 and done.stdout == ""
         assert f"holdfast status --ray {dashboard}" in done.stderr
     assert not first & commands(job)
+
+
+def test_over_http_an_answer_is_on_stdout_also_when_it_is_a_bad_one(
+    job: Job, tmp_path: Path
+) -> None:
+    job.running()
+    job.until(lambda view: bool(view.checkpoints))
+    newest = max((job.file.parent / "tier").glob(f"step-*/{MANIFEST_NAME}")).parent
+    copy = tmp_path / "tier"
+    shutil.copytree(newest, copy / newest.name)
+    shard = max((copy / newest.name).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 255
+    shard.write_bytes(data)
+    words = ("checkpoint", "verify", str(copy), "--json", "--ray", job.cluster.dashboard)
+    done = holdfast(*words)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["problems"] and not done.stderr
+    missing = holdfast("checkpoint", "verify", str(tmp_path / "none"), *words[3:])
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("error: ") and not missing.stdout
 
 
 def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(job: Job) -> None:
