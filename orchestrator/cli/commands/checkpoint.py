@@ -112,17 +112,24 @@ def _facts(checkpoint: CheckpointView) -> dict[str, Any]:
 @with_place
 def save(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A running job.")],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until it is committed; exit code 1 if it will not be.")
+    ] = False,
     as_json: JsonOption = False,
     *,
     place: Place,
 ) -> None:
     """Write the running job's next state to storage now, whatever its cadence.
 
-    Example: `holdfast checkpoint save stdlib-bytes`
+    Example: `holdfast checkpoint save stdlib-bytes --wait`
     """
     from ..output import print_json
+    from ..saving import wait_until_committed
 
-    answer = place.find(job).request("checkpoint")
+    found = place.find(job)
+    answer = found.request("checkpoint")
+    if wait:
+        answer = wait_until_committed(found, int(answer.body["step"]))
     if as_json:
         print_json({"job": job, "verb": "checkpoint", "detail": answer.detail, **answer.body})
     else:
