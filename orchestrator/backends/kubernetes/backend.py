@@ -94,6 +94,8 @@ class KubernetesBackend:
         await self._shared.feed.synced()
         for pod in self._pods().values():
             self._learn(pod)
+            if words.has_trained(pod):
+                self._known.trained.add(pod["metadata"]["name"])
             if words.is_over(pod):
                 self._known.told.add(pod["metadata"]["name"])
         self.queue.opened(self._pods())
@@ -196,7 +198,9 @@ class KubernetesBackend:
         return msgspec.structs.replace(facts, failure_domain=place, topology=topology)
 
     def label(self, generation: int, ranks: Mapping[str, int]) -> None:
-        """Write generation and lowest rank on the pods that train; take them off the others."""
+        """Write generation and lowest rank on the pods that train; take them off the others. Called
+        when a generation has finished its first step."""
+        self._known.trained.update(ranks)
         for name, pod in self._pods().items():
             rank = ranks.get(name)
             wanted = {
@@ -311,7 +315,7 @@ class KubernetesBackend:
         before = set(self._starting.troubled)
         told, waits = self._known.told, self.queue.waits
         pods = {n: pod for n, pod in self._pods().items() if n not in told and not waits(pod)}
-        decision = self._starting.look(now_s, pods)
+        decision = self._starting.look(now_s, pods, self._known.trained)
         for name, why in decision.give_back.items():
             self._tell(name, why)
         if decision.give_back:

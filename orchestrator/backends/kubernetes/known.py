@@ -59,6 +59,8 @@ class Known:
     noticed: set[str] = field(default_factory=set)
     """Those that are being taken away, told."""
     released: set[str] = field(default_factory=set)
+    trained: set[str] = field(default_factory=set)
+    """Those that have finished a step, told or read from their labels."""
     place: dict[str, str] = field(default_factory=dict)
     """Pod -> Kubernetes node, of all that were ever seen."""
 

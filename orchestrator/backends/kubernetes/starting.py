@@ -3,11 +3,14 @@ time is an argument.
 
 Owns: the time limit of a pod, and that half a gang does not hold what another job waits for (see
 gang.py for the order). Must not: delete anything; the backend does.
+
+Pods that have trained are never given back: their memory holds steps that no storage has. A job
+that lost a node and cannot shrink keeps the others for as long as its replacement takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from . import words
@@ -37,8 +40,11 @@ class Starting:
         """Pod that does not start -> since when."""
         self._incomplete_since: float | None = None
 
-    def look(self, now_s: float, pods: Mapping[str, Document]) -> Decision:
-        """`pods`: those that are neither over nor given back."""
+    def look(
+        self, now_s: float, pods: Mapping[str, Document], trained: Set[str] = frozenset()
+    ) -> Decision:
+        """`pods`: those that are neither over nor given back; `trained`: pods of the job that have
+        finished a step, and may be over since."""
         troubled = {}
         for name, pod in pods.items():
             found = words.trouble(pod)
@@ -46,7 +52,7 @@ class Starting:
             if found is not None and found.code != words.GATED:
                 troubled[name] = self.troubled.get(name, now_s)
         self.troubled = troubled
-        decision = self._gang(now_s, pods)
+        decision = self._gang(now_s, pods, trained)
         if decision.give_back:
             return decision
         late = [name for name, since in troubled.items() if now_s - since >= self._limit_s]
@@ -70,10 +76,12 @@ class Starting:
         self._incomplete_since = None
         self._gangs.leave(self._rank.key)
 
-    def _gang(self, now_s: float, pods: Mapping[str, Document]) -> Decision:
+    def _gang(self, now_s: float, pods: Mapping[str, Document], trained: Set[str]) -> Decision:
         placed = [name for name, pod in pods.items() if words.place(pod)]
         stuck = [name for name in self.troubled if name not in placed]
-        if not stuck or not placed or len(placed) >= self._needed:
+        new = {name: pod for name, pod in pods.items() if name not in trained}
+        to_free = any(name in new for name in placed)
+        if not stuck or not to_free or len(placed) >= self._needed:
             self.leave()
             return Decision()
         if self._incomplete_since is None:
@@ -85,10 +93,13 @@ class Starting:
             # Somebody may come to be ahead meanwhile.
             return Decision(due_s=min(now_s + PATIENCE_S / 2, until_s))
         whom = f"to job {ahead}, which came first" if ahead else "to whoever else needs it"
+        whose = (
+            "their room" if new.keys() == pods.keys() else "the room of those that never trained"
+        )
         text = (
             f"{len(placed)} of the {self._needed} nodes that are needed at least have a place; "
-            f"their room is given back {whom}"
+            f"{whose} is given back {whom}"
         )
         self.leave()
         self.troubled = {}
-        return Decision(dict.fromkeys(pods, text), text)
+        return Decision(dict.fromkeys(new, text), text)

@@ -57,6 +57,11 @@ def place(pod: Document) -> str:
     return str(pod.get("spec", {}).get("nodeName") or "")
 
 
+def has_trained(pod: Document) -> bool:
+    """It is, or was when it was last told, in a generation that has finished a step."""
+    return names.LABEL_RANK in (pod["metadata"].get("labels") or {})
+
+
 def job(pod: Document) -> str:
     """Whose it is, as the log has it: namespace/name."""
     metadata = pod["metadata"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes import names, starting
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.feed import PodFeed
 from orchestrator.backends.kubernetes.gang import Gangs
@@ -48,6 +48,12 @@ def pod(name: str, place: str, version: int = 1, **status: Any) -> Document:
     }
 
 
+def unplaced(name: str) -> Document:
+    """No Kubernetes node has room for it."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    return pod(name, "", phase="Pending", containerStatuses=[], conditions=[condition])
+
+
 def kubernetes_node(name: str, **labels: str) -> Document:
     return {"metadata": {"name": name, "labels": labels}}
 
@@ -62,8 +68,11 @@ class Seen:
 
 
 @asynccontextmanager
-async def opened(api: SmallApi, **kubernetes: Any) -> AsyncIterator[Seen]:
-    wanted = job_from_mapping(job(script(kubernetes=kubernetes), OWNER.name))
+async def opened(
+    api: SmallApi, nodes: dict[str, int] | None = None, **kubernetes: Any
+) -> AsyncIterator[Seen]:
+    spec = script(kubernetes=kubernetes, **({"nodes": nodes} if nodes else {}))
+    wanted = job_from_mapping(job(spec, OWNER.name))
     async with cluster_of(api) as cluster:
         feed, places = PodFeed(cluster), Places(cluster)
         seen: Seen
@@ -208,5 +217,32 @@ def test_pods_of_an_earlier_job_of_the_same_name_are_none_of_its_own() -> None:
             await eventually(lambda: bool(seen.gone), "the end")
             assert await seen.backend.list_nodes() == ()
             assert seen.gone == [("llm-a", "its pod on n1 was deleted")]
+
+    asyncio.run(story())
+
+
+# -- a job that has not enough nodes -----------------------------------------------------------
+@pytest.mark.parametrize("known", ["told", "labelled", "new"])
+def test_nodes_that_have_trained_are_kept_while_a_replacement_finds_no_room(
+    known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this operator or an earlier one; those of a start, half a gang, are given back."""
+    survivors = {"llm-a": 0, "llm-b": 1, "llm-c": 3}
+    listed = [pod(name, f"n{rank}") for name, rank in survivors.items()]
+    if known == "labelled":
+        for one in listed:
+            one["metadata"]["labels"][names.LABEL_RANK] = "0"
+
+    async def story() -> None:
+        api = SmallApi(listed=[*listed, unplaced("llm-d")])
+        nodes = {"min": 4, "max": 4}
+        async with opened(api, nodes, startTimeoutSeconds=0.5) as seen:
+            if known == "told":
+                seen.backend.label(1, survivors)
+            monkeypatch.setattr(starting, "HOLD_S", 0.0)
+            await eventually(lambda: bool(seen.gone), "what did not start to be given back")
+            kept = {*survivors} - {name for name, _why in seen.gone}
+            assert kept == (set() if known == "new" else {*survivors})
+            assert "llm-d" in dict(seen.gone)
 
     asyncio.run(story())

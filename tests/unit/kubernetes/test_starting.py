@@ -74,6 +74,28 @@ def test_half_a_gang_that_competes_with_nobody_known_is_given_back_later() -> No
     assert set(only.look(HOLD_S, half("only")).give_back) == {"only-1", "only-2"}
 
 
+def test_nodes_that_have_trained_wait_for_their_replacement_as_long_as_it_takes() -> None:
+    gangs = Gangs()
+    one, first = starting(gangs, "one", "2026-01-02", needed=4), starting(gangs, "first")
+    first.look(0, half("first"))
+    left = {name: placed(name) for name in ("one-1", "one-2", "one-3")}
+    for at_s in (0, PATIENCE_S, HOLD_S, LIMIT_S - 1):
+        assert not one.look(at_s, {**left, "one-4": stuck("one-4")}, {*left, "one-0"}).give_back
+    assert first.blocked_by() == "", "it waits with what it has, and holds up nobody's requests"
+    decision = one.look(LIMIT_S, {**left, "one-4": stuck("one-4")}, {*left, "one-0"})
+    assert set(decision.give_back) == {"one-4"}
+    assert "not started within 120 s" in decision.give_back["one-4"]
+
+
+def test_of_nodes_that_are_not_enough_those_that_never_trained_are_given_back() -> None:
+    one = starting(Gangs(), "one", needed=4)
+    pods = {"one-1": placed("one-1"), "one-2": placed("one-2"), "one-3": stuck("one-3")}
+    assert not one.look(0, pods, {"one-1"}).give_back
+    decision = one.look(HOLD_S, pods, {"one-1"})
+    assert set(decision.give_back) == {"one-2", "one-3"}
+    assert "the room of those that never trained is given back" in decision.hold_off
+
+
 def test_a_job_that_has_enough_to_train_keeps_what_it_has() -> None:
     one = starting(Gangs(), "one", needed=1)
     for at_s in (0, HOLD_S, LIMIT_S - 1):
