@@ -116,8 +116,12 @@ class KubernetesBackend:
             await changed.wait()
 
     async def follow(self, job: TrainingJob) -> None:
-        """Its size may be another one, or it is held. Raises ApiError."""
+        """Its size may be another one, or it is held, or its pods get another grace from now on.
+        Raises ApiError."""
+        self._job, self._starting.needed = job, job.spec.nodes.min
         self.queue.follow(job)
+        if self._open:
+            self._look()
         await self._delete(self.queue.unwanted(self._pods()))
 
     async def _make(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:

@@ -34,8 +34,9 @@ class Starting:
     """Of one job."""
 
     def __init__(self, rank: Rank, needed: int, limit_s: float, gangs: Gangs) -> None:
-        """`needed`: pods without which the job cannot train."""
-        self._rank, self._needed, self._limit_s, self._gangs = rank, needed, limit_s, gangs
+        self._rank, self._limit_s, self._gangs = rank, limit_s, gangs
+        self.needed = needed
+        """Pods without which the job cannot train; its spec may change it."""
         self.troubled: dict[str, float] = {}
         """Pod that does not start -> since when."""
         self._incomplete_since: float | None = None
@@ -81,7 +82,7 @@ class Starting:
         stuck = [name for name in self.troubled if name not in placed]
         new = {name: pod for name, pod in pods.items() if name not in trained}
         to_free = any(name in new for name in placed)
-        if not stuck or not to_free or len(placed) >= self._needed:
+        if not stuck or not to_free or len(placed) >= self.needed:
             self.leave()
             return Decision()
         if self._incomplete_since is None:
@@ -97,7 +98,7 @@ class Starting:
             "their room" if new.keys() == pods.keys() else "the room of those that never trained"
         )
         text = (
-            f"{len(placed)} of the {self._needed} nodes that are needed at least have a place; "
+            f"{len(placed)} of the {self.needed} nodes that are needed at least have a place; "
             f"{whose} is given back {whom}"
         )
         self.leave()

@@ -21,7 +21,7 @@ from orchestrator.backends.kubernetes.places import Places
 from orchestrator.backends.kubernetes.shared import Shared
 from orchestrator.core.ranks import order_newcomers
 from orchestrator.protocol.facts import NodeFacts
-from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from orchestrator.protocol.spec.kubernetes import TOPOLOGY_KEYS
 from tests.unit.kubernetes.queue_world import OWNER, SETTINGS
 from tests.unit.kubernetes.small_api import SmallApi, cluster_of, eventually
@@ -58,6 +58,11 @@ def kubernetes_node(name: str, **labels: str) -> Document:
     return {"metadata": {"name": name, "labels": labels}}
 
 
+def wish(nodes: dict[str, int], **spec: Any) -> TrainingJob:
+    """The job as its object has it now."""
+    return job_from_mapping(job(script(nodes=nodes, **spec), OWNER.name))
+
+
 class Seen:
     """A backend that is open, and what it told."""
 
@@ -71,8 +76,7 @@ class Seen:
 async def opened(
     api: SmallApi, nodes: dict[str, int] | None = None, **kubernetes: Any
 ) -> AsyncIterator[Seen]:
-    spec = script(kubernetes=kubernetes, **({"nodes": nodes} if nodes else {}))
-    wanted = job_from_mapping(job(spec, OWNER.name))
+    wanted = wish(nodes or {"max": 1}, kubernetes=kubernetes)
     async with cluster_of(api) as cluster:
         feed, places = PodFeed(cluster), Places(cluster)
         seen: Seen
@@ -244,5 +248,36 @@ def test_nodes_that_have_trained_are_kept_while_a_replacement_finds_no_room(
             kept = {*survivors} - {name for name, _why in seen.gone}
             assert kept == (set() if known == "new" else {*survivors})
             assert "llm-d" in dict(seen.gone)
+
+    asyncio.run(story())
+
+
+def test_a_job_that_needs_fewer_nodes_from_now_on_keeps_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kubernetes = {"startTimeoutSeconds": 0.5}
+
+    async def story() -> None:
+        listed = [pod("llm-a", "n1"), pod("llm-b", "n2"), unplaced("llm-c"), unplaced("llm-d")]
+        async with opened(SmallApi(listed=listed), {"min": 4, "max": 4}, **kubernetes) as seen:
+            monkeypatch.setattr(starting, "HOLD_S", 0.0)
+            await seen.backend.follow(wish({"min": 2, "max": 4}, kubernetes=kubernetes))
+            await eventually(lambda: bool(seen.gone), "what did not start to be given back")
+            assert {name for name, _why in seen.gone} == {"llm-c", "llm-d"}
+
+    asyncio.run(story())
+
+
+def test_a_job_that_needs_more_nodes_from_now_on_gives_half_of_them_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only when something happens to one of its pods."""
+    monkeypatch.setattr(starting, "HOLD_S", 0.0)
+
+    async def story() -> None:
+        api = SmallApi(listed=[pod("llm-a", "n1"), unplaced("llm-b")])
+        async with opened(api, {"min": 1, "max": 2}) as seen:
+            await seen.backend.follow(wish({"min": 2, "max": 2}))
+            assert {name for name, _why in seen.gone} == {"llm-a", "llm-b"}
 
     asyncio.run(story())
