@@ -49,7 +49,8 @@ class Backend(Protocol):
         the event loop, whenever a node is seen to end."""
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
-        """Start `count` more nodes and return their names. Raises NoRoom, starting none."""
+        """Start `count` more nodes and return their names: of fewer, where there is no room for all
+        but the job can train with them. Raises NoRoom, starting none."""
 
     async def release_node(self, node: str) -> None:
         """End a node with all its processes and memory. An unknown node is already released."""

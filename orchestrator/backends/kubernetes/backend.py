@@ -28,6 +28,7 @@ from .client import Document
 from .errors import PODS, ApiError
 from .gang import Rank
 from .known import Known, Refusal
+from .making import Made, make
 from .mirror import Change, Pauses
 from .pods import Owner, pod_document
 from .queues.queue import Queue
@@ -82,6 +83,7 @@ class KubernetesBackend:
         self._known = Known()
         self._refusal = Refusal()
         self._pauses = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
+        self._undone = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -133,20 +135,35 @@ class KubernetesBackend:
                 await self._ensure_secret()
             pods = [self._document(node, blamed, index) for index, node in enumerate(nodes)]
             await self.queue.ensure(pods[0], self._pods())
-            results = await asyncio.gather(*(self._create(pod) for pod in pods))
         except HoldfastError as error:
             self._known.creating.difference_update(nodes)
             raise self._no_room(count, error) from None
-        refused = [result for result in results if result is not None]
-        if refused:
-            # Those whose answer did not come may have been made all the same.
-            self._known.creating.difference_update(nodes)
-            self._known.told.update(nodes)
-            await self._delete(nodes)
-            raise self._no_room(count, refused[0])
+        made = await make(self._cluster, self._owner.namespace, pods, self._slots)
+        if made.refusal is not None:
+            return await self._make_do(nodes, made, made.refusal)
         self._refusal = Refusal()
+        self._undone.reset()
         self._on_change()
         return nodes
+
+    async def _make_do(
+        self, nodes: tuple[str, ...], made: Made, refusal: ApiError
+    ) -> tuple[str, ...]:
+        """With the pods of a request that were made, where the job can train with them; else they
+        would only take room from others."""
+        kept = made.there
+        # Those whose answer did not come may have been made all the same.
+        self._known.creating.difference_update(set(nodes) - set(kept))
+        self._known.told.update(made.unknown)
+        if kept and len(self._known.here(self._pods())) >= self._job.spec.nodes.min:
+            self._spawn(self._delete(made.unknown))
+            self._undone.reset()
+            self._no_room(len(nodes), refusal, len(kept))
+            return tuple(kept)
+        self._known.creating.difference_update(kept)
+        self._known.told.update(kept)
+        await self._delete((*kept, *made.unknown))
+        raise self._no_room(len(nodes), refusal, pause_s=self._undone.next_s() if kept else 0.0)
 
     async def release_node(self, node: str) -> None:
         self._known.creating.discard(node)
@@ -231,16 +248,11 @@ class KubernetesBackend:
         pod = pod_document(self._job, self._owner, settings, node, blamed, doubtful)
         return self.queue.decorate(pod, self._pods(), index)
 
-    async def _create(self, document: Document) -> ApiError | None:
-        async with self._slots:
-            try:
-                await self._cluster.create(PODS, self._owner.namespace, document)
-            except ApiError as error:
-                return error
-        return None
-
-    def _no_room(self, count: int, error: HoldfastError) -> NoRoom:
-        self._refusal = Refusal.of(count, error, asyncio.get_running_loop().time())
+    def _no_room(
+        self, count: int, error: HoldfastError, made: int = 0, pause_s: float = 0.0
+    ) -> NoRoom:
+        until_s = asyncio.get_running_loop().time() + pause_s
+        self._refusal = Refusal.of(count, error, until_s, made)
         self._on_change()
         return NoRoom(self._refusal.why)
 

@@ -30,15 +30,17 @@ class Refusal:
     """CamelCase: the reason in the job's conditions."""
 
     @classmethod
-    def of(cls, count: int, error: HoldfastError, now_s: float) -> Refusal:
-        """Of so many pods. The API server's own words, but where somebody has to act: then which
-        right or which Secret it is, and what to do."""
+    def of(cls, count: int, error: HoldfastError, until_s: float, made: int = 0) -> Refusal:
+        """Of so many pods, some of which may have been made. The API server's own words, but where
+        somebody has to act: then which right or which Secret it is, and what to do."""
         code, why = NO_ROOM, error.message if isinstance(error, ApiError) else str(error)
         if isinstance(error, Forbidden) and error.right_missing:
             code, why = "MissingRight", str(error)
         elif isinstance(error, KeysUnusable):
             code = "KeysUnusable"
-        return cls(f"{count} pods were asked for and none was made: {why}", now_s, code)
+        asked = "1 pod was" if count == 1 else f"{count} pods were"
+        came = f"only {made} made" if made else "none was made"
+        return cls(f"{asked} asked for and {came}: {why}", until_s, code)
 
     def left_s(self, now_s: float) -> float:
         return max(0.0, self.until_s - now_s)
@@ -63,6 +65,11 @@ class Known:
     """Those that have finished a step, told or read from their labels."""
     place: dict[str, str] = field(default_factory=dict)
     """Pod -> Kubernetes node, of all that were ever seen."""
+
+    def here(self, pods: Mapping[str, dict[str, Any]]) -> set[str]:
+        """Nodes that there are or that are being made; those behind a gate count."""
+        ending = {n for n, pod in pods.items() if words.is_over(pod) or words.is_leaving(pod)}
+        return {*pods, *self.creating} - ending - self.told - self.released
 
     def blamed(self, avoid: tuple[str, ...], pods: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         """Blamed node of the job -> Kubernetes node, also from before our time."""

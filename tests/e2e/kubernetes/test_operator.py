@@ -224,7 +224,7 @@ def test_a_pod_template_that_is_no_pod_is_refused_with_the_servers_words(
 def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
     small: Kubectl, operator: Replica
 ) -> None:
-    small.apply(job("crowded"))
+    small.apply(job("crowded", nodes={"min": 2, "max": 2}))
     found = small.wait("trainingjob", "crowded", lambda d: reason_of(d) == "NoRoom", "has no room")
     assert "2 pods were asked for and none was made" in message_of(found)
     assert "exceeded quota: small" in message_of(found)
@@ -232,6 +232,21 @@ def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
     small.run("delete", "quota", "small")
     wait_pods(small, "crowded", 2)
     gone(small, "crowded")
+
+
+def test_a_quota_between_the_least_and_the_most_is_used_up_and_nothing_is_made_in_vain(
+    small: Kubectl, operator: Replica
+) -> None:
+    small.run("create", "quota", "middle", "--hard=pods=3")
+    small.wait("quota", "middle", lambda q: "used" in (q or {}).get("status", {}), "counted")
+    small.apply(job("elastic", nodes={"min": 2, "max": 4}))
+    kept = names_of(wait_pods(small, "elastic", 3))
+    told = "1 pod was asked for and none was made: "
+    small.wait("trainingjob", "elastic", lambda d: told in message_of(d), "asked again")
+    assert names_of(pods(small, "elastic")) == kept
+    small.run("delete", "quota", "middle")
+    assert kept < names_of(wait_pods(small, "elastic", 4))
+    gone(small, "elastic")
 
 
 def test_jobs_that_no_controller_runs_are_in_the_metrics_until_their_objects_go(

@@ -1,7 +1,7 @@
-"""Two jobs that compete for the room of one gang, on a cluster where nobody places gangs.
+"""Jobs that want more room than there is, on a cluster where nobody places gangs.
 
-Owns this test. The dead-lock is made on purpose: the pods come with a scheduling gate, and the test
-takes it off one pod of each job first.
+Owns these tests. The dead-lock of two jobs that compete for the room of one gang is made on
+purpose: the pods come with a scheduling gate, and the test takes it off one pod of each job first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests.e2e.kubernetes.jobs import Job, example
+from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.kubectl import Document, Kubectl, condition
 from tests.e2e.kubernetes.rig.operator import Operator
@@ -78,3 +78,24 @@ def test_of_two_jobs_with_half_of_what_they_need_one_gives_way_and_both_train_to
     until(ended, "both jobs to end well", timeout_s=300, every_s=0.5, last=story)
     kept = [job.name for job in jobs if halves[job.name] & names_of(job)]
     assert len(kept) == 1, f"kept their half: {kept}; one gives way, the other holds on"
+
+
+def test_a_job_whose_quota_has_room_for_less_than_its_most_trains_with_what_there_is(
+    operator: Operator, cluster_namespace: Kubectl
+) -> None:
+    operator.ensure_running()
+    cluster_namespace.run("create", "quota", "middle", "--hard=pods=3")
+    cluster_namespace.wait(
+        "quota", "middle", lambda q: "used" in (q or {}).get("status", {}), "counted"
+    )
+    shape = {"nodes": {"min": 2, "max": 4}, "workersPerNode": 1, "parallelism": {}}
+    document = example("elastic", ENDLESS, **shape)
+    document["spec"]["entrypoint"]["recipe"]["config"]["globalBatch"] = 12
+    job = Job(cluster_namespace, document)
+    job.wait_running(3)
+    before = names_of(job)
+    told = "1 pod was asked for and none was made: "
+    job.wait(lambda status: told in str(status["conditions"]), "to have asked for the fourth")
+    job.wait_steps(5)
+    assert names_of(job) == before and len(before) == 3
+    job.delete()

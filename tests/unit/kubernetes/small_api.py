@@ -61,6 +61,14 @@ class SmallApi:
     num_lists: int = 0
     refusals: list[Document] = field(default_factory=list)
     """Answers to the next requests, each once."""
+    made: dict[str, Document] = field(default_factory=dict)
+    """Pods that were made and not deleted, by name."""
+    num_made: int = 0
+    """Of all pods that ever were made."""
+    room: int = 1_000_000
+    """Pods that a quota lets be there."""
+    lost_answers: int = 0
+    """So many of the next pods are made, and the connection breaks before anybody hears of it."""
     token: str = ""
     """Which it wants to see; empty: none."""
     watches: asyncio.Queue[Watch] = field(default_factory=asyncio.Queue)
@@ -80,6 +88,10 @@ class SmallApi:
             return _refusal(status(401, "Unauthorized", "Unauthorized"))
         if self.refusals:
             return _refusal(self.refusals.pop(0))
+        if request.method == "POST":
+            return await self._make(request)
+        if request.method == "DELETE" and self.made.pop(request.path.rsplit("/", 1)[1], None):
+            return web.json_response({})
         if "watch" in request.query:
             return await self._watch(request)
         if request.path in self.objects:
@@ -89,6 +101,21 @@ class SmallApi:
             metadata = {"resourceVersion": self.version}
             return web.json_response({"metadata": metadata, "items": self.listed})
         return _refusal(status(404, "NotFound", f"{request.path} not found"))
+
+    async def _make(self, request: web.BaseRequest) -> web.StreamResponse:
+        pod = await request.json()
+        name = pod["metadata"]["name"]
+        if name in self.made:
+            return _refusal(status(409, "AlreadyExists", f'pods "{name}" already exists'))
+        if len(self.made) >= self.room:
+            return _refusal(status(403, "Forbidden", f'pods "{name}" is forbidden: exceeded quota'))
+        self.made[name] = pod
+        self.num_made += 1
+        if self.lost_answers:
+            self.lost_answers -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response(pod)
 
     async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
         watch = Watch(request.query["resourceVersion"])
