@@ -31,6 +31,18 @@
 {{- printf "%s-%s" .Release.Namespace (include "holdfast.fullname" .) -}}
 {{- end -}}
 
+{{/* Label selector of the namespaces that this release looks after; with no list, of all. */}}
+{{- define "holdfast.watchedNamespaces" -}}
+{{- if .Values.watchNamespaces -}}
+matchExpressions:
+  - key: kubernetes.io/metadata.name
+    operator: In
+    values: {{- toYaml .Values.watchNamespaces | nindent 6 }}
+{{- else -}}
+matchLabels: {}
+{{- end -}}
+{{- end -}}
+
 {{- define "holdfast.selectorLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
