@@ -10,7 +10,7 @@ pass of copy and checksum. With another count it reads the entries that overlap 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,7 @@ def restore(
                 raise
             header = source.header()
             _expect_identity(header, source.name, index, num_stored, step)
+            header = replace(header, entries=state.entries_by_name(header.entries))
             _check_shapes(model, header, source.name)
             _add_optimizer_targets(state, targets, header)
             names.update(header.entries)

@@ -1,14 +1,14 @@
 """A model's and optimizer's training state as named tensors with their place in the global tensor.
 
-Owns: names that do not depend on the mesh or on wrappers, what is state and what is not, and giving
-an optimizer its state without a step. Must not: read or write files.
+Owns: what is state and what is not, what of it can be restored, and giving an optimizer its state
+without a step. Must not: read or write files, or name tensors (names.py does).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,10 +18,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from orchestrator.protocol.errors import UserError
 
-from .layout import MODEL, OPTIMIZER, Box
-
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Parts of names that DDP, torch.compile and activation checkpointing add."""
+from .layout import MODEL, OPTIMIZER, Box, Entry
+from .names import Names
+from .names import plain_name as plain_name
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -55,14 +54,15 @@ class Held:
 class TrainingState:
     """All state of one rank. Made while the parameters are sharded, that is before any step.
 
-    Raises UserError when the optimizer holds parameters that the model does not have.
+    Raises UserError when the optimizer holds parameters that the model does not have, or two
+    tensors of the model have one name.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra) -> None:
         self.optimizer, self.extra = optimizer, extra
         # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
-        self._parameters = {plain_name(n): p for n, p in model.named_parameters()}
-        self._buffer_homes = list(_persistent_buffers(model))
+        self._names = Names(model)
+        self._parameters = self._names.parameters
         names = {id(p): name for name, p in self._parameters.items()}
         self._stepped: dict[str, Tensor] = {}
         """What the optimizer holds of each parameter: itself, or this rank's part (`whole`)."""
@@ -83,14 +83,14 @@ class TrainingState:
     def model_tensors(self) -> Iterator[Held]:
         for name, parameter in self._parameters.items():
             yield Held(MODEL + name, local_of(parameter), self._box(name, parameter))
-        for name, module, key in self._buffer_homes:
+        for name, (module, key) in self._names.buffers.items():
             buffer = module._buffers[key]
             if buffer is not None:
                 yield Held(MODEL + name, local_of(buffer), box_of(buffer))
 
     def buffers(self) -> frozenset[str]:
         """Names of what a forward may write, such as the statistics of a batch norm."""
-        return frozenset(MODEL + name for name, _, _ in self._buffer_homes)
+        return frozenset(MODEL + name for name in self._names.buffers)
 
     def tensors(self) -> Iterator[Held]:
         """Everything, in an order that does not change while the set of names does not."""
@@ -106,7 +106,7 @@ class TrainingState:
     def addresses(self) -> list[int]:
         """Where all tensors lie, in the order of `tensors`: tells cheaply whether any has moved."""
         out = [_address(parameter) for parameter in self._parameters.values()]
-        for _, module, key in self._buffer_homes:
+        for module, key in self._names.buffers.values():
             buffer = module._buffers[key]
             if buffer is not None:
                 out.append(_address(buffer))
@@ -183,7 +183,10 @@ class TrainingState:
                         old.fill_(value)
                     else:
                         group[key] = tuple(value) if isinstance(old, tuple) else value
-        for name, values in saved.get("scalars", {}).items():
+        scalars = saved.get("scalars", {})
+        renamed = self._names.of_old_files(scalars)
+        for stored, values in scalars.items():
+            name = renamed.get(stored, stored)
             if name in self._stepped:
                 self.optimizer.state[self._stepped[name]].update(values)
         user = extra.get("user", {})
@@ -192,6 +195,23 @@ class TrainingState:
                 self.extra.load_state_dict(user)
         elif self.extra is not None:
             self.extra.update(user)
+
+    def entries_by_name(self, stored: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        """Entries of a file under the names that their tensors have here."""
+        of_model = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
+        renamed = self._names.of_old_files(of_model)
+        if not renamed:
+            return stored
+        out = {}
+        for entry in stored.values():
+            if entry.name.startswith(MODEL):
+                name = entry.name.removeprefix(MODEL)
+                name = MODEL + renamed.get(name, name)
+            else:
+                name, _, key = entry.name.removeprefix(OPTIMIZER).rpartition(".")
+                name = f"{OPTIMIZER}{renamed.get(name, name)}.{key}"
+            out[name] = replace(entry, name=name)
+        return out
 
     def optimizer_parameter(self, entry_name: str) -> tuple[str, str] | None:
         """(parameter, key) of an entry `optim.<name>.<key>`; None when the model has no such."""
@@ -274,21 +294,6 @@ def box_of(tensor: Tensor) -> Box:
 
 def _address(tensor: Tensor) -> int:
     return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add, so any wrapping can read it."""
-    for part in _WRAPPERS:
-        if part in name:
-            name = name.removeprefix(part) if part == "module." else name.replace(part, "")
-    return name
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for prefix, module in model.named_modules():
-        for key in module._buffers:
-            if key not in module._non_persistent_buffers_set:
-                yield plain_name(f"{prefix}.{key}" if prefix else key), module, key
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from workers.checkpoint.layout import Header
 from workers.checkpoint.read import restore
-from workers.checkpoint.source import UnreadableCheckpoint
+from workers.checkpoint.source import MappedShard, UnreadableCheckpoint
 from workers.checkpoint.stage import Stager
 from workers.checkpoint.state import Extra, TrainingState, empty_like
 from workers.parallel import fill
@@ -133,6 +135,36 @@ def staged(
             stager.stage(steps - 1)
             files[rank] = memory.file
     return files
+
+
+def staged_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra = None, step: int = 0
+) -> bytes:
+    """The file of one process that holds everything."""
+    memory = Memory()
+    Stager(
+        TrainingState(model, optimizer, extra), memory,
+        generation=1, shard=0, num_shards=1, device=torch.device("cpu"),
+    ).stage(step)  # fmt: skip
+    return memory.file
+
+
+def restore_alone(
+    file: bytes,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: Extra = None,
+    step: int = 0,
+) -> TrainingState:
+    """Fills them as one process that reads a mapped file does."""
+    state = TrainingState(model, optimizer, extra)
+    with tempfile.TemporaryFile() as stream:
+        stream.write(file)
+        stream.flush()
+        shard = MappedShard(os.dup(stream.fileno()), len(file), "file")
+    values = restore(state, lambda _: shard, shard=0, num_shards=1, num_stored=1, step=step)
+    state.import_extra(values)
+    return state
 
 
 def restored(
