@@ -193,7 +193,7 @@ def make_layout(
 
 def encode_extra(value: Mapping[str, Any]) -> bytes:
     """State that is no tensor, as it stands in the header."""
-    return _escape(json.dumps(value, separators=(",", ":")))
+    return _escape(json.dumps(value, separators=(",", ":"), allow_nan=False))
 
 
 def header_length(start: bytes, file: str) -> int:
@@ -233,12 +233,12 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     try:
         document = msgspec.json.decode(start[_LENGTH_BYTES:data_start], type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
-        inner = msgspec.json.decode(outer[METADATA_KEY], type=_Metadata)
+        inner = _metadata(outer[METADATA_KEY])
         tensors = {n: msgspec.json.decode(raw, type=_Tensor) for n, raw in document.items()}
     except KeyError:
         what = "it is not a shard of Holdfast (no `holdfast` metadata)"
         raise DamagedCheckpoint(file, what) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise DamagedCheckpoint(file, f"its header cannot be read ({error})") from None
     entries = {
         name: _entry(name, tensors.get(name), held, file) for name, held in inner.tensors.items()
@@ -247,6 +247,16 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
         raise DamagedCheckpoint(file, "tensors and metadata in its header disagree")
     header = (inner.step, inner.generation, inner.shard, inner.num_shards)
     return Header(*header, entries, inner.extra, data_start)
+
+
+def _metadata(text: str) -> _Metadata:
+    """Raises ValueError, of which msgspec's errors are kinds."""
+    try:
+        return msgspec.json.decode(text, type=_Metadata)
+    except msgspec.DecodeError:
+        # Old files say Infinity and NaN, which Python's decoder takes; so does it half a pair of
+        # surrogates in a text.
+        return msgspec.convert(json.loads(text), type=_Metadata)
 
 
 def _entry(name: str, tensor: _Tensor | None, held: _Held, file: str) -> Entry:

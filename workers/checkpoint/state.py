@@ -6,7 +6,6 @@ without a step. Must not: read or write files, or name tensors (names.py does).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +20,7 @@ from orchestrator.protocol.errors import UserError
 from .layout import MODEL, OPTIMIZER, Box, Entry
 from .names import Names
 from .names import plain_name as plain_name
+from .values import NotKept, pack, unpack
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -143,10 +143,15 @@ class TrainingState:
             values = self.optimizer.state.get(parameter, {})
             plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
             if plain:
-                scalars[name] = plain
+                fix = "use an optimizer whose state is tensors and numbers, such as AdamW"
+                scalars[name] = _packed(plain, f"optimizer.state[{name!r}]", fix)
         groups = [
-            {k: _plain(v) for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
+            _packed(
+                {k: _plain(v) for k, v in group.items() if k != "params"},
+                f"optimizer.param_groups[{index}]",
+                "give plain numbers",
+            )
+            for index, group in enumerate(self.optimizer.param_groups)
         ]
         return {
             "optimizer": {
@@ -155,20 +160,11 @@ class TrainingState:
             "user": self._user_extra(),
         }  # fmt: skip
 
-    def _user_extra(self) -> dict[str, Any]:
+    def _user_extra(self) -> Any:
         if self.extra is None:
             return {}
         source = self.extra.state_dict() if isinstance(self.extra, Stateful) else self.extra
-        values = dict(source)
-        for key, value in values.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError):
-                raise UserError(
-                    f"extra[{key!r}]: got {type(value).__name__}; expected numbers, text, lists "
-                    "and mappings; tensors belong into the model as buffers"
-                ) from None
-        return values
+        return _packed(source, "extra", "tensors belong into the model as buffers")
 
     # -- in -----------------------------------------------------------------------------------
     def import_extra(self, extra: Mapping[str, Any]) -> None:
@@ -177,7 +173,7 @@ class TrainingState:
         groups = saved.get("groups", [])
         if len(groups) == len(self.optimizer.param_groups):
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-                for key, value in values.items():
+                for key, value in unpack(values).items():
                     old = group.get(key)
                     if isinstance(old, Tensor):
                         old.fill_(value)
@@ -188,8 +184,8 @@ class TrainingState:
         for stored, values in scalars.items():
             name = renamed.get(stored, stored)
             if name in self._stepped:
-                self.optimizer.state[self._stepped[name]].update(values)
-        user = extra.get("user", {})
+                self.optimizer.state[self._stepped[name]].update(unpack(values))
+        user = unpack(extra.get("user", {}))
         if isinstance(self.extra, Stateful):
             if user:
                 self.extra.load_state_dict(user)
@@ -294,6 +290,23 @@ def box_of(tensor: Tensor) -> Box:
 
 def _address(tensor: Tensor) -> int:
     return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
+def _packed(values: Any, where: str, fix: str) -> Any:
+    """As JSON values. Raises UserError for what JSON cannot hold, with its key below `where`."""
+    try:
+        return pack(values)
+    except (NotKept, RecursionError):
+        for key, value in values.items():
+            try:
+                pack(value)
+            except (NotKept, RecursionError) as error:
+                got = error if isinstance(error, NotKept) else "a value that holds itself"
+                raise UserError(
+                    f"{where}[{key!r}]: got {got}; expected numbers, text, lists and mappings; "
+                    f"{fix}"
+                ) from None
+        raise
 
 
 def _plain(value: Any) -> Any:
