@@ -113,7 +113,7 @@ class Stager:
         held = {h.name: h for h in self._state.tensors()}
         entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in held.values()]
         layout = make_layout(entries, extra=extra, **self._identity)
-        self._ask_for_room(layout)
+        self._ask_for_room(layout, entries)
         self._layout = layout
         self._views.clear()
         self._addresses = self._state.addresses()
@@ -123,10 +123,13 @@ class Stager:
             # Flattening copies what is not contiguous: that has to happen at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
 
-    def _ask_for_room(self, layout: Layout) -> None:
+    def _ask_for_room(self, layout: Layout, entries: list[Entry]) -> None:
         if not self._capacity:
-            later = self._state.optimizer_bytes_to_come()
-            self._capacity = layout.num_bytes + later + _SLACK_BYTES
+            full, later = layout, self._state.entries_to_come()
+            if later:  # a layout with them, as each takes room in the header too
+                extra = encode_extra(self._state.export_extra(in_full=True))
+                full = make_layout(entries + later, extra=extra, **self._identity)
+            self._capacity = full.num_bytes + _SLACK_BYTES
             self._buffers.request_buffers(self._capacity)
         if layout.num_bytes > self._capacity:
             raise UserError(

@@ -93,13 +93,18 @@ class TrainingState:
         return frozenset(MODEL + name for name in self._names.buffers)
 
     def tensors(self) -> Iterator[Held]:
-        """Everything, in an order that does not change while the set of names does not."""
+        """Everything, in an order that does not change while the set of names does not.
+
+        Raises UserError for state of the optimizer that could not be restored.
+        """
         yield from self.model_tensors()
         states = self.optimizer.state
         for name, parameter in self._stepped.items():
             for key, value in states.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     like = value.shape == parameter.shape
+                    if not like:
+                        self._expect_known_place(name, key, tuple(value.shape))
                     box = self._box(name, self._parameters[name]) if like else box_of(value)
                     yield Held(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
 
@@ -124,20 +129,42 @@ class TrainingState:
             box = self._boxes[name] = box_of(parameter)
         return box
 
-    def optimizer_bytes_to_come(self) -> int:
-        """Bytes of state that the optimizer will add for parameters it has not stepped yet (they
-        got no gradient so far), judged by what it keeps for the others."""
-        states = self.optimizer.state
-        kept = [
-            sum(1 for v in values.values() if isinstance(v, Tensor) and v.shape == p.shape)
-            for p, values in states.items()
-        ]
-        per_parameter = max(kept, default=0)
-        waiting = [p for p in self._stepped.values() if p.requires_grad and not states.get(p)]
-        return sum(local_of(p).nbytes * per_parameter + 64 for p in waiting)
+    def entries_to_come(self) -> list[Entry]:
+        """What the optimizer will add for the parameters of `_waiting`, judged by all that it keeps
+        for the others: no smaller than what will come."""
+        waiting = self._waiting()
+        kept: dict[str, set[tuple[bool, int, torch.dtype | None]]] = {}
+        for parameter, values in self.optimizer.state.items() if waiting else ():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    like = value.shape == parameter.shape
+                    dtype = None if value.dtype == parameter.dtype else value.dtype
+                    kinds = kept.setdefault(key, set())
+                    kinds.add((like, 0 if like else value.numel(), dtype))
+        out = []
+        for name, parameter in waiting.items():
+            own, num_elements = self._box(name, self._parameters[name]), local_of(parameter).numel()
+            for key, kinds in kept.items():
+                boxes = [
+                    (own if like else _SCALAR if n == 1 else _flat(max(n, num_elements)), dtype)
+                    for like, n, dtype in kinds
+                ]
+                box, dtype = max(
+                    boxes, key=lambda b: b[0].num_elements * (b[1] or parameter.dtype).itemsize
+                )
+                out.append(Entry(f"{OPTIMIZER}{name}.{key}", DTYPES[dtype or parameter.dtype], box))
+        return out
 
-    def export_extra(self) -> dict[str, Any]:
-        """State that is no tensor, as JSON values. Raises UserError for values JSON cannot hold."""
+    def _waiting(self) -> dict[str, Tensor]:
+        """What the optimizer has not stepped yet: it got no gradient so far."""
+        states = self.optimizer.state
+        return {n: p for n, p in self._stepped.items() if p.requires_grad and not states.get(p)}
+
+    def export_extra(self, *, in_full: bool = False) -> dict[str, Any]:
+        """State that is no tensor, as JSON values. Raises UserError for values JSON cannot hold.
+
+        `in_full` gives the parameters of `entries_to_come` what others have, to know its size.
+        """
         scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self._stepped.items():
             values = self.optimizer.state.get(parameter, {})
@@ -145,6 +172,9 @@ class TrainingState:
             if plain:
                 fix = "use an optimizer whose state is tensors and numbers, such as AdamW"
                 scalars[name] = _packed(plain, f"optimizer.state[{name!r}]", fix)
+        if in_full and scalars:
+            longest = max(scalars.values(), key=lambda plain: len(str(plain)))
+            scalars |= dict.fromkeys(self._waiting(), longest)
         groups = [
             _packed(
                 {k: _plain(v) for k, v in group.items() if k != "params"},
@@ -219,26 +249,34 @@ class TrainingState:
     ) -> Held:
         """Room for one tensor of optimizer state, registered with the optimizer, values undefined.
 
-        A tensor of the parameter's shape is laid out like the parameter; a scalar is replicated.
-        Raises UserError for any other shape: its layout on another mesh is not known.
+        A tensor of the parameter's shape is laid out like the parameter, any other is replicated.
+        Raises UserError where that is not known to be right.
         """
         whole, stepped = self._parameters[name], self._stepped[name]
-        entry_name = f"{OPTIMIZER}{name}.{key}"
         kind = TORCH_DTYPES[dtype]
         if shape == tuple(whole.shape) and shape != ():
             tensor = empty_like(stepped, dtype=kind)
             box = self._box(name, whole)
-        elif shape == ():
-            tensor = torch.empty((), dtype=kind, device=self._scalar_device(stepped))
-            box = box_of(tensor)
         else:
-            raise UserError(
-                f"{entry_name}: got shape {shape}; expected that of its parameter "
-                f"{tuple(whole.shape)} or a scalar; {type(self.optimizer).__name__} keeps "
-                "state that cannot be laid out without a step, so it cannot be restored"
-            )
+            self._expect_known_place(name, key, shape)
+            at = self._scalar_device(stepped) if shape == () else local_of(stepped).device
+            tensor = torch.empty(shape, dtype=kind, device=at)
+            box = box_of(tensor)
         self.optimizer.state[stepped][key] = tensor
-        return Held(entry_name, local_of(tensor), box)
+        return Held(f"{OPTIMIZER}{name}.{key}", local_of(tensor), box)
+
+    def _expect_known_place(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+        """Of optimizer state that has not the shape of its parameter: a scalar is replicated, and
+        so is all that belongs to a parameter that is not sharded. Of a sharded one nobody can tell
+        which part of the state belongs to which part of the parameter on another mesh."""
+        whole = self._parameters[name]
+        if shape != () and isinstance(whole, DTensor):
+            raise UserError(
+                f"{OPTIMIZER}{name}.{key}: got shape {shape}; expected that of its parameter "
+                f"{tuple(whole.shape)}, which is sharded, or a scalar; what "
+                f"{type(self.optimizer).__name__} keeps cannot be divided among another number "
+                "of shards; use an optimizer such as AdamW, or do not shard the model"
+            )
 
     def _scalar_device(self, parameter: Tensor) -> torch.device:
         """torch keeps Adam's step counter on the CPU unless the step is fused or captured."""
@@ -290,6 +328,13 @@ def box_of(tensor: Tensor) -> Box:
 
 def _address(tensor: Tensor) -> int:
     return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
+_SCALAR = Box((), (), ())
+
+
+def _flat(num_elements: int) -> Box:
+    return Box((num_elements,), (0,), (num_elements,))
 
 
 def _packed(values: Any, where: str, fix: str) -> Any:
