@@ -60,6 +60,8 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra) -> None:
         self.optimizer, self.extra = optimizer, extra
+        self._has_stepped = bool(optimizer.state)
+        optimizer.register_step_post_hook(lambda *_: self._note_step())
         # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
         self._names = Names(model)
         self._parameters = self._names.parameters
@@ -131,9 +133,12 @@ class TrainingState:
 
     def entries_to_come(self) -> list[Entry]:
         """What the optimizer will add for the parameters of `_waiting`, judged by all that it keeps
-        for the others: no smaller than what will come."""
+        for the others: no smaller than what will come. Before its first step (a GradScaler may
+        leave out the first few) it is taken for AdamW."""
         waiting = self._waiting()
         kept: dict[str, set[tuple[bool, int, torch.dtype | None]]] = {}
+        if not self._has_stepped:
+            kept = {"exp_avg": {_AS_PARAMETER}, "exp_avg_sq": {_AS_PARAMETER}, "step": {_NUMBER}}
         for parameter, values in self.optimizer.state.items() if waiting else ():
             for key, value in values.items():
                 if isinstance(value, Tensor):
@@ -154,6 +159,9 @@ class TrainingState:
                 )
                 out.append(Entry(f"{OPTIMIZER}{name}.{key}", DTYPES[dtype or parameter.dtype], box))
         return out
+
+    def _note_step(self) -> None:
+        self._has_stepped = True
 
     def _waiting(self) -> dict[str, Tensor]:
         """What the optimizer has not stepped yet: it got no gradient so far."""
@@ -330,6 +338,7 @@ def _address(tensor: Tensor) -> int:
     return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
+_AS_PARAMETER, _NUMBER = (True, 0, None), (False, 1, torch.float32)
 _SCALAR = Box((), (), ())
 
 

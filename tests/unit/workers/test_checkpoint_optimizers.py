@@ -138,6 +138,36 @@ def test_parameters_that_got_no_gradient_at_first_have_room_later(
     assert len(stepped) in (0, 400)
 
 
+def test_an_optimizer_whose_first_steps_are_left_out_has_room_later() -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = Memory()
+    stager = Stager(
+        TrainingState(model, optimizer, None), memory,
+        generation=1, shard=0, num_shards=1, device=torch.device("cpu"),
+    )  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    number = 0
+    while not optimizer.state:
+        scaler.scale(model(torch.ones(2, 300)).square().sum() * 1e3).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stager.stage(number)
+        number += 1
+    assert number > 1
+    assert len(parse_header(memory.file, "file").entries) == 8
+
+
+def test_an_optimizer_that_keeps_nothing_is_given_no_room() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, optimizer, None)
+    assert state.entries_to_come() != []
+    train(model, optimizer, range(1))
+    assert state.entries_to_come() == []
+
+
 def test_room_is_not_asked_for_where_nothing_waits() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
