@@ -7,7 +7,7 @@ Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header l
 padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>` and
 `optim.<name>.<key>`. The header's `__metadata__` has one key, `holdfast`: JSON text with step,
 generation, shard, num_shards, per entry its global_shape, offset and checksum (xxh3_64 of its
-bytes), and `extra`, the state that is no tensor.
+bytes), and `extra`, the state that is no tensor, as values.py packs it.
 
 A header's length is fixed over a generation: numbers that change from step to step are padded, so
 a staging buffer is updated in place and is a complete file at every moment it is not being written.
