@@ -61,7 +61,8 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra) -> None:
         self.optimizer, self.extra = optimizer, extra
         self._has_stepped = bool(optimizer.state)
-        optimizer.register_step_post_hook(lambda *_: self._note_step())
+        if isinstance(optimizer, torch.optim.Optimizer):  # and not only like one
+            optimizer.register_step_post_hook(lambda *_: self._note_step())
         # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
         self._names = Names(model)
         self._parameters = self._names.parameters
