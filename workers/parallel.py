@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import (
@@ -218,7 +219,7 @@ def fill(parameter: Tensor, seed: int, name: str, deviation: float | None) -> No
         flat = local.view(-1)
         begin = _first_position(parameter)
         end = begin + flat.numel()
-        key = int.from_bytes(name.encode()[-64:], "little") % 2**61
+        key = xxhash.xxh3_64_intdigest(name.encode())
         generator = torch.Generator(device=local.device)
         total = parameter.numel()
         for block in range(begin // _INIT_BLOCK, -(-end // _INIT_BLOCK)):

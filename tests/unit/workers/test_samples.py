@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,20 @@ def test_first_values_do_not_depend_on_how_a_tensor_is_cut() -> None:
     assert whole.std().item() == pytest.approx(0.02, rel=0.01)
     fill(again, 1, "other.weight", 0.02)
     assert not torch.equal(whole, again)
+
+
+def test_no_two_matrices_of_a_model_begin_alike() -> None:
+    model = Transformer(Model(dim=32, num_layers=12, num_heads=2))
+    begins: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        deviation = model.standard_deviation(name)
+        if deviation is not None:
+            fill(parameter, 0, name, deviation)
+            begins[name] = parameter.detach().flatten()[:1024] / deviation
+    for (name, values), (other, others) in combinations(begins.items(), 2):
+        # Those drawn from one seed differ by rounding; independent ones correlate by 1/32.
+        both = torch.stack([values, others])
+        assert torch.corrcoef(both)[0, 1].abs() < 0.25, f"{name} and {other}"
 
 
 def test_the_learning_rate_is_a_function_of_the_step() -> None:
