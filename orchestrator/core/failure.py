@@ -31,6 +31,8 @@ DEVICE_WORDS = (
     "cuda error", "uncorrectable ecc", "nvlink", "unspecified launch failure", "cudnn_status",
     "device-side", "xid", "unhandled system error", "fell off the bus",
 )  # fmt: skip
+MISSING_DEVICE_TYPES = ("DeviceMissing",)
+"""A GPU that the node was to have is not there, and a restart brings none back."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
 HOPELESS_TYPES = ("OtherModel",)
@@ -288,6 +290,8 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("checkpoint-unreadable", _raised(
         "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
     ("out-of-memory", _raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
+    ("device-missing", _raised(
+        "device-missing", "infrastructure", lambda e: e.error_type in MISSING_DEVICE_TYPES)),
     ("device-error", _raised("device-error", "infrastructure", _device_error)),
     ("user-exception", _raised("user-exception", "user", lambda e: True)),
     ("exit-code", _exit_code),

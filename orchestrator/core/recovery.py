@@ -31,12 +31,17 @@ REHEARSAL_WINDOW_S = 60.0
 """A failure on a node this soon after somebody injected one there is the rehearsed one."""
 MAX_USER_ERRORS = 100
 # Failures that say nothing about the state that the generation started from.
-NOT_THE_STATE = ("launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang")
+NOT_THE_STATE = (
+    "launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang",
+    "device-missing",
+)  # fmt: skip
 # Failures that say nothing about the machine that showed them.
 NOT_THE_NODE = (
     "checkpoint-refused", "checkpoint-damaged", "checkpoint-unreadable", "out-of-memory",
     "network", "unknown",
 )  # fmt: skip
+# Failures after which the machine is known to be of no use.
+NO_SECOND_CHANCE = ("device-missing",)
 PHASE_OF: dict[Purpose, Phase] = {
     "failure": "recovering", "resize": "recovering", "preemption": "recovering",
     "suspend": "suspending", "cancel": "finishing", "deadline": "finishing",
@@ -275,8 +280,12 @@ def _strike(turn: Turn, failure: Failure) -> None:
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
     recent = [at for at in state.strikes.get(node, []) if turn.now - at < window] + [turn.now]
     state.strikes[node] = recent
-    if len(recent) >= state.job.spec.recovery.bad_node_strikes and node in state.nodes:
-        state.cordoned[node] = f"{node} was to blame for {len(recent)} incidents"
+    hopeless = failure.rule in NO_SECOND_CHANCE
+    enough = hopeless or len(recent) >= state.job.spec.recovery.bad_node_strikes
+    if enough and node in state.nodes:
+        count = f"{len(recent)} incident{'s' if len(recent) != 1 else ''}"
+        why = f"cannot be used: {failure.title}" if hopeless else f"was to blame for {count}"
+        state.cordoned[node] = f"{node} {why}"
         turn.note(state.cordoned[node])
         turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 

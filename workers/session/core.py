@@ -298,11 +298,12 @@ def init(shard: int | None = None) -> Session:
 
     Under Holdfast the mesh is the membership's. Outside (torchrun, a single process) nothing is
     staged or reported, and `shard` ranks share one copy of the model; by default all do.
+    Raises UserError, and DeviceMissing where the node lacks a GPU that the job asked for.
     """
     at = place()
     attached = wire.attached
     shape = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
-    device = pick_device(at.local_rank)
+    device = pick_device(at.local_rank, attached.job if attached else None)
     session = Session(at, device, shape)
     session._begin()
     join(at, device, own_store=attached is not None)

@@ -19,8 +19,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orchestrator.protocol import limits
-from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.environment import VISIBLE_DEVICES
+from orchestrator.protocol.errors import HoldfastError, UserError
 from orchestrator.protocol.mesh import AXES, Mesh
+from orchestrator.protocol.spec import TrainingJob
 
 _TIMEOUT = timedelta(seconds=limits.STARTUP_TIMEOUT_S)
 """A last resort: hangs are found much earlier, by progress, and ended by killing the processes."""
@@ -54,20 +56,46 @@ def place() -> Place:
     return Place(*values)
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """cuda:LOCAL_RANK where there is a GPU, else the CPU. Raises UserError for too few GPUs."""
-    if not torch.cuda.is_available():
+class DeviceMissing(HoldfastError):
+    """A GPU that this node was to have is not there: the node's fault (core/failure.py)."""
+
+
+def pick_device(local_rank: int, job: TrainingJob | None = None) -> torch.device:
+    """cuda:LOCAL_RANK where there is a GPU, else the CPU; never the CPU where `job` wants GPUs.
+
+    Raises DeviceMissing for a GPU that the job's node was to have, UserError for more workers than
+    GPUs where nobody gave the node its own.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = job is not None and job.spec.resources.gpu > 0
+    if not count and not wanted:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
     if local_rank >= count:
-        raise UserError(
-            f"spec.workersPerNode: got a worker with local rank {local_rank}; expected at most "
-            f"{count} workers on this node, which has {count} GPU{'s' if count != 1 else ''}; "
-            "lower workersPerNode"
-        )
+        raise _missing(local_rank, count, job)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _missing(local_rank: int, count: int, job: TrainingJob | None) -> HoldfastError:
+    has = f"{count} GPU{'s' if count != 1 else ''}"
+    named = None if job is None else job.spec.env.get(VISIBLE_DEVICES)
+    if named is not None and len([name for name in named.split(",") if name.strip()]) <= local_rank:
+        return UserError(
+            f"spec.env.{VISIBLE_DEVICES}: got {named!r} for a worker with local rank {local_rank}; "
+            "expected a GPU for each of workersPerNode; name more, or lower workersPerNode"
+        )
+    if job is None or not job.spec.resources.gpu:
+        return UserError(
+            f"spec.workersPerNode: got a worker with local rank {local_rank}; expected at most "
+            f"{count} workers on this node, which has {has}; lower workersPerNode"
+        )
+    workers = job.spec.workers_per_node
+    return DeviceMissing(
+        f"spec.resources.gpu: got {has} that torch can use on this node; expected {workers}, one "
+        "for each of workersPerNode; nvidia-smi and the kernel's log say what became of a GPU or "
+        "the driver; lower workersPerNode if this node never had more"
+    )
 
 
 def join(at: Place, device: torch.device, own_store: bool) -> None:

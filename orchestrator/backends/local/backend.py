@@ -104,6 +104,9 @@ class LocalBackend:
         left_s = self._withheld_until - asyncio.get_running_loop().time()
         if left_s > 0:
             raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (rehearsal)")
+        gpus, workers = devices.shared_out(self._job), self._job.spec.workers_per_node
+        if gpus is not None and len(gpus) < workers:
+            raise NoRoom(f"a node takes {workers} GPUs; {len(gpus)} of this machine can be used")
         first = self._known.next_number
         nodes = tuple(f"node-{number}" for number in range(first, first + count))
         self._known.next_number += count

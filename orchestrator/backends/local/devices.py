@@ -10,12 +10,14 @@ import functools
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from ...protocol.environment import VISIBLE_DEVICES
 from ...protocol.facts import Gpu
 from ...protocol.spec import TrainingJob
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
+DRIVER_FILES = tuple((Path("/dev"), name) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg"))
 
 
 @functools.cache
@@ -40,11 +42,19 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def shared_out(job: TrainingJob) -> tuple[str, ...] | None:
-    """What CUDA_VISIBLE_DEVICES may name in this job. None: nodes are not given GPUs of their own:
-    the job wants none, says itself which, or it is not known which there are."""
+    """What CUDA_VISIBLE_DEVICES may name in this job; empty: there is no GPU. None: nodes are not
+    given GPUs of their own: the job wants none, says itself which, or nobody knows which there are.
+    """
     if not job.spec.resources.gpu or VISIBLE_DEVICES in job.spec.env:
         return None
     told = os.environ.get(VISIBLE_DEVICES)
     if told is not None:
         return tuple(name for part in told.split(",") if (name := part.strip()))
-    return tuple(str(index) for index in range(len(gpus()))) or None
+    if found := gpus():
+        return tuple(str(index) for index in range(len(found)))
+    return None if any_driver() else ()
+
+
+def any_driver() -> bool:
+    """Whether there may be GPUs of which nvidia-smi does not tell: AMD's, Jetson's, WSL's."""
+    return any(any(root.glob(name)) for root, name in DRIVER_FILES)

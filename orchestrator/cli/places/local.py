@@ -259,6 +259,11 @@ def _check_size(job: TrainingJob) -> None:
     wanted = nodes.max + nodes.spares
     if wanted > limit:
         workers, gpus = job.spec.workers_per_node, shared_out(job)
+        if gpus == ():
+            expected = "0 on this machine, where no GPU can be used"
+            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES"
+            gpu = str(job.spec.resources.gpu)
+            raise SpecError([Problem("spec.resources.gpu", gpu, expected, fix)])
         expected = f"at most {limit} nodes of {workers} workers, spares included, on this machine"
         if gpus is not None:
             expected += f", where {plural(len(gpus), 'GPU')} can be used"

@@ -40,6 +40,9 @@ CASES = {
     "out-of-memory": Facts(
         exits=exits(Exit(rank=1, code=1, error_type="OutOfMemoryError", out_of_memory=True))
     ),
+    "device-missing": Facts(
+        exits=exits(RESET, Exit(rank=1, code=1, error_type="DeviceMissing", error_message="7 of 8"))
+    ),
     "device-error": Facts(
         exits=exits(
             Exit(

@@ -142,6 +142,31 @@ def test_a_node_blamed_again_and_again_is_not_used_again() -> None:
     assert story.one(ReleaseNode).node == "b"
 
 
+def test_a_node_that_lacks_a_gpu_is_replaced_at_once_whoever_told() -> None:
+    story = Story(spec({"min": 2, "max": 2, "spares": 1})).started("a", "b", "c", step=40)
+    lacking = {"code": 1, "error_type": "DeviceMissing", "error_message": "got 0 GPUs; expected 2"}
+    story.exits(2, signal=9, step=40)
+    story.all_stopped(40)
+    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "b"]
+    story.succeed(LaunchGroup)
+    story.exits(3, step=-1, **lacking)
+    story.exits(2, step=-1, **lacking)
+    story.all_stopped(40)
+    incident = story.state.incidents[-1]
+    assert (incident.failure_class, incident.rule) == ("infrastructure", "device-missing")
+    assert (incident.culprit_node, incident.culprit_rank) == ("b", 3)
+    launches = story.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "c"], "the spare has its place"
+    assert launches[0].membership.restore.step == 40
+    assert story.state.ledger.distrusted == {}, "the state is not to blame"
+    story.succeed(LaunchGroup)
+    story.step(41)
+    assert story.state.phase == "running"
+    assert story.one(ReleaseNode).node == "b"
+    assert "b cannot be used: worker 3 on b raised DeviceMissing" in story.state.gone["b"]
+    assert story.state.restarts == {"infrastructure": 2}
+
+
 def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> None:
     from orchestrator.core.events import ChaosInjected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.backends.local import devices, node_limit
+from orchestrator.backends.base import NoRoom
+from orchestrator.backends.local import LocalBackend, LocalPaths, devices, node_limit
 from orchestrator.cli.machine import local_facts
+from orchestrator.cli.places.local import _check_size
 from orchestrator.planner.plan import make_plan
+from orchestrator.protocol.errors import SpecError
 from orchestrator.protocol.facts import Gpu
 from orchestrator.protocol.spec import TrainingJob, job_to_mapping
 from workers.agent.inventory import num_visible
@@ -71,8 +75,36 @@ def test_nothing_is_shared_out_where_nobody_knows_what_there_is(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices.gpus.cache_clear()
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
     assert devices.shared_out(job()) is None and node_limit(job()) > 1
     devices.gpus.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
+    devices.gpus.cache_clear()
+    yield
+    devices.gpus.cache_clear()
+
+
+def test_a_machine_without_a_driver_has_no_gpu(no_gpu: None) -> None:
+    assert devices.shared_out(job()) == () and node_limit(job()) == 0
+
+
+def test_a_machine_that_lost_its_gpus_has_no_room_for_a_node(no_gpu: None, tmp_path: Path) -> None:
+    names = ("nodes", "socket", "token", "endpoint", "logs")
+    backend = LocalBackend(job(), LocalPaths(tmp_path, *(tmp_path / name for name in names)))
+    with pytest.raises(NoRoom, match="a node takes 2 GPUs; 0 of this machine can be used"):
+        asyncio.run(backend.request_nodes(1, ()))
+
+
+def test_a_job_for_gpus_is_refused_where_there_are_none(no_gpu: None) -> None:
+    with pytest.raises(SpecError, match=r"spec.resources.gpu: got 1; expected 0 on this machine"):
+        _check_size(job())
 
 
 def test_a_plan_for_the_cpu_says_so_where_there_are_gpus(three_gpus: None) -> None:

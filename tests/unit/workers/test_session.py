@@ -14,12 +14,13 @@ from torch import nn
 
 from orchestrator.protocol import limits
 from orchestrator.protocol.errors import UserError
+from orchestrator.protocol.facts import Membership, WorkerSeat
 from orchestrator.protocol.mesh import Mesh
-from orchestrator.protocol.spec import job_from_mapping
+from orchestrator.protocol.spec import TrainingJob, job_from_mapping
 from workers import session, wire
 from workers.checkpoint.source import UnreadableCheckpoint
 from workers.session.core import Session
-from workers.session.join import Place, place
+from workers.session.join import DeviceMissing, Place, pick_device, place
 from workers.session.link import AgentGone, Link
 
 
@@ -96,6 +97,65 @@ def test_misuse_is_answered_with_the_fix(alone: Session, misuse, fix: str) -> No
 def test_a_shard_count_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="got shard=2; expected a divisor of 1 ranks"):
         session.init(shard=2)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """So many are seen by torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def eight_workers(gpu: int, **env: str) -> TrainingJob:
+    spec = {
+        "entrypoint": {"recipe": {"name": "pretrain"}}, "env": env,
+        "workersPerNode": 8, "resources": {"gpu": gpu},
+    }  # fmt: skip
+    head = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}}
+    return job_from_mapping({**head, "spec": spec})
+
+
+@pytest.mark.parametrize("gpus", [0, 7], indirect=True)
+def test_a_gpu_that_the_node_was_to_have_is_missed_and_the_cpu_does_not_stand_in(
+    gpus: None,
+) -> None:
+    told = r"resources.gpu: got [07] GPUs that torch can use on this node; expected 8, one for each"
+    for job in (eight_workers(1), eight_workers(1, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")):
+        with pytest.raises(DeviceMissing, match=told):
+            pick_device(7, job)
+
+
+@pytest.mark.parametrize("gpus", [7], indirect=True)
+def test_more_workers_than_gpus_that_the_user_chose_are_his_mistake(gpus: None) -> None:
+    assert pick_device(6) == torch.device("cuda", 6)
+    with pytest.raises(UserError, match=r"workersPerNode: got .* rank 7; expected at most 7"):
+        pick_device(7)
+    for gpu in (0, 1):
+        with pytest.raises(UserError, match=r"env.CUDA_VISIBLE_DEVICES: got '0,1,2,3,4,5,6' for"):
+            pick_device(7, eight_workers(gpu, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6"))
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+def test_who_asks_for_no_gpu_gets_the_cpu(gpus: None) -> None:
+    assert pick_device(7) == pick_device(7, eight_workers(0)) == torch.device("cpu")
+
+
+def test_a_worker_tells_its_session_whether_it_was_to_have_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, Link]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    membership = Membership(
+        generation=1, restart_count=0, num_nodes=1, workers_per_node=1, mesh=Mesh(),
+        master_address="127.0.0.1", master_port=1,
+    )  # fmt: skip
+    seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
+    assign = wire.Assign(membership=membership, seat=seat, node_rank=0, environment={})
+    attached = wire.Attached(link=ends[0], assign=assign, job=eight_workers(1))
+    monkeypatch.setattr(wire, "attached", attached)
+    with pytest.raises(DeviceMissing):
+        session.init()
+    assert not dist.is_initialized()
 
 
 def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
