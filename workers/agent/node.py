@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,9 +36,7 @@ from .dial import Dialler, endpoint_in
 from .echo import TO_OUTPUT, Echo
 from .link import ControllerLink, ReservedPort
 from .machine import AgentMachine
-
-IO_THREADS = 8
-"""Transfers at once: uploads, pushes and fetches wait for disks and networks, not for cores."""
+from .pools import Pools
 
 REAP_EVERY_S = 10.0
 MIN_GRACE_S = 5.0
@@ -98,7 +95,7 @@ class Node:
             lambda: self._give(f.LinkDown()),
         )
         self._ports = ReservedPort()
-        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="holdfast-io")
+        self._pools = Pools(self._loop, options.slots)
         self._facts: NodeFacts | None = None
         self._job: TrainingJob | None = None
         self._queue: deque[f.Input] = deque()
@@ -275,12 +272,9 @@ class Node:
         self._spawn(self._touch(fd, make.num_bytes))
 
     # -- work in threads ----------------------------------------------------------------------
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await self._loop.run_in_executor(self._threads, work, *arguments)
-
     async def _touch(self, fd: int, num_bytes: int) -> None:
         try:
-            await self._in_thread(memory.touch, fd, num_bytes)
+            await self._pools.run("touch", memory.touch, fd, num_bytes)
         except OSError as error:
             print(f"staging buffer of {num_bytes} bytes: {error}", file=sys.stderr)
 
@@ -295,8 +289,9 @@ class Node:
         done = f.WriteDone(order.buffer, order.staged, order.file)
         begin = time.monotonic()
         try:
-            checksum = await self._in_thread(
-                persist.write_shard, fd, order.staged.num_bytes, path, order.directory, order.file
+            where = (path, order.directory, order.file)
+            checksum = await self._pools.run(
+                "upload", persist.write_shard, fd, order.staged.num_bytes, *where
             )
         except Exception as error:  # any store's library may raise anything; the job hears of it
             detail = f"{type(error).__name__}: {error}"
@@ -309,7 +304,7 @@ class Node:
         target = (order.address, order.port, self._credentials, order.staged, fd)
         detail = ""
         try:
-            await self._in_thread(peers.push, *target)
+            await self._pools.run("push", peers.push, *target)
         except peers.PeerError as error:
             detail = f"{order.node}: {error}"
         self._give(f.PushDone(order.buffer, detail))
@@ -319,7 +314,7 @@ class Node:
         for source in order.sources:
             where = (source.address, source.data_port, self._credentials, order.wanted)
             try:
-                fd, num_bytes = await self._in_thread(peers.fetch, *where)
+                fd, num_bytes = await self._pools.run("fetch", peers.fetch, *where)
             except peers.PeerError as error:
                 details.append(f"{source.node}: {error}")
                 continue
