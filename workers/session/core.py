@@ -106,7 +106,8 @@ class Session:
             optimizer.zero_grad()
 
         Call it after `fully_shard` and `to_empty`; `restore` takes such an optimizer as any other.
-        Raises UserError with a pipeline axis, whose ranks hold different parameters.
+        Raises UserError with a pipeline axis, whose ranks hold different parameters, and for
+        parameters that are partial sums.
         """
         if self.shape.pipeline > 1:
             raise UserError(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from orchestrator.protocol.errors import UserError
 from workers.checkpoint.state import local_of
 
 
@@ -80,19 +81,39 @@ class Shards:
                 local = local_of(parameter)
                 if local.data_ptr() != shard.data_ptr():  # FSDP2 may pad its shards when it starts
                     shard.data = local
-                shard.grad = None if parameter.grad is None else local_of(parameter.grad)
+                shard.grad = _local_gradient(parameter)
                 parameter.grad = None
             if shard.grad is not None:
                 taken.append((shard.grad, share))
         return taken
 
 
+def _local_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of its gradient, laid out as the parameter is: a sequence-parallel layer
+    leaves partial sums, which an optimizer over DTensors would add up."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        wanted = parameter.placements
+        if gradient.placements != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+    return None if gradient is None else local_of(gradient)
+
+
 def num_shards(parameter: Tensor) -> int:
-    """How many different parts of it there are over all ranks; 1: all hold the whole of it."""
+    """How many different parts of it there are over all ranks; 1: all hold the whole of it.
+
+    Raises UserError for partial sums, of which no rank holds a part of the values."""
     if not isinstance(parameter, DTensor):
         return 1
-    mesh = parameter.device_mesh
-    dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if any(placement.is_partial() for placement in placements):
+        raise UserError(
+            f"session.shards: got a parameter of shape {tuple(parameter.shape)} placed as "
+            f"{placements}; expected shards and replicas, as partial sums are no values yet; "
+            "redistribute it first"
+        )
+    # Not is_shard(): FSDP2 over a tensor axis gives _StridedShard, which is none for some versions.
+    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     return math.prod(mesh.size(dim) for dim in dims)
 
 

@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from workers import session
 
@@ -17,20 +25,23 @@ MAX_NORM = 0.05
 STEPS = 4
 
 
-def main(shard: int) -> None:
+def main(shard: int, tensor: int) -> None:
     torch.set_num_threads(1)
     s = session.init(shard=shard)
-    ours, theirs = build(s), build(s)
+    make = build if tensor == 1 else build_tensor_parallel
+    ours, theirs = make(s, tensor), make(s, tensor)
     shards = s.shards(ours)
     quick = torch.optim.AdamW(shards.parameters(), lr=0.01)
     usual = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     norms = []
     for step in range(STEPS):
-        torch.manual_seed(1000 * step + s.rank)
+        torch.manual_seed(1000 * step + s.rank // tensor)
         inputs = torch.randn(3, 5)
+        if tensor > 1:  # each has its part of the sequence
+            inputs = torch.randn(3, 2 * tensor, 4).chunk(tensor, 1)[s.rank % tensor]
         for model in (ours, theirs):
             model(inputs).square().mean().backward()
-        if shard == 1:  # nobody averages the gradients of models that are not wrapped
+        if shard == tensor == 1:  # nobody averages the gradients of models that are not wrapped
             for model in (ours, theirs):
                 average(model)
         quick_norm = shards.clip_grad_norm_(MAX_NORM)
@@ -45,9 +56,11 @@ def main(shard: int) -> None:
     if s.rank == 0:
         print(json.dumps({"norms": norms, "apart": apart}))
     session.leave()
+    sys.stdout.flush()
+    os._exit(0)  # as a worker: threads of gloo abort a process whose interpreter is torn down
 
 
-def build(s: session.Session) -> nn.Module:
+def build(s: session.Session, tensor: int) -> nn.Module:
     """Sizes that do not divide: some ranks hold less than others, or nothing of a parameter."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
@@ -55,6 +68,23 @@ def build(s: session.Session) -> nn.Module:
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=s.fsdp_mesh)
         fully_shard(model, mesh=s.fsdp_mesh)
+    return model
+
+
+def build_tensor_parallel(s: session.Session, tensor: int) -> nn.Module:
+    """Sharded over `tensor` ranks, and FSDP2 over the others: its weights are cut twice."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+    shape = (s.world_size // tensor, tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    if s.world_size > tensor:
+        fully_shard(model, mesh=mesh["shard"])
     return model
 
 
@@ -70,4 +100,4 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -16,19 +16,21 @@ SCRIPT = Path(__file__).with_name("compare_shards.py")
 
 
 @pytest.mark.parametrize(
-    ("shard", "world_size"),
+    ("shard", "tensor", "world_size"),
     [
-        pytest.param(4, 4, id="fsdp"),
-        pytest.param(2, 4, id="hsdp"),
-        pytest.param(1, 2, id="replicas"),
+        pytest.param(4, 1, 4, id="fsdp"),
+        pytest.param(2, 1, 4, id="hsdp"),
+        pytest.param(1, 1, 2, id="replicas"),
+        pytest.param(2, 2, 4, id="tensor-fsdp"),
+        pytest.param(1, 2, 2, id="tensor"),
     ],
 )
 def test_optimizing_shards_gives_the_same_model_and_gradient_norms(
-    shard: int, world_size: int
+    shard: int, tensor: int, world_size: int
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*launch, f"--nproc-per-node={world_size}", str(SCRIPT), str(shard)],
+        [*launch, f"--nproc-per-node={world_size}", str(SCRIPT), str(shard), str(tensor)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from orchestrator.protocol import limits
 from orchestrator.protocol.errors import UserError
@@ -92,6 +94,14 @@ def test_random_numbers_depend_on_seed_step_and_rank_only(alone: Session) -> Non
 def test_misuse_is_answered_with_the_fix(alone: Session, misuse, fix: str) -> None:
     with pytest.raises(UserError, match=fix):
         misuse(alone, *build())
+
+
+def test_a_parameter_that_is_a_partial_sum_is_refused(alone: Session) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Partial()]))
+    with pytest.raises(UserError, match=r"shards: got a parameter of shape \(2, 3\) placed as"):
+        alone.shards(model)
 
 
 def test_a_shard_count_that_does_not_fit_is_refused() -> None:
