@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrator.protocol import interpreter
 from orchestrator.protocol.endpoints import parse_endpoints
 from orchestrator.protocol.errors import HoldfastError, Problem, UserError
 
@@ -82,7 +83,7 @@ def main() -> NoReturn:
     missing = {k: v for k, v in preload.SINGLE_THREADED.items() if os.environ.get(k) != v}
     if missing:
         # Too late for this interpreter if anything imported numpy already: start once more.
-        command = [sys.executable, "-m", "workers.agent", *sys.argv[1:]]
+        command = [*interpreter.start_alike("workers.agent"), *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **missing})
     try:
         endpoints = _check(arguments)

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.protocol import interpreter
 from workers import wire
 
 from . import cgroup, forklink, kernel, preload
@@ -199,7 +200,7 @@ class Crew:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
         self._cold = subprocess.Popen(
-            [sys.executable, "-m", "workers.agent.forkserver", str(fd), str(os.getpid())],
+            [*interpreter.start_alike("workers.agent.forkserver"), str(fd), str(os.getpid())],
             pass_fds=(fd,),
             env={**os.environ, **preload.SINGLE_THREADED},
             stdin=subprocess.DEVNULL,

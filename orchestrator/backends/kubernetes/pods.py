@@ -130,7 +130,7 @@ def _container(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:
     return [
-        "-m", "workers.agent",
+        "-P", "-m", "workers.agent",  # the image's directory is the user's: protocol/interpreter.py
         "--job", owner.key,
         "--node", node,
         "--slots", str(job.spec.workers_per_node),

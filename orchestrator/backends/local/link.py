@@ -10,13 +10,13 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ...protocol import host as protocol
+from ...protocol import interpreter
 from ...protocol.errors import HoldfastError
 from ...protocol.messages import frame_length
 from .processes import Identity, Watch, identify, watch
@@ -91,9 +91,8 @@ class HostProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("ab") as output:
-            # -P: the job's directory must not become a place to import from.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, "--socket", str(socket_path)],
+                [*interpreter.start(module), "--socket", str(socket_path)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -160,11 +159,9 @@ def host_environment(threads: int, extra: dict[str, str]) -> dict[str, str]:
     The thread counts must be set before numpy and torch are imported: OpenBLAS starts its threads
     at import, and a process with threads must not fork.
     """
-    source = str(Path(__file__).resolve().parents[3])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": interpreter.import_path(),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         **extra,

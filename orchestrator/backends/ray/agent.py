@@ -12,14 +12,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import deque
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from ...protocol import tls
+from ...protocol import interpreter, tls
 from . import cluster, drains, names, rest
 from .private import PrivateDirectory
 
@@ -129,7 +127,7 @@ class AgentActor:
     def _command(self) -> list[str]:
         order, here = self._order, cluster.here()
         return [
-            sys.executable, "-P", "-m", "workers.agent",
+            *interpreter.start("workers.agent"),
             "--job", order.job, "--node", order.node, "--slots", str(order.slots),
             "--token-file", str(self._directory / "token"),
             "--endpoint-file", str(self._directory / "controller.json"),
@@ -139,13 +137,11 @@ class AgentActor:
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        source = str(Path(__file__).resolve().parents[3])
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         # Ray sets the number of threads for its own workers; ours has its own rule.
         inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         return {
             **inherited,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": interpreter.import_path(),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             **self._order.env,

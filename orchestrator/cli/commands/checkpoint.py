@@ -332,10 +332,12 @@ def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
     """Its exit code and the JSON it printed. Raises HoldfastError or UserError as it reports."""
     import json
 
+    from ...protocol import interpreter
     from ...protocol.errors import HoldfastError, UserError
 
     done = subprocess.run(
-        [sys.executable, "-m", "workers.checkpoint", *arguments],
+        [*interpreter.start("workers.checkpoint"), *arguments],
+        env={**os.environ, "PYTHONPATH": interpreter.import_path()},
         stdout=subprocess.PIPE,
         text=True,
         check=False,

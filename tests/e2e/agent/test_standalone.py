@@ -1,4 +1,4 @@
-"""An agent as a pod runs it: `python -m workers.agent`, TLS, output to stdout, ended by SIGTERM."""
+"""An agent as a pod runs it: `python -P -m workers.agent`, TLS, output to stdout, SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from orchestrator.protocol.facts import Membership, WorkerSeat
 from orchestrator.protocol.manifest import directory_name, shard_file_name
 from orchestrator.protocol.mesh import Mesh
 from tests.unit.runtime.certificates import make
-from workers.agent import cgroup
+from workers.agent import cgroup, preload
 
 from ..storage.server import BUCKET, S3
-from .rig import PATIENCE_S, TOKEN, FakeController, watched
+from .rig import PATIENCE_S, TOKEN, FakeController, children_of, watched
 
 pytestmark = pytest.mark.e2e
 
@@ -92,7 +92,7 @@ class Pod:
         address, port = self.controller.address
         self.process = subprocess.Popen(
             [
-                *wrapper, sys.executable, "-m", "workers.agent",
+                *wrapper, sys.executable, "-P", "-m", "workers.agent",
                 "--job", "ns/test", "--node", "pod-1", "--slots", "2",
                 "--token-file", str(self.directory / "token"),
                 # The first refuses: a replica of the operator that does not lead.
@@ -107,9 +107,9 @@ class Pod:
             start_new_session=True,
         )  # fmt: skip
 
-    def launch(self) -> None:
+    def launch(self, generation: int = 1) -> None:
         membership = Membership(
-            generation=1,
+            generation=generation,
             mesh=Mesh(shard=2),
             num_nodes=1,
             workers_per_node=2,
@@ -118,9 +118,11 @@ class Pod:
             restart_count=0,
         )
         seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
-        launch = m.Launch(action_id=1, membership=membership, node_rank=0, seats=seats)
+        launch = m.Launch(
+            action_id=10 * generation, membership=membership, node_rank=0, seats=seats
+        )
         self.controller.send("pod-1", launch)
-        self.controller.wait(m.Launched, "pod-1")
+        self.controller.wait(m.Launched, "pod-1", lambda x: x.action_id == 10 * generation)
 
     def until_printed(self, *patterns: str) -> str:
         """What was printed until all of these have been."""
@@ -183,6 +185,26 @@ def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
     pod.controller.send("pod-1", m.Shutdown(detail="free to be taken away"))
     assert pod.process.wait(PATIENCE_S) == 0
     assert "free to be taken away" in pod.until_printed("ends: ")
+
+
+def test_what_lies_beside_the_script_is_not_imported_by_the_agent_or_a_cold_forkserver(
+    pod: Pod,
+) -> None:
+    for name in ("random", "queue", "msgspec"):
+        (pod.directory / f"{name}.py").write_text("raise SystemExit(3)")
+    unready = dict.fromkeys(preload.SINGLE_THREADED, "")  # so that it starts itself once more
+    pod.start(environment=unready)
+    pod.controller.wait(m.Hello, "pod-1")
+    pod.launch()
+    pod.until_printed(r"here 0", r"here 1")
+    (server,) = children_of(pod.process.pid)
+    os.kill(server, signal.SIGKILL)
+    for rank in range(2):
+        pod.controller.wait(m.WorkerExited, "pod-1", lambda x, k=rank: x.exit.rank == k)
+    pod.controller.send("pod-1", m.Stop(action_id=2, generation=1))
+    pod.controller.wait(m.Stopped, "pod-1")
+    pod.launch(generation=2)
+    pod.until_printed(r"here 0", r"here 1")
 
 
 def test_a_pod_that_nobody_lets_go_ends_within_its_grace_all_the_same(pod: Pod) -> None:

@@ -54,8 +54,8 @@ def test_a_pod_is_named_labelled_and_owned_as_a_node_of_its_job() -> None:
 
 def test_the_agent_is_told_everything_that_it_must_know_to_dial_in() -> None:
     arguments = worker(pod(workersPerNode=4))["args"]
-    given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
-    assert arguments[:2] == ["-m", "workers.agent"]
+    given = dict(zip(arguments[3::2], arguments[4::2], strict=True))
+    assert arguments[:3] == ["-P", "-m", "workers.agent"]
     assert given == {
         "--job": "team-a/llm",
         "--node": "llm-abcde",
@@ -197,7 +197,7 @@ def test_a_template_adds_and_changes_by_name_but_makes_no_other_node_of_it() -> 
     assert {volume["name"] for volume in spec["volumes"]} == {"agents", "shm", "data"}
     (shm,) = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
     assert shm == {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}
-    assert worker(document)["args"][:2] == ["-m", "workers.agent"]
+    assert worker(document)["args"][:3] == ["-P", "-m", "workers.agent"]
     env = {one["name"]: one for one in worker(document)["env"]}
     assert env["HOME"]["value"] == "/home/me" and env["N"]["value"] == "1"
     assert env["NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
