@@ -310,7 +310,7 @@ def expectation_expired(turn: Turn) -> None:
 
 
 def release_surplus(turn: Turn) -> None:
-    """Idle nodes beyond the wanted size and its spares, cordoned nodes, and drained ones."""
+    """Idle nodes that are too many, cordoned or drained: others may wait for the room they hold."""
     state = turn.state
     if state.phase == "suspended":
         # Those on their way, too: what comes to a suspended job would hold room for nothing.
@@ -326,7 +326,7 @@ def release_surplus(turn: Turn) -> None:
     ]  # fmt: skip
     settled = state.active and state.stop is None and state.phase == "running"
     for node in idle:
-        if node.name in state.cordoned and settled:
+        if node.name in state.cordoned and (settled or not _needed(state, node)):
             release(turn, node.name, "bad-node", state.cordoned[node.name])
         elif node.preempting and (settled or not _needed(state, node)):
             release(turn, node.name, "preemption", f"{node.name} is free to be taken away")

@@ -167,6 +167,16 @@ def test_a_node_that_lacks_a_gpu_is_replaced_at_once_whoever_told() -> None:
     assert story.state.restarts == {"infrastructure": 2}
 
 
+def test_a_cordoned_node_whose_memory_nobody_needs_makes_room_for_its_replacement() -> None:
+    story = Story(spec({"min": 1, "max": 1})).started("a", step=None)
+    story.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
+    story.all_stopped()
+    assert story.one(ReleaseNode).node == "a"
+    assert story.one(RequestNodes).avoid == ("a",)
+    story.succeed(RequestNodes, ReleaseNode)
+    assert [launch.node for launch in story.join("b") if isinstance(launch, LaunchGroup)] == ["b"]
+
+
 def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> None:
     from orchestrator.core.events import ChaosInjected
 
