@@ -109,7 +109,9 @@ class Controller:
 
     def _submit(self, now_ns: int, event: JobSubmitted) -> tuple[AnyAction, ...]:
         job = job_from_mapping(event.spec, "the journal")
-        self._state = JobState(job, event.job_id, now_ns, now_ns)
+        self._state = JobState(
+            job, event.job_id, now_ns, now_ns, checkpoint_path=event.checkpoint_path
+        )
         self._state.placing = True
         self._state.intent = "suspend" if job.spec.suspend else "run"
         turn = Turn(self._state, now_ns)

@@ -29,6 +29,9 @@ class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     job_id: str
     spec: dict[str, Any]
     spec_directory: str
+    checkpoint_path: str = ""
+    """Where its checkpoints are, resolved: a default that it comes from (the operator's, say) may
+    change later, and they stay. Empty in journals of before."""
 
 
 class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):

@@ -184,6 +184,8 @@ class JobState:
     job_id: str
     submitted_ns: int
     now_ns: int
+    checkpoint_path: str = ""
+    """As submitted."""
     phase: Phase = "pending"
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"

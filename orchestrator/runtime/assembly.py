@@ -246,6 +246,7 @@ class Assembly:
                     job_id=self._job_id,
                     spec=job_to_mapping(self.job),
                     spec_directory=self._spec_directory,
+                    checkpoint_path=self._checkpoint_path,
                 )
             )
         self.log.info("controller %d starts, %d events replayed", incarnation, replayed)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -83,6 +83,20 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_document)
 _DECODER = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_value)
 
 
+class _Place(msgspec.Struct, frozen=True):
+    checkpoint_path: str = ""
+
+
+class _Where(msgspec.Struct, frozen=True):
+    """So much of a _Snapshot."""
+
+    state: _Place
+
+
+_WHERE = msgspec.msgpack.Decoder(_Where)
+T = TypeVar("T")
+
+
 def encode(state: JobState, memory: Memory) -> bytes:
     """The snapshot of a job that has been submitted."""
     table = _Memberships()
@@ -104,6 +118,24 @@ def encode(state: JobState, memory: Memory) -> bytes:
 
 def decode(data: bytes) -> tuple[JobState, Memory]:
     """The job again. Raises SnapshotUnreadable, saying why."""
+    found = _read(data, _DECODER)
+    state = found.state
+    if found.membership is not None:
+        state.membership = found.memberships[found.membership]
+    state.launch = {one.node: _lengthen(one, found.memberships) for one in found.launch}
+    state.inflight = {
+        one.action_id: _lengthen(one, found.memberships) if isinstance(one, _Launch) else one
+        for one in found.inflight
+    }
+    return state, found.memory
+
+
+def checkpoint_path(data: bytes) -> str:
+    """Only that of it: it is wanted before the rest is. Raises as `decode`."""
+    return _read(data, _WHERE).state.checkpoint_path
+
+
+def _read(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     first, newline, body = data[:64].partition(b"\n")
     body = data[len(first) + 1 :]
     if not first.startswith(MAGIC) or not newline:
@@ -115,7 +147,7 @@ def decode(data: bytes) -> tuple[JobState, Memory]:
             f"that wrote it. Nothing was changed; training is not affected"
         )
     try:
-        found = _DECODER.decode(zlib.decompress(body))
+        return decoder.decode(zlib.decompress(body))
     except msgspec.ValidationError as error:
         raise SnapshotUnreadable(
             f"the journal's snapshot is damaged, or of another version: {error}; use the Holdfast "
@@ -123,15 +155,6 @@ def decode(data: bytes) -> tuple[JobState, Memory]:
         ) from None
     except (zlib.error, msgspec.DecodeError) as error:
         raise SnapshotDamaged(f"the journal's snapshot is damaged: {error}") from None
-    state = found.state
-    if found.membership is not None:
-        state.membership = found.memberships[found.membership]
-    state.launch = {one.node: _lengthen(one, found.memberships) for one in found.launch}
-    state.inflight = {
-        one.action_id: _lengthen(one, found.memberships) if isinstance(one, _Launch) else one
-        for one in found.inflight
-    }
-    return state, found.memory
 
 
 class _Memberships:

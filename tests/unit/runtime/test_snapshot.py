@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
             snapshot.decode(damaged)
     body = msgspec.msgpack.encode({"memberships": 3})
     with pytest.raises(snapshot.SnapshotUnreadable, match="is damaged, or of another ver") as it:
-        snapshot.decode(snapshot.MAGIC + b"1\n" + __import__("zlib").compress(body))
+        snapshot.decode(snapshot.MAGIC + b"1\n" + zlib.compress(body))
     assert not isinstance(it.value, Damaged)
 
 
@@ -171,3 +172,21 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
         assert {id(one.membership) for one in state.launch.values()} == {id(state.membership)}
         sizes[nodes] = len(snapshot.encode(state, folded.story.memory))
     assert sizes[64] < 10 * sizes[8]
+
+
+def test_where_checkpoints_are_can_be_read_alone_and_is_not_in_snapshots_of_before() -> None:
+    submitted, *_ = core.Story().started(step=5).journal
+    event = msgspec.structs.replace(submitted[1], checkpoint_path="s3://bucket/x")
+    folded = Folded(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
+    data = snapshot.encode(folded.controller.state, folded.story.memory)
+    assert snapshot.checkpoint_path(data) == "s3://bucket/x"
+    assert folded.again().known() == folded.known()
+    head = len(snapshot.MAGIC) + 2
+    document = msgspec.msgpack.decode(zlib.decompress(data[head:]))
+    del document["state"]["checkpoint_path"]
+    before = data[:head] + zlib.compress(msgspec.msgpack.encode(document))
+    assert snapshot.checkpoint_path(before) == ""
+    state, _memory = snapshot.decode(before)
+    assert state.job == folded.controller.state.job and state.checkpoint_path == ""
+    with pytest.raises(snapshot.SnapshotDamaged, match="is damaged"):
+        snapshot.checkpoint_path(data[:-9])
