@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,18 +33,16 @@ from ..protocol import messages as wire
 from ..protocol.errors import HoldfastError, SpecError, UserError
 from ..protocol.spec import TrainingJob
 from ..protocol.tls import server_context_from_pem
-from ..runtime.access import storage_of
 from ..runtime.assembly import Assembly
 from ..runtime.clock import Clock
 from ..runtime.endpoint import Endpoint
-from ..runtime.strand import Strand
-from ..runtime.tier import ThreadedTier
 from ..runtime.view import JobState, JobView
 from .ending import expire, is_finished
 from .news import news
 from .reporting import Reporter
 from .spec import checkpoint_path, job_in, owner_of, read_job
 from .status import TAKING_UP, About, Verdict, state_of, status_of, status_without_controller
+from .store import Store
 from .wishes import Wishes
 
 Document = dict[str, Any]
@@ -61,7 +58,6 @@ class Context:
 
     shared: Shared
     endpoint: Endpoint
-    threads: ThreadPoolExecutor
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(32))
     """So many jobs are taken up at once: a restart with a thousand of them is no storm."""
 
@@ -82,6 +78,7 @@ class Job:
         self._backend: KubernetesBackend | None = None
         self._wishes: Wishes | None = None
         self._keys: Keys | None = None
+        self._store = Store(self.owner, self._say)
         self._secret_seen = False
         self._told: JobView | None = None
         self._final: JobView | None = None
@@ -151,18 +148,18 @@ class Job:
             pauses.reset()
         except (Invalid, UserError) as error:
             # What the user has to change, and cannot without a new object or another place.
-            self._say("failed", "Refused", str(error))
+            self._say(Verdict("failed", "Refused", str(error)))
         except HoldfastError as error:
-            self._say("pending", "OperatorWaits", f"{error}; trying again")
+            self._say(Verdict("pending", "OperatorWaits", f"{error}; trying again"))
         except Exception as error:
             log.exception("job %s: an error of ours", self.owner.key, extra={"job": self.owner.key})
             text = f"{type(error).__name__}: {error}; training goes on; trying again"
-            self._say("pending", "OperatorError", text)
+            self._say(Verdict("pending", "OperatorError", text))
         return False
 
-    def _say(self, state: Any, reason: str, message: str) -> None:
-        self._verdict = Verdict(state, reason, message)
-        self.events.tell("Warning", reason, message)
+    def _say(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self.events.tell("Warning", verdict.reason, verdict.message)
         self.reporter.dirty(urgent=True)
 
     async def _wait_for_change(self, verdict: Verdict) -> None:
@@ -214,13 +211,15 @@ class Job:
                 )
                 self.events.tell("Warning", *self._remark)
             self._keys = keys
-            assembly = self._assemble(job, keys)
-            try:
-                await assembly.prepare(fresh=fresh)
-                await assembly.begin(journal)
-            except BaseException:
-                await assembly.close()
-                raise
+            path = checkpoint_path(job, self._context.shared.settings)
+            assembly = self._assemble(job, keys, path)
+        try:
+            # Not among those that are starting: one store that does not answer is nobody else's.
+            await self._store.prepare(assembly, path, fresh=fresh)
+            await assembly.begin(journal)
+        except BaseException:
+            await assembly.close()
+            raise
         self._assembly = assembly
         pauses.reset()
         try:
@@ -269,9 +268,7 @@ class Job:
             self.reporter.dirty(urgent=True)  # of what is wanted, and of what was refused
             await self._changed.wait()
 
-    def _assemble(self, job: TrainingJob, keys: Keys) -> Assembly:
-        pods = self._context.shared.settings
-        path = checkpoint_path(job, pods)
+    def _assemble(self, job: TrainingJob, keys: Keys, path: str) -> Assembly:
         self._backend = KubernetesBackend(
             job,
             self.owner,
@@ -291,9 +288,7 @@ class Job:
             token=keys.token,
             backend=self._backend,
             endpoint=self._context.endpoint,
-            storage=ThreadedTier(
-                storage_of(job, path, self.owner.key), Strand(self._context.threads)
-            ),
+            storage=self._store.tier(job, path),
             tls_name=tls_name(self.owner.uid),
             tls_context=server_context_from_pem(keys.certificate, keys.key),
             clock=self._clock,

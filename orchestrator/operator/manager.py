@@ -1,14 +1,13 @@
 """Which TrainingJobs there are, and that each is looked after while we lead.
 
 Owns: the watch on TrainingJobs, one task per job, and what all jobs share: the watch on pods, the
-agents' endpoint, the threads. Must not: know what happens within a job.
+agents' endpoint. Must not: know what happens within a job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,6 @@ from ..backends.kubernetes.queues.finalizers import Finalizers
 from ..backends.kubernetes.shared import Shared
 from ..runtime.endpoint import Endpoint
 from .job import Context, Job
-
-THREADS = 8
-"""For storage: each job's calls are one after the other, and a thread costs little when idle."""
 
 LET_GO_S = 30.0
 """A replica that stands down has to be rid of its jobs, or it never leads again: where a library
@@ -64,7 +60,6 @@ class Manager:
         self.context = Context(
             Shared(cluster, self.feed, places, Gangs(), options.pods),
             self.endpoint,
-            ThreadPoolExecutor(THREADS, thread_name_prefix="storage"),
         )
         self.mirrors = [
             Mirror(cluster, JOBS, self._changed, namespace=namespace, trim=_trim)
@@ -108,7 +103,6 @@ class Manager:
             if tasks:
                 log.error("%d jobs have not been let go; telling them again", len(tasks))
         await self.endpoint.close()
-        self.context.threads.shutdown(wait=False, cancel_futures=True)
 
     # -- the jobs ------------------------------------------------------------------------------
     def _changed(self, change: Change, document: Document) -> None:

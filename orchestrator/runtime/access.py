@@ -38,6 +38,11 @@ S3_OPTIONS: dict[str, tuple[str, ...]] = {
 S3_SILENT = ("AWS_REGION", "AWS_EC2_METADATA_DISABLED", "AWS_PAGER", "AWS_DEFAULT_OUTPUT")
 """Say nothing to this driver."""
 NUMBERS = ("AWS_MAX_ATTEMPTS",)
+MOST_ATTEMPTS = 5
+MOST_WAIT_S = 20.0
+"""For a connection, and for the next bytes. s3fs tries five times what it is told to try so often:
+whatever a job asks for, its driver has an answer or an error within ten minutes, and does not hold
+a thread of a process of many jobs for ever."""
 SCHEMES = {
     "s3": "s3",
     "s3a": "s3",
@@ -95,6 +100,13 @@ def own_options(job: TrainingJob, path: str) -> dict[str, Any] | None:
     return options
 
 
+def connects_at_once(path: str) -> bool:
+    """Whether the driver may talk to the store while it is being made, for as long as that takes;
+    False: it is known not to."""
+    scheme, is_url, _ = path.partition("://")
+    return bool(is_url) and SCHEMES.get(scheme) != "s3"
+
+
 def _value(name: str, text: str) -> str | int:
     if name not in NUMBERS:
         return text.lower() if name.startswith(("AWS_REQUEST_", "AWS_RESPONSE_")) else text
@@ -127,7 +139,8 @@ def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str,
 
 def storage_of(job: TrainingJob, path: str, key: str) -> Storage:
     """The storage tier of one of many jobs in this process. `path` is where its checkpoints are,
-    `key` the job's name in manifests.
+    `key` the job's name in manifests. Of patience it gets so much and no more (MOST_ATTEMPTS,
+    MOST_WAIT_S).
 
     Raises SpecError for settings in spec.env that cannot be had for one job alone, UserError as
     Storage does.
@@ -140,7 +153,25 @@ def storage_of(job: TrainingJob, path: str, key: str) -> Storage:
             [Problem(f"spec.env.{name}", "a setting for a whole process", expected, fix)
              for name in left]
         )  # fmt: skip
+    if SCHEMES.get(path.partition("://")[0]) == "s3":
+        _bound(options.get("config_kwargs"))
     return Storage(path, key, options)
+
+
+def _bound(config: Any) -> None:
+    """Less patience, where a job asks for too much of it."""
+    if not isinstance(config, dict):
+        return
+    for where, name, most in (
+        (config, "connect_timeout", MOST_WAIT_S),
+        (config, "read_timeout", MOST_WAIT_S),
+        (config.get("retries"), "total_max_attempts", MOST_ATTEMPTS),
+        (config.get("retries"), "max_attempts", MOST_ATTEMPTS),
+    ):
+        if isinstance(where, dict) and name in where:
+            value = where[name]
+            fits = isinstance(value, int | float) and 0 < value <= most
+            where[name] = value if fits else most
 
 
 def _instead(path: str) -> str:

@@ -65,6 +65,7 @@ class RayHost:
         self._endpoint = Endpoint()
         self._logs = cluster.log_directory(job.name, order.job_id)
         path = checkpoint_path(order, job.spec.checkpoint.path)
+        storage = Storage(path, job.name)
         self.assembly = Assembly(
             job,
             key=job.name,
@@ -75,7 +76,7 @@ class RayHost:
             token=order.token,
             backend=self._backend,
             endpoint=self._endpoint,
-            storage=ThreadedTier(Storage(path, job.name), Strand()),
+            storage=ThreadedTier(lambda: storage, Strand()),
             tls_name=names.tls(order.job_id),
             tls_context=tls.server_context_from_pem(order.certificate, order.key),
             on_note=log.warning,

@@ -134,6 +134,7 @@ class Service:
         self._dirty = asyncio.Event()
         self.endpoint = Endpoint()
         path = directory.checkpoint_path(job)
+        storage = Storage(path, job.name, own_options(job, path))
         self.assembly = Assembly(
             job,
             key=job.name,
@@ -144,7 +145,7 @@ class Service:
             token=directory.token(),
             backend=make_backend(job, directory),
             endpoint=self.endpoint,
-            storage=ThreadedTier(Storage(path, job.name, own_options(job, path)), Strand()),
+            storage=ThreadedTier(lambda: storage, Strand()),
             on_change=self._dirty.set,
             on_note=on_note,
         )

@@ -41,7 +41,8 @@ class Storage:
 
     def __init__(self, path: str, job_name: str, options: Mapping[str, Any] | None = None) -> None:
         """`options`: of the URL's fsspec driver (runtime/access.py). Raises UserError for a URL
-        whose scheme is unknown or whose driver is not installed."""
+        whose scheme is unknown or whose driver is not installed, HoldfastError where the driver
+        connects at once and cannot."""
         self.path = path
         self._job_name = job_name
         try:
@@ -52,6 +53,8 @@ class Storage:
             expected = "a directory or a URL that fsspec knows"
             problem = Problem(CHECKPOINT_FIELD, f"{path} ({error})", expected)
             raise UserError(str(problem)) from None
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
         self._local = isinstance(self.fs, LocalFileSystem)
 
     def prepare(self) -> None:

@@ -1,7 +1,8 @@
-"""Blocking calls of one job, one after the other, in threads that all jobs share.
+"""Blocking calls of one job, one after the other, each in a thread of its own.
 
-Owns: the order of one job's calls. Must not: own threads; an idle job costs none. A call that hangs
-holds up its own job and one of the shared threads.
+Owns: the order of one job's calls. Must not: share threads. A call that hangs holds up its own job
+and nobody else: with threads for all, some jobs whose store does not answer would keep every other
+from it. A thread ends with its call; an idle job costs none.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+THREADS = "storage"
+"""What their names begin with."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Strand:
-    """`threads`: where the calls run; None: the event loop's own pool."""
+    """Of one job, or of one of its places."""
 
-    def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Future[Any]] = set()
 
@@ -28,8 +31,11 @@ class Strand:
         runs; while it runs, it runs to its end, and the next call waits for that."""
         async with self._turn:
             await self._ended()
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+            thread = ThreadPoolExecutor(1, thread_name_prefix=THREADS)
+            work = asyncio.get_running_loop().run_in_executor(
+                thread, lambda: function(*args, **kwargs)
+            )
+            thread.shutdown(wait=False)  # when this call has ended
             self._running.add(work)
             work.add_done_callback(self._over)
             # A cancelled future would forget the thread, which cannot be cancelled.

@@ -5,6 +5,7 @@ Owns: the interface, and the way to it over a thread. Must not: decide, or know 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..protocol.facts import ShardFile
@@ -36,20 +37,28 @@ class Tier(Protocol):
 class ThreadedTier:
     """A Storage that this process reaches by itself."""
 
-    def __init__(self, storage: Storage, strand: Strand) -> None:
-        self._storage, self._strand = storage, strand
+    def __init__(self, opening: Callable[[], Storage], strand: Strand) -> None:
+        """`opening` is called in a thread, with the first call, and again until it succeeds: some
+        drivers connect when they are made."""
+        self._opening, self._strand = opening, strand
+        self._opened: Storage | None = None
 
     async def prepare(self) -> None:
-        await self._strand.call(self._storage.prepare)
+        await self._strand.call(lambda: self._storage().prepare())
 
     async def manifests(self) -> list[Manifest]:
-        return await self._strand.call(self._storage.manifests)
+        return await self._strand.call(lambda: self._storage().manifests())
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
-        return await self._strand.call(self._storage.commit, step, mesh, files)
+        return await self._strand.call(lambda: self._storage().commit(step, mesh, files))
 
     async def delete(self, step: int, generation: int) -> None:
-        await self._strand.call(self._storage.delete, step, generation)
+        await self._strand.call(lambda: self._storage().delete(step, generation))
 
     async def settle(self) -> None:
         await self._strand.settle()
+
+    def _storage(self) -> Storage:
+        if self._opened is None:
+            self._opened = self._opening()
+        return self._opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 from orchestrator.protocol.errors import SpecError
 from orchestrator.protocol.facts import ShardFile
 from orchestrator.protocol.mesh import Mesh
-from orchestrator.runtime.access import access, own_options, storage_of
+from orchestrator.runtime.access import (
+    MOST_ATTEMPTS,
+    MOST_WAIT_S,
+    access,
+    own_options,
+    storage_of,
+)
 from tests.e2e.storage.server import BUCKET, KEY, S3, SECRET
 
 from .world import make_job
@@ -81,6 +88,19 @@ def test_what_cannot_be_had_for_one_job_alone_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(SpecError, match=text):
         storage_of(make_job(env=env), path, "space/x")
+
+
+@pytest.mark.parametrize("asked", ["1000000", "0", "-1"])
+def test_a_job_cannot_make_a_process_of_many_wait_for_ever(asked: str) -> None:
+    kwargs = {"read_timeout": None, "connect_timeout": 1e9, "retries": {"max_attempts": 1e9}}
+    longer = {"FSSPEC_S3": json.dumps({"config_kwargs": kwargs})}
+    for env in ({"AWS_MAX_ATTEMPTS": asked}, longer):
+        fs = storage_of(make_job(env=env), "s3://bucket/x", "space/x").fs
+        config = {"read_timeout": 1, "connect_timeout": 1, **fs.config_kwargs}
+        assert max(config["read_timeout"], config["connect_timeout"]) <= MOST_WAIT_S
+        assert set(config["retries"].values()) == {MOST_ATTEMPTS}
+    less = storage_of(make_job(env=S3_ENV), "s3://bucket/x", "space/x").fs
+    assert less.config_kwargs["retries"] == {"total_max_attempts": 1}
 
 
 def test_two_jobs_use_their_own_keys_in_one_process(s3: S3, tmp_path: Path) -> None:

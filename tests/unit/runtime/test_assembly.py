@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from orchestrator.runtime import assembly as assembly_module
 from orchestrator.runtime.assembly import Assembly
 from orchestrator.runtime.endpoint import Endpoint
 from orchestrator.runtime.storage import Storage
-from orchestrator.runtime.strand import Strand
+from orchestrator.runtime.strand import THREADS, Strand
 from orchestrator.runtime.tier import ThreadedTier
 
 from .test_commits import MemoryJournal
@@ -29,12 +28,11 @@ from .world import BOUND_S, FakeBackend, drive, make_job
 
 @dataclass
 class Cluster:
-    """One endpoint, one pool of threads, and what a job needs of its place: it is what a FakeAgent
-    takes for the directory of its job."""
+    """One endpoint, and what a job needs of its place: it is what a FakeAgent takes for the
+    directory of its job."""
 
     path: Path
     endpoint: Endpoint = field(default_factory=Endpoint)
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
     jobs: list[Hosted] = field(default_factory=list)
 
     async def host(self, name: str, journal: MemoryJournal | None = None, **spec: Any) -> Hosted:
@@ -49,7 +47,6 @@ class Cluster:
             await hosted.stop()
             await hosted.backend.close(release=True)
         await self.endpoint.close()
-        self.threads.shutdown()
 
 
 class Hosted:
@@ -86,7 +83,7 @@ class Hosted:
             token=self.token(),
             backend=self.backend,
             endpoint=self.cluster.endpoint,
-            storage=ThreadedTier(storage, Strand(self.cluster.threads)),
+            storage=ThreadedTier(lambda: storage, Strand()),
         )
         fresh = journal.snapshot is None and not journal.records
         await self.assembly.prepare(fresh=fresh)
@@ -189,8 +186,9 @@ def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
                     await asyncio.sleep(0)
             assert state.phase == "pending"
         assert len(asyncio.all_tasks()) - before == 100
-        named = [one.name for one in threading.enumerate()]
-        assert sum("ThreadPoolExecutor" in name for name in named) <= 4, named
+        async with asyncio.timeout(BOUND_S):
+            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+                await asyncio.sleep(0.01)
         await cluster.close()
         assert len(asyncio.all_tasks()) == before
 

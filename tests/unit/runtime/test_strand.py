@@ -1,22 +1,20 @@
-"""Blocking calls of one job keep their order in threads that all jobs share."""
+"""Blocking calls of one job keep their order, and wait for nobody else's."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.runtime.strand import Strand
+from orchestrator.runtime.strand import THREADS, Strand
 
-from .world import drive
+from .world import BOUND_S, drive
 
 
 def test_calls_of_one_job_never_overtake_each_other() -> None:
     async def scenario() -> None:
-        threads = ThreadPoolExecutor(8)
-        strand, done, running = Strand(threads), [], threading.Lock()
+        strand, done, running = Strand(), [], threading.Lock()
 
         def work(number: int) -> int:
             assert running.acquire(blocking=False), "two at once"
@@ -26,30 +24,37 @@ def test_calls_of_one_job_never_overtake_each_other() -> None:
 
         assert await asyncio.gather(*(strand.call(work, n) for n in range(50))) == list(range(50))
         assert done == list(range(50))
-        threads.shutdown()
 
     drive(scenario())
 
 
-def test_a_call_that_hangs_holds_up_its_own_job_only() -> None:
+def test_calls_that_hang_hold_up_their_own_jobs_only_and_leave_no_thread_behind() -> None:
+    """However many, and whether or not anybody still waits for them."""
+
     async def scenario() -> None:
-        threads = ThreadPoolExecutor(2)
-        stuck, free, release = Strand(threads), Strand(threads), threading.Event()
-        hanging = asyncio.create_task(stuck.call(release.wait))
-        behind = asyncio.create_task(stuck.call(str, 1))
+        release, free = threading.Event(), Strand()
+        stuck = [Strand() for _ in range(50)]
+        hanging = [asyncio.create_task(one.call(release.wait)) for one in stuck]
+        behind = asyncio.create_task(stuck[0].call(str, 1))
         assert await free.call(str, 2) == "2"
+        for task in hanging[1:]:
+            task.cancel()
+        assert await free.call(str, 3) == "3"
         assert not behind.done()
         release.set()
-        assert await hanging and await behind == "1"
-        threads.shutdown()
+        assert await hanging[0] and await behind == "1"
+        for one in stuck:
+            await one.settle()
+        async with asyncio.timeout(BOUND_S):
+            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+                await asyncio.sleep(0.01)
 
     drive(scenario())
 
 
 def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
     async def scenario() -> None:
-        threads = ThreadPoolExecutor(2)
-        strand, begun, release = Strand(threads), asyncio.Event(), threading.Event()
+        strand, begun, release = Strand(), asyncio.Event(), threading.Event()
         loop, over = asyncio.get_running_loop(), []
 
         def work() -> None:
@@ -71,7 +76,6 @@ def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
         await following
         await settled
         assert over == ["work", "next"]
-        threads.shutdown()
 
     drive(scenario())
 

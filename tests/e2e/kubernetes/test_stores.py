@@ -1,0 +1,65 @@
+"""Jobs whose store does not answer, beside jobs whose store does: one operator, a real API server,
+and an S3 endpoint that takes connections and never says a word.
+
+Owns: these tests.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kubernetes.replica import Replica
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.kubernetes.unplaced import (
+    BOUND_S,
+    Plane,
+    job,
+    names_of,
+    pods,
+    wait_pods,
+)
+
+pytestmark = pytest.mark.e2e
+MANY = 40
+"""More than an operator takes up at once."""
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Its backlog takes more connections than there are jobs; nobody accepts them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=2 * MANY) as server:
+        yield server
+
+
+def test_a_store_that_does_not_answer_holds_up_the_jobs_that_use_it_and_no_others(
+    plane: Plane, tmp_path: Path, namespace: Kubectl, silent: socket.socket
+) -> None:
+    replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    replica.start()
+    replica.wait_leading()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        "AWS_ACCESS_KEY_ID": "AKIADUMMYDUMMYDUMMY1",
+        "AWS_SECRET_ACCESS_KEY": "dummy",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    hanging = [
+        job(f"hangs-{number}", env=environment, checkpoint={"path": f"s3://bucket/{number}"})
+        for number in range(MANY)
+    ]
+    namespace.apply(*hanging)
+    until(
+        lambda: len(namespace.list("configmaps", "holdfast.dev/job")) == MANY,
+        "all of them to be taken up", timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+    namespace.apply(job("answered"))
+    wait_pods(namespace, "answered", 2)
+    for number in range(MANY):
+        assert names_of(pods(namespace, f"hangs-{number}")) == set()
+    silent.close()
+    assert replica.close() == 0
