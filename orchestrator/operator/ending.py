@@ -6,18 +6,24 @@ Owns: these. Must not: know how it ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from ..backends.kubernetes.client import Cluster
-from ..backends.kubernetes.errors import JOBS
+from ..backends.kubernetes.errors import JOBS, ApiError
+from ..backends.kubernetes.mirror import Pauses
 from ..backends.kubernetes.pods import Owner
+from ..runtime.clock import Clock
 from ..runtime.view import JobView
 from .status import FINISHED
 
 Document = dict[str, Any]
 NS = 1_000_000_000
+RETRY_MIN_S = 1.0
+RETRY_MAX_S = 60.0
 
 log = logging.getLogger("holdfast.operator")
 
@@ -29,21 +35,43 @@ def is_finished(document: Document) -> bool:
 
 
 async def expire(
-    cluster: Cluster, owner: Owner, document: Document, last: JobView | None, now_ns: int
+    cluster: Cluster,
+    owner: Owner,
+    document: Callable[[], Document],
+    changed: asyncio.Event,
+    over_s: float,
+    clock: Clock,
+    tell: Callable[[str], None],
 ) -> None:
-    """Delete the object, and with it everything of it, when its time is over; at once returns where
-    it has none. `last`: its last view, where we have seen it end. Raises ApiError."""
-    ttl_s = document.get("spec", {}).get("ttlSecondsAfterFinished")
-    if ttl_s is None:
-        return
-    wait_s = max(0.0, _finished_s(document, last, now_ns) + float(ttl_s) - now_ns / NS)
-    log.info("deleted in %.0f s", wait_s, extra={"job": owner.key})
-    await asyncio.sleep(wait_s)
-    await cluster.delete(JOBS, owner.namespace, owner.name, uid=owner.uid)
+    """Delete the object, and with it everything of it, when its time is over. The time counts from
+    `over_s`, Unix time, and may be given, changed or taken away at any moment until then:
+    `document` is the object as it is now, `changed` is set when it is another one. Returns when it
+    is deleted; until then it is tried again, and `tell` hears once why it could not be."""
+    pauses = Pauses(RETRY_MIN_S, RETRY_MAX_S)
+    problem = ""
+    while True:
+        changed.clear()
+        ttl_s = document().get("spec", {}).get("ttlSecondsAfterFinished")
+        wait_s = None if ttl_s is None else over_s + float(ttl_s) - clock.now_ns() / NS
+        if wait_s is None or wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            continue
+        try:
+            await cluster.delete(JOBS, owner.namespace, owner.name, uid=owner.uid)
+            log.info("deleted %g s after its end", ttl_s, extra={"job": owner.key})
+            return
+        except ApiError as error:
+            if str(error) != problem:
+                problem = str(error)
+                tell(f"its time is over and it cannot be deleted: {error}; trying again")
+            await asyncio.sleep(pauses.next_s())
 
 
-def _finished_s(document: Document, last: JobView | None, now_ns: int) -> float:
-    """Unix time; now, where nobody knows."""
+def ended_s(document: Document, last: JobView | None, now_ns: int) -> float:
+    """When it ended, as Unix time; now, where nobody knows. `last`: its last view, where we have
+    seen it end."""
     if last is not None and last.finished_ns is not None:
         return last.finished_ns / NS
     text = (document.get("status") or {}).get("completionTime")

@@ -37,7 +37,7 @@ from ..runtime.assembly import Assembly
 from ..runtime.clock import Clock
 from ..runtime.endpoint import Endpoint
 from ..runtime.view import JobState, JobView
-from .ending import expire, is_finished
+from .ending import ended_s, expire, is_finished
 from .news import news
 from .reporting import Reporter
 from .spec import checkpoint_path, job_in, owner_of, read_job
@@ -123,10 +123,16 @@ class Job:
     # -- its life ------------------------------------------------------------------------------
     async def run(self) -> None:
         """Until nothing is left to do for it. Being cancelled, it lets go: training goes on."""
-        cluster, now_ns = self._context.cluster, self._clock.now_ns
-        if is_finished(self._document):
-            await expire(cluster, self.owner, self._document, None, now_ns())
-            return
+        if not is_finished(self._document):
+            await self._train()
+        over_s = ended_s(self._document, self._final, self._clock.now_ns())
+        await expire(
+            self._context.cluster, self.owner, lambda: self._document, self._changed, over_s,
+            self._clock, lambda text: self.events.tell("Warning", "NotDeleted", text),
+        )  # fmt: skip
+
+    async def _train(self) -> None:
+        """Until it has ended, and its last status is written."""
         reporting = asyncio.create_task(self.reporter.run())
         pauses = Pauses(RETRY_MIN_S, RETRY_MAX_S)
         try:
@@ -136,7 +142,6 @@ class Job:
         finally:
             reporting.cancel()
             await asyncio.wait([reporting])
-        await expire(cluster, self.owner, self._document, self._final, now_ns())
 
     async def _attempt(self, pauses: Pauses) -> bool:
         """Whether the job has ended. What went wrong is said in its conditions."""
