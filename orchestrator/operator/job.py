@@ -24,7 +24,7 @@ from ..backends.kubernetes.events import Recorder
 from ..backends.kubernetes.journal import open_journal
 from ..backends.kubernetes.keys import Keys, ensure_keys
 from ..backends.kubernetes.mirror import Pauses
-from ..backends.kubernetes.names import CANCEL, new_node_name, tls_name
+from ..backends.kubernetes.names import new_node_name, tls_name
 from ..backends.kubernetes.pods import LOGS, pod_document
 from ..backends.kubernetes.queues.queue import Queue
 from ..backends.kubernetes.shared import Shared
@@ -39,11 +39,12 @@ from ..runtime.endpoint import Endpoint
 from ..runtime.view import JobState, JobView
 from .ending import ended_s, expire, is_finished
 from .news import news
+from .past import Past, job_in, place_in
 from .reporting import Reporter
-from .spec import checkpoint_path, job_in, owner_of, read_job
+from .spec import checkpoint_path, owner_of, read_job
 from .status import TAKING_UP, About, Verdict, state_of, status_of, status_without_controller
 from .store import Store
-from .wishes import Wishes
+from .wishes import Wishes, held
 
 Document = dict[str, Any]
 RETRY_MIN_S = 1.0
@@ -74,6 +75,7 @@ class Job:
         self._document, self._context = document, context
         self._changed = asyncio.Event()
         self._clock = Clock()
+        self._past = Past(document)
         self._assembly: Assembly | None = None
         self._backend: KubernetesBackend | None = None
         self._wishes: Wishes | None = None
@@ -177,31 +179,24 @@ class Job:
         self._changed.clear()
         await self._changed.wait()
 
-    def _held(self) -> Verdict:
-        """Of a job that was never started."""
-        annotations = self._document["metadata"].get("annotations") or {}
-        if CANCEL in annotations:
-            who = annotations[CANCEL] or "somebody"
-            return Verdict("cancelled", "Cancelled", f"cancelled by {who}; nothing was started")
-        return Verdict("suspended", "Suspended", "spec.suspend is set; nothing was started")
-
     async def _live(self, pauses: Pauses) -> bool:
         """Take the job up, wherever it is; True when it has ended."""
-        known = bool(self._document.get("status", {}).get("jobId"))
+        cluster, past, pods = self._context.cluster, self._past, self._context.shared.settings
         try:
-            job = read_job(self._document, self._context.shared.settings)
+            job = read_job(self._document, pods, past.place)
         except SpecError:
             # One that trains goes on as it was; wishes.py says what is wrong now.
-            old = await open_journal(self._context.cluster, self.owner) if known else None
+            begun = await past.look(cluster, self.owner)
+            old = await open_journal(cluster, self.owner) if begun else None
             was = job_in(old) if old is not None else None
             if was is None:
                 raise
             job = was
-        if job.spec.suspend and not known:
-            await self._wait_for_change(self._held())
+        if job.spec.suspend and not await past.look(cluster, self.owner):
+            await self._wait_for_change(held(self._document))
             return False
         async with self._context.starting:
-            cluster, new = self._context.cluster, not known and self._keys is None
+            new = not past.begun and self._keys is None
             keys, made = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
             self._secret_seen = True
             journal = await open_journal(cluster, self.owner, fresh=new)
@@ -216,7 +211,7 @@ class Job:
                 )
                 self.events.tell("Warning", *self._remark)
             self._keys = keys
-            path = checkpoint_path(job, self._context.shared.settings)
+            path = checkpoint_path(job, pods, place_in(journal) or past.place)
             assembly = self._assemble(job, keys, path)
         try:
             # Not among those that are starting: one store that does not answer is nobody else's.
@@ -225,6 +220,7 @@ class Job:
         except BaseException:
             await assembly.close()
             raise
+        past.begun, past.place = True, path
         self._assembly = assembly
         pauses.reset()
         try:
@@ -258,7 +254,7 @@ class Job:
         while True:
             self._changed.clear()
             try:
-                job = read_job(self._document, self._context.shared.settings)
+                job = read_job(self._document, self._context.shared.settings, self._past.place)
                 if self._backend is not None:
                     await self._backend.follow(job)
                 await wishes.follow(self._document, job)
@@ -359,9 +355,11 @@ class Job:
     def _status(self, before: Sequence[Document]) -> Document:
         view = self.view or self._final
         if view is None:
-            return status_without_controller(self._verdict, self._about(), before)
+            return status_without_controller(self._verdict, self._about(), before, self._past.told)
         self._tell(view)
-        return status_of(view, self._about(), before)
+        status = status_of(view, self._about(), before)
+        self._past.tell(status)
+        return status
 
     def _about(self) -> About:
         troubles = [*(self._backend.troubles() if self._backend is not None else ())]

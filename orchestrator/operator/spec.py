@@ -11,12 +11,9 @@ from typing import Any
 
 from ..backends.kubernetes.pods import Owner, PodSettings
 from ..backends.kubernetes.queues import choice
-from ..core.events import JobSubmitted
-from ..core.journal import Journal
 from ..protocol.errors import Problem, SpecError
-from ..protocol.spec import TrainingJob, job_from_mapping
+from ..protocol.spec import TrainingJob
 from ..protocol.spec.crd import job_from_resource
-from ..runtime import snapshot
 
 Document = dict[str, Any]
 
@@ -26,9 +23,10 @@ def owner_of(document: Document) -> Owner:
     return Owner(metadata["namespace"], metadata["name"], metadata["uid"])
 
 
-def read_job(document: Document, pods: PodSettings) -> TrainingJob:
-    """Raises SpecError listing every wrong field. Annotations stay behind: they are no part of the
-    job, and kubectl keeps a copy of the whole document in one of them."""
+def read_job(document: Document, pods: PodSettings, place: str = "") -> TrainingJob:
+    """`place`: where its checkpoints are already. Raises SpecError listing every wrong field.
+    Annotations stay behind: they are no part of the job, and kubectl keeps a copy of the whole
+    document in one of them."""
     metadata = document["metadata"]
     kept = {key: metadata[key] for key in ("name", "namespace", "labels") if key in metadata}
     job = job_from_resource(
@@ -39,13 +37,13 @@ def read_job(document: Document, pods: PodSettings) -> TrainingJob:
             "spec": document.get("spec"),
         }
     )
-    problems = [*_problems(job, pods), *choice.problems(job)]
+    problems = [*_problems(job, pods, place), *choice.problems(job)]
     if problems:
         raise SpecError(problems)
     return job
 
 
-def _problems(job: TrainingJob, pods: PodSettings) -> list[Problem]:
+def _problems(job: TrainingJob, pods: PodSettings, place: str) -> list[Problem]:
     found = []
     if not (job.spec.image or pods.image):
         found.append(
@@ -57,7 +55,7 @@ def _problems(job: TrainingJob, pods: PodSettings) -> list[Problem]:
             )
         )
     path = job.spec.checkpoint.path
-    if path is None and not pods.checkpoint_root:
+    if path is None and not (place or pods.checkpoint_root):
         found.append(
             Problem(
                 "spec.checkpoint.path",
@@ -78,19 +76,9 @@ def _problems(job: TrainingJob, pods: PodSettings) -> list[Problem]:
     return found
 
 
-def checkpoint_path(job: TrainingJob, pods: PodSettings) -> str:
-    """Where the job's checkpoints are."""
+def checkpoint_path(job: TrainingJob, pods: PodSettings, place: str = "") -> str:
+    """Where the job's checkpoints are. `place`: where they are already, of a job that has begun:
+    they do not move when the operator gets another root."""
     if job.spec.checkpoint.path is not None:
         return job.spec.checkpoint.path
-    return "/".join([pods.checkpoint_root.rstrip("/"), job.metadata.namespace, job.name])
-
-
-def job_in(journal: Journal) -> TrainingJob | None:
-    """The job as it was when its journal began or was last compacted; None: it never began."""
-    if journal.snapshot is not None:
-        state, _memory = snapshot.decode(journal.snapshot)
-        return state.job
-    for record in journal.records:
-        if isinstance(record.event, JobSubmitted):
-            return job_from_mapping(record.event.spec)
-    return None
+    return place or "/".join([pods.checkpoint_root.rstrip("/"), job.metadata.namespace, job.name])

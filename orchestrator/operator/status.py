@@ -112,10 +112,11 @@ def status_of(view: JobView, about: About, before: Sequence[Document] = ()) -> D
 
 
 def status_without_controller(
-    verdict: Verdict, about: About, before: Sequence[Document] = ()
+    verdict: Verdict, about: About, before: Sequence[Document] = (), told: Document | None = None
 ) -> Document:
-    """Of a job that is held or that cannot be started."""
-    return _document(
+    """Of a job that is held or that cannot be taken up. `told`: what its last controller told of
+    it, which stays."""
+    status = _document(
         TrainingJobStatus(
             conditions=conditions(verdict, about, before),
             observed_generation=about.generation,
@@ -126,6 +127,7 @@ def status_without_controller(
             selector=names.selector(about.name),
         )
     )
+    return {**status, **(told or {})}
 
 
 def _document(status: TrainingJobStatus) -> Document:

@@ -23,6 +23,7 @@ from ..backends.kubernetes.pods import Owner
 from ..protocol.errors import UserError
 from ..protocol.spec import TrainingJob
 from ..runtime.assembly import Assembly
+from .status import Verdict
 
 Document = dict[str, Any]
 CHAOS_ARGUMENTS = ("rank", "node", "hold_s", "by")
@@ -111,6 +112,15 @@ class Wishes:
         by = arguments.get("by")
         text = f"{verb}: {reply.detail}" + (f" (asked for by {by})" if by else "")
         self._events.tell("Normal", verb.capitalize(), text)
+
+
+def held(document: Document) -> Verdict:
+    """Of a job with spec.suspend that was never started."""
+    annotations = document["metadata"].get("annotations") or {}
+    if names.CANCEL in annotations:
+        who = annotations[names.CANCEL] or "somebody"
+        return Verdict("cancelled", "Cancelled", f"cancelled by {who}; nothing was started")
+    return Verdict("suspended", "Suspended", "spec.suspend is set; nothing was started")
 
 
 def _adjustable(job: TrainingJob) -> Document:

@@ -175,3 +175,58 @@ def test_without_the_right_to_create_secrets_the_operator_waits_and_says_for_wha
     limited.grant(rules())
     wait_pods(namespace, "keyless", 2)
     gone(namespace, "keyless")
+
+
+def test_a_job_that_was_started_is_still_known_when_the_next_operator_lacks_a_right(
+    plane: Plane, limited: Limited, namespace: Kubectl, tmp_path: Path
+) -> None:
+    """It is to be suspended, which for a job that nobody has started means to do nothing."""
+    first = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
+    first.start()
+    first.wait_leading()
+    namespace.apply(job("begun"))
+    wait_pods(namespace, "begun", 2)
+    before = namespace.wait(
+        "trainingjob", "begun", lambda d: "jobId" in (d or {}).get("status", {}), "to be known"
+    )["status"]
+    assert first.close() == 0
+    namespace.run(
+        "patch", "trainingjob", "begun", "--type=merge", '--patch={"spec":{"suspend":true}}'
+    )
+    limited.start("secrets", "get")
+    found = namespace.wait(
+        "trainingjob", "begun", lambda d: reason_of(d) == "OperatorWaits", "to name the right",
+        timeout_s=BOUND_S,
+    )  # fmt: skip
+    for name in ("jobId", "startTime", "checkpointPath"):
+        assert found["status"][name] == before[name]
+    limited.grant(rules())
+    wait_pods(namespace, "begun", 0)
+    found = namespace.wait(
+        "trainingjob", "begun", lambda d: reason_of(d, "Suspended") == "Suspended", "suspended"
+    )
+    assert "nothing was started" not in message_of(found, "Suspended")
+    gone(namespace, "begun")
+
+
+def test_without_the_right_to_delete_jobs_those_whose_time_is_over_stay_until_it_is_given(
+    limited: Limited, namespace: Kubectl
+) -> None:
+    replica = limited.start("trainingjobs", "delete")
+    namespace.apply(job("over"))
+    wait_pods(namespace, "over", 2)
+    namespace.run("annotate", "trainingjob", "over", "holdfast.dev/cancel=ann")
+    namespace.wait(
+        "trainingjob", "over", lambda d: "completionTime" in (d or {}).get("status", {}), "ended"
+    )
+    patch = '--patch={"spec":{"ttlSecondsAfterFinished":0}}'
+    namespace.run("patch", "trainingjob", "over", "--type=merge", patch)
+    until(
+        lambda: any(
+            one["reason"] == "NotDeleted" and "missing right: delete trainingjobs" in one["message"]
+            for one in namespace.list("events", "holdfast.dev/job=over")
+        ),
+        "an event that says so", timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+    limited.grant(rules())
+    namespace.wait("trainingjob", "over", lambda d: d is None, "to be deleted", timeout_s=BOUND_S)

@@ -173,6 +173,28 @@ def test_a_job_goes_on_as_it_was_when_the_operator_would_not_start_it_any_more(
     assert second.close() == 0
 
 
+def test_a_job_keeps_its_checkpoints_place_when_the_next_operator_has_another_root_or_none(
+    plane: Plane, tmp_path: Path, namespace: Kubectl
+) -> None:
+    name, place = namespace.namespace, f"{tmp_path}/one/{namespace.namespace}/rooted"
+
+    def told() -> str:
+        return str(namespace.json("get", "trainingjob", "rooted")["status"].get("checkpointPath"))
+
+    for nodes, root in ((2, f"{tmp_path}/one"), (3, f"{tmp_path}/two"), (4, "")):
+        option = f"--checkpoint-root={root}"
+        replica = Replica(plane.kubeconfig, tmp_path, (name,), "--lease-name=rooted", option)
+        replica.start()
+        replica.wait_leading()
+        namespace.apply(job("rooted", nodes={"min": 1, "max": nodes}))
+        wait_pods(namespace, "rooted", nodes)
+        until(
+            lambda: told() == place, "its place in the status", timeout_s=BOUND_S, last=replica.tail
+        )
+        assert replica.close() == 0
+    assert not (tmp_path / "two").exists()
+
+
 def test_missing_rights_are_named_where_probes_and_people_look(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
