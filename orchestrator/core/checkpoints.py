@@ -24,10 +24,10 @@ DISTRUST_AFTER = 2
 def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKey, int]]:
     """((step, generation), num_shards) of every state whose shards all live, newest first.
 
-    Without `leaving_too`: on nodes that stay."""
+    Without `leaving_too`: on nodes that stay and may be trained on."""
     found: dict[tuple[int, int, int], dict[int, None]] = {}
     for node in state.nodes.values():
-        if node.preempting and not leaving_too:
+        if not leaving_too and (node.preempting or node.name in state.cordoned):
             continue
         for shard in node.staged:
             key = (shard.step, shard.generation, shard.num_shards)

@@ -80,8 +80,9 @@ def start_drain(turn: Turn, kind: DrainKind) -> None:
 
 
 def park(turn: Turn) -> None:
-    """Nothing can be launched yet, and a node with a part of the newest state leaves: it goes to
-    storage, unless the memory of the nodes that stay has all of it."""
+    """Nothing can be launched yet, and a node with a part of the newest state leaves, or is not
+    used any more and holds what its replacement waits for: the state goes to storage, unless the
+    memory of the nodes that stay has all of it."""
     state = turn.state
     if not state.placing or state.intent != "run" or state.drain is not None:
         return

@@ -176,12 +176,12 @@ class Job:
             bad = verdict.state == "failed"
             self.events.tell("Warning" if bad else "Normal", verdict.reason, verdict.message)
         self.reporter.dirty(urgent=True)
-        self._changed.clear()
         await self._changed.wait()
 
     async def _live(self, pauses: Pauses) -> bool:
         """Take the job up, wherever it is; True when it has ended."""
         cluster, past, pods = self._context.cluster, self._past, self._context.shared.settings
+        self._changed.clear()  # before the object is read: what is edited from here on is another
         try:
             job = read_job(self._document, pods, past.place)
         except SpecError:
@@ -214,6 +214,9 @@ class Job:
             path = checkpoint_path(job, pods, place_in(journal) or past.place)
             assembly = self._assemble(job, keys, path)
         try:
+            await (
+                self._context.shared.feed.synced()
+            )  # the backend needs it, and no store is to blame
             # Not among those that are starting: one store that does not answer is nobody else's.
             await self._store.prepare(assembly, path, fresh=fresh)
             await assembly.begin(journal)

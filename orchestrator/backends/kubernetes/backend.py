@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from itertools import starmap
 from typing import Any
 
@@ -32,6 +32,7 @@ from .making import Made, make
 from .mirror import Change, Pauses
 from .pods import Owner, pod_document
 from .queues.queue import Queue
+from .removal import Removal
 from .shared import Shared
 from .starting import Starting
 
@@ -87,6 +88,7 @@ class KubernetesBackend:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._removal = Removal(shared.cluster, owner.namespace, self._slots)
         self._open = self._closing = self._looking = False
         self._news = asyncio.Event()
 
@@ -110,7 +112,7 @@ class KubernetesBackend:
         self._refuse_too_early()
         while True:
             changed = self.queue.changed
-            await self._delete(self.queue.spent(self._pods()))
+            await self._removal.once(self.queue.spent(self._pods()))
             plan = self.queue.plan(count, self._pods(), self._known.creating)
             made = await self._make(plan.create, avoid) if plan.create else ()
             if plan.ready or not plan.held:
@@ -120,11 +122,15 @@ class KubernetesBackend:
     async def follow(self, job: TrainingJob) -> None:
         """Its size may be another one, or it is held, or its pods get another grace from now on.
         Raises ApiError."""
+        if job.spec.nodes != self._job.spec.nodes:
+            self._undone.reset()
+            if self._refusal.of_size:
+                self._refusal = Refusal()  # another size may fit
         self._job, self._starting.needed = job, job.spec.nodes.min
         self.queue.follow(job)
         if self._open:
             self._look()
-        await self._delete(self.queue.unwanted(self._pods()))
+        await self._removal.once(self.queue.unwanted(self._pods()))
 
     async def _make(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         blamed = self._known.blamed(avoid, self._pods())
@@ -156,13 +162,13 @@ class KubernetesBackend:
         self._known.creating.difference_update(set(nodes) - set(kept))
         self._known.told.update(made.unknown)
         if kept and len(self._known.here(self._pods())) >= self._job.spec.nodes.min:
-            self._spawn(self._delete(made.unknown))
+            self._spawn(self._removal.surely(made.unknown))
             self._undone.reset()
             self._no_room(len(nodes), refusal, len(kept))
             return tuple(kept)
         self._known.creating.difference_update(kept)
         self._known.told.update(kept)
-        await self._delete((*kept, *made.unknown))
+        self._spawn(self._removal.surely((*kept, *made.unknown)))
         raise self._no_room(len(nodes), refusal, pause_s=self._undone.next_s() if kept else 0.0)
 
     async def release_node(self, node: str) -> None:
@@ -170,7 +176,7 @@ class KubernetesBackend:
         self._known.released.add(node)
         pod = self._pods().get(node)
         if pod is None or not words.is_leaving(pod):
-            await self._delete((node,))
+            await self._removal.once((node,))
 
     async def list_nodes(self) -> tuple[str, ...]:
         alive = {name: pod for name, pod in self._pods().items() if not words.is_over(pod)}
@@ -285,7 +291,7 @@ class KubernetesBackend:
         elif change == "ADDED" and name not in self._known.creating:
             # The answer to its creation did not come, and its request has failed since.
             self._known.told.add(name)
-            self._spawn(self._delete((name,)))
+            self._spawn(self._removal.once((name,)))
         else:
             self._notice(name, pod)
         self._known.creating.discard(name)
@@ -335,7 +341,7 @@ class KubernetesBackend:
         for name, why in decision.give_back.items():
             self._tell(name, why)
         if decision.give_back:
-            self._spawn(self._delete(decision.give_back))
+            self._spawn(self._removal.surely(decision.give_back))
         if decision.hold_off:
             self._hold_off(self._pauses.next_s(), decision.hold_off)
         if set(self._starting.troubled) != before:
@@ -349,21 +355,6 @@ class KubernetesBackend:
         self._timer = loop.call_later(max(0.05, due_s - now_s), self._look) if due_s else None
 
     # -- ending pods ---------------------------------------------------------------------------
-    async def _delete(self, nodes: Iterable[str]) -> None:
-        """Raises the first error, after all have been tried."""
-        results = await asyncio.gather(*(self._delete_one(node) for node in nodes))
-        for error in results:
-            if error is not None:
-                raise error
-
-    async def _delete_one(self, node: str) -> ApiError | None:
-        async with self._slots:
-            try:
-                await self._cluster.delete(PODS, self._owner.namespace, node)
-            except ApiError as error:
-                return error
-        return None
-
     async def _end_all(self) -> None:
         """At the end of the job. Raises ApiError."""
         loop = asyncio.get_running_loop()
@@ -380,7 +371,7 @@ class KubernetesBackend:
                 break
         await asyncio.gather(*starmap(self._patch, self.queue.last_patches(self._pods()).items()))
         left = [name for name, pod in self._pods().items() if not words.is_over(pod)]
-        await self._delete({*left, *self._known.creating})
+        await self._removal.once({*left, *self._known.creating})
 
     async def _patch(self, name: str, body: Document) -> None:
         async with self._slots:

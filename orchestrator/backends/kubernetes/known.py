@@ -28,6 +28,8 @@ class Refusal:
     until_s: float = 0.0
     code: str = NO_ROOM
     """CamelCase: the reason in the job's conditions."""
+    of_size: bool = False
+    """So many pods were refused; fewer may not be."""
 
     @classmethod
     def of(cls, count: int, error: HoldfastError, until_s: float, made: int = 0) -> Refusal:
@@ -40,7 +42,7 @@ class Refusal:
             code = "KeysUnusable"
         asked = "1 pod was" if count == 1 else f"{count} pods were"
         came = f"only {made} made" if made else "none was made"
-        return cls(f"{asked} asked for and {came}: {why}", until_s, code)
+        return cls(f"{asked} asked for and {came}: {why}", until_s, code, of_size=True)
 
     def left_s(self, now_s: float) -> float:
         return max(0.0, self.until_s - now_s)

@@ -82,11 +82,19 @@ class Starting:
         stuck = [name for name in self.troubled if name not in placed]
         new = {name: pod for name, pod in pods.items() if name not in trained}
         to_free = any(name in new for name in placed)
-        if not stuck or not to_free or len(placed) >= self.needed:
+        if not stuck or not placed or len(placed) >= self.needed:
             self.leave()
             return Decision()
         if self._incomplete_since is None:
             self._incomplete_since = now_s
+        if not to_free:
+            # Its replacement comes before younger jobs, but not for ever: it may be impossible.
+            until_s = self._incomplete_since + HOLD_S
+            if now_s < until_s:
+                self._gangs.enter(self._rank)
+                return Decision(due_s=until_s)
+            self._gangs.leave(self._rank.key)
+            return Decision()
         self._gangs.enter(self._rank)
         ahead = self._gangs.ahead_of(self._rank)
         until_s = self._incomplete_since + (PATIENCE_S if ahead else HOLD_S)

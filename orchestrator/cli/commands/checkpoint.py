@@ -124,12 +124,9 @@ def save(
     Example: `holdfast checkpoint save stdlib-bytes --wait`
     """
     from ..output import print_json
-    from ..saving import wait_until_committed
+    from ..saving import save_and_wait
 
-    found = place.find(job)
-    answer = found.request("checkpoint")
-    if wait:
-        answer = wait_until_committed(found, int(answer.body["step"]))
+    answer = save_and_wait(place, job) if wait else place.find(job).request("checkpoint")
     if as_json:
         print_json({"job": job, "verb": "checkpoint", "detail": answer.detail, **answer.body})
     else:

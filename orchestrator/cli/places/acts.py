@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from typing import Any
 
@@ -75,6 +76,8 @@ class _Act:
                 ) from None
         body = {key: value for key, value in self._arguments.items() if key != "kind"}
         said = await self._what_came_of_it(cluster, version)
+        if self._verb == "checkpoint" and (match := re.match(r"step (\d+) ", said)):
+            body["step"] = int(match[1])
         return Answer(said or "the operator has taken it; see `kubectl describe`", body)
 
     async def _until_taken(self, cluster: Cluster) -> None:

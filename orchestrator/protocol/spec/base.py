@@ -26,6 +26,11 @@ def yaml_name(python_name: str) -> str:
     return to_camel(python_name)
 
 
+def whole(value: Any) -> Any:
+    """2.0 as 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Part(BaseModel):
     """A part of the spec. Unknown keys are errors: a misspelt key must never be ignored."""
 
@@ -43,6 +48,4 @@ class Part(BaseModel):
     @classmethod
     def _as_json_means_it(cls, value: Any) -> Any:
         """In JSON an array is the one sequence, and 2.0 is an integer."""
-        if isinstance(value, list):
-            return tuple(value)
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        return tuple(value) if isinstance(value, list) else whole(value)

@@ -73,7 +73,7 @@ class JobSpec(Part):
     workers_per_node: int = Field(default=1, ge=1, le=64)
     """Worker processes on each node; with GPUs, one per GPU."""
     resources: Resources = Resources()
-    image: str | None = Field(default=None, min_length=1)
+    image: str | None = None
     """Container image of a node, on Kubernetes."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of every worker. Overrides what a fabric profile chose; ranks and addresses
@@ -90,7 +90,7 @@ class JobSpec(Part):
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
     """Higher goes first among the jobs of one cluster that wait for room, on Kubernetes with
     kubernetes.gang none. Nothing else reads it: queues and schedulers have priority classes."""
-    queue: str | None = Field(default=None, min_length=1)
+    queue: str | None = None
     """Queue to be admitted by, with kubernetes.gang kueue (a LocalQueue of the job's namespace) or
     volcano (a Queue)."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .. import limits
-from .base import Part
+from .base import Part, whole
 from .quantity import Quantity
 from .resilience import Seconds
 
@@ -46,9 +46,9 @@ class Kubernetes(Part):
     """Priority class of the pods; it decides who is preempted for whom."""
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """Resource that stands for one GPU, such as nvidia.com/gpu or amd.com/gpu."""
-    extended_resources: dict[str, Annotated[int, Field(ge=1, le=limits.MAX_QUANTITY)]] = Field(
-        default_factory=dict
-    )
+    extended_resources: dict[
+        str, Annotated[int, Field(ge=1, le=limits.MAX_QUANTITY), BeforeValidator(whole)]
+    ] = Field(default_factory=dict)
     """Further resources of each pod, such as `rdma/hca_shared_devices_a: 1`."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm, for the workers of data loaders; it counts against the pod's memory.

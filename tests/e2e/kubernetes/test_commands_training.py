@@ -90,6 +90,10 @@ def test_a_job_is_watched_broken_looked_at_and_ended(holdfast: Commands, tmp_pat
     assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err
     saved = holdfast("checkpoint", "save", "broken")
     assert saved.code == 0 and "goes to storage" in saved.out
+    waited = holdfast.json("checkpoint", "save", "broken", "--wait")
+    assert f"step {waited['step']} is committed" == waited["detail"]
+    newest = holdfast.json("checkpoint", "list", "broken")[-1]["step"]
+    assert waited["step"] <= newest
 
     assert holdfast("cancel", "broken").code == 0
     assert command.wait(BOUND_S) == 1

@@ -64,4 +64,14 @@ def test_who_waits_is_told_that_the_job_has_ended_without_it(job: Job, tmp_path:
     assert job.ask("cancel").ok
     _, said = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 1
-    assert "cancelled before a checkpoint of step " in said and "there is none" in said
+    assert "cancelled, and a checkpoint of step " in said and "there is none" in said
+
+
+def test_the_next_generation_is_asked_when_one_ends_with_the_wish(job: Job) -> None:
+    job.run()
+    job.running(incidents=0)
+    saving = save(job, "--wait", "--json")
+    job.kill(job.worker_pids()[3])
+    said, errors = saving.communicate(timeout=BOUND_S)
+    assert saving.returncode == 0, errors
+    assert json.loads(said)["step"] in [one.step for one in job.until(bool).checkpoints]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.actions import (
+    CommitManifest,
     FinishJob,
     LaunchGroup,
     PersistStep,
@@ -175,6 +176,23 @@ def test_a_cordoned_node_whose_memory_nobody_needs_makes_room_for_its_replacemen
     assert story.one(RequestNodes).avoid == ("a",)
     story.succeed(RequestNodes, ReleaseNode)
     assert [launch.node for launch in story.join("b") if isinstance(launch, LaunchGroup)] == ["b"]
+
+
+def test_a_cordoned_node_writes_what_only_its_memory_has_and_then_makes_room() -> None:
+    """Its replacement may wait for the GPUs that it holds."""
+    story = Story(spec({"min": 1, "max": 1})).started("a", step=40)
+    story.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
+    story.all_stopped(40)
+    assert {action.node: action.step for action in story.of(PersistStep)} == {"a": 40}
+    story.fail(story.one(RequestNodes))
+    assert not story.of(ReleaseNode)
+    story.persisted(40, 0)
+    story.persisted(40, 1)
+    story.succeed(CommitManifest)
+    assert story.one(ReleaseNode).node == "a"
+    story.join("b")
+    restore = story.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and (restore.step, bool(restore.directory)) == (40, True)
 
 
 def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> None:

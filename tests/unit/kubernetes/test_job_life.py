@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from orchestrator.backends.kubernetes.errors import CONFIG_MAPS, JOBS, SECRETS
 from orchestrator.backends.kubernetes.journal import WRITER
@@ -74,6 +75,43 @@ def test_a_job_that_trains_is_taken_up_although_it_is_to_be_suspended_and_someth
             await eventually(lambda: taken.view is not None, "a controller")
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"suspend": True}, {"suspend": False}), ({"checkpoint": None}, {})],
+    ids=["held", "invalid"],
+)
+def test_an_edit_that_comes_while_the_operator_looks_for_a_journal_is_not_missed(
+    tmp_path: Path, first: Document, then: Document
+) -> None:
+    place = {"checkpoint": {"path": str(tmp_path)}}
+
+    async def story() -> None:
+        api = SlowApi()
+        async with operating(api) as world:
+            spec = {name: one for name, one in (place | first).items() if one is not None}
+            taken = world.take(wanted("llm", **spec))
+            await api.looked.wait()
+            world.edit(taken, **place, **then)
+            api.told.set()
+            await eventually(lambda: taken.view is not None, "a controller")
+
+    asyncio.run(story())
+
+
+class SlowApi(KeepingApi):
+    """Is asked for a journal, and takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked, self.told = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET" and "/configmaps/" in request.path:
+            self.looked.set()
+            await self.told.wait()
+        return await super().answer(request)
 
 
 def test_a_job_is_taken_up_by_its_journal_when_no_status_tells_that_it_was_started(

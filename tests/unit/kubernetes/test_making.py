@@ -11,10 +11,11 @@ import re
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from orchestrator.backends.base import NoRoom
 from orchestrator.backends.kubernetes import making
-from tests.unit.kubernetes.small_api import SmallApi, status
+from tests.unit.kubernetes.small_api import SmallApi, eventually, status
 from tests.unit.kubernetes.test_backend import Seen, opened, wish
 
 BUSY = status(429, "TooManyRequests", "too many requests")
@@ -28,6 +29,12 @@ async def watching(api: SmallApi, *refusals: dict[str, Any]) -> None:
     """Until nothing but pods is asked for; then these are the next answers."""
     await api.next_watch()
     api.refusals += refusals
+
+
+async def settled(seen: Seen) -> None:
+    """Until nothing is under way."""
+    while seen.backend._tasks:
+        await asyncio.wait(seen.backend._tasks)
 
 
 def told(seen: Seen) -> list[str]:
@@ -109,6 +116,7 @@ def test_too_few_to_train_with_are_given_back_and_asked_for_anew_later_and_later
                 for made in (3, 6, 9):
                     with pytest.raises(NoRoom, match="8 pods were asked for and none was made"):
                         await seen.backend.request_nodes(8, ())
+                    await settled(seen)
                     assert api.made == {} and api.num_made == made
                     assert await seen.backend.list_nodes() == ()
                     with pytest.raises(NoRoom) as refused:
@@ -135,7 +143,54 @@ def test_a_server_that_stays_busy_gives_no_room_and_keeps_nothing(
             await watching(api)
             with pytest.raises(NoRoom, match="4 pods were asked for and none was made"):
                 await seen.backend.request_nodes(4, ())
+            await settled(seen)
             assert api.made == {}
+
+    asyncio.run(story())
+
+
+class NoTime(SmallApi):
+    """Deletes nothing for now."""
+
+    busy, num_refused = True, 0
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.busy and request.method == "DELETE":
+            self.num_refused += 1
+            return web.json_response(BUSY, status=BUSY["code"])
+        return await super().answer(request)
+
+
+def test_what_is_given_back_goes_in_the_end_and_the_reason_is_said_at_once() -> None:
+    async def story() -> None:
+        api = NoTime(room=3)
+        async with opened(api, {"min": 4, "max": 4}) as seen:
+            await watching(api)
+            with pytest.raises(NoRoom, match="4 pods were asked for and none was made"):
+                await seen.backend.request_nodes(4, ())
+            assert len(api.made) == 3 and "none was made" in told(seen)[0]
+            await eventually(lambda: api.num_refused >= 3, "all deletions to be refused")
+            api.busy = False
+            await settled(seen)
+            assert api.made == {}
+
+    asyncio.run(story())
+
+
+def test_another_size_does_not_wait_for_what_the_old_one_was_refused() -> None:
+    async def story() -> None:
+        api = SmallApi(room=3)
+        async with opened(api, {"min": 4, "max": 8}) as seen:
+            await watching(api)
+            with pytest.raises(NoRoom):
+                await seen.backend.request_nodes(8, ())
+            await settled(seen)
+            await seen.backend.follow(wish({"min": 2, "max": 3}))
+            assert len(await seen.backend.request_nodes(3, ())) == 3
+            seen.backend.withhold(60.0)
+            await seen.backend.follow(wish({"min": 2, "max": 4}))
+            with pytest.raises(NoRoom, match="rehearsal"):
+                await seen.backend.request_nodes(1, ())
 
     asyncio.run(story())
 

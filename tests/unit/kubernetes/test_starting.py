@@ -81,10 +81,23 @@ def test_nodes_that_have_trained_wait_for_their_replacement_as_long_as_it_takes(
     left = {name: placed(name) for name in ("one-1", "one-2", "one-3")}
     for at_s in (0, PATIENCE_S, HOLD_S, LIMIT_S - 1):
         assert not one.look(at_s, {**left, "one-4": stuck("one-4")}, {*left, "one-0"}).give_back
-    assert first.blocked_by() == "", "it waits with what it has, and holds up nobody's requests"
+    assert first.blocked_by() == "", "it waits with what it has, and holds up nobody for ever"
     decision = one.look(LIMIT_S, {**left, "one-4": stuck("one-4")}, {*left, "one-0"})
     assert set(decision.give_back) == {"one-4"}
     assert "not started within 120 s" in decision.give_back["one-4"]
+
+
+def test_the_replacement_of_a_job_that_trained_comes_before_younger_jobs_for_a_while() -> None:
+    gangs = Gangs()
+    old, young = starting(gangs, "old", "2026-01-01"), starting(gangs, "young", "2026-01-02")
+    pods = half("old")
+    old.look(0, pods, {"old-1"})
+    young.look(0, half("young"))
+    assert young.blocked_by() == "old"
+    assert "job old, which came first" in young.look(PATIENCE_S, half("young")).hold_off
+    for at_s in (HOLD_S, HOLD_S + 1):
+        assert not old.look(at_s, pods, {"old-1"}).give_back
+        assert young.blocked_by() == "", "it may be that there never is room"
 
 
 def test_of_nodes_that_are_not_enough_those_that_never_trained_are_given_back() -> None:
