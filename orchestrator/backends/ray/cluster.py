@@ -57,6 +57,8 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     if ray.is_initialized():
         return
     _keep_stdout()
+    if outside:
+        _keep_tracebacks_of_grpc()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if given and not outside:
         _check_inside(address)
@@ -91,6 +93,20 @@ def _keep_stdout() -> None:
 
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda said, **_: log.debug("ray: %s", said.get("lines"))
+
+
+def _keep_tracebacks_of_grpc() -> None:
+    """A Ray client closes a connection that it has lost while a thread of grpc's still looks at it,
+    and Python prints what that thread raises. What it means, the command says."""
+    before = threading.excepthook
+
+    def told(raised: threading.ExceptHookArgs) -> None:
+        if raised.exc_type is ValueError and "Channel closed" in str(raised.exc_value):
+            log.debug("grpc: %s", raised.exc_value)
+        else:
+            before(raised)
+
+    threading.excepthook = told
 
 
 def check_version(version: str, cluster: str = "") -> None:

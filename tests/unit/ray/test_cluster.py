@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,3 +138,22 @@ def test_something_new_is_put_only_where_somebody_listens(
     assert asyncio.run(places.answering({"a", "gone"})) == set()
     raylet.listen()
     assert asyncio.run(places.answering({"a", "gone"})) == {"a"}
+
+
+def test_what_a_thread_of_grpc_raises_when_its_connection_is_closed_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(
+        threading, "excepthook", lambda raised: printed.append(str(raised.exc_value))
+    )
+
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    cluster._keep_tracebacks_of_grpc()
+    for text in ("Cannot monitor channel state: Channel closed!", "of our own"):
+        thread = threading.Thread(target=fail, args=(text,))
+        thread.start()
+        thread.join()
+    assert printed == ["of our own"]
