@@ -34,7 +34,7 @@ test: $(STAMP)  ## everything that is checked before a change lands
 test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promised, in .venv/ray-oldest
 	test -x $(VENV)/ray-oldest/bin/python || $(PYTHON) -m venv $(VENV)/ray-oldest
 	$(BIN)/uv pip install --quiet --python $(VENV)/ray-oldest/bin/python --editable '.[dev]' \
-	  "ray[default]==$$($(BIN)/python -c 'from orchestrator.backends.ray.cluster import OLDEST; \
+	  "ray[default]==$$($(BIN)/python -c 'from holdfast.orchestrator.backends.ray.cluster import OLDEST; \
 	  print(*OLDEST, sep=".")').*"
 	$(VENV)/ray-oldest/bin/python -m pytest tests/contract/test_backends.py \
 	  $(addprefix tests/e2e/ray/test_,faults.py journal.py drain.py gang.py jobs_api.py metrics.py) -k ray

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bench import conditions
-from orchestrator.protocol import tls
-from orchestrator.protocol.facts import StagedShard
-from workers.agent import peers
+from holdfast.orchestrator.protocol import tls
+from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.workers.agent.storage import peer_transfer
 
 NAME = "bench.jobs.holdfast.dev"
 MIB = 2**20
@@ -44,8 +44,8 @@ def main() -> None:
     busy = conditions.wait_until_quiet()
     with tempfile.TemporaryDirectory() as directory:
         make_certificate(Path(directory))
-        ways = (peers.credentials("token", None, ""),
-                peers.credentials("token", Path(directory), NAME))  # fmt: skip
+        ways = (peer_transfer.credentials("token", None, ""),
+                peer_transfer.credentials("token", Path(directory), NAME))  # fmt: skip
         for megabytes in given.megabytes:
             num_bytes = megabytes * MIB
             clear, secret = (measure(num_bytes, way, given.repetitions) for way in ways)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(
-    num_bytes: int, credentials: peers.Credentials, repetitions: int
+    num_bytes: int, credentials: peer_transfer.PeerCredentials, repetitions: int
 ) -> tuple[float, float]:
     """(median seconds of a fetch from another process, CPU seconds of both for one fetch)."""
     ours, theirs = socket.socketpair()
@@ -86,7 +86,7 @@ def measure(
     cpu_s = -time.process_time()
     for _ in range(repetitions):
         began = time.perf_counter()
-        fd, _num_bytes = peers.fetch("127.0.0.1", port, credentials, wanted)
+        fd, _num_bytes = peer_transfer.fetch("127.0.0.1", port, credentials, wanted)
         times.append(time.perf_counter() - began)
         os.close(fd)
     cpu_s += time.process_time()
@@ -96,17 +96,19 @@ def measure(
     return median(times), cpu_s / repetitions
 
 
-async def serve(ready: socket.socket, num_bytes: int, credentials: peers.Credentials) -> None:
+async def serve(
+    ready: socket.socket, num_bytes: int, credentials: peer_transfer.PeerCredentials
+) -> None:
     fd = os.memfd_create("shard")
     os.posix_fallocate(fd, 0, num_bytes)
 
-    async def on_get(_get: peers.Get) -> peers.Answer:
-        return peers.Hold(os.dup(fd), num_bytes, 1, lambda ok: None)
+    async def on_get(_get: peer_transfer.Get) -> peer_transfer.Answer:
+        return peer_transfer.Hold(os.dup(fd), num_bytes, 1, lambda ok: None)
 
-    async def on_put(_put: peers.Put) -> peers.Answer:
+    async def on_put(_put: peer_transfer.Put) -> peer_transfer.Answer:
         return "nothing is taken here"
 
-    port = peers.DataPort(credentials, on_get, on_put)
+    port = peer_transfer.DataPort(credentials, on_get, on_put)
     ready.sendall(port.port.to_bytes(4, "big"))
     await port.run()
 

@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import JOBS
-from tests.e2e.kubernetes import counting
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import JOBS
+from tests.e2e.kubernetes import request_counts
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.waiting import until
 
@@ -136,7 +136,7 @@ def create(scale: Scale, result: Result) -> None:
 
 async def _create(scale: Scale, num_jobs: int, pods_each: int) -> None:
     slots = asyncio.Semaphore(CLIENTS)
-    async with await Cluster.connect(kubeconfig=scale.plane.kubeconfig) as cluster:
+    async with await KubeClient.connect(kubeconfig=scale.plane.kubeconfig) as cluster:
 
         async def one(index: int) -> None:
             async with slots:
@@ -194,7 +194,7 @@ def remove(scale: Scale, result: Result) -> None:
 
 async def _remove(scale: Scale, num_jobs: int) -> None:
     slots = asyncio.Semaphore(CLIENTS)
-    async with await Cluster.connect(kubeconfig=scale.plane.kubeconfig) as cluster:
+    async with await KubeClient.connect(kubeconfig=scale.plane.kubeconfig) as cluster:
 
         async def one(index: int) -> None:
             async with slots:
@@ -218,10 +218,10 @@ def wait(condition: Callable[[], bool], what: str, scale: Scale) -> float:
 def settle(scale: Scale) -> float:
     """Returns since when the operator has asked nothing of the API server but to keep its lease."""
     quiet_s = time.monotonic()
-    last = counting.counted_by_server(scale.plane)
+    last = request_counts.counted_by_server(scale.plane)
     while time.monotonic() - quiet_s < 6:
         time.sleep(2)
-        now = counting.counted_by_server(scale.plane)
+        now = request_counts.counted_by_server(scale.plane)
         if now - last > 3:  # a lease of 10 s is renewed every 2 s, by two requests
             quiet_s = time.monotonic()
         last = now
@@ -235,7 +235,7 @@ def note(
     result.cpu_s[phase] = {
         name: round(end.cpu_s[name] - begin.cpu_s[name], 2) for name in end.cpu_s
     }
-    requests = counting.beside_leases(end.by_operator - begin.by_operator)
+    requests = request_counts.beside_leases(end.by_operator - begin.by_operator)
     result.requests[phase] = {
         **{f"{verb} {what}": count for (verb, what), count in sorted(requests.items())},
         "all but leases": requests.total(),

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.e2e.ray.rig import RayRig
+from tests.e2e.ray.cluster_rig import RayRig
 
 from . import cases, conditions, timeline
 from .cases import Case, Result
@@ -142,7 +142,7 @@ def lose_ray_node(contestant: Contestant, job: timeline.Incarnation) -> None:
 
 
 def connect(cluster: RayRig) -> None:
-    from orchestrator.backends.ray import cluster as ours
+    from holdfast.orchestrator.backends.ray import cluster as ours
 
     ours.connect(cluster.address)
 

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.e2e.ray.rig import RayRig
+from tests.e2e.ray.cluster_rig import RayRig
 
 from . import conditions, turns
 from .contestants.apart import HoldfastApart

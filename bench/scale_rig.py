@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from orchestrator.protocol.spec.crd import NAME, definition_text
-from tests.e2e.kubernetes import counting
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from tests.e2e.kubernetes import request_counts
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig import fake_nodes
@@ -59,7 +59,7 @@ class Reading:
     num_threads: int
     num_files: int
     by_server: int
-    by_operator: counting.Requests
+    by_operator: request_counts.Requests
 
 
 @dataclass
@@ -90,8 +90,8 @@ class Scale:
             peak_mib=_peak_mib(operator.pid),
             num_threads=operator.num_threads(),
             num_files=operator.num_fds(),
-            by_server=counting.counted_by_server(self.plane),
-            by_operator=counting.counted_by_operator(self.replica),
+            by_server=request_counts.counted_by_server(self.plane),
+            by_operator=request_counts.counted_by_operator(self.replica),
         )
 
     def count(self, what: str, query: str = "") -> int:
@@ -155,7 +155,7 @@ def scale(num_nodes: int) -> Iterator[Scale]:
         kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
         kubectl.served(NAME)
         fake_nodes.add(kubectl, num_nodes)
-        kubeconfig = counting.operator_kubeconfig(plane)
+        kubeconfig = request_counts.operator_kubeconfig(plane)
         replica = Replica(kubeconfig, run.directory, (JOBS_NAMESPACE,), "--lease-seconds=10")
         replica.start()
         assert replica.process is not None

@@ -32,8 +32,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from orchestrator.protocol.environment import MALLOC
-from workers.agent import allocator, kernel, preload
+from holdfast.orchestrator.protocol.environment import MALLOC
+from holdfast.workers.agent.linux import malloc, processes
+from holdfast.workers.agent.pool import preload
 
 from . import conditions
 from .contestants.base import ROOT, python
@@ -129,7 +130,7 @@ def host(progress: Path, ranks: list[int]) -> NoReturn:
     for rank in ranks:
         if os.fork() == 0:
             try:
-                kernel.die_with(parent)
+                processes.die_with(parent)
                 train(np.memmap(progress, dtype=float, shape=(NUM_RANKS, 3))[rank], rank)
             except BaseException:
                 traceback.print_exc()
@@ -141,7 +142,7 @@ def host(progress: Path, ranks: list[int]) -> NoReturn:
 
 def train(progress: Any, rank: int) -> NoReturn:
     """The workload of the other benches (train.py), in a world of one."""
-    allocator.adopt(LIMITS)
+    malloc.adopt(LIMITS)
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

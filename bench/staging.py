@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from bench import conditions
-from workers import session
-from workers.checkpoint.stage import Stager
-from workers.checkpoint.state import TrainingState
+from holdfast import session
+from holdfast.workers.checkpoint.stage import Stager
+from holdfast.workers.checkpoint.state import TrainingState
 
 
 class Memory:

@@ -1,6 +1,6 @@
 """The training script of every contestant: the same model, data, mesh and optimizer.
 
-Owns: what is trained, and how each engine keeps its state: `holdfast` through workers.session,
+Owns: what is trained, and how each engine keeps its state: `holdfast` through holdfast.session,
 `shards` likewise with `session.shards` under the optimizer, `dcp` as PyTorch's documentation has it
 for torchrun (async_save on a group of its own, dcp.load at start), `none` not at all. Must not:
 time anything but write down finished steps.
@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from bench.timeline import Recorder
-from orchestrator.protocol.spec import Pretrain
-from workers import session
-from workers.data import Text, share
-from workers.models.transformer import Transformer
-from workers.parallel import fill
+from holdfast import session
+from holdfast.orchestrator.api.v1alpha1 import Pretrain
+from holdfast.workers.training.data import Text, share
+from holdfast.workers.training.models.transformer import Transformer
+from holdfast.workers.training.parallel import fill
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ def train(config: dict[str, Any]) -> None:
 
     from bench.timeline import Recorder
     from bench.train import Trainer
-    from workers import session
+    from holdfast import session
 
     torch.set_num_threads(1)
     s = session.init(shard=config["shard"])  # Ray Train has made the process group

@@ -1,4 +1,4 @@
-"""Your own training loop with fast recovery: six lines of `workers.session`.
+"""Your own training loop with fast recovery: six lines of `holdfast.workers.session`.
 
     holdfast run examples/session.yaml      # recovers in about a second, losing no finished step
     torchrun --nproc-per-node 2 examples/session_loop.py    # the same script, without recovery
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from workers import session
+from holdfast import session
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 300
 BITS, BATCH = 8, 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.runtime.metrics import METRICS
+from holdfast.orchestrator.runtime.observe.prometheus import METRICS
 
 from .render import CHART, MANIFESTS
 

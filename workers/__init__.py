@@ -1,1 +1,1 @@
-"""What runs beside the GPUs. Of the control plane it imports only orchestrator.protocol."""
+"""What runs beside the GPUs. Imports only protocol, api, errors and limits of the control plane."""

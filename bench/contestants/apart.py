@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrator.backends.local.backend import LocalBackend
-from orchestrator.protocol import host as protocol
-from workers.agent import host, kernel, preload
+from holdfast.orchestrator.backends.local.backend import LocalBackend
+from holdfast.orchestrator.protocol import launcher_protocol as protocol
+from holdfast.workers.agent.linux import processes
+from holdfast.workers.agent.pool import preload
+from holdfast.workers.agent.process import node_launcher
 
 from .base import python
 from .holdfast import Holdfast
@@ -29,7 +31,7 @@ class HoldfastApart(Holdfast):
         return [python(), "-m", __name__, *words, "--home", str(self.home)]
 
 
-class Host(host.Host):
+class Host(node_launcher.NodeLauncher):
     def _become(self, order: protocol.StartNode) -> NoReturn:
         preload.preload()
         super()._become(order)
@@ -38,10 +40,10 @@ class Host(host.Host):
 def main() -> NoReturn:
     if sys.argv[1] == "--socket":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        kernel.adopt_orphans()
-        kernel.name_process("host")
+        processes.adopt_orphans()
+        processes.name_process("host")
         Host(Path(sys.argv[2])).serve()
-    from orchestrator.cli import main as cli
+    from holdfast.orchestrator.cli import main as cli
 
     LocalBackend.__init__.__kwdefaults__["host_module"] = __spec__.name
     cli.main()

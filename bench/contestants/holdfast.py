@@ -96,7 +96,7 @@ class Holdfast(Contestant):
         return json.loads(done.stdout)
 
     def _command(self, *words: str) -> list[str]:
-        return [python(), "-m", "orchestrator.cli.main", *words, "--home", str(self.home)]
+        return [python(), "-m", "holdfast.orchestrator.cli.main", *words, "--home", str(self.home)]
 
     def stop(self) -> None:
         kill_trees([process.pid for process in self.processes])

@@ -7,7 +7,7 @@ import subprocess
 
 import yaml
 
-from tests.e2e.ray.rig import RayRig
+from tests.e2e.ray.cluster_rig import RayRig
 
 from .base import Workload, kill_trees, python
 from .holdfast import Holdfast
@@ -38,9 +38,10 @@ class HoldfastOnRay(Holdfast):
         self.controller = self.spawn(words, "holdfast.log")
 
     def controller_node(self) -> str:
-        from orchestrator.backends.ray import calls, controller
+        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.hosts.ray import actor
 
-        return str(calls.ask(controller.find("bench"), "facts")["ray_node"])
+        return str(actor_calls.ask(actor.find("bench"), "facts")["ray_node"])
 
     def kill_node(self, worker_pid: int) -> None:
         self.cluster.kill_node(self.cluster.node_of(worker_pid))
@@ -49,10 +50,10 @@ class HoldfastOnRay(Holdfast):
         return self._words(*words, "--ray", self.cluster.address)
 
     def _words(self, *words: str) -> list[str]:
-        return [python(), "-m", "orchestrator.cli.main", *words]
+        return [python(), "-m", "holdfast.orchestrator.cli.main", *words]
 
     def stop(self) -> None:
-        from orchestrator.backends.ray import kv
+        from holdfast.orchestrator.backends.ray import kv
 
         subprocess.run(self._command("cancel", "bench"), capture_output=True, timeout=60)
         for process in self.processes:
@@ -60,4 +61,4 @@ class HoldfastOnRay(Holdfast):
                 process.wait(30)
         kill_trees([process.pid for process in self.processes])
         wait_until_free(RELEASED_S)
-        kv.Keys("bench").clear()
+        kv.JobKeyValueStore("bench").clear()

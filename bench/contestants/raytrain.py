@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.e2e.ray.rig import RayRig
+from tests.e2e.ray.cluster_rig import RayRig
 
 from .base import Contestant, Workload, python
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ..protocol import limits
-from ..protocol.errors import HoldfastError
+from .. import limits
+from ..errors import HoldfastError
 
 
 class NoRoom(HoldfastError):

@@ -9,9 +9,9 @@ import getpass
 import socket
 from typing import Any
 
-from ..protocol.errors import HoldfastError
+from ..errors import HoldfastError
+from ..hosts.local.job_directory import JobDirectory
 from ..protocol.messages import BadFrame, Reply, Request, decode, encode, frame_length
-from ..runtime.home import JobDirectory
 
 TIMEOUT_S = 15.0
 """The controller answers from memory; a resize or a suspend is accepted, not awaited."""

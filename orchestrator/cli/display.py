@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from ..runtime.view import JobView
+from ..runtime.observe.view import JobView
 from .output import clock, count, plural
 from .render import is_open, live, outcome
 

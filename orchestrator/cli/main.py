@@ -15,7 +15,7 @@ import typer
 
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
 from .options import complete
-from .streams import mark_if_asked
+from .targets.ray.stream_mux import mark_if_asked
 
 # Newer typer carries a click of its own, older typer uses the real one; either way these are the
 # bases of the one usage error that typer exports.
@@ -104,7 +104,7 @@ def main(
 ) -> NoReturn:
     """The entry point of the installed script. `arguments` are those of the command line, `program`
     what the person typed, `where` the place that is meant when no option names one."""
-    from ..protocol.errors import HoldfastError
+    from ..errors import HoldfastError
 
     mark_if_asked()
     try:

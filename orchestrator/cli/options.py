@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from .places.base import Place as Place
+    from .targets.base import Target as Target
 else:
-    Place = Any  # what it imports is too heavy for --help
+    Target = Any  # what it imports is too heavy for --help
 
 WHERE = "Where the job lives"
 
@@ -83,7 +83,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 """Options of every command that speaks of jobs -> type and default."""
 
 
-def with_place(command: Callable[..., None]) -> Callable[..., None]:
+def with_target(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with the options that say where the job lives instead of `place`."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()
@@ -112,9 +112,9 @@ def choose(
     context: str | None,
     kubeconfig: Path | None,
     ray: str | None,
-) -> Place:
+) -> Target:
     """Raises UserError for options that do not go together."""
-    from ..protocol.errors import Problem, UserError
+    from ..errors import Problem, UserError
 
     if ray is not None:
         if kubernetes:
@@ -128,20 +128,20 @@ def choose(
                 str(Problem("--home", f"{home} beside --kubernetes", "one place", "leave one out"))
             )
         try:
-            from .places.cluster import ClusterPlace
+            from .targets.kubernetes.target import KubernetesTarget
         except ModuleNotFoundError as error:
             got = f"it, but the package {error.name} is not installed"
             fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
             raise UserError(str(Problem("--kubernetes", got, "its client library", fix))) from None
-        return ClusterPlace(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
+        return KubernetesTarget(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
     beside = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
     for option, value in beside.items():
         if value is not None:
             got = f"{value} without --kubernetes"
             raise UserError(str(Problem(option, got, "it beside --kubernetes", "add that")))
-    from .places.local import LocalPlace
+    from .targets.local import LocalTarget
 
-    return LocalPlace(home)
+    return LocalTarget(home)
 
 
 def complete(words: list[str]) -> list[str]:
@@ -158,23 +158,23 @@ def ray_address(given: str) -> str:
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
-def _ray(given: str) -> Place:
+def _ray(given: str) -> Target:
     """Raises UserError without Ray's libraries. Behind a dashboard's address the same command runs
     once more, inside the cluster, and this one ends with its exit code."""
-    from ..protocol.errors import Problem, UserError
+    from ..errors import Problem, UserError
 
     address = ray_address(given)
     try:
         if address.startswith(("http://", "https://")):
-            from .places.ray_jobs_api import forward
+            from .targets.ray.jobs_api import forward
 
             raise typer.Exit(forward(address))
-        from .places.ray import RayPlace
+        from .targets.ray.target import RayTarget
     except ModuleNotFoundError as error:
         got = f"{address}, but the package {error.name} is not installed"
         fix = "pip install '.[ray]' in a checkout of Holdfast"
         raise UserError(str(Problem("--ray", got, "Ray's libraries", fix))) from None
-    return RayPlace(address)
+    return RayTarget(address)
 
 
 PLUGIN = "kubectl plugin"

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ..api.v1alpha1 import TrainingJob, load_job
+from ..errors import Problem, SpecError
 from ..protocol import paths
-from ..protocol.errors import Problem, SpecError
-from ..protocol.spec import TrainingJob, load_job
-from ..protocol.store import make_directory
-from ..runtime.surroundings import (
+from ..protocol.fsspec_compat import make_directory
+from ..runtime.checkpoint_store.job_environment import (
     CHECKPOINT_FIELD,
     LOCAL_SCHEMES,
     job_environment,

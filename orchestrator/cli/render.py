@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime.view import Incident, JobView, NodeView
+from ..runtime.observe.view import Incident, JobView, NodeView
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
 LEDGER = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ..runtime.view import Incident, JobView
+from ..runtime.observe.view import Incident, JobView
 from .output import clock, count, date, duration, plural, size, state_text
 from .render import FINISHED, ledger, outcome, storage_problem
 

@@ -6,12 +6,12 @@ down here: what it holds is in the inventories of the nodes that live.
 
 from __future__ import annotations
 
-from ..protocol.facts import Restore, ShardFile, ShardSource
+from ..protocol.facts import Restore, ShardFile, ShardLocation
 from ..protocol.manifest import directory_name
 from .actions import CommitManifest, DeleteCheckpoint, Reason
+from .context import StepContext
 from .events import CheckpointRefused, ShardPersisted
-from .state import CommittedCheckpoint, JobState, Node, PendingCheckpoint, StepKey
-from .turn import Turn
+from .state import CommittedCheckpoint, JobState, NodeRecord, PendingCheckpoint, StepKey
 
 MAX_SOURCES_PER_SHARD = 4
 """Nodes named as sources of one shard: enough to survive losses, small enough for the message."""
@@ -40,15 +40,15 @@ def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKe
     return sorted(complete, reverse=True)
 
 
-def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardSource, ...]:
+def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocation, ...]:
     """Who can serve each shard of a state from memory."""
-    holders: dict[int, list[Node]] = {}
+    holders: dict[int, list[NodeRecord]] = {}
     for node in state.nodes.values():
         for shard in node.staged:
             if (shard.step, shard.generation, shard.num_shards) == (*key, num_shards):
                 holders.setdefault(shard.shard, []).append(node)
     return tuple(
-        ShardSource(shard, node.name, node.facts.address, node.facts.data_port)
+        ShardLocation(shard, node.name, node.facts.address, node.facts.data_port)
         for shard in sorted(holders)
         for node in holders[shard][:MAX_SOURCES_PER_SHARD]
     )
@@ -81,7 +81,7 @@ def choose_restore(state: JobState) -> Restore | None:
     )
 
 
-def shard_persisted(turn: Turn, event: ShardPersisted) -> None:
+def shard_persisted(turn: StepContext, event: ShardPersisted) -> None:
     """Collect; a complete set is committed. Refuses every generation but the current one and the
     one that is being drained: a zombie must not commit."""
     state, shard = turn.state, event.shard
@@ -111,7 +111,7 @@ def shard_persisted(turn: Turn, event: ShardPersisted) -> None:
         _commit(turn, pending)
 
 
-def _commit(turn: Turn, pending: PendingCheckpoint) -> None:
+def _commit(turn: StepContext, pending: PendingCheckpoint) -> None:
     files = tuple(pending.files[shard] for shard in sorted(pending.files))
     size = sum(file.num_bytes for file in files)
     pending.attempts += 1
@@ -125,7 +125,7 @@ def _commit(turn: Turn, pending: PendingCheckpoint) -> None:
     )
 
 
-def commit_succeeded(turn: Turn, action: CommitManifest) -> None:
+def commit_succeeded(turn: StepContext, action: CommitManifest) -> None:
     """The manifest is durable: the checkpoint counts, older ones may go."""
     ledger = turn.state.ledger
     key = (action.step, action.generation)
@@ -135,7 +135,7 @@ def commit_succeeded(turn: Turn, action: CommitManifest) -> None:
     clean(turn)
 
 
-def commit_failed(turn: Turn, action: CommitManifest, detail: str) -> None:
+def commit_failed(turn: StepContext, action: CommitManifest, detail: str) -> None:
     pending = turn.state.ledger.pending.get((action.step, action.generation))
     if pending is None or pending.commit_action != action.action_id:
         return
@@ -147,7 +147,7 @@ def commit_failed(turn: Turn, action: CommitManifest, detail: str) -> None:
     turn.arm_once("commit", COMMIT_RETRY_S)
 
 
-def retry_commits(turn: Turn) -> None:
+def retry_commits(turn: StepContext) -> None:
     """Complete sets without a commit under way."""
     turn.disarm("commit")
     for pending in turn.state.ledger.pending.values():
@@ -155,7 +155,7 @@ def retry_commits(turn: Turn) -> None:
             _commit(turn, pending)
 
 
-def record(turn: Turn, files: tuple[ShardFile, ...]) -> None:
+def record(turn: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
     ledger, first = turn.state.ledger, files[0]
     key = (first.step, first.generation)
@@ -167,7 +167,7 @@ def record(turn: Turn, files: tuple[ShardFile, ...]) -> None:
         )
 
 
-def observed(turn: Turn, files: tuple[ShardFile, ...]) -> None:
+def observed(turn: StepContext, files: tuple[ShardFile, ...]) -> None:
     """A new controller lists storage: commits and deletions whose results were lost."""
     ledger = turn.state.ledger
     by_key: dict[StepKey, list[ShardFile]] = {}
@@ -184,7 +184,7 @@ def observed(turn: Turn, files: tuple[ShardFile, ...]) -> None:
     clean(turn)
 
 
-def refused(turn: Turn, event: CheckpointRefused) -> bool:
+def refused(turn: StepContext, event: CheckpointRefused) -> bool:
     """A reader found damage. True if the current generation was started from it."""
     state = turn.state
     for known in state.ledger.committed:
@@ -200,7 +200,7 @@ def refused(turn: Turn, event: CheckpointRefused) -> bool:
 
 
 # -- retention --------------------------------------------------------------------------------
-def clean(turn: Turn) -> None:
+def clean(turn: StepContext) -> None:
     """Delete what retention does not keep, and attempts that a newer commit has overtaken."""
     state, ledger = turn.state, turn.state.ledger
     newest = newest_committed(state)
@@ -229,14 +229,14 @@ def clean(turn: Turn) -> None:
         _delete(turn, known.key, why)
 
 
-def _delete(turn: Turn, key: StepKey, why: str) -> None:
+def _delete(turn: StepContext, key: StepKey, why: str) -> None:
     reason = Reason("retention", f"checkpoint of step {key[0]}: {why}")
     turn.state.ledger.deleting[key] = turn.emit(
         DeleteCheckpoint, reason, step=key[0], written_by=key[1]
     )
 
 
-def deleted(turn: Turn, action: DeleteCheckpoint) -> None:
+def deleted(turn: StepContext, action: DeleteCheckpoint) -> None:
     ledger = turn.state.ledger
     key = (action.step, action.written_by)
     if ledger.deleting.get(key) == action.action_id:

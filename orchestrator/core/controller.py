@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..protocol import limits
-from ..protocol.spec import job_from_mapping
-from . import checkpoints, ending, invariants, launching, membership, recovery, staging, wishes
+from .. import limits
+from ..api.v1alpha1 import job_from_mapping
+from . import checkpoints, completion, invariants, launching, nodes, quiesce, recovery, requests
 from .actions import (
     AnyAction,
     CommitManifest,
@@ -25,21 +25,22 @@ from .actions import (
     RequestNodes,
     StageStep,
 )
+from .context import StepContext
 from .events import (
     ActionFailed,
     ActionSucceeded,
     ActionUnknown,
     AdjustRequested,
-    AllSilent,
     AnyEvent,
     CancelRequested,
-    ChaosInjected,
     CheckpointRefused,
     ControllerStarted,
+    FaultInjected,
     GroupStopped,
     HangDetected,
-    HeardAgain,
-    Heartbeat,
+    HeartbeatReceived,
+    HeartbeatsLost,
+    HeartbeatsRestored,
     JobSubmitted,
     NodeJoined,
     NodeLost,
@@ -48,14 +49,13 @@ from .events import (
     ResizeRequested,
     ResumeRequested,
     ShardPersisted,
-    StepsAdvanced,
+    StepCompleted,
     StragglerDetected,
     SuspendRequested,
     Tick,
     WorkerExited,
 )
 from .state import JobState
-from .turn import Turn
 
 FINISH_RETRY_S = 5.0
 
@@ -88,19 +88,19 @@ class Controller:
     def step(self, now_ns: int, event: AnyEvent) -> tuple[AnyAction, ...]:
         """Take a fact in. Same state, time and event: same actions. Raises AssertionError (broken
         invariant, illegal move) only for bugs of ours."""
-        if isinstance(event, Heartbeat):
+        if isinstance(event, HeartbeatReceived):
             return ()
         if isinstance(event, JobSubmitted):
             assert self._state is None, "a job is submitted once"
             return self._submit(now_ns, event)
         state = self.state
         state.now_ns = now_ns = max(now_ns, state.now_ns)
-        turn = Turn(state, now_ns)
+        turn = StepContext(state, now_ns)
         if state.terminal:
             self._after_the_end(turn, event)
         else:
             _NOTE.get(type(event), _ignore)(turn, event)
-            if isinstance(event, StepsAdvanced) and event.step_s > 0:
+            if isinstance(event, StepCompleted) and event.step_s > 0:
                 state.step_s = event.step_s
             _fire(turn)
             self._settle(turn)
@@ -114,24 +114,24 @@ class Controller:
         )
         self._state.placing = True
         self._state.intent = "suspend" if job.spec.suspend else "run"
-        turn = Turn(self._state, now_ns)
+        turn = StepContext(self._state, now_ns)
         self._settle(turn)
         return tuple(turn.actions)
 
-    def _settle(self, turn: Turn) -> None:
+    def _settle(self, turn: StepContext) -> None:
         """Do what the state asks for. Each look finds for itself whether there is work."""
         for look in _LOOKS:
             if not turn.state.terminal:
                 look(turn)
 
-    def _after_the_end(self, turn: Turn, event: AnyEvent) -> None:
+    def _after_the_end(self, turn: StepContext, event: AnyEvent) -> None:
         """Only FinishJob has a future."""
         state = turn.state
         match event:
             case ControllerStarted():
                 state.incarnation = event.incarnation
                 if state.finish_action is not None:
-                    ending.finish_again(turn, "its result was lost")
+                    completion.finish_again(turn, "its result was lost")
             case ActionSucceeded() if event.action_id == state.finish_action:
                 state.finish_action = None
                 state.inflight.clear()
@@ -139,54 +139,54 @@ class Controller:
                 turn.note(f"the job's end was not carried out: {event.detail}; trying again")
                 turn.arm("finish", FINISH_RETRY_S)
             case Tick() if turn.due("finish"):
-                ending.finish_again(turn, "once more")
+                completion.finish_again(turn, "once more")
             case _:
                 pass
 
 
 # -- what the state asks for ------------------------------------------------------------------
-def _conclude(turn: Turn) -> None:
+def _conclude(turn: StepContext) -> None:
     """A generation has ended on all its nodes."""
     state, stop = turn.state, turn.state.stop
     if stop is None or stop.waiting:
         return
     why_fail = recovery.conclude(turn)
     if stop.purpose == "finish" and state.intent == "run":
-        ending.trained(turn, stop)
+        completion.trained(turn, stop)
     elif state.intent == "run" and why_fail:
         budget = "budget is used up" in why_fail
-        ending.end_early(turn, "failed", "budget" if budget else "user-error", why_fail)
+        completion.end_early(turn, "failed", "budget" if budget else "user-error", why_fail)
     else:
         state.placing = True
         if state.intent == "run" and state.phase == "suspending":
             turn.move("recovering", "resume", "resumed before it was suspended")
 
 
-_LOOKS: tuple[Callable[[Turn], None], ...] = (
+_LOOKS: tuple[Callable[[StepContext], None], ...] = (
     _conclude,
-    wishes.follow_intent,
-    wishes.planned,
-    staging.drop,
-    ending.check_drain,
-    membership.recall_promised,
-    membership.request_missing,
+    requests.follow_intent,
+    requests.planned,
+    quiesce.drop,
+    completion.check_drain,
+    nodes.recall_promised,
+    nodes.request_missing,
     launching.place,
-    ending.park,
-    membership.release_surplus,
+    completion.park,
+    nodes.release_surplus,
 )
 
 
 # -- facts ------------------------------------------------------------------------------------
-def _ignore(turn: Turn, event: Any) -> None:
+def _ignore(turn: StepContext, event: Any) -> None:
     """Decides nothing."""
 
 
-def _chaos(turn: Turn, event: ChaosInjected) -> None:
+def _chaos(turn: StepContext, event: FaultInjected) -> None:
     turn.state.rehearsals[event.node] = turn.now
 
 
-def _joined(turn: Turn, event: NodeJoined) -> None:
-    broken = membership.joined(turn, event)
+def _joined(turn: StepContext, event: NodeJoined) -> None:
+    broken = nodes.joined(turn, event)
     if broken:
         stop = recovery.interrupt(turn, "failure", Reason("infrastructure", broken))
         if stop is not None:
@@ -194,30 +194,30 @@ def _joined(turn: Turn, event: NodeJoined) -> None:
     launching.all_launched(turn)
 
 
-def _lost(turn: Turn, event: NodeLost) -> None:
-    cause = membership.lost(turn, event)
+def _lost(turn: StepContext, event: NodeLost) -> None:
+    cause = nodes.lost(turn, event)
     if cause:
         recovery.lost_member(turn, event.node, cause, event.detail or event.cause)
 
 
-def _exited(turn: Turn, event: WorkerExited) -> None:
+def _exited(turn: StepContext, event: WorkerExited) -> None:
     if event.generation != turn.state.generation:
         turn.note(f"an exit of generation {event.generation} on {event.node}: not the current one")
         return
     recovery.worker_exited(turn, event.node, event.exit)
 
 
-def _stopped(turn: Turn, event: GroupStopped) -> None:
+def _stopped(turn: StepContext, event: GroupStopped) -> None:
     state = turn.state
     state.inflight.pop(event.action_id, None)
     if event.generation == state.generation and state.active:
         if state.stop is not None and event.node in state.stop.waiting:
             recovery.group_stopped(turn, event)
     else:
-        membership.stale_stopped(turn, event)
+        nodes.stale_stopped(turn, event)
 
 
-def _hang(turn: Turn, event: HangDetected) -> None:
+def _hang(turn: StepContext, event: HangDetected) -> None:
     state = turn.state
     if event.generation != state.generation or not state.active or state.stop is not None:
         return
@@ -227,52 +227,52 @@ def _hang(turn: Turn, event: HangDetected) -> None:
         stop.hang = (event.ranks, event.evidence)
 
 
-def _straggler(turn: Turn, event: StragglerDetected) -> None:
+def _straggler(turn: StepContext, event: StragglerDetected) -> None:
     turn.note(f"{event.node} is slow: {event.evidence}")
 
 
-def _succeeded(turn: Turn, event: ActionSucceeded) -> None:
+def _succeeded(turn: StepContext, event: ActionSucceeded) -> None:
     action = turn.state.inflight.pop(event.action_id, None)
     match action:
         case LaunchGroup():
             launching.launched(turn, action)
         case RequestNodes():
-            membership.request_granted(turn, action, event)
+            nodes.request_granted(turn, action, event)
         case CommitManifest():
             checkpoints.commit_succeeded(turn, action)
         case DeleteCheckpoint():
             checkpoints.deleted(turn, action)
         case StageStep():
-            staging.answered(turn, action)
+            quiesce.answered(turn, action)
         case _:
             pass
 
 
-def _failed(turn: Turn, event: ActionFailed) -> None:
+def _failed(turn: StepContext, event: ActionFailed) -> None:
     state = turn.state
     action = state.inflight.pop(event.action_id, None)
     match action:
         case LaunchGroup() if state.launching.get(action.node) == action.action_id:
             _launch_failed(turn, action.node, event.detail or "no detail given")
         case RequestNodes():
-            membership.request_failed(turn, action, event.detail)
+            nodes.request_failed(turn, action, event.detail)
         case ReleaseNode():
-            membership.release_failed(turn, action, event.detail)
+            nodes.release_failed(turn, action, event.detail)
         case CommitManifest():
             checkpoints.commit_failed(turn, action, event.detail)
         case DeleteCheckpoint():
             turn.note(f"step {action.step} was not deleted: {event.detail}")
             checkpoints.deleted(turn, action)
         case StageStep():
-            staging.answered(turn, action, event.detail)
+            quiesce.answered(turn, action, event.detail)
         case PersistStep() if state.drain is not None:
             turn.note(f"{action.node} did not write step {action.step}: {event.detail}")
-            turn.arm("drain", ending.PERSIST_RETRY_S)
+            turn.arm("drain", completion.PERSIST_RETRY_S)
         case _:
             pass
 
 
-def _unknown(turn: Turn, event: ActionUnknown) -> None:
+def _unknown(turn: StepContext, event: ActionUnknown) -> None:
     """The link broke before the result came. What concerns a node is said again when it comes back
     (membership.joined); the rest is repeated, it is idempotent."""
     action = turn.state.inflight.get(event.action_id)
@@ -282,48 +282,48 @@ def _unknown(turn: Turn, event: ActionUnknown) -> None:
         _failed(turn, ActionFailed(action_id=event.action_id, detail="result unknown"))
     elif isinstance(action, RequestNodes):
         turn.state.inflight.pop(event.action_id)
-        membership.request_unknown(turn)
+        nodes.request_unknown(turn)
     elif action is not None:
         turn.state.inflight.pop(event.action_id)
 
 
-def _launch_failed(turn: Turn, node: str, detail: str) -> None:
+def _launch_failed(turn: StepContext, node: str, detail: str) -> None:
     reason = Reason("infrastructure", f"{node} could not start its workers: {detail}")
     stop = recovery.interrupt(turn, "failure", reason)
     if stop is not None and stop.launch_failure is None:
         stop.launch_failure = (node, detail)
 
 
-def _refused(turn: Turn, event: CheckpointRefused) -> None:
+def _refused(turn: StepContext, event: CheckpointRefused) -> None:
     if checkpoints.refused(turn, event):
         stop = recovery.interrupt(turn, "failure", Reason("checkpoint", event.detail))
         if stop is not None:
             stop.refused = event.detail
 
 
-def _started(turn: Turn, event: ControllerStarted) -> None:
+def _started(turn: StepContext, event: ControllerStarted) -> None:
     state = turn.state
     first = state.incarnation == 0 and event.incarnation <= 1
     state.incarnation = event.incarnation
-    staging.end(turn)
+    quiesce.end(turn)
     if state.launches == 0 and event.committed:
         # Directories of an earlier job at the same path: never write into one of them.
         state.generation = max(state.generation, *(f.generation for f in event.committed))
     if not first:
-        for lost in membership.controller_started(turn, event.nodes):
+        for lost in nodes.controller_started(turn, event.nodes):
             _lost(turn, lost)
     checkpoints.observed(turn, event.committed)
     if state.drain is not None and not first:
-        turn.arm("persist", ending.final_timeout_s(state))
-        turn.arm("drain", ending.PERSIST_RETRY_S)
+        turn.arm("persist", completion.final_timeout_s(state))
+        turn.arm("drain", completion.PERSIST_RETRY_S)
 
 
-def _fire(turn: Turn) -> None:
+def _fire(turn: StepContext) -> None:
     """Deadlines. Those that only open a way (gather, grow, replacement, persist, preempt) are read
     where they matter."""
     state = turn.state
     if turn.due("rejoin"):
-        for lost in membership.rejoin_expired(turn):
+        for lost in nodes.rejoin_expired(turn):
             _lost(turn, lost)
     if turn.due("stop") and state.stop is not None:
         turn.disarm("stop")
@@ -340,42 +340,42 @@ def _fire(turn: Turn) -> None:
         limit = state.job.spec.active_deadline_s
         state.intent, state.asked = "deadline", f"it has run for its activeDeadline of {limit:g} s"
     if turn.due("cadence") and state.phase == "running":
-        ending.cadence_due(turn)
+        completion.cadence_due(turn)
     for name, act in _DUE:
         if turn.due(name):
             act(turn)
 
 
-_DUE: tuple[tuple[str, Callable[[Turn], None]], ...] = (
+_DUE: tuple[tuple[str, Callable[[StepContext], None]], ...] = (
     ("request", lambda turn: turn.disarm("request")),
-    ("expect", membership.expectation_expired),
-    ("release", membership.release_again),
+    ("expect", nodes.expectation_expired),
+    ("release", nodes.release_again),
     ("commit", checkpoints.retry_commits),
-    ("drain", ending.ask),
+    ("drain", completion.ask),
 )
 
-_NOTE: dict[type, Callable[[Turn, Any], None]] = {
-    ResizeRequested: wishes.resize,
-    AdjustRequested: wishes.adjust,
-    SuspendRequested: wishes.suspend,
-    ResumeRequested: wishes.resume,
-    CancelRequested: wishes.cancel,
-    ChaosInjected: _chaos,
+_NOTE: dict[type, Callable[[StepContext, Any], None]] = {
+    ResizeRequested: requests.resize,
+    AdjustRequested: requests.adjust,
+    SuspendRequested: requests.suspend,
+    ResumeRequested: requests.resume,
+    CancelRequested: requests.cancel,
+    FaultInjected: _chaos,
     NodeJoined: _joined,
     NodeLost: _lost,
-    PreemptionNoticed: lambda turn, event: membership.preemption_noticed(turn, event),
+    PreemptionNoticed: lambda turn, event: nodes.preemption_noticed(turn, event),
     WorkerExited: _exited,
-    StepsAdvanced: lambda turn, event: launching.advanced(turn, event),
+    StepCompleted: lambda turn, event: launching.advanced(turn, event),
     HangDetected: _hang,
     StragglerDetected: _straggler,
-    AllSilent: lambda turn, event: recovery.all_silent(turn, event),
-    HeardAgain: lambda turn, event: recovery.heard_again(turn, event),
+    HeartbeatsLost: lambda turn, event: recovery.all_silent(turn, event),
+    HeartbeatsRestored: lambda turn, event: recovery.heard_again(turn, event),
     ActionSucceeded: _succeeded,
     ActionFailed: _failed,
     ActionUnknown: _unknown,
     GroupStopped: _stopped,
     ShardPersisted: lambda turn, event: checkpoints.shard_persisted(turn, event),
-    PersistFailed: lambda turn, event: ending.persist_failed(turn, event),
+    PersistFailed: lambda turn, event: completion.persist_failed(turn, event),
     CheckpointRefused: _refused,
     ControllerStarted: _started,
 }

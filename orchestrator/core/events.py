@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..protocol import limits
+from .. import limits
 from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, WorkerBeat
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
@@ -61,7 +61,7 @@ class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
     by: str = ""
 
 
-class ChaosInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
+class FaultInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
     """A rehearsed failure, noted so that the report can say so. Decides nothing."""
 
     kind: str
@@ -104,7 +104,7 @@ class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     exit: Exit
 
 
-class StepsAdvanced(Event, frozen=True, kw_only=True, tag="steps-advanced"):
+class StepCompleted(Event, frozen=True, kw_only=True, tag="steps-advanced"):
     """Every rank has finished `step`. The first of a generation ends its start-up; later ones are
     sampled (limits.PROGRESS_JOURNAL_INTERVAL_S) for the report and decide nothing."""
 
@@ -136,7 +136,7 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
     evidence: str
 
 
-class AllSilent(Event, frozen=True, kw_only=True, tag="all-silent"):
+class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="all-silent"):
     """Verdict of the monitor: no node is heard of, so the reason may be on our side; nobody is
     given up for it yet."""
 
@@ -147,7 +147,7 @@ class AllSilent(Event, frozen=True, kw_only=True, tag="all-silent"):
     """After so much silence it is believed."""
 
 
-class HeardAgain(Event, frozen=True, kw_only=True, tag="heard-again"):
+class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heard-again"):
     """Verdict of the monitor: a silence of all nodes is over."""
 
     seconds: float
@@ -233,7 +233,7 @@ class Tick(Event, frozen=True, tag="tick"):
 
 
 # -- volatile: only the monitor sees it -------------------------------------------------------
-class Heartbeat(Event, frozen=True, kw_only=True, tag="heartbeat"):
+class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
     node: str
     generation: int
     workers: tuple[WorkerBeat, ...] = ()
@@ -243,9 +243,9 @@ class Heartbeat(Event, frozen=True, kw_only=True, tag="heartbeat"):
 AnyEvent = (
     JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
     | CancelRequested
-    | ChaosInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepsAdvanced
-    | HangDetected | StragglerDetected | AllSilent | HeardAgain
+    | FaultInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepCompleted
+    | HangDetected | StragglerDetected | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted
-    | Tick | Heartbeat
+    | Tick | HeartbeatReceived
 )  # fmt: skip

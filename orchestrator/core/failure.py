@@ -40,7 +40,7 @@ HOPELESS_TYPES = ("OtherModel",)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FailureEvidence:
     """What is known of one interruption."""
 
     exits: tuple[tuple[str, Exit], ...] = ()
@@ -97,10 +97,10 @@ def signature(exit: Exit) -> tuple[str, str, str, int]:
     return (exit.error_type, exit.error_message, last_frame(exit.traceback), exit.step)
 
 
-Match = Callable[[Facts], Failure | None]
+Match = Callable[[FailureEvidence], Failure | None]
 
 
-def _first(facts: Facts, wanted: Callable[[Exit], bool]) -> tuple[str, Exit] | None:
+def _first(facts: FailureEvidence, wanted: Callable[[Exit], bool]) -> tuple[str, Exit] | None:
     for node, exit in facts.exits:
         if is_failure(exit) and wanted(exit):
             return node, exit
@@ -122,13 +122,13 @@ def _signal(exit: Exit) -> str:
     return SIGNALS.get(number, f"signal {number}")
 
 
-def _others(facts: Facts, exit: Exit) -> str:
+def _others(facts: FailureEvidence, exit: Exit) -> str:
     secondary = sum(1 for _n, e in facts.exits if is_failure(e) and is_secondary(e) and e != exit)
     who = f"{secondary} peers" if secondary != 1 else "1 peer"
     return f"; {who} then lost the connection to it" if secondary else ""
 
 
-def _launch(facts: Facts) -> Failure | None:
+def _launch(facts: FailureEvidence) -> Failure | None:
     if facts.launch_failure is None:
         return None
     node, detail = facts.launch_failure
@@ -136,14 +136,14 @@ def _launch(facts: Facts) -> Failure | None:
     return Failure("infrastructure", "launch-failed", title, detail or "no detail given", node)
 
 
-def _refused(facts: Facts) -> Failure | None:
+def _refused(facts: FailureEvidence) -> Failure | None:
     if not facts.refused:
         return None
     title = "the checkpoint to start from is damaged"
     return Failure("infrastructure", "checkpoint-refused", title, facts.refused, damaged=True)
 
 
-def _preempted(facts: Facts) -> Failure | None:
+def _preempted(facts: FailureEvidence) -> Failure | None:
     for node, cause, detail in facts.lost:
         if cause == "preempted":
             return Failure("preemption", "preempted", f"{node} was preempted", detail, node)
@@ -158,7 +158,7 @@ def _preempted(facts: Facts) -> Failure | None:
     return None
 
 
-def _left_early(facts: Facts) -> Failure | None:
+def _left_early(facts: FailureEvidence) -> Failure | None:
     """Some ended in good order while the others went on until they hung or lost them."""
     early = [(n, e) for n, e in facts.exits if e.code == 0 and not e.by_us]
     primary = _first(facts, lambda e: not is_secondary(e))
@@ -171,7 +171,7 @@ def _left_early(facts: Facts) -> Failure | None:
     return Failure("user", "left-early", title, evidence, node, exit.rank, exit)
 
 
-def _hang(facts: Facts) -> Failure | None:
+def _hang(facts: FailureEvidence) -> Failure | None:
     if facts.hang is None or _first(facts, lambda e: not is_secondary(e)):
         return None
     suspects, evidence = facts.hang
@@ -181,12 +181,12 @@ def _hang(facts: Facts) -> Failure | None:
     return Failure("hang", "hang", title, evidence, node, rank)
 
 
-def _lost_first(facts: Facts) -> Failure | None:
+def _lost_first(facts: FailureEvidence) -> Failure | None:
     failure = _lost(facts) if facts.lost_first else None
     return replace(failure, rule="lost-first") if failure else None
 
 
-def _lost(facts: Facts) -> Failure | None:
+def _lost(facts: FailureEvidence) -> Failure | None:
     if not facts.lost:
         return None
     node, cause, detail = facts.lost[0]
@@ -195,7 +195,7 @@ def _lost(facts: Facts) -> Failure | None:
     return Failure("infrastructure", "node-lost", title, detail or cause, node)
 
 
-def _oom_kill(facts: Facts) -> Failure | None:
+def _oom_kill(facts: FailureEvidence) -> Failure | None:
     found = _first(facts, lambda e: e.out_of_memory and e.signal is not None)
     if found is None:
         return None
@@ -205,7 +205,7 @@ def _oom_kill(facts: Facts) -> Failure | None:
     return Failure("infrastructure", "out-of-memory-kill", title, evidence, node, exit.rank, exit)
 
 
-def _outside_signal(facts: Facts) -> Failure | None:
+def _outside_signal(facts: FailureEvidence) -> Failure | None:
     found = _first(facts, lambda e: e.signal is not None and e.signal not in CRASH_SIGNALS)
     if found is None:
         return None
@@ -220,7 +220,7 @@ def _raised(
 ) -> Match:
     """A rule about exceptions."""
 
-    def match(facts: Facts) -> Failure | None:
+    def match(facts: FailureEvidence) -> Failure | None:
         found = _first(facts, lambda e: bool(e.error_type) and not is_secondary(e) and wanted(e))
         if found is None:
             return None
@@ -241,7 +241,7 @@ def _device_error(exit: Exit) -> bool:
     return exit.error_type == "AcceleratorError" or any(word in text for word in DEVICE_WORDS)
 
 
-def _crash(facts: Facts) -> Failure | None:
+def _crash(facts: FailureEvidence) -> Failure | None:
     found = _first(facts, lambda e: e.signal in CRASH_SIGNALS and not is_secondary(e))
     if found is None:
         return None
@@ -251,7 +251,7 @@ def _crash(facts: Facts) -> Failure | None:
     return Failure("infrastructure", "native-crash", title, evidence, node, exit.rank, exit)
 
 
-def _exit_code(facts: Facts) -> Failure | None:
+def _exit_code(facts: FailureEvidence) -> Failure | None:
     found = _first(facts, lambda e: e.code not in (None, 0) and not is_secondary(e))
     if found is None:
         return None
@@ -261,7 +261,7 @@ def _exit_code(facts: Facts) -> Failure | None:
     return Failure("user", "exit-code", title, evidence, node, exit.rank, exit)
 
 
-def _network(facts: Facts) -> Failure | None:
+def _network(facts: FailureEvidence) -> Failure | None:
     found = _first(facts, is_secondary)
     if found is None:
         return None
@@ -272,7 +272,7 @@ def _network(facts: Facts) -> Failure | None:
     return Failure("infrastructure", "network", title, evidence, "", exit.rank, exit)
 
 
-def _unknown(facts: Facts) -> Failure | None:
+def _unknown(facts: FailureEvidence) -> Failure | None:
     return Failure("infrastructure", "unknown", "the job was interrupted", "no cause was reported")
 
 
@@ -304,7 +304,7 @@ TABLE: tuple[tuple[str, Match], ...] = (
 own explains its peers' network errors, a lost node explains everything that follows it."""
 
 
-def attribute(facts: Facts) -> Failure:
+def attribute(facts: FailureEvidence) -> Failure:
     """The first match of the table."""
     for _name, match in TABLE:
         failure = match(facts)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ..protocol.errors import HoldfastError
+from ..errors import HoldfastError
 from .events import AnyEvent
 
 FRAME = struct.Struct("<III")

@@ -6,13 +6,14 @@ Owns: the wait for nodes and the launch. Must not: say why the last generation e
 from __future__ import annotations
 
 from ..protocol.facts import Membership, Restore
-from . import arrivals
+from . import provisioning
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
-from .ending import end_early, end_parking
-from .events import StepsAdvanced
-from .membership import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
-from .ranks import (
+from .completion import end_early, end_parking
+from .context import StepContext
+from .events import StepCompleted
+from .nodes import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
+from .rank_assignment import (
     assign,
     buddies,
     mesh_for,
@@ -22,7 +23,6 @@ from .ranks import (
     seats_for,
 )
 from .state import IncidentRecord, JobState
-from .turn import Turn
 
 LAUNCH_TIMEOUT_S = 15.0
 """A fork takes milliseconds; after this a launch is said again, and after twice this it failed."""
@@ -30,7 +30,7 @@ MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
 
-def place(turn: Turn) -> None:
+def place(turn: StepContext) -> None:
     """Launch now, or wait for nodes and say so."""
     state = turn.state
     if not state.placing or state.intent != "run":
@@ -43,7 +43,7 @@ def place(turn: Turn) -> None:
     elif awaiting_rejoin(state):
         return
     elif state.phase == "recovering":
-        if arrivals.worth_a_wait(turn) or (not possible and arrivals.may_wait(turn)):
+        if provisioning.worth_a_wait(turn) or (not possible and provisioning.may_wait(turn)):
             return
         if possible:
             _launch(turn, possible)
@@ -58,13 +58,13 @@ def place(turn: Turn) -> None:
             _launch(turn, possible)
 
 
-def _wait(turn: Turn) -> None:
+def _wait(turn: StepContext) -> None:
     state, limit = turn.state, turn.state.job.spec.recovery.capacity_timeout_s
     here, wanted = len(usable(state)), state.min_nodes
     room = f"; {state.why_no_room or 'the backend had no room'}" if state.no_room else ""
     what = (
         f"{here} usable, {wanted} needed at least, "
-        f"{state.expected_nodes} on their way{room}{arrivals.why_none_comes(state)}"
+        f"{state.expected_nodes} on their way{room}{provisioning.why_none_comes(state)}"
     )
     turn.move("pending", "capacity", f"waiting for nodes: {what}")
     if limit is None:
@@ -75,7 +75,7 @@ def _wait(turn: Turn) -> None:
         end_early(turn, "failed", "capacity", text)
 
 
-def _launch(turn: Turn, size: int) -> None:
+def _launch(turn: StepContext, size: int) -> None:
     state, spec = turn.state, turn.state.job.spec
     mesh = mesh_for(state.job, size)
     assert mesh is not None
@@ -98,7 +98,7 @@ def _launch(turn: Turn, size: int) -> None:
     )
     decision = _describe(state, before, members, restore)
     if len(members) < len(before):
-        decision += arrivals.why_no_wait(turn)
+        decision += provisioning.why_no_wait(turn)
     _begin_generation(turn, membership, members, restore)
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
@@ -127,7 +127,7 @@ def _launch(turn: Turn, size: int) -> None:
 
 
 def _begin_generation(
-    turn: Turn, membership: Membership, members: tuple[str, ...], restore: Restore | None
+    turn: StepContext, membership: Membership, members: tuple[str, ...], restore: Restore | None
 ) -> None:
     state = turn.state
     end_parking(turn)
@@ -185,7 +185,7 @@ def _describe(
 
 
 def _fill_incident(
-    turn: Turn, incident: IncidentRecord | None, membership: Membership, decision: str
+    turn: StepContext, incident: IncidentRecord | None, membership: Membership, decision: str
 ) -> None:
     if incident is None or incident.generation_after is not None:
         return
@@ -202,14 +202,14 @@ def _fill_incident(
 
 
 # -- the launch's results ---------------------------------------------------------------------
-def launched(turn: Turn, action: LaunchGroup) -> None:
+def launched(turn: StepContext, action: LaunchGroup) -> None:
     state = turn.state
     if state.launching.get(action.node) == action.action_id:
         del state.launching[action.node]
     all_launched(turn)
 
 
-def all_launched(turn: Turn) -> None:
+def all_launched(turn: StepContext) -> None:
     """Once every node has started its workers; a script's progress is unknown, so it runs now."""
     state = turn.state
     if state.launching or not state.active or state.stop is not None:
@@ -223,7 +223,7 @@ def all_launched(turn: Turn) -> None:
         turn.move("running", state.reason.code, f"all workers run, on {where}")
 
 
-def say_again(turn: Turn) -> None:
+def say_again(turn: StepContext) -> None:
     """Nodes that have not answered a launch."""
     turn.disarm("launch")
     turn.arm("launch-again", LAUNCH_TIMEOUT_S)
@@ -232,7 +232,7 @@ def say_again(turn: Turn) -> None:
         turn.state.launching[name] = turn.emit_again(turn.state.launch[name], reason)
 
 
-def advanced(turn: Turn, event: StepsAdvanced) -> None:
+def advanced(turn: StepContext, event: StepCompleted) -> None:
     """All ranks have finished a step: the first one ends the start-up."""
     state = turn.state
     if event.generation != state.generation or not state.active:

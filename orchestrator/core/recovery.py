@@ -6,26 +6,26 @@ Must not: choose nodes (launching.py) or write checkpoints.
 
 from __future__ import annotations
 
-from ..protocol import limits
+from .. import limits
+from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from ..protocol.spec import Budget
-from . import staging
+from . import quiesce
 from .actions import Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory
-from .events import AllSilent, GroupStopped, HeardAgain
+from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds
+from .events import GroupStopped, HeartbeatsLost, HeartbeatsRestored
 from .failure import (
     HOPELESS_TYPES,
-    Facts,
     Failure,
+    FailureEvidence,
     attribute,
     is_failure,
     is_secondary,
     signature,
     when,
 )
-from .state import FailureClass, IncidentRecord, JobState, Purpose, Stop
-from .transitions import Phase
-from .turn import MAX_INCIDENTS, SECOND_NS, Turn, seconds
+from .state import FailureClass, IncidentRecord, JobState, PendingStop, Purpose
+from .transitions import JobPhase
 
 REHEARSAL_WINDOW_S = 60.0
 """A failure on a node this soon after somebody injected one there is the rehearsed one."""
@@ -42,7 +42,7 @@ NOT_THE_NODE = (
 )  # fmt: skip
 # Failures after which the machine is known to be of no use.
 NO_SECOND_CHANCE = ("device-missing",)
-PHASE_OF: dict[Purpose, Phase] = {
+PHASE_OF: dict[Purpose, JobPhase] = {
     "failure": "recovering", "resize": "recovering", "preemption": "recovering",
     "suspend": "suspending", "cancel": "finishing", "deadline": "finishing",
     "finish": "finishing",
@@ -51,12 +51,12 @@ PHASE_OF: dict[Purpose, Phase] = {
 
 # -- interrupting -----------------------------------------------------------------------------
 def interrupt(
-    turn: Turn,
+    turn: StepContext,
     purpose: Purpose,
     reason: Reason,
     *,
     stacks: bool = False,
-) -> Stop | None:
+) -> PendingStop | None:
     """Stop the current generation on all its nodes; None when none runs, or when a step is staged
     before: ask again with every turn.
 
@@ -67,9 +67,9 @@ def interrupt(
         return None
     if state.stop is not None:
         return state.stop
-    if staging.is_awaited(turn, purpose, reason):
+    if quiesce.is_awaited(turn, purpose, reason):
         return None
-    staging.end(turn)
+    quiesce.end(turn)
     spec = state.job.spec
     planned = purpose not in ("failure", "finish")
     own_loop = spec.entrypoint.recipe is None
@@ -79,7 +79,7 @@ def interrupt(
         known = [n.leaves_ns for n in state.nodes.values() if n.leaves_ns is not None]
         left_s = (min(known) - turn.now) / SECOND_NS if known else grace_s
         grace_s = max(0.0, min(grace_s, left_s / 2 if known else left_s))
-    stop = Stop(purpose, reason, turn.now, stacks, grace_s)
+    stop = PendingStop(purpose, reason, turn.now, stacks, grace_s)
     state.stop = stop
     if purpose != "finish":
         _open_incident(turn, purpose, reason)
@@ -96,7 +96,7 @@ def interrupt(
     return stop
 
 
-def _open_incident(turn: Turn, purpose: Purpose, reason: Reason) -> None:
+def _open_incident(turn: StepContext, purpose: Purpose, reason: Reason) -> None:
     state = turn.state
     state.num_incidents += 1
     state.incidents.append(
@@ -116,7 +116,7 @@ def _open_incident(turn: Turn, purpose: Purpose, reason: Reason) -> None:
         old.traceback, old.stacks = "", {}
 
 
-def worker_exited(turn: Turn, node: str, exit: Exit) -> None:
+def worker_exited(turn: StepContext, node: str, exit: Exit) -> None:
     """Note how a worker of the current generation ended; a failure stops the others."""
     state = turn.state
     if exit.rank in state.exits or not state.active:
@@ -128,7 +128,7 @@ def worker_exited(turn: Turn, node: str, exit: Exit) -> None:
         interrupt(turn, "failure", Reason("infrastructure", text))
 
 
-def lost_member(turn: Turn, node: str, cause: str, detail: str) -> None:
+def lost_member(turn: StepContext, node: str, cause: str, detail: str) -> None:
     """A node of the current generation is no more."""
     state = turn.state
     first = state.stop is None
@@ -141,7 +141,7 @@ def lost_member(turn: Turn, node: str, cause: str, detail: str) -> None:
     turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
-def all_silent(turn: Turn, event: AllSilent) -> None:
+def all_silent(turn: StepContext, event: HeartbeatsLost) -> None:
     """Nothing is done about it: doubt is about ourselves. People should know all the same."""
     whom = f"none of {event.nodes} nodes is" if event.nodes != 1 else "the only node is not"
     _say(
@@ -151,17 +151,17 @@ def all_silent(turn: Turn, event: AllSilent) -> None:
     )
 
 
-def heard_again(turn: Turn, event: HeardAgain) -> None:
+def heard_again(turn: StepContext, event: HeartbeatsRestored) -> None:
     _say(turn, f"nodes are heard of again, after {event.seconds:.1f} s in which none was")
 
 
-def _say(turn: Turn, text: str) -> None:
+def _say(turn: StepContext, text: str) -> None:
     turn.note(text)
     if turn.state.phase == "running":
         turn.move("running", turn.state.reason.code, text)
 
 
-def group_stopped(turn: Turn, event: GroupStopped) -> None:
+def group_stopped(turn: StepContext, event: GroupStopped) -> None:
     """Nothing of the generation runs on this node any more; this is what is left."""
     state, stop = turn.state, turn.state.stop
     assert stop is not None
@@ -176,7 +176,7 @@ def group_stopped(turn: Turn, event: GroupStopped) -> None:
 
 
 # -- concluding -------------------------------------------------------------------------------
-def conclude(turn: Turn) -> str:
+def conclude(turn: StepContext) -> str:
     """All nodes have stopped (or are lost). Returns why the job must fail; empty: go on."""
     state, stop = turn.state, turn.state.stop
     assert stop is not None and not stop.waiting
@@ -220,10 +220,10 @@ def _within_bound(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, s
     return {stack.rank: stack.text for stack in stacks if stack.rank in kept}
 
 
-def _judge(turn: Turn, stop: Stop, incident: IncidentRecord) -> str:
+def _judge(turn: StepContext, stop: PendingStop, incident: IncidentRecord) -> str:
     state = turn.state
     failure = attribute(
-        Facts(
+        FailureEvidence(
             exits=tuple(state.exits.values()),
             lost=tuple((node, *why) for node, why in stop.lost.items()),
             lost_first=stop.lost_first,
@@ -254,7 +254,7 @@ def _code(failure: Failure) -> ReasonCode:
     return "user-error" if failure.failure_class == "user" else failure.failure_class
 
 
-def _doubt_the_state(turn: Turn, failure: Failure) -> None:
+def _doubt_the_state(turn: StepContext, failure: Failure) -> None:
     """A state from which generations fail before their first step may be bad itself."""
     state = turn.state
     restore = state.membership.restore if state.membership else None
@@ -270,7 +270,7 @@ def _doubt_the_state(turn: Turn, failure: Failure) -> None:
                 known.refused = True
 
 
-def _strike(turn: Turn, failure: Failure) -> None:
+def _strike(turn: StepContext, failure: Failure) -> None:
     """Machines that are blamed again and again are not used again."""
     state, node = turn.state, failure.culprit_node
     if not node or failure.failure_class not in ("infrastructure", "hang"):
@@ -290,7 +290,7 @@ def _strike(turn: Turn, failure: Failure) -> None:
         turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
-def _same_mistake(turn: Turn, failure: Failure) -> str:
+def _same_mistake(turn: StepContext, failure: Failure) -> str:
     """Why a restart is no use: the same exception at the same step twice is a bug, not bad luck."""
     state, exit = turn.state, failure.exit
     if exit is None or not exit.error_type or is_secondary(exit):
@@ -316,7 +316,7 @@ def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
     return budget
 
 
-def _charge(turn: Turn, failure_class: FailureClass, failure: Failure | None = None) -> str:
+def _charge(turn: StepContext, failure_class: FailureClass, failure: Failure | None = None) -> str:
     """Charge a restart; returns why there can be none."""
     state, budget = turn.state, budget_of(turn.state, failure_class)
     window = seconds(budget.window_s)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..protocol import limits
+from .. import limits
+from ..api.v1alpha1 import TrainingJob
 from ..protocol.facts import Exit, Membership, NodeFacts, ShardFile, Stack, StagedShard
 from ..protocol.mesh import Mesh
-from ..protocol.spec import TrainingJob
 from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
-from .transitions import Phase
+from .transitions import JobPhase
 
 FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
@@ -28,7 +28,7 @@ StepKey = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Node:
+class NodeRecord:
     """An agent that has joined and is not lost."""
 
     name: str
@@ -51,7 +51,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Staging:
+class Quiesce:
     """A step that all ranks are asked to stage before a planned interruption."""
 
     step: int
@@ -62,7 +62,7 @@ class Staging:
 
 
 @dataclass(slots=True)
-class Stop:
+class PendingStop:
     """A generation that is being ended, and what is known of why."""
 
     purpose: Purpose
@@ -146,7 +146,7 @@ class CommittedCheckpoint:
 
 
 @dataclass(slots=True)
-class Ledger:
+class CheckpointCatalog:
     """What the storage tier holds, as far as manifests and reports say."""
 
     pending: dict[StepKey, PendingCheckpoint] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class JobState:
     now_ns: int
     checkpoint_path: str = ""
     """As submitted."""
-    phase: Phase = "pending"
+    phase: JobPhase = "pending"
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"
     asked: str = ""
@@ -206,7 +206,7 @@ class JobState:
     inflight: dict[int, AnyAction] = field(default_factory=dict)
     timers: dict[str, int] = field(default_factory=dict)
 
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     """Nodes that were lost or given back -> why. Names are never used again."""
     unreleased: dict[str, str] = field(default_factory=dict)
@@ -251,8 +251,8 @@ class JobState:
     """When that was heard."""
     step: int = -1
     """The last step known to be finished by all ranks."""
-    staging: Staging | None = None
-    stop: Stop | None = None
+    staging: Quiesce | None = None
+    stop: PendingStop | None = None
     placing: bool = False
     """Nothing runs and a new generation is wanted."""
     deadline_left_s: float | None = None
@@ -266,7 +266,7 @@ class JobState:
     """(type, message, last frame, step) -> how often."""
     rehearsals: dict[str, int] = field(default_factory=dict)
     """Node -> when somebody injected a failure there."""
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: CheckpointCatalog = field(default_factory=CheckpointCatalog)
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-Phase = Literal[
+JobPhase = Literal[
     "pending", "starting", "running", "recovering", "finishing",
     "suspending", "suspended", "succeeded", "failed", "cancelled",
 ]  # fmt: skip
 
-MEANING: dict[Phase, str] = {
+MEANING: dict[JobPhase, str] = {
     "pending": "no workers; waiting for nodes",
     "starting": "first launch under way; no step finished yet",
     "running": "training",
@@ -25,7 +25,7 @@ MEANING: dict[Phase, str] = {
     "cancelled": "ended on request",
 }
 
-MOVES: dict[Phase, tuple[Phase, ...]] = {
+MOVES: dict[JobPhase, tuple[JobPhase, ...]] = {
     "pending": ("starting", "suspending", "suspended", "finishing", "failed", "cancelled"),
     "starting": ("running", "recovering", "finishing", "suspending", "pending"),
     "running": ("recovering", "finishing", "suspending"),
@@ -45,7 +45,7 @@ class IllegalMove(AssertionError):
     """A move that the table does not have: our own bug."""
 
 
-def check_move(now: Phase, then: Phase) -> None:
+def check_move(now: JobPhase, then: JobPhase) -> None:
     """Raises IllegalMove for a move that the table does not have."""
     if then not in MOVES[now]:
         legal = ", ".join(MOVES[now]) or "nothing"
@@ -61,7 +61,7 @@ def diagram() -> str:
 
 
 def page() -> str:
-    """docs/state-machine.md, generated: `python -m orchestrator.core.transitions > FILE`."""
+    """docs/state-machine.md: `python -m holdfast.orchestrator.core.transitions > FILE`."""
     rows = [f"| `{phase}` | {meaning} |" for phase, meaning in MEANING.items()]
     return "\n".join(
         [
@@ -69,7 +69,7 @@ def page() -> str:
             "",
             "Generated from `orchestrator/core/transitions.py`; a test compares the two. To change",
             "it: change the table, then run",
-            "`python -m orchestrator.core.transitions > docs/state-machine.md`.",
+            "`python -m holdfast.orchestrator.core.transitions > docs/state-machine.md`.",
             "",
             "| phase | meaning |",
             "|---|---|",

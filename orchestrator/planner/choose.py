@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from ..api.v1alpha1 import TrainingJob
 from ..protocol.mesh import Mesh
-from ..protocol.spec import TrainingJob
 from .memory import USABLE, device_bytes, model_state_bytes, table
 from .model import count_parameters
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..api.v1alpha1 import TrainingJob
 from ..protocol.mesh import Mesh
-from ..protocol.spec import TrainingJob
 from .memory import num_micro_batches, parameter_bytes
 from .model import count_parameters
 

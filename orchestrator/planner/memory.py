@@ -17,10 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from ..protocol import limits
+from .. import limits
+from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.recipe import Pretrain
 from ..protocol.mesh import Mesh
-from ..protocol.spec import TrainingJob
-from ..protocol.spec.recipe import Pretrain
 from .model import Counts, count_parameters
 
 STATE_BYTES = 16
@@ -35,7 +35,7 @@ USABLE = 0.8
 Where = Literal["device", "node", "storage"]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MemoryEstimate(msgspec.Struct, frozen=True):
     """One line of the table: bytes of one worker (device), node, or checkpoint (storage)."""
 
     what: str
@@ -70,7 +70,7 @@ def model_state_bytes(counts: Counts, num_shards: int) -> int:
     return -(-STATE_BYTES * counts.total // num_shards)
 
 
-def table(job: TrainingJob, mesh: Mesh) -> tuple[Memory, ...]:
+def table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
     """All lines for a recipe; empty for scripts and modules, whose model we do not know."""
     if job.spec.entrypoint.recipe is None:
         return ()
@@ -83,30 +83,30 @@ def table(job: TrainingJob, mesh: Mesh) -> tuple[Memory, ...]:
     )
 
 
-def device_bytes(rows: tuple[Memory, ...]) -> int:
+def device_bytes(rows: tuple[MemoryEstimate, ...]) -> int:
     """Peak of one worker's device: the sum of its lines."""
     return sum(row.num_bytes for row in rows if row.where == "device")
 
 
-def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[Memory]:
+def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
     parallelism, width = job.spec.parallelism, parameter_bytes(job)
     total = counts.total
     offload = parallelism.offload == "cpu"
     formula = f"{STATE_BYTES} P / S = 16 x {total:,} / {mesh.num_shards}"
     states = model_state_bytes(counts, mesh.num_shards)
     what = "model states: fp32 shards, gradients, AdamW moments"
-    rows = [Memory(what, "node" if offload else "device", states, formula, exact=True)]
+    rows = [MemoryEstimate(what, "node" if offload else "device", states, formula, exact=True)]
     keep = parallelism.reshard_after_forward
     if mesh.shard > 1 and keep is False:
         formula = f"{width} P: reshardAfterForward is false"
-        rows.append(Memory("gathered parameters", "device", width * total, formula))
+        rows.append(MemoryEstimate("gathered parameters", "device", width * total, formula))
     elif mesh.shard > 1 and keep is not True and keep > 1:
         formula = f"{width} P / {keep}: reshardAfterForward is {keep}"
-        rows.append(Memory("gathered parameters", "device", width * total // keep, formula))
+        rows.append(MemoryEstimate("gathered parameters", "device", width * total // keep, formula))
     return rows
 
 
-def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> list[Memory]:
+def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> list[MemoryEstimate]:
     model, width = settings.model, parameter_bytes(job)
     s, b, h = settings.data.sequence_length, micro_batch(settings, mesh), model.dim
     rows = []
@@ -115,7 +115,7 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
         factor = 3 * width + 4
         size = factor * counts.largest_block
         formula = f"{factor} x the largest block ({counts.largest_block:,})"
-        rows.append(Memory("transient parameters and gradients", "device", size, formula))
+        rows.append(MemoryEstimate("transient parameters and gradients", "device", size, formula))
     # 28 + 8f/h bytes per element were fitted in bfloat16; float32 doubles them.
     scale = width / 2
     layer = scale * s * b * h * (28 + 8 * model.ffn / h)
@@ -131,16 +131,18 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
         formula = f"L sbh(28 + 8f/h); L {model.num_layers}, s {s}, b {b}, h {h}, f {model.ffn}"
     if scale != 1:
         formula += f"; x {scale:g} for float32"
-    rows.append(Memory("activations", "device", size, formula))
+    rows.append(MemoryEstimate("activations", "device", size, formula))
     size = 12 * s * b * model.vocab_size
     formula = f"12 sbV: fp32 cross-entropy; V {model.vocab_size}"
-    rows.append(Memory("logits", "device", size, formula))
+    rows.append(MemoryEstimate("logits", "device", size, formula))
     if job.spec.resources.gpu:
-        rows.append(Memory("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job"))
+        rows.append(
+            MemoryEstimate("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job")
+        )
     return rows
 
 
-def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[Memory]:
+def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
     checkpoint, workers = job.spec.checkpoint, job.spec.workers_per_node
     shard = -(-CHECKPOINT_BYTES * counts.total // mesh.num_shards)
     rows = []
@@ -148,14 +150,16 @@ def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[Memory]:
         buffers = limits.STAGING_BUFFERS
         size = buffers * shard * workers
         formula = f"{workers} workers x {buffers} buffers x 12 P / {mesh.num_shards}"
-        rows.append(Memory("memory tier: staged checkpoints", "node", size, formula, exact=True))
+        rows.append(
+            MemoryEstimate("memory tier: staged checkpoints", "node", size, formula, exact=True)
+        )
         if needs_buddy(job, mesh):
             copies = 3  # two are kept; the buffer that one arrives in stays for the next
             formula = f"{workers} workers x {copies} copies x 12 P / {mesh.num_shards}"
             size = copies * shard * workers
-            rows.append(Memory("memory tier: copies for the buddy", "node", size, formula))
+            rows.append(MemoryEstimate("memory tier: copies for the buddy", "node", size, formula))
     size = CHECKPOINT_BYTES * counts.total
-    rows.append(Memory("one checkpoint", "storage", size, "12 P", exact=True))
+    rows.append(MemoryEstimate("one checkpoint", "storage", size, "12 P", exact=True))
     return rows
 
 

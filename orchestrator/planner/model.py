@@ -1,13 +1,13 @@
 """The recipe's transformer in numbers: parameters by block, FLOPs of a token.
 
-Owns: the counts. They must equal those of workers/models (a test compares). Must not: know meshes.
+Owns: the counts. They equal those of workers/training/models (tested). Must not: know meshes.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ..protocol.spec.recipe import Model, Pretrain
+from ..api.v1alpha1.recipe import Model, Pretrain
 
 
 class Counts(msgspec.Struct, frozen=True):

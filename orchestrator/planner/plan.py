@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
+from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.env import shown
 from ..protocol.environment import Setting, explain_environment
 from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
-from ..protocol.spec import TrainingJob
-from ..protocol.spec.env import shown
 from . import communication, memory
 from .choose import choose_mesh, num_nodes_used
 from .model import count_parameters, flops_per_token
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_step: float | None = None
     micro_batch: int | None = None
     num_micro_batches: int | None = None
-    memory: tuple[memory.Memory, ...] = ()
+    memory: tuple[memory.MemoryEstimate, ...] = ()
     traffic: tuple[communication.Traffic, ...] = ()
     device_memory_bytes: int | None = None
     warnings: tuple[str, ...] = ()

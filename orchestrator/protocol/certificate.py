@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from . import limits
+from .. import limits
 
 VALID_DAYS = 3650
 BACKDATED = datetime.timedelta(hours=1)
@@ -27,7 +27,7 @@ BACKDATED = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Keys:
+class TlsKeyPair:
     """Shows nothing of itself in logs."""
 
     token: str
@@ -40,7 +40,7 @@ class Keys:
         return "Keys(...)"
 
 
-def make_keys(tls_name: str) -> Keys:
+def make_keys(tls_name: str) -> TlsKeyPair:
     """A fresh token and certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     # A common name may have 64 characters; what counts is the alternative name.
@@ -59,7 +59,7 @@ def make_keys(tls_name: str) -> Keys:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    return Keys(
+    return TlsKeyPair(
         token=secrets.token_hex(limits.TOKEN_BYTES),
         certificate=certificate.public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(

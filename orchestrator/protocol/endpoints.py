@@ -5,7 +5,7 @@ Owns: reading the list. Must not: look anything up.
 
 from __future__ import annotations
 
-from .errors import Problem, UserError
+from ..errors import Problem, UserError
 
 Endpoint = tuple[str, int]
 """(host name or IP address, port)."""

@@ -13,17 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from . import limits
-from .fabric import (
-    Setting,
-    Source,
-    choose_profile,
-    is_loopback,
-    nccl_settings,
-    socket_settings,
-)
+from .. import limits
+from ..api.v1alpha1 import TrainingJob
+from .fabric import Setting, Source, choose_profile, is_loopback, nccl_settings, socket_settings
 from .facts import Membership, NodeFacts, WorkerSeat
-from .spec import TrainingJob
 
 __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 

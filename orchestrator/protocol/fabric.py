@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from ..api.v1alpha1.workload import Fabric
 from .facts import NodeFacts
-from .spec.workload import Fabric
 
 Profile = Literal["tcp", "roce", "ib", "efa", "nvlink-only"]
 Source = Literal["contract", "resources", "fabric", "recovery", "user"]

@@ -12,7 +12,7 @@ import msgspec
 
 from .mesh import Mesh
 
-Phase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
+WorkerPhase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
 """What a worker says it is doing. Only `train` is held to the learned hang limit."""
 
 
@@ -78,7 +78,7 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker is. `step` is the last one it finished; progress means that it moved."""
 
     rank: int
-    phase: Phase = "start"
+    phase: WorkerPhase = "start"
     step: int = -1
     ticks: int = 0
     """Grows with every sign of progress, also within a step (micro-batches, phases)."""
@@ -143,7 +143,7 @@ class WorkerSeat(msgspec.Struct, frozen=True):
     """This rank's agent writes the shard to storage (one of each replicate group does)."""
 
 
-class ShardSource(msgspec.Struct, frozen=True):
+class ShardLocation(msgspec.Struct, frozen=True):
     """Where a shard can be had from memory."""
 
     shard: int
@@ -159,7 +159,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """The generation that wrote the state."""
     num_shards: int
-    sources: tuple[ShardSource, ...] = ()
+    sources: tuple[ShardLocation, ...] = ()
     directory: str = ""
     """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
 

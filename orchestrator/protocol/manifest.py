@@ -9,7 +9,7 @@ Owns: the directory layout of the storage tier and the manifest's format. Must n
         manifest.json                   written last, atomically, by the controller
 
 Every shard file is a safetensors file whose header says, for each tensor, the part of the global
-tensor that it holds (see workers.checkpoint.layout), so a manifest only has to name files, their
+tensor that it holds (workers/checkpoint/layout.py), so a manifest only has to name files, their
 lengths and their checksums. Readers trust nothing that no manifest names.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from . import limits
+from .. import limits
 from .facts import (
     Exit,
     Membership,
@@ -63,7 +63,7 @@ class Launched(Message, frozen=True, kw_only=True, tag="launched"):
     detail: str = ""
 
 
-class WorkerExited(Message, frozen=True, kw_only=True, tag="worker-exited"):
+class WorkerExitReport(Message, frozen=True, kw_only=True, tag="worker-exited"):
     generation: int
     exit: Exit
 
@@ -79,7 +79,7 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     offered_port: int = 0
 
 
-class Staged(Message, frozen=True, kw_only=True, tag="staged"):
+class ShardStaged(Message, frozen=True, kw_only=True, tag="staged"):
     """Result of Stage."""
 
     action_id: int
@@ -95,7 +95,7 @@ class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
     seconds: float
 
 
-class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
+class ShardPersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     generation: int
     step: int
     shard: int
@@ -104,7 +104,7 @@ class PersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed"):
     """False: nothing was written because there was nothing to write, or no time for it."""
 
 
-class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
+class NodeLeaving(Message, frozen=True, kw_only=True, tag="leaving"):
     """This node will be taken away (SIGTERM). It serves on until it is told Shutdown, or until
     `grace_s` seconds from now; said again after every Welcome."""
 
@@ -137,7 +137,7 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     final: bool
 
 
-class Launch(Message, frozen=True, kw_only=True, tag="launch"):
+class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     """Fork these workers. Idempotent: a generation that already runs here answers Launched."""
 
     action_id: int
@@ -152,7 +152,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     """Write every Nth step to storage unasked; 0: only on Persist."""
 
 
-class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     """End all workers of a generation: SIGTERM, then SIGKILL after grace_s (0: at once)."""
 
     action_id: int
@@ -223,10 +223,12 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 FromAgent = (
-    Hello | Heartbeat | Launched | WorkerExited | Stopped | Staged | Persisted | PersistFailed
-    | Leaving | AgentEvent
+    Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | Persisted
+    | ShardPersistFailed    | NodeLeaving | AgentEvent
 )  # fmt: skip
-ToAgent = Welcome | Refused | Launch | Stop | Stage | Persist | Committed | Chaos | Shutdown
+ToAgent = (
+    Welcome | Refused | LaunchWorkers | StopWorkers | Stage | Persist | Committed | Chaos | Shutdown
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 AnyMessage = FromAgent | ToAgent | Request | Reply

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .errors import HoldfastError
+from ..errors import HoldfastError
 
 CERTIFICATE_NAME = "tls.crt"
 KEY_NAME = "tls.key"

@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..api.v1alpha1 import TrainingJob
 from ..core.actions import AnyAction
 from ..core.controller import Controller
-from ..core.events import AnyEvent, Heartbeat, NodeJoined, Tick
-from ..core.health import Monitor
+from ..core.events import AnyEvent, HeartbeatReceived, NodeJoined, Tick
 from ..core.journal import Journal
-from ..core.transitions import Phase
-from ..protocol.spec import TrainingJob
+from ..core.progress_monitor import ProgressMonitor
+from ..core.transitions import JobPhase
 from . import snapshot
 from .clock import Clock
-from .story import Story
+from .observe.projection import JobProjection
 
 NS = 1_000_000_000
 SPIN_GUARD_NS = 10_000_000
@@ -50,8 +50,8 @@ class Driver:
         self._journal: Journal | None = None
         self._carry_out, self._on_change = carry_out, on_change
         self.controller = Controller()
-        self._monitor = Monitor(job, self.controller)
-        self.story = Story(job)
+        self._monitor = ProgressMonitor(job, self.controller)
+        self.story = JobProjection(job)
         self.num_events = 0
         """Absorbed by this driver, heartbeats left out."""
         self._queue: deque[Queued] = deque()
@@ -66,8 +66,8 @@ class Driver:
         if journal.snapshot is not None:
             state, memory = snapshot.decode(journal.snapshot)
             self.controller = Controller(state)
-            self._monitor = Monitor(self._job, self.controller)
-            self.story = Story(self._job, memory, state)
+            self._monitor = ProgressMonitor(self._job, self.controller)
+            self.story = JobProjection(self._job, memory, state)
             journal.snapshot = None
         count = len(journal.records)
         for now_ns, event in journal.records:
@@ -96,7 +96,7 @@ class Driver:
 
     def _put(self, event: AnyEvent, done: asyncio.Future[None] | None) -> None:
         now_ns = self._clock.now_ns()
-        if isinstance(event, Heartbeat | NodeJoined):
+        if isinstance(event, HeartbeatReceived | NodeJoined):
             self._monitor.arrived(now_ns, event.node)
         self._queue.append(Queued(now_ns, event, done))
         self._wake.set()
@@ -167,7 +167,7 @@ class Driver:
         if state.terminal and state.finish_action is None:
             self.stop()
 
-    def _phase(self) -> Phase | None:
+    def _phase(self) -> JobPhase | None:
         return self.controller.state.phase if self.controller.submitted else None
 
     async def _commit(self, needed: bool) -> None:
@@ -186,7 +186,7 @@ class Driver:
         pending = deque([first])
         while pending:
             event = pending.popleft()
-            if isinstance(event, Heartbeat):
+            if isinstance(event, HeartbeatReceived):
                 self.story.beat(now_ns, event)
             else:
                 decided = self.controller.step(now_ns, event)

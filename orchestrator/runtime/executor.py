@@ -23,17 +23,11 @@ from ..core.actions import (
     StageStep,
     StopGroup,
 )
-from ..core.events import (
-    ActionFailed,
-    ActionSucceeded,
-    ActionUnknown,
-    AnyEvent,
-    GroupStopped,
-)
+from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent, GroupStopped
 from ..protocol import messages as wire
-from .endpoint import AgentLink
-from .evidence import Evidence
-from .tier import Tier
+from .agent_server import AgentConnection
+from .checkpoint_store.async_store import AsyncCheckpointStore
+from .evidence_budget import EvidenceBudget
 
 NodeAction = LaunchGroup | StopGroup | StageStep
 
@@ -47,10 +41,10 @@ class Executor:
     def __init__(
         self,
         backend: Backend,
-        tier: Tier,
-        links: Mapping[str, AgentLink],
+        tier: AsyncCheckpointStore,
+        links: Mapping[str, AgentConnection],
         submit: Callable[[AnyEvent], None],
-        evidence: Evidence,
+        evidence: EvidenceBudget,
     ) -> None:
         self._backend, self._tier, self._links = backend, tier, links
         self._submit = submit
@@ -93,7 +87,7 @@ class Executor:
     # -- over a node's link --------------------------------------------------------------------
     def _launch(self, action: LaunchGroup) -> None:
         buddy = self._links.get(action.buddy)
-        message = wire.Launch(
+        message = wire.LaunchWorkers(
             action_id=action.action_id,
             membership=action.membership,
             node_rank=action.node_rank,
@@ -106,7 +100,7 @@ class Executor:
         self._send(action, message)
 
     def _stop(self, action: StopGroup) -> None:
-        message = wire.Stop(
+        message = wire.StopWorkers(
             action_id=action.action_id,
             generation=action.generation,
             grace_s=action.grace_s,
@@ -140,7 +134,7 @@ class Executor:
         )
         self._succeeded(action, "")
 
-    def answered(self, node: str, message: wire.Launched | wire.Staged) -> None:
+    def answered(self, node: str, message: wire.Launched | wire.ShardStaged) -> None:
         action = self._waiting.get(message.action_id)
         # An answer to nothing that is asked now is an echo of an earlier connection.
         if isinstance(action, LaunchGroup | StageStep) and action.node == node:

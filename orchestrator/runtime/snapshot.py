@@ -5,8 +5,8 @@ Owns: its form and version. Must not: leave anything out that a replay would hav
 It holds the controller's state and the story's memory. It does not hold the monitor's: what that
 knows comes from heartbeats, which no journal has, and the first event after every opening of a
 journal is ControllerStarted, with which the monitor forgets all of it and begins anew from the
-state (core/health.py). So a snapshot with the records after it gives exactly what a replay of every
-event gives; tests/unit/runtime/test_snapshot.py holds it to that.
+state. So a snapshot with the records after it gives exactly what a replay of every event gives;
+tests/unit/runtime/test_snapshot.py holds it to that.
 
 A snapshot begins with a line that names its version; what follows is msgpack, compressed. All
 nodes of a launch share one membership, whose size grows with the job: it is written once.
@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from ..core.actions import AnyAction, LaunchGroup, Reason
 from ..core.journal import JournalError
 from ..core.state import JobState
-from ..protocol.errors import Damaged
+from ..errors import Damaged
 from ..protocol.facts import Membership, WorkerSeat
-from ..protocol.spec import TrainingJob, job_from_mapping, job_to_mapping
-from .story import Memory
+from .observe.projection import ProjectionState
 
 VERSION = 1
 MAGIC = b"holdfast snapshot "
@@ -64,7 +64,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     inflight: list[AnyAction | _Launch]
     state: JobState
     """Without what is above."""
-    memory: Memory
+    memory: ProjectionState
 
 
 def _document(value: Any) -> Any:
@@ -97,7 +97,7 @@ _WHERE = msgspec.msgpack.Decoder(_Where)
 T = TypeVar("T")
 
 
-def encode(state: JobState, memory: Memory) -> bytes:
+def encode(state: JobState, memory: ProjectionState) -> bytes:
     """The snapshot of a job that has been submitted."""
     table = _Memberships()
     body = _ENCODER.encode(
@@ -116,7 +116,7 @@ def encode(state: JobState, memory: Memory) -> bytes:
     return MAGIC + f"{VERSION}\n".encode() + zlib.compress(body, COMPRESSION)
 
 
-def decode(data: bytes) -> tuple[JobState, Memory]:
+def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     """The job again. Raises SnapshotUnreadable, saying why."""
     found = _read(data, _DECODER)
     state = found.state

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.base import NoRoom
-from orchestrator.backends.local import LocalBackend
-from orchestrator.protocol.errors import HoldfastError
+from holdfast.orchestrator.backends.base import NoRoom
+from holdfast.orchestrator.backends.local import LocalBackend
+from holdfast.orchestrator.errors import HoldfastError
 
-from .places import PLACES, Controller, LocalPlace, Place, pid_exists, run
+from .targets import PLACES, ContractTarget, Controller, LocalContractTarget, pid_exists, run
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module", params=PLACES)
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Place]:
+) -> Iterator[ContractTarget]:
     place = PLACES[request.param](tmp_path_factory.mktemp(request.param))
     yield place
 
@@ -39,7 +39,7 @@ def place(
         place.close()
 
 
-def test_requested_nodes_come_up_and_are_listed(place: Place) -> None:
+def test_requested_nodes_come_up_and_are_listed(place: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         before = await controller.backend.list_nodes()
         nodes = await controller.request(2)
@@ -51,7 +51,7 @@ def test_requested_nodes_come_up_and_are_listed(place: Place) -> None:
     run(scenario, place)
 
 
-def test_a_new_controller_finds_the_nodes_of_the_last_one(place: Place) -> None:
+def test_a_new_controller_finds_the_nodes_of_the_last_one(place: ContractTarget) -> None:
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:
@@ -68,7 +68,9 @@ def test_a_new_controller_finds_the_nodes_of_the_last_one(place: Place) -> None:
     run(second, place)
 
 
-def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(place: Place) -> None:
+def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(
+    place: ContractTarget,
+) -> None:
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:
@@ -81,7 +83,7 @@ def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(place
     run(second, place)
 
 
-def test_a_killed_node_is_told_once_and_listed_no_more(place: Place) -> None:
+def test_a_killed_node_is_told_once_and_listed_no_more(place: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         (node,) = await controller.request(1)
         await controller.up(node)
@@ -93,7 +95,7 @@ def test_a_killed_node_is_told_once_and_listed_no_more(place: Place) -> None:
     run(scenario, place)
 
 
-def test_a_released_node_ends_and_releasing_it_again_does_no_harm(place: Place) -> None:
+def test_a_released_node_ends_and_releasing_it_again_does_no_harm(place: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         (node,) = await controller.request(1)
         await controller.up(node)
@@ -109,7 +111,7 @@ def test_a_released_node_ends_and_releasing_it_again_does_no_harm(place: Place) 
     run(scenario, place)
 
 
-def test_names_are_never_used_again(place: Place) -> None:
+def test_names_are_never_used_again(place: ContractTarget) -> None:
     names: list[str] = []
 
     async def scenario(controller: Controller) -> None:
@@ -124,7 +126,7 @@ def test_names_are_never_used_again(place: Place) -> None:
     assert len(set(names)) == 3
 
 
-def test_without_room_no_node_is_started(place: Place) -> None:
+def test_without_room_no_node_is_started(place: ContractTarget) -> None:
     """On this machine lack of room can only be rehearsed."""
 
     async def scenario(controller: Controller) -> None:
@@ -137,9 +139,9 @@ def test_without_room_no_node_is_started(place: Place) -> None:
     run(scenario, place)
 
 
-def test_nodes_come_up_again_after_the_machine_host_was_killed(place: Place) -> None:
+def test_nodes_come_up_again_after_the_machine_host_was_killed(place: ContractTarget) -> None:
     """What the host's death takes with it is told, and what it leaves is still watched."""
-    if not isinstance(place, LocalPlace):
+    if not isinstance(place, LocalContractTarget):
         pytest.skip("only the local backend has a machine host")
 
     async def scenario(controller: Controller) -> None:
@@ -163,9 +165,9 @@ def test_nodes_come_up_again_after_the_machine_host_was_killed(place: Place) -> 
 
 
 def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
-    place = LocalPlace(tmp_path)
+    place = LocalContractTarget(tmp_path)
     place.make = lambda: LocalBackend(  # type: ignore[method-assign]
-        place.job, place.paths, host_module="workers.agent.no_such_module"
+        place.job, place.paths, host_module="holdfast.workers.agent.no_such_module"
     )
 
     async def scenario(controller: Controller) -> None:
@@ -181,7 +183,7 @@ def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: P
 
 
 def test_a_node_whose_name_cannot_be_written_down_is_not_started(tmp_path: Path) -> None:
-    place = LocalPlace(tmp_path)
+    place = LocalContractTarget(tmp_path)
 
     async def scenario(controller: Controller) -> None:
         place.paths.nodes_file.mkdir()  # what no file can replace

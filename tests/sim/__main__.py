@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from .story import play
+from .run_seed import play
 
 
 def main() -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from orchestrator.core import actions as a
-from orchestrator.core import events as e
-from orchestrator.core.controller import Controller
-from orchestrator.core.health import Monitor
-from orchestrator.protocol import messages as m
-from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
+from holdfast.orchestrator.core import actions as a
+from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
+from holdfast.orchestrator.protocol import messages as m
 
-from .clockwork import NS
+from .virtual_time import NS
 
 if TYPE_CHECKING:
     from .network import Link
@@ -53,7 +53,7 @@ class Host:
         self._life += 1
         self._wake_ns = None
         self.controller = Controller()
-        self.monitor = Monitor(self.job, self.controller)
+        self.monitor = ProgressMonitor(self.job, self.controller)
         for record in self.journal:
             now_ns, event = _DECODER.decode(record)
             self.controller.step(now_ns, event)
@@ -103,7 +103,7 @@ class Host:
         while pending and self.up:
             event = pending.popleft()
             now = self.world.now
-            if not isinstance(event, e.Heartbeat):
+            if not isinstance(event, e.HeartbeatReceived):
                 self._decide(now, event)
             if self.up:
                 pending.extend(self.monitor.observe(now, event))
@@ -120,7 +120,7 @@ class Host:
         self.journal.append(_ENCODER.encode((now, event)))
         if actions or self.controller.state.phase != phase:
             self.durable = len(self.journal)
-        if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepsAdvanced) or actions:
+        if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepCompleted) or actions:
             world.tell(f"{_short(event)}  [{self.controller.state.phase}]")
         world.oracle.decided(self.controller.state, event, actions)
         if crash == "after-journal":
@@ -170,7 +170,7 @@ class Host:
         world = self.world
         match action:
             case a.LaunchGroup():
-                message = m.Launch(
+                message = m.LaunchWorkers(
                     action_id=action.action_id,
                     membership=action.membership,
                     node_rank=action.node_rank,
@@ -180,7 +180,7 @@ class Host:
                 )
                 self._send(action, message)
             case a.StopGroup():
-                stop = m.Stop(
+                stop = m.StopWorkers(
                     action_id=action.action_id,
                     generation=action.generation,
                     grace_s=action.grace_s,
@@ -256,18 +256,18 @@ class Host:
         match message:
             case m.Heartbeat():
                 self.handle(
-                    e.Heartbeat(
+                    e.HeartbeatReceived(
                         node=node,
                         generation=message.generation,
                         workers=message.workers,
                         staged_step=message.staged_step,
                     )
                 )
-            case m.WorkerExited():
+            case m.WorkerExitReport():
                 self.handle(
                     e.WorkerExited(node=node, generation=message.generation, exit=message.exit)
                 )
-            case m.Launched() | m.Staged():
+            case m.Launched() | m.ShardStaged():
                 action = self.waiting.pop(message.action_id, None)
                 if action is not None:
                     kind = e.ActionSucceeded if message.ok else e.ActionFailed
@@ -289,11 +289,11 @@ class Host:
                 self.handle(
                     e.ShardPersisted(node=node, generation=message.generation, shard=message.shard)
                 )
-            case m.Leaving():
+            case m.NodeLeaving():
                 self.handle(
                     e.PreemptionNoticed(node=node, detail=message.detail, grace_s=message.grace_s)
                 )
-            case m.PersistFailed():
+            case m.ShardPersistFailed():
                 self.handle(
                     e.PersistFailed(
                         node=node,

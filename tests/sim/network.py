@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol import messages as m
 
 if TYPE_CHECKING:
     from .host import Host
@@ -45,7 +45,7 @@ class Link:
 
     def _down(self, message: object) -> None:
         if self.open and self.node.alive:
-            from workers.agent import facts as f
+            from holdfast.workers.agent.machine import inputs as f
 
             self.node.feed(f.Received(message))  # type: ignore[arg-type]
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.protocol import limits
-from orchestrator.protocol.facts import NodeFacts, Stack
-from workers import wire
-from workers.agent import facts as f
-from workers.agent.machine import AgentMachine
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.protocol.facts import NodeFacts, Stack
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine.machine import AgentMachine
 
 from .trainer import Payload, Worker
 
@@ -54,7 +54,7 @@ class SimNode:
     def _wake(self, at: int) -> None:
         if self._wake_ns == at and self.alive:
             self._wake_ns = None
-            self.feed(f.Tick())
+            self.feed(f.ClockTick())
 
     def _carry_out(self, out: f.Output) -> None:
         world = self.world
@@ -132,7 +132,7 @@ class SimNode:
         ranks = sorted(w.rank for w in self.workers.values() if w.alive and w.stopped)
         self.feed(f.StoppedRanks(tuple(ranks)))
 
-    def from_worker(self, worker: Worker, message: wire.FromWorker) -> None:
+    def from_worker(self, worker: Worker, message: worker_protocol.FromWorker) -> None:
         self.feed(f.FromRank(worker.generation, worker.rank, message))
 
     def worker_ended(self, worker: Worker, code: int | None, signal: int | None) -> None:
@@ -173,7 +173,9 @@ class SimNode:
         if index >= len(out.sources):
             worker = self.workers.get((out.generation, out.rank))
             if worker is not None:
-                worker.received(wire.NoShard(shard=out.wanted.shard, detail="no source"), None)
+                worker.received(
+                    worker_protocol.NoShard(shard=out.wanted.shard, detail="no source"), None
+                )
             return
         peer = self.world.nodes.get(out.sources[index].node)
         if peer is None or not peer.alive or self.world.cut_off(self) or self.world.cut_off(peer):
@@ -224,9 +226,11 @@ class SimNode:
         self.feed(f.ServeDone(request))
         worker = asker.workers.get((out.generation, out.rank))
         if worker is not None and asker.alive and self.alive:
-            worker.received(wire.Shard(shard=out.wanted.shard, num_bytes=1), payload)
+            worker.received(worker_protocol.Shard(shard=out.wanted.shard, num_bytes=1), payload)
         elif worker is not None and asker.alive:
-            worker.received(wire.NoShard(shard=out.wanted.shard, detail="the peer died"), None)
+            worker.received(
+                worker_protocol.NoShard(shard=out.wanted.shard, detail="the peer died"), None
+            )
 
     # -- the link -----------------------------------------------------------------------------
     def dial(self) -> None:

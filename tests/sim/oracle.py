@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core import actions as a
-from orchestrator.core import events as e
-from orchestrator.core.state import JobState
-from orchestrator.protocol.facts import ShardFile
-from orchestrator.protocol.manifest import directory_name
-from orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.core import actions as a
+from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.manifest import directory_name
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 if TYPE_CHECKING:
     from .trainer import Payload

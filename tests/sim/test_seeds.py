@@ -1,7 +1,7 @@
 """A hundred histories drawn from seeds; see world.py for what goes wrong in them.
 
 A seed that fails is replayed with `python -m tests.sim --seed N --verbose`. What it teaches becomes
-a transcript in tests/scenarios or tests/unit/core.
+a transcript in tests/unit/core or tests/unit/core.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from . import story
+from . import run_seed
 from .world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-play = functools.cache(story.play)
+play = functools.cache(run_seed.play)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -30,7 +30,7 @@ def test_whatever_happens_the_job_ends_well_and_leaves_nothing_behind(seed: int)
 
 @pytest.mark.parametrize("seed", [7, 29, 61])
 def test_a_seed_tells_the_same_story_under_any_hash_seed(seed: int) -> None:
-    here = story.play(seed).digest
+    here = run_seed.play(seed).digest
     assert here == play(seed).digest
     for hash_seed in ("1", "4242"):
         told = subprocess.run(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core import events as e
-from orchestrator.protocol import limits
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.core import events as e
 
-from .clockwork import NS
 from .host import _DECODER
-from .story import play
+from .run_seed import play
+from .virtual_time import NS
 from .world import World
 
 SEEDS = (0, 1, 2, 3, 5, 8, 13)
@@ -41,7 +41,7 @@ def test_a_silence_of_everybody_that_ends_costs_nothing(seed: int) -> None:
     state = world.host.controller.state
     assert lost_s(world) == [], "nobody was lost"
     assert [i.title for i in state.incidents if i.purpose == "failure"] == []
-    assert any(isinstance(event, e.HeardAgain) for _, event in told(world))
+    assert any(isinstance(event, e.HeartbeatsRestored) for _, event in told(world))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

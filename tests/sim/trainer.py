@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.protocol import limits
-from orchestrator.protocol.facts import Membership, WorkerSeat
-from orchestrator.protocol.manifest import directory_name
-from workers import wire
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.manifest import directory_name
+from holdfast.workers import worker_protocol
 
 if TYPE_CHECKING:
     from .node import SimNode
@@ -41,7 +41,7 @@ class Worker:
         self.gang = self.world.gang(membership)
 
     # -- to the agent -------------------------------------------------------------------------
-    def say(self, message: wire.FromWorker) -> None:
+    def say(self, message: worker_protocol.FromWorker) -> None:
         if self.alive and not self.stopped:
             self.node.from_worker(self, message)
 
@@ -50,17 +50,17 @@ class Worker:
         if not self._free(self.begin):
             return
         self.gang.workers[self.rank] = self
-        self.say(wire.PhaseIs(phase="build"))
+        self.say(worker_protocol.PhaseChanged(phase="build"))
         for _ in range(3):
-            self.say(wire.BufferRequest(num_bytes=SHARD_BYTES))
+            self.say(worker_protocol.BufferRequest(num_bytes=SHARD_BYTES))
         restore = self.membership.restore
         if restore is None:
             self._restored(None)
         elif restore.directory:
-            self.say(wire.PhaseIs(phase="restore"))
+            self.say(worker_protocol.PhaseChanged(phase="restore"))
             self.world.after(self.world.between(0.02, 0.1), self._read_storage)
         else:
-            self.say(wire.PhaseIs(phase="restore"))
+            self.say(worker_protocol.PhaseChanged(phase="restore"))
             self.missing = self._needed(restore.num_shards)
             self._fetch_next()
 
@@ -70,23 +70,23 @@ class Worker:
 
     def _fetch_next(self) -> None:
         if self.missing:
-            self.say(wire.FetchShard(shard=self.missing[0]))
+            self.say(worker_protocol.FetchShard(shard=self.missing[0]))
         else:
             self._restored(None)
 
-    def received(self, message: wire.ToWorker, payload: Payload | None) -> None:
+    def received(self, message: worker_protocol.ToWorker, payload: Payload | None) -> None:
         if not self._free(lambda: self.received(message, payload)):
             return
         match message:
-            case wire.StageAt():
+            case worker_protocol.StageAt():
                 self.ordered = message.step
-            case wire.Buffer():
+            case worker_protocol.Buffer():
                 self.writable.append(message.buffer)
                 self._stage()
-            case wire.BufferFree():
+            case worker_protocol.BufferFree():
                 self.writable.append(message.buffer)
                 self._stage()
-            case wire.Shard():
+            case worker_protocol.Shard():
                 restore = self.membership.restore
                 assert restore is not None
                 expected = (restore.step, message.shard, restore.num_shards)
@@ -96,7 +96,7 @@ class Worker:
                 if self.missing and self.missing[0] == message.shard:
                     self.missing.pop(0)
                 self._fetch_next()
-            case wire.NoShard():
+            case worker_protocol.NoShard():
                 self.fail("UnreadableCheckpoint", f"shard {message.shard}: {message.detail}")
 
     def _read_storage(self) -> None:
@@ -112,12 +112,12 @@ class Worker:
             self._restored(None)
 
     def _restored(self, _payload: None) -> None:
-        self.say(wire.PhaseIs(phase="train"))
+        self.say(worker_protocol.PhaseChanged(phase="train"))
         self._next()
 
     def _next(self) -> None:
         if self.step >= self.world.total_steps - 1:
-            self.say(wire.Finished(step=self.step))
+            self.say(worker_protocol.Finished(step=self.step))
             self.world.after(self.world.between(0.0, 0.1), lambda: self.end(0, None))
         elif self.world.poison == self.step and self.rank == 0:
             self.fail("ValueError", f"the data of step {self.step + 1} is bad", secondary=False)
@@ -145,24 +145,24 @@ class Worker:
         number = self.writable.pop(0)
         shards = self.membership.mesh.num_shards
         self.node.contents[number] = (step, self.seat.shard, shards)
-        self.say(wire.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
+        self.say(worker_protocol.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
         self._report()
 
     def _report(self) -> None:
-        progress = wire.Progress(
+        progress = worker_protocol.Progress(
             step=self.step, loss=1.0 / (self.step + 1), step_s=self.world.step_s
         )
         self.say(progress)
         held_s = limits.HOLD_S if self.step == self.ordered else 0.0
         if held_s:
-            self.say(wire.PhaseIs(phase="save"))
+            self.say(worker_protocol.PhaseChanged(phase="save"))
         self.world.after(held_s + self.world.between(0.0, 0.02), self._after_step)
 
     def _after_step(self) -> None:
         if not self._free(self._after_step):
             return
         if self.step == self.ordered:
-            self.say(wire.PhaseIs(phase="train"))
+            self.say(worker_protocol.PhaseChanged(phase="train"))
         self._next()
 
     def _free(self, again: object) -> bool:
@@ -175,7 +175,7 @@ class Worker:
             return
         trace = f'Traceback:\n  File "train.py", line 1, in step\n{error_type}: {message}'
         self.say(
-            wire.Failed(
+            worker_protocol.Failed(
                 error_type=error_type, message=message, traceback=trace, secondary=secondary
             )
         )

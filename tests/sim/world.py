@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.core import events as e
-from orchestrator.protocol.facts import Membership
-from workers.agent import facts as f
+from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.protocol.facts import Membership
+from holdfast.workers.agent.machine import inputs as f
 
-from .clockwork import NS, Clockwork
 from .host import Host
 from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
 from .trainer import Gang
+from .virtual_time import NS, VirtualTime
 
 FAULTS_S = 60.0
 """Faults strike until then; afterwards everything heals."""
@@ -39,7 +39,7 @@ SHAPES = (
 )
 
 
-class World(Clockwork):
+class World(VirtualTime):
     def __init__(self, seed: int, verbose: bool = False) -> None:
         super().__init__(seed, verbose)
         self.seed = seed

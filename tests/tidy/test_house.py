@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.protocol.spec.schema import json_schema, reference_page
+from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
 
 ROOT = Path(__file__).parents[2]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
 # Spelled in pieces, so that this file does not name them either.
@@ -41,7 +41,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_files_stay_below_400_lines() -> None:
+def test_files_stay_below_600_lines() -> None:
     lengths = {name(path): len(path.read_text().splitlines()) for path in tracked("*.py")}
     assert {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 

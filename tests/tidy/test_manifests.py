@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from helm import ray_dashboard, render
-from orchestrator.backends.kubernetes import names
-from orchestrator.operator.metrics import OF_JOBS, OWN
-from orchestrator.operator.metrics_page import ALERTS
-from orchestrator.protocol.spec.crd import definition_text
-from orchestrator.runtime.metrics import METRICS
+from holdfast.orchestrator.api.v1alpha1.crd import definition_text
+from holdfast.orchestrator.hosts.kubernetes.metrics import OF_JOBS, OWN
+from holdfast.orchestrator.hosts.kubernetes.metrics_page import ALERTS
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.runtime.observe.prometheus import METRICS
 from tests.e2e.kubernetes.rig.binaries import locate
 
 FIX = "run: make manifests"
@@ -213,8 +213,12 @@ def test_the_chart_has_the_version_of_the_program_and_of_the_images() -> None:
 IMAGES = ("operator", "worker")
 COPY = re.compile(r"^COPY (?!--from)(\S+) (\S+)$", re.MULTILINE)
 ROOTS = {
-    "operator": ("orchestrator.cli.main", "orchestrator.cli.commands.operator"),
-    "worker": ("workers.agent.__main__", "workers.session", "workers.recipes.pretrain"),
+    "operator": ("holdfast.orchestrator.cli.main", "holdfast.orchestrator.cli.commands.operator"),
+    "worker": (
+        "holdfast.workers.agent.__main__",
+        "holdfast.workers.session",
+        "holdfast.workers.training.recipes.pretrain",
+    ),
 }
 # What a command line reaches that the image is not for.
 NOT_HERE = {"operator": {"ray"}, "worker": set()}
@@ -285,7 +289,7 @@ def outside(*modules: str) -> set[str]:
         seen.add(module)
         top = module.partition(".")[0]
         file = file_of(module)
-        if top not in ("orchestrator", "workers"):
+        if top != "holdfast":
             found.add(top)
         elif file is not None:
             todo += imported(module, file)

@@ -1,4 +1,4 @@
-"""A stand-alone agent: `python -m workers.agent` on a host of a cluster or in a pod.
+"""A stand-alone agent: `python -m holdfast.workers.agent` on a host of a cluster or in a pod.
 
 Owns: its command line. Must not: differ in behaviour from an agent that the machine host forks.
 
@@ -16,15 +16,17 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrator.protocol import interpreter
-from orchestrator.protocol.endpoints import parse_endpoints
-from orchestrator.protocol.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.protocol import python_command
+from holdfast.orchestrator.protocol.endpoints import parse_endpoints
 
-from . import kernel, preload, surroundings
+from .linux import processes
+from .pool import preload
+from .process import process_env
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m workers.agent")
+    parser = argparse.ArgumentParser(prog="python -m holdfast.workers.agent")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
     parser.add_argument("--slots", type=int, default=1, help="workers that fit here")
@@ -79,20 +81,20 @@ def main() -> NoReturn:
     # Nothing has been begun yet. Process 1 would otherwise not even hear it.
     signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(0))
     if arguments.die_with is not None:
-        kernel.die_with(arguments.die_with)
+        processes.die_with(arguments.die_with)
     missing = {k: v for k, v in preload.SINGLE_THREADED.items() if os.environ.get(k) != v}
     if missing:
         # Too late for this interpreter if anything imported numpy already: start once more.
-        command = [*interpreter.start_alike("workers.agent"), *sys.argv[1:]]
+        command = [*python_command.start_alike("holdfast.workers.agent"), *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **missing})
     try:
         endpoints = _check(arguments)
     except HoldfastError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    surroundings.complete(os.environ)
+    process_env.complete(os.environ)
     preload.preload()
-    from .node import NodeOptions, run_node  # after the preload, which must come first
+    from .process.node import NodeOptions, run_node  # after the preload, which must come first
 
     run_node(
         NodeOptions(
@@ -114,7 +116,7 @@ def main() -> NoReturn:
 
 def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
     """The endpoints. Raises HoldfastError for what can be seen to be wrong before torch loads."""
-    from orchestrator.protocol import tls
+    from holdfast.orchestrator.protocol import tls
 
     if bool(arguments.tls) != bool(arguments.tls_name):
         got = "--tls without --tls-name" if arguments.tls else "--tls-name without --tls"

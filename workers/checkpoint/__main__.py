@@ -1,4 +1,4 @@
-"""`python -m workers.checkpoint list|verify|export`: JSON on standard output, no torch.
+"""`python -m holdfast.workers.checkpoint list|verify|export`: JSON on standard output, no torch.
 
 Owns: this small command, which the `holdfast checkpoint` command runs. Must not: do the work.
 Exit code 0; 1 when a checkpoint is damaged; 2 for a mistake in what was asked for. A problem is
@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.protocol.errors import HoldfastError
+from holdfast.orchestrator.errors import HoldfastError
 
-from . import store
+from . import inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,13 +43,13 @@ def _list(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
             "committed_at": c.manifest.committed_at if c.manifest else "",
             "problem": c.problem,
         }
-        for c in store.list_checkpoints(options.path)
+        for c in inspect.list_checkpoints(options.path)
     ]
     return {"path": options.path, "checkpoints": found}, 0
 
 
 def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    verdict = store.verify(options.path, store.find(options.path, options.step))
+    verdict = inspect.verify(options.path, inspect.find(options.path, options.step))
     body = {
         "path": options.path,
         "directory": verdict.directory,
@@ -63,8 +63,8 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    manifest = store.find(options.path, options.step)
-    files = store.export(
+    manifest = inspect.find(options.path, options.step)
+    files = inspect.export(
         options.path,
         manifest,
         Path(options.to),
@@ -85,7 +85,7 @@ _RUN = {"list": _list, "verify": _verify, "export": _export}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m workers.checkpoint")
+    parser = argparse.ArgumentParser(prog="python -m holdfast.workers.checkpoint")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (
         ("list", "what lies below a checkpoint path"),

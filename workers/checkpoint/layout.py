@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.protocol.errors import HoldfastError
+from holdfast.orchestrator.errors import HoldfastError
 
 MODEL, OPTIMIZER = "model.", "optim."
 METADATA_KEY = "holdfast"

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.protocol.errors import UserError
+from holdfast.orchestrator.errors import UserError
 
-from .copying import Bytes, copy_and_hash, hash_bytes
+from .hashing import Bytes, copy_and_hash, hash_bytes
 from .layout import Entry, Layout, encode_extra, make_layout
 from .state import DTYPES, TrainingState
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from orchestrator.protocol.errors import UserError
+from holdfast.orchestrator.errors import UserError
 
+from .json_values import NotKept, pack, unpack
 from .layout import MODEL, OPTIMIZER, Box, Entry
-from .names import Names
-from .names import plain_name as plain_name
-from .values import NotKept, pack, unpack
+from .param_names import ParamNames
+from .param_names import plain_name as plain_name
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -64,7 +64,7 @@ class TrainingState:
         if isinstance(optimizer, torch.optim.Optimizer):  # and not only like one
             optimizer.register_step_post_hook(lambda *_: self._note_step())
         # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
-        self._names = Names(model)
+        self._names = ParamNames(model)
         self._parameters = self._names.parameters
         names = {id(p): name for name, p in self._parameters.items()}
         self._stepped: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
 """What a training script calls: init, restore, step, save, phase, tick, finish.
 
-    from workers import session
+    from holdfast import session
 
     s = session.init()
     model, optimizer = build(s)

@@ -17,29 +17,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from orchestrator.protocol import paths
-from orchestrator.protocol.errors import UserError
-from orchestrator.protocol.facts import Phase, Restore
-from orchestrator.protocol.mesh import Mesh
-from workers import wire
-from workers.checkpoint.read import restore
-from workers.checkpoint.source import ShardSource, Store
-from workers.checkpoint.stage import Stager
-from workers.checkpoint.state import Extra, TrainingState
-from workers.data import mix
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint.restore import restore
+from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
+from holdfast.workers.checkpoint.stage import Stager
+from holdfast.workers.checkpoint.state import Extra, TrainingState
+from holdfast.workers.training.data import mix
 
-from .join import Meshes, Place, join, pick_device, place
-from .link import Link
+from .agent_channel import AgentChannel
+from .distributed import Meshes, RankEnv, join, pick_device, place
 from .shards import Shards
 
-_PHASES: tuple[Phase, ...] = ("build", "compile", "train", "evaluate", "save")
+_PHASES: tuple[WorkerPhase, ...] = ("build", "compile", "train", "evaluate", "save")
 
 
 class Session:
     """One worker's part of a job. Made by `session.init()`, once per process."""
 
-    def __init__(self, at: Place, device: torch.device, shape: Mesh) -> None:
-        attached = wire.attached
+    def __init__(self, at: RankEnv, device: torch.device, shape: Mesh) -> None:
+        attached = worker_protocol.attached
         self.rank, self.local_rank, self.world_size = at.rank, at.local_rank, at.world_size
         self.restart_count = at.restart_count
         self.device = device
@@ -47,7 +47,7 @@ class Session:
         """Sizes of the axes, and who is where on them."""
         self.meshes = Meshes(shape, device.type)
         self.generation = attached.assign.membership.generation if attached else 1
-        self._link = Link(attached.link) if attached else None
+        self._link = AgentChannel(attached.link) if attached else None
         self._restore = attached.assign.membership.restore if attached else None
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
@@ -206,7 +206,7 @@ class Session:
             self._last_staged = self._last_step
 
     @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: WorkerPhase) -> Iterator[None]:
         """`with s.phase("evaluate"):` what happens inside is not held to the step time."""
         if name not in _PHASES:
             raise UserError(f"session.phase: got {name!r}; expected one of {', '.join(_PHASES)}")
@@ -220,7 +220,7 @@ class Session:
     def tick(self) -> None:
         """A sign of progress within a step or phase, such as a micro-batch."""
         if self._link is not None:
-            self._link.send(wire.Tick())
+            self._link.send(worker_protocol.Tick())
 
     def finish(self) -> None:
         """The loop is through: the last state is staged for the agent to persist."""
@@ -229,7 +229,7 @@ class Session:
             self.save()
             self._stager.finish()
         if self._link is not None:
-            self._link.send(wire.Finished(step=self._last_step))
+            self._link.send(worker_protocol.Finished(step=self._last_step))
             self._link.stop_pulse()
 
     # -- inside -------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Session:
             return None
         return self._link.ordered(step)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: WorkerPhase) -> None:
         if self._link is not None:
             self._link.enter(phase)
 
@@ -265,7 +265,7 @@ class Session:
         return self._link.fetch(shard)
 
     def _from_storage(self, wanted: Restore) -> Any:
-        store = Store(self._checkpoint_path)
+        store = CheckpointFiles(self._checkpoint_path)
         manifest = store.manifest(wanted.directory)
         files = {file.shard: file for file in manifest.files}
         return lambda shard: store.open(wanted.directory, files[shard])
@@ -277,7 +277,7 @@ class Session:
             return
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         self._link.send(
-            wire.Progress(
+            worker_protocol.Progress(
                 step=step,
                 loss=None if loss is None else float(loss),
                 tokens=tokens,
@@ -289,7 +289,7 @@ class Session:
         )
 
 
-def working_directory(attached: wire.Attached) -> str:
+def working_directory(attached: worker_protocol.Attached) -> str:
     spec_directory = attached.assign.spec_directory
     return str(paths.resolve(spec_directory, attached.job.spec.working_directory))
 
@@ -302,7 +302,7 @@ def init(shard: int | None = None) -> Session:
     Raises UserError, and DeviceMissing where the node lacks a GPU that the job asked for.
     """
     at = place()
-    attached = wire.attached
+    attached = worker_protocol.attached
     shape = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
     device = pick_device(at.local_rank, attached.job if attached else None)
     session = Session(at, device, shape)
@@ -312,7 +312,7 @@ def init(shard: int | None = None) -> Session:
     return session
 
 
-def _mesh_outside(at: Place, shard: int | None) -> Mesh:
+def _mesh_outside(at: RankEnv, shard: int | None) -> Mesh:
     shard = at.world_size if shard is None else shard
     if shard < 1 or at.world_size % shard:
         raise UserError(

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from orchestrator.protocol.errors import UserError
-from workers.checkpoint.state import local_of
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers.checkpoint.state import local_of
 
 
 class Shards:

@@ -18,23 +18,26 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.errors import HoldfastError
-from ...protocol.facts import NodeFacts
-from ...protocol.spec import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.client import Document
+from holdfast.orchestrator.kube.errors import PODS, ApiError
+from holdfast.orchestrator.kube.informer import Backoff, Change
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.protocol.facts import NodeFacts
+
 from ..base import NodeGone, NoRoom, Starts
 from ..topology import coordinates
-from . import names, words
-from .client import Document
-from .errors import PODS, ApiError
-from .gang import Rank
-from .known import Known, Refusal
-from .making import Made, make
-from .mirror import Change, Pauses
-from .pods import Owner, pod_document
-from .queues.queue import Queue
-from .removal import Removal
-from .shared import Shared
-from .starting import Starting
+from . import pod_conditions
+from .gang_arbiter import GangPriority
+from .operator_context import OperatorContext
+from .pod_creation import CreatedPods, make
+from .pod_deletion import PodDeletion
+from .pod_tracker import PodTracker, Refusal
+from .pods import pod_document
+from .queues.admission import Admission
+from .startup_timeouts import StartupTimeouts
 
 AT_ONCE = 16
 """Requests of one job under way: the API server is there for others too."""
@@ -59,7 +62,7 @@ class KubernetesBackend:
         self,
         job: TrainingJob,
         owner: Owner,
-        shared: Shared,
+        shared: OperatorContext,
         *,
         created: str = "",
         on_notice: Callable[[str, str], None] = lambda node, detail: None,
@@ -71,9 +74,9 @@ class KubernetesBackend:
         self._job, self._owner, self._shared = job, owner, shared
         self._cluster = shared.cluster
         self._key = (owner.namespace, owner.name)
-        self.queue = Queue(job, owner, shared.cluster)
-        self._starting = Starting(
-            Rank(-job.spec.priority, created, owner.key),
+        self.queue = Admission(job, owner, shared.cluster)
+        self._starting = StartupTimeouts(
+            GangPriority(-job.spec.priority, created, owner.key),
             job.spec.nodes.min,
             job.spec.kubernetes.start_timeout_s,
             shared.gangs,
@@ -81,14 +84,14 @@ class KubernetesBackend:
         self._on_notice, self._on_change = on_notice, on_change
         self._ensure_secret = ensure_secret
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
-        self._known = Known()
+        self._known = PodTracker()
         self._refusal = Refusal()
-        self._pauses = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
-        self._undone = Pauses(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
+        self._pauses = Backoff(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
+        self._undone = Backoff(BACK_OFF_MIN_S, BACK_OFF_MAX_S)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._removal = Removal(shared.cluster, owner.namespace, self._slots)
+        self._removal = PodDeletion(shared.cluster, owner.namespace, self._slots)
         self._open = self._closing = self._looking = False
         self._news = asyncio.Event()
 
@@ -98,9 +101,9 @@ class KubernetesBackend:
         await self._shared.feed.synced()
         for pod in self._pods().values():
             self._learn(pod)
-            if words.has_trained(pod):
+            if pod_conditions.has_trained(pod):
                 self._known.trained.add(pod["metadata"]["name"])
-            if words.is_over(pod):
+            if pod_conditions.is_over(pod):
                 self._known.told.add(pod["metadata"]["name"])
         self.queue.opened(self._pods())
         self._shared.feed.subscribe(self._key, self._changed)
@@ -153,7 +156,7 @@ class KubernetesBackend:
         return nodes
 
     async def _make_do(
-        self, nodes: tuple[str, ...], made: Made, refusal: ApiError
+        self, nodes: tuple[str, ...], made: CreatedPods, refusal: ApiError
     ) -> tuple[str, ...]:
         """With the pods of a request that were made, where the job can train with them; else they
         would only take room from others."""
@@ -175,11 +178,11 @@ class KubernetesBackend:
         self._known.creating.discard(node)
         self._known.released.add(node)
         pod = self._pods().get(node)
-        if pod is None or not words.is_leaving(pod):
+        if pod is None or not pod_conditions.is_leaving(pod):
             await self._removal.once((node,))
 
     async def list_nodes(self) -> tuple[str, ...]:
-        alive = {name: pod for name, pod in self._pods().items() if not words.is_over(pod)}
+        alive = {name: pod for name, pod in self._pods().items() if not pod_conditions.is_over(pod)}
         there = {name for name, pod in alive.items() if not self.queue.is_held(pod)}
         return tuple(sorted(there | self._known.creating))
 
@@ -207,11 +210,13 @@ class KubernetesBackend:
         """Rehearsal: have no room for this long."""
         self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (rehearsal)")
 
-    def troubles(self) -> list[words.Trouble]:
+    def troubles(self) -> list[pod_conditions.PodProblem]:
         """Why pods do not start, or could not even be made; the same only once."""
-        found = [self.queue.trouble(pod) or words.trouble(pod) for pod in self._pods().values()]
+        found = [
+            self.queue.trouble(pod) or pod_conditions.trouble(pod) for pod in self._pods().values()
+        ]
         if said := self._refusal.text(asyncio.get_running_loop().time()):
-            found.append(words.Trouble(self._refusal.code, said))
+            found.append(pod_conditions.PodProblem(self._refusal.code, said))
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
@@ -235,7 +240,9 @@ class KubernetesBackend:
                 names.LABEL_GENERATION: None if rank is None else str(generation),
             }
             have = pod["metadata"].get("labels", {})
-            if words.is_over(pod) or all(have.get(key) == value for key, value in wanted.items()):
+            if pod_conditions.is_over(pod) or all(
+                have.get(key) == value for key, value in wanted.items()
+            ):
                 continue
             self._spawn(self._patch(name, {"metadata": {"labels": wanted}}))
 
@@ -285,9 +292,9 @@ class KubernetesBackend:
         name = pod["metadata"]["name"]
         self._learn(pod)
         if change == "DELETED":
-            self._tell(name, words.end(pod, deleted=True))
-        elif words.is_over(pod):
-            self._tell(name, words.end(pod))
+            self._tell(name, pod_conditions.end(pod, deleted=True))
+        elif pod_conditions.is_over(pod):
+            self._tell(name, pod_conditions.end(pod))
         elif change == "ADDED" and name not in self._known.creating:
             # The answer to its creation did not come, and its request has failed since.
             self._known.told.add(name)
@@ -295,7 +302,7 @@ class KubernetesBackend:
         else:
             self._notice(name, pod)
         self._known.creating.discard(name)
-        if words.is_running(pod):
+        if pod_conditions.is_running(pod):
             self._pauses.reset()
         self._news.set()
         self.queue.wake()
@@ -304,7 +311,7 @@ class KubernetesBackend:
             asyncio.get_running_loop().call_later(SETTLE_S, self._look)
 
     def _learn(self, pod: Document) -> None:
-        name, place = pod["metadata"]["name"], words.place(pod)
+        name, place = pod["metadata"]["name"], pod_conditions.place(pod)
         if place and self._known.place.get(name) != place:
             self._known.place[name] = place
             self._spawn(self._shared.places.learn(place))
@@ -312,8 +319,8 @@ class KubernetesBackend:
     def _notice(self, name: str, pod: Document) -> None:
         if name in self._known.noticed | self._known.released or self._closing:
             return
-        detail = words.disruption(pod)
-        if not detail and words.is_leaving(pod):
+        detail = pod_conditions.disruption(pod)
+        if not detail and pod_conditions.is_leaving(pod):
             detail = "its pod is being deleted"
         if detail:
             self._known.noticed.add(name)
@@ -360,7 +367,7 @@ class KubernetesBackend:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + END_S
         while loop.time() < give_up:
-            running = [name for name, pod in self._pods().items() if words.is_running(pod)]
+            running = [name for name, pod in self._pods().items() if pod_conditions.is_running(pod)]
             if not running:
                 break
             self._news.clear()
@@ -370,7 +377,7 @@ class KubernetesBackend:
             except TimeoutError:
                 break
         await asyncio.gather(*starmap(self._patch, self.queue.last_patches(self._pods()).items()))
-        left = [name for name, pod in self._pods().items() if not words.is_over(pod)]
+        left = [name for name, pod in self._pods().items() if not pod_conditions.is_over(pod)]
         await self._removal.once({*left, *self._known.creating})
 
     async def _patch(self, name: str, body: Document) -> None:

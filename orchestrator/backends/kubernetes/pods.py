@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...protocol.errors import Problem, UserError
-from ...protocol.spec import TrainingJob
-from . import names
-from .merge import merge
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.strategic_merge import merge
 
 RUN_AS = 65532
 """The user `nonroot` of common base images; a restricted pod may not run as root."""
@@ -39,19 +40,6 @@ DOWNWARD = {
     "POD_IP": "status.podIP",
     "NODE_NAME": "spec.nodeName",
 }
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The TrainingJob object behind a job."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    @property
-    def key(self) -> str:
-        return names.job_key(self.namespace, self.name)
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,8 @@ def _container(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:
     return [
-        "-P", "-m", "workers.agent",  # the image's directory is the user's: protocol/interpreter.py
+        # -P: the image's directory is the user's, see protocol/python_command.py.
+        "-P", "-m", "holdfast.workers.agent",
         "--job", owner.key,
         "--node", node,
         "--slots", str(job.spec.workers_per_node),

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...protocol import host as protocol
-from ...protocol.errors import HoldfastError
-from ...protocol.spec import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.protocol import launcher_protocol as protocol
+
 from ..base import NodeGone, NoRoom, Starts
-from . import devices, known
-from .link import HostLink, HostProcess, connect, host_environment
+from . import devices, node_registry
+from .launcher_link import LauncherLink, LauncherProcess, connect, host_environment
 from .processes import Identity, Watch, identify, watch
 
 NEWS_WAIT_S = 0.05
@@ -65,17 +66,21 @@ class LocalBackend:
     """Implements backends.base.Backend."""
 
     def __init__(
-        self, job: TrainingJob, paths: LocalPaths, *, host_module: str = "workers.agent.host"
+        self,
+        job: TrainingJob,
+        paths: LocalPaths,
+        *,
+        host_module: str = "holdfast.workers.agent.process.node_launcher",
     ) -> None:
         self._job = job
         self._paths = paths
         self._module = host_module
-        self._known = known.Known()
+        self._known = node_registry.LocalNodeRegistry()
         self._watches: dict[str, Watch] = {}
         self._gone: asyncio.Event = asyncio.Event()
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
-        self._link: HostLink | None = None
-        self._process: HostProcess | None = None
+        self._link: LauncherLink | None = None
+        self._process: LauncherProcess | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._withheld_until = 0.0
         self._closing = False
@@ -88,7 +93,7 @@ class LocalBackend:
         self._on_node_gone = on_node_gone
         if self._job.spec.resources.gpu:
             await asyncio.to_thread(devices.gpus)  # asks the driver once, which takes its time
-        self._known = known.load(self._paths.nodes_file)
+        self._known = node_registry.load(self._paths.nodes_file)
         for node, identity in list(self._known.agents.items()):
             self._watch(node, identity)
         self._link = await connect(self._paths.socket, self._new_link, None)
@@ -112,7 +117,7 @@ class LocalBackend:
         self._known.next_number += count
         self._known.starting.update(nodes)
         try:
-            known.save(self._paths.nodes_file, self._known)
+            node_registry.save(self._paths.nodes_file, self._known)
         except HoldfastError:
             self._known.starting.difference_update(nodes)  # nobody has been asked for them
             self._save_soon()  # the file may name them, and a new controller would start them
@@ -129,7 +134,7 @@ class LocalBackend:
             self._known.starting.discard(node)
             self._save_soon()
         if self._link is not None:
-            self._link.send(protocol.EndNode(node=node))
+            self._link.send(protocol.StopNode(node=node))
         if node in self._watches:
             self._watches[node].kill()
 
@@ -167,7 +172,7 @@ class LocalBackend:
     def _start_host(self) -> None:
         # A stale socket of a host that was killed would look like one that refuses for ever.
         self._paths.socket.unlink(missing_ok=True)
-        self._process = HostProcess(
+        self._process = LauncherProcess(
             self._module,
             self._paths.socket,
             self._paths.logs / "host.log",
@@ -176,7 +181,7 @@ class LocalBackend:
         )
         self._connecting = asyncio.get_running_loop().create_task(self._connect(self._process))
 
-    async def _connect(self, process: HostProcess) -> None:
+    async def _connect(self, process: LauncherProcess) -> None:
         try:
             link = await connect(self._paths.socket, self._new_link, process)
         except HoldfastError as error:
@@ -195,8 +200,8 @@ class LocalBackend:
         workers = self._job.spec.nodes.max * self._job.spec.workers_per_node
         return max(1, len(os.sched_getaffinity(0)) // workers)
 
-    def _new_link(self) -> HostLink:
-        return HostLink(self._on_message, self._on_closed)
+    def _new_link(self) -> LauncherLink:
+        return LauncherLink(self._on_message, self._on_closed)
 
     def _on_message(self, message: protocol.FromHost) -> None:
         if isinstance(message, protocol.NodeEnded):
@@ -282,7 +287,7 @@ class LocalBackend:
         self._saving = None
         # A full disk must not keep this controller from what has happened; the journal is next.
         with contextlib.suppress(HoldfastError):
-            known.save(self._paths.nodes_file, self._known)
+            node_registry.save(self._paths.nodes_file, self._known)
 
     async def _end_everything(self) -> None:
         self._known.starting.clear()
@@ -292,7 +297,7 @@ class LocalBackend:
         identity = self._link.host if self._link is not None else None
         host = watch(identity, host_ended.set) if identity is not None else None
         if self._link is not None:
-            self._link.send(protocol.EndHost())
+            self._link.send(protocol.StopLauncher())
         elif self._process is not None:
             self._process.kill()  # it has not listened yet, so it has no nodes
         try:

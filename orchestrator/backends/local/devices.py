@@ -12,9 +12,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ...protocol.environment import VISIBLE_DEVICES
-from ...protocol.facts import Gpu
-from ...protocol.spec import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
+from holdfast.orchestrator.protocol.facts import Gpu
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 DRIVER_FILES = tuple((Path("/dev"), name) for name in ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg"))

@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import msgspec
 
-from ...protocol import interpreter, tls
+from holdfast.orchestrator.protocol import python_command, tls
+
 from . import cluster, drains, names, rest
-from .private import PrivateDirectory
+from .secret_dir import PrivateDirectory
 
 UNATTENDED_S = 600.0
 """An agent has ended and no controller has asked about it for this long: nobody will."""
@@ -127,7 +128,7 @@ class AgentActor:
     def _command(self) -> list[str]:
         order, here = self._order, cluster.here()
         return [
-            *interpreter.start("workers.agent"),
+            *python_command.start("holdfast.workers.agent"),
             "--job", order.job, "--node", order.node, "--slots", str(order.slots),
             "--token-file", str(self._directory / "token"),
             "--endpoint-file", str(self._directory / "controller.json"),
@@ -141,7 +142,7 @@ class AgentActor:
         inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         return {
             **inherited,
-            "PYTHONPATH": interpreter.import_path(),
+            "PYTHONPATH": python_command.import_path(),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             **self._order.env,

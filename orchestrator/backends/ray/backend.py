@@ -17,18 +17,19 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.certificate import Keys as Secrets
-from ...protocol.facts import NodeFacts
-from ...protocol.spec import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.protocol.certificate import TlsKeyPair as Secrets
+from holdfast.orchestrator.protocol.facts import NodeFacts
+
 from ..base import NodeGone, NoRoom, Starts
-from . import actors, cluster, groups, places
+from . import actors, cluster, placement_groups, ray_nodes
 from .agent import AgentOrder
-from .drains import Drains, NoticeSink, Places
-from .groups import Group
-from .known import Keeper, Known
-from .kv import Keys
-from .patience import patiently
-from .rooms import Bundle, Rooms
+from .drains import Drains, NoticeSink, RayNodeLookup
+from .kv import JobKeyValueStore
+from .node_registry import RayNodeRegistry, RegistryWriter
+from .placement import Bundle, GangPlacement
+from .placement_groups import PlacementGroupHandle
+from .retry import patiently
 
 ANSWER_S = 1.0
 """An actor whose connection broke and that does not answer within this has ended."""
@@ -41,23 +42,23 @@ class RayBackend:
     """Implements backends.base.Backend."""
 
     def __init__(
-        self, job: TrainingJob, job_id: str, keys: Keys, secrets: Secrets, *,
+        self, job: TrainingJob, job_id: str, keys: JobKeyValueStore, secrets: Secrets, *,
         on_notice: NoticeSink = lambda node, detail, grace_s: None,
     ) -> None:  # fmt: skip
         """`on_notice`: Ray will take a node away."""
         self._job, self._job_id, self._secrets = job, job_id, secrets
-        self._keeper = Keeper(keys)
-        self._bundle = groups.bundle_of(job)
-        self._known = Known()
-        self._rooms = Rooms(
-            groups.RayGroups(job.name, self._bundle), job.spec.nodes.min, self._next_name,
+        self._keeper = RegistryWriter(keys)
+        self._bundle = placement_groups.bundle_of(job)
+        self._known = RayNodeRegistry()
+        self._rooms = GangPlacement(
+            placement_groups.RayGroups(job.name, self._bundle), job.spec.nodes.min, self._next_name,
             self._spawn, self._room_came,
         )  # fmt: skip
         self._actors: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         """Node -> Ray node, of those that have come up."""
         self._topology: dict[str, tuple[str, ...]] = {}
-        self._drains = Drains(Places(self._places, self._actors), on_notice)
+        self._drains = Drains(RayNodeLookup(self._places, self._actors), on_notice)
         self._unwritten: set[str] = set()
         """Not written down yet: nobody may hear of them."""
         self._unclaimed: list[str] = []
@@ -275,7 +276,7 @@ class RayBackend:
         self._places[node] = self._known.places[node] = place = facts["ray_node"]
         self._known.starting.discard(node)
         await self._save()
-        self._topology[node] = await places.topology(place, self._job.spec.ray.topology_keys)
+        self._topology[node] = await ray_nodes.topology(place, self._job.spec.ray.topology_keys)
 
     async def _watch(self, node: str, actor: Any) -> None:
         detail = await actors.until_ended(actor, ANSWER_S)
@@ -312,7 +313,7 @@ class RayBackend:
         self._settling = self._spawn(self._settle(group))
         await asyncio.shield(self._settling)
 
-    async def _settle(self, group: Group | None) -> None:
+    async def _settle(self, group: PlacementGroupHandle | None) -> None:
         if group is not None and not group.taken:
             await self._rooms.remove(group)
         await self._save()
@@ -329,14 +330,14 @@ class RayBackend:
         self._places.pop(node, None)
         self._topology.pop(node, None)
 
-    def _group_of(self, node: str) -> Group | None:
+    def _group_of(self, node: str) -> PlacementGroupHandle | None:
         return self._rooms.groups.get(self._known.nodes[node][0])
 
     async def _look(self) -> None:
         """Tell of the nodes whose Ray node has ended."""
         if not self._places:
             return
-        dead = await places.ended(set(self._places.values()))
+        dead = await ray_nodes.ended(set(self._places.values()))
         self._rooms.dead |= dead
         for node in [node for node, place in self._places.items() if place in dead]:
             if node in self._actors:
@@ -358,7 +359,9 @@ class RayBackend:
         for group in list(self._rooms.groups.values()):
             await self._rooms.remove(group)  # takes whatever actor is left with it
         # Also those that were made while the head did not answer, or not removed then.
-        await patiently(lambda: groups.remove_all(self._job.name), "removing placement groups")
+        await patiently(
+            lambda: placement_groups.remove_all(self._job.name), "removing placement groups"
+        )
         self._known.nodes.clear()
         await self._save()
 

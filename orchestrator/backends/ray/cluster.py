@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 
-from ...protocol.errors import HoldfastError, Problem, UserError
-from . import jobs_view, names
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+
+from . import jobs_page, names
 
 OLDEST = (2, 51)
 """What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
@@ -64,7 +65,7 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
         _check_inside(address)
     shown: dict[str, Any] = {}
     # A Ray client sends its options as JSON, which a JobConfig is not.
-    if metadata and not outside and not jobs_view.submission_id():
+    if metadata and not outside and not jobs_page.submission_id():
         shown["job_config"] = ray.job_config.JobConfig(metadata=metadata)
     try:
         _init(

@@ -31,7 +31,7 @@ NoticeSink = Callable[[str, str, float], None]
 log = logging.getLogger("holdfast.ray")
 
 
-class Places(NamedTuple):
+class RayNodeLookup(NamedTuple):
     """What is known of the job's nodes; kept up to date by the backend."""
 
     ray_nodes: Mapping[str, str]
@@ -42,7 +42,7 @@ class Places(NamedTuple):
 class Drains:
     """Which Ray nodes drain."""
 
-    def __init__(self, places: Places, on_notice: NoticeSink) -> None:
+    def __init__(self, places: RayNodeLookup, on_notice: NoticeSink) -> None:
         self._places, self._on_notice = places, on_notice
         self.ray_nodes: dict[str, int] = {}
         """Those that drain, with the deadline (Unix time in ms, 0: none)."""

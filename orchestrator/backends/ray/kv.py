@@ -21,7 +21,7 @@ ENDED = "ended"
 """JSON {view, refusal}: how it ended. Without it there is, or was, a controller."""
 
 
-class Keys:
+class JobKeyValueStore:
     """The keys of one job."""
 
     def __init__(self, job: str) -> None:

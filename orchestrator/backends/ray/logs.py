@@ -1,6 +1,6 @@
 """A job's log files, which lie on the Ray nodes that wrote them, copied to where somebody reads.
 
-Owns: fetching what is new. Must not: know what is in them; cli/tail.py does.
+Owns: fetching what is new. Must not: know what is in them; cli/log_files.py does.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import JobArgument, JsonOption, Place, with_place
+from ..options import JobArgument, JsonOption, Target, with_target
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,13 +35,13 @@ HoldOption = Annotated[
 
 
 @app.command("kill-worker")
-@with_place
+@with_target
 def kill_worker(
     job: JobArgument,
     rank: RankOption = None,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """SIGKILL one worker process.
 
@@ -51,13 +51,13 @@ def kill_worker(
 
 
 @app.command("hang-worker")
-@with_place
+@with_target
 def hang_worker(
     job: JobArgument,
     rank: RankOption = None,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """SIGSTOP one worker process: it lives, but makes no progress.
 
@@ -67,14 +67,14 @@ def hang_worker(
 
 
 @app.command("kill-node")
-@with_place
+@with_target
 def kill_node(
     job: JobArgument,
     node: NodeOption = None,
     hold: HoldOption = None,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """SIGKILL a node's agent; its workers and the checkpoints in its memory go with it.
 
@@ -85,7 +85,7 @@ def kill_node(
 
 def _inject(
     kind: str,
-    place: Place,
+    place: Target,
     job: str,
     as_json: bool,
     **arguments: int | float | str | None,

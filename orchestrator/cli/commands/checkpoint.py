@@ -1,7 +1,7 @@
 """`holdfast checkpoint list | save | verify | export | adopt`: what is in the storage tier.
 
-Owns: these verbs. Must not: read tensors; `python -m workers.checkpoint` does, because the control
-plane never imports torch.
+Owns: these verbs. Must not: read tensors; `python -m holdfast.workers.checkpoint` does, because
+the control plane never imports torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options import JsonOption, Place, with_place
+from ..options import JsonOption, Target, with_target
 
 if TYPE_CHECKING:
-    from ...protocol.errors import UserError
-    from ...protocol.manifest import Manifest
-    from ...runtime.view import CheckpointView, JobView
+    from holdfast.orchestrator.errors import UserError
+    from holdfast.orchestrator.protocol.manifest import Manifest
+    from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,8 +40,8 @@ StepOption = Annotated[
 
 
 @app.command("list")
-@with_place
-def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Place) -> None:
+@with_target
+def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Target) -> None:
     """List committed checkpoints, oldest first.
 
     Example: `holdfast checkpoint list stdlib-bytes`
@@ -109,7 +109,7 @@ def _facts(checkpoint: CheckpointView) -> dict[str, Any]:
 
 
 @app.command()
-@with_place
+@with_target
 def save(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A running job.")],
     wait: Annotated[
@@ -117,14 +117,14 @@ def save(
     ] = False,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Write the running job's next state to storage now, whatever its cadence.
 
     Example: `holdfast checkpoint save stdlib-bytes --wait`
     """
     from ..output import print_json
-    from ..saving import save_and_wait
+    from ..save_wait import save_and_wait
 
     answer = save_and_wait(place, job) if wait else place.find(job).request("checkpoint")
     if as_json:
@@ -134,13 +134,13 @@ def save(
 
 
 @app.command()
-@with_place
+@with_target
 def verify(
     target: TargetArgument,
     step: StepOption = None,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
     from ..output import plural, size
@@ -158,7 +158,7 @@ def verify(
 
 
 @app.command()
-@with_place
+@with_target
 def export(
     target: TargetArgument,
     destination: Annotated[
@@ -170,7 +170,7 @@ def export(
     ] = False,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Write the model of a checkpoint as plain safetensors, whatever mesh wrote it.
 
@@ -189,7 +189,7 @@ def export(
 
 
 @app.command()
-@with_place
+@with_target
 def adopt(
     target: TargetArgument,
     job: Annotated[
@@ -198,7 +198,7 @@ def adopt(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Give committed checkpoints to another job, which then goes on from them.
 
@@ -208,7 +208,8 @@ def adopt(
 
     Example: `holdfast checkpoint adopt s3://bucket/my-job --job team/my-job`
     """
-    from ...runtime.storage import Storage
+    from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
+
     from ..output import plural, print_json
 
     _expect_key(job)
@@ -223,7 +224,7 @@ def adopt(
         what = f"{plural(len(others), 'checkpoint')} of {whose} in {path}"
         if others and not yes:
             typer.confirm(f"Give {what} to {job}? {whose} must have ended.", abort=True)
-        Storage(path, job).adopt(others)
+        CheckpointStore(path, job).adopt(others)
     if as_json:
         print_json({"path": path, "job": job, "adopted": [one.directory for one in others]})
     elif not others:
@@ -234,8 +235,8 @@ def adopt(
 
 def _expect_key(job: str) -> None:
     """Raises UserError for what no job can be called."""
-    from ...protocol.errors import Problem, UserError
-    from ...protocol.spec.job import NAME_PATTERN
+    from holdfast.orchestrator.api.v1alpha1.job import NAME_PATTERN
+    from holdfast.orchestrator.errors import Problem, UserError
 
     namespace, slash, name = job.rpartition("/")
     parts = [(name, 52), *([(namespace, 63)] if slash else [])]
@@ -246,7 +247,8 @@ def _expect_key(job: str) -> None:
 
 def _expect_ended(job: str, state: str) -> None:
     """Raises UserError for a job that may still write."""
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.errors import Problem, UserError
+
     from ..render import FINISHED
 
     if state not in FINISHED:
@@ -255,7 +257,7 @@ def _expect_ended(job: str, state: str) -> None:
 
 
 def _nothing_in(path: str, target: str) -> UserError:
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.errors import Problem, UserError
 
     whose = path if _is_path(target) else target
     return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
@@ -263,7 +265,7 @@ def _nothing_in(path: str, target: str) -> UserError:
 
 def _arguments(target: str, path: str, step: int | None) -> list[str]:
     """The storage tier and the step, as arguments. Raises UserError for an unknown step."""
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.errors import Problem, UserError
 
     steps = [manifest.step for manifest in _manifests(path, target)]
     if not steps:
@@ -282,8 +284,8 @@ def _is_path(target: str) -> bool:
 
 def _tier(target: str) -> str:
     """Directory or URL of a storage tier. Raises UserError."""
-    from ...protocol.errors import Problem, UserError
-    from ...runtime.surroundings import storage_place
+    from holdfast.orchestrator.errors import Problem, UserError
+    from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
 
     if "://" not in target and not _is_directory(target):
         raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
@@ -295,9 +297,9 @@ def _is_directory(target: str) -> bool:
     return os.path.isdir(os.path.expanduser(target))  # noqa: PTH111, PTH112
 
 
-def _find(target: str, place: Place) -> Any:
+def _find(target: str, place: Target) -> Any:
     """The job of that name. Raises UserError."""
-    from ...protocol.errors import UserError
+    from holdfast.orchestrator.errors import UserError
 
     try:
         return place.find(target)
@@ -308,7 +310,7 @@ def _find(target: str, place: Place) -> Any:
 
 
 @contextmanager
-def _storage(target: str, place: Place) -> Iterator[str]:
+def _storage(target: str, place: Target) -> Iterator[str]:
     """Directory or URL of the storage tier. A job's is opened with its spec.env, any other with
     this process' environment."""
     if _is_path(target):
@@ -320,21 +322,21 @@ def _storage(target: str, place: Place) -> Iterator[str]:
 
 def _manifests(path: str, target: str = "") -> list[Manifest]:
     """`target`: the job whose they are; a path is any job's."""
-    from ...runtime.storage import Storage
+    from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
-    return Storage(path, "" if _is_path(target) else target).manifests()
+    return CheckpointStore(path, "" if _is_path(target) else target).manifests()
 
 
 def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
     """Its exit code and the JSON it printed. Raises HoldfastError or UserError as it reports."""
     import json
 
-    from ...protocol import interpreter
-    from ...protocol.errors import HoldfastError, UserError
+    from holdfast.orchestrator.errors import HoldfastError, UserError
+    from holdfast.orchestrator.protocol import python_command
 
     done = subprocess.run(
-        [*interpreter.start("workers.checkpoint"), *arguments],
-        env={**os.environ, "PYTHONPATH": interpreter.import_path()},
+        [*python_command.start("holdfast.workers.checkpoint"), *arguments],
+        env={**os.environ, "PYTHONPATH": python_command.import_path()},
         stdout=subprocess.PIPE,
         text=True,
         check=False,

@@ -10,16 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ...protocol import limits
-from ..options import JobArgument, JsonOption, Place, with_place
+from holdfast.orchestrator import limits
+
+from ..options import JobArgument, JsonOption, Target, with_target
 
 
 def register(app: typer.Typer, panel: str) -> None:
     for command in (resize, suspend, resume, cancel, delete):
-        app.command(rich_help_panel=panel)(with_place(command))
+        app.command(rich_help_panel=panel)(with_target(command))
 
 
-def _request(place: Place, job: str, as_json: bool, verb: str, done: str, **arguments: Any) -> None:
+def _request(
+    place: Target, job: str, as_json: bool, verb: str, done: str, **arguments: Any
+) -> None:
     from ..output import print_json
 
     answer = place.find(job).request(verb, **arguments)
@@ -36,7 +39,7 @@ def resize(
     ],
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Train on N nodes from now on, also beyond spec.nodes.max.
 
@@ -48,12 +51,12 @@ def resize(
     _request(place, job, as_json, "resize", f"resize to {nodes} requested", nodes=nodes)
 
 
-def suspend(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
+def suspend(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
     """Write a checkpoint, stop the workers and hold the job until `holdfast resume`."""
     _request(place, job, as_json, "suspend", "suspend requested")
 
 
-def resume(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
+def resume(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
     """Go on with a suspended job.
 
     Its controller must be there; if it is gone, `holdfast run --attach JOB` brings it back first.
@@ -61,7 +64,7 @@ def resume(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> No
     _request(place, job, as_json, "resume", "resume requested")
 
 
-def cancel(job: JobArgument, as_json: JsonOption = False, *, place: Place) -> None:
+def cancel(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
     """End a job for good. Its record and its checkpoints stay."""
     _request(place, job, as_json, "cancel", "cancel requested")
 
@@ -74,7 +77,7 @@ def delete(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Delete the record of a finished job: journal, logs, and checkpoints in its directory.
 

@@ -9,21 +9,21 @@ from typing import Annotated
 
 import typer
 
-from ..options import JobArgument, JsonOption, Place, with_place
+from ..options import JobArgument, JsonOption, Target, with_target
 
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
 
 def register(app: typer.Typer, panel: str) -> None:
     for command in (status, logs, events, report):
-        app.command(rich_help_panel=panel)(with_place(command))
+        app.command(rich_help_panel=panel)(with_target(command))
 
 
 def status(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="Without it: all jobs.")] = None,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Show a job: step, loss, nodes, workers, checkpoints, incidents. Or list all jobs.
 
@@ -45,7 +45,7 @@ def status(
     _remark(found.remarks(view))
 
 
-def _list(place: Place, as_json: bool) -> None:
+def _list(place: Target, as_json: bool) -> None:
     from ..output import columns, count, date, print_json, state_text, stdout
     from ..render import FINISHED
 
@@ -79,7 +79,7 @@ def report(
     ] = False,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Say how a job went: goodput, where the time went, each incident with cause and cost.
 
@@ -110,7 +110,7 @@ def events(
     follow: FollowOption = False,
     as_json: JsonOption = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Print every fact that the controller was told, and what it decided on it, with the reason.
 
@@ -133,12 +133,12 @@ def logs(
         str | None, typer.Option("--node", help="The agent of this node instead of workers.")
     ] = None,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Print what the workers wrote (stdout and stderr), each line with its rank.
 
     Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --node node-1`
     """
-    from ..places.base import Wanted
+    from ..targets.base import LogSelector
 
-    place.find(job).print_logs(Wanted(rank, generation, node), follow=follow)
+    place.find(job).print_logs(LogSelector(rank, generation, node), follow=follow)

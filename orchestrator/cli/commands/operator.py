@@ -106,11 +106,15 @@ def operator(
     import os
     import socket
 
-    from ...backends.kubernetes.pods import PodSettings
-    from ...operator.manager import Options
-    from ...operator.run import Process, log_to_stderr, run_operator
-    from ...protocol.endpoints import parse_endpoints
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
+    from holdfast.orchestrator.errors import Problem, UserError
+    from holdfast.orchestrator.hosts.kubernetes.manager import Options
+    from holdfast.orchestrator.hosts.kubernetes.run import (
+        OperatorProcess,
+        log_to_stderr,
+        run_operator,
+    )
+    from holdfast.orchestrator.protocol.endpoints import parse_endpoints
 
     if log_format not in ("json", "text"):
         raise UserError(str(Problem("--log-format", log_format, "json or text")))
@@ -130,7 +134,7 @@ def operator(
     )
     # Two processes of one pod's name in a row are two candidates: the old one's lease runs out.
     unique = f"{socket.gethostname()}-{os.urandom(3).hex()}"
-    process = Process(
+    process = OperatorProcess(
         identity=identity or unique,
         lease_namespace=lease_namespace,
         lease_name=lease_name,
@@ -148,7 +152,7 @@ def operator(
 
 def _address(listen: str) -> tuple[str, int]:
     """Raises UserError."""
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.errors import Problem, UserError
 
     address, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
@@ -158,7 +162,7 @@ def _address(listen: str) -> tuple[str, int]:
 
 def _volume(text: str) -> dict[str, Any]:
     """Raises UserError."""
-    from ...protocol.errors import Problem, UserError
+    from holdfast.orchestrator.errors import Problem, UserError
 
     if not text:
         return {}

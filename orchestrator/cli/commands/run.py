@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from ..options import Place, with_place
+from ..options import Target, with_target
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    app.command(rich_help_panel=panel)(with_place(run))
+    app.command(rich_help_panel=panel)(with_target(run))
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
         bool, typer.Option("--json", help="Show nothing while it runs; print the report as JSON.")
     ] = False,
     *,
-    place: Place,
+    place: Target,
 ) -> None:
     """Train on this machine and watch, until the job ends. The report comes last.
 
@@ -50,9 +50,10 @@ def run(
     raise typer.Exit(_run(file, attach, place, as_json))
 
 
-def _run(file: Path | None, attach: str | None, place: Place, as_json: bool) -> int:
+def _run(file: Path | None, attach: str | None, place: Target, as_json: bool) -> int:
     """The exit code."""
-    from ...protocol.errors import UserError
+    from holdfast.orchestrator.errors import UserError
+
     from ..display import SilentDisplay, make_display
     from ..output import print_json, stderr, stdout
     from ..report import print_report

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ...protocol import limits
+from holdfast.orchestrator import limits
+
 from ..options import FileArgument, JsonOption
 
 
@@ -24,8 +25,9 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
     Lists every problem with the field, what was got, what was expected and the fix; exit code 2.
     """
-    from ...planner import choose_mesh
-    from ...protocol.errors import SpecError
+    from holdfast.orchestrator.errors import SpecError
+    from holdfast.orchestrator.planner import choose_mesh
+
     from ..output import plural, print_json
     from ..preflight import load_checked
 
@@ -76,12 +78,13 @@ def plan(
 
     Example: `holdfast plan examples/stdlib-bytes.yaml --nodes 1`
     """
-    from ...core.ranks import check_resize, resized
-    from ...planner import make_plan
-    from ...protocol.errors import Problem, UserError
-    from ...protocol.spec import load_job
-    from ...protocol.spec.quantity import parse_quantity
-    from ..machine import local_facts
+    from holdfast.orchestrator.api.v1alpha1 import load_job
+    from holdfast.orchestrator.api.v1alpha1.quantity import parse_quantity
+    from holdfast.orchestrator.core.rank_assignment import check_resize, resized
+    from holdfast.orchestrator.errors import Problem, UserError
+    from holdfast.orchestrator.planner import make_plan
+
+    from ..local_facts import local_facts
     from ..output import print_json, stdout
     from ..plan_text import render
 
@@ -126,9 +129,9 @@ def schema(
     """
     import json
 
-    from ...protocol.errors import Problem, UserError
-    from ...protocol.spec.crd import definition_text
-    from ...protocol.spec.schema import json_schema, reference_page
+    from holdfast.orchestrator.api.v1alpha1.crd import definition_text
+    from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
+    from holdfast.orchestrator.errors import Problem, UserError
 
     if markdown and crd:
         raise UserError(str(Problem("--markdown", "it beside --crd", "at most one of them")))

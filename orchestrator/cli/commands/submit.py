@@ -46,7 +46,7 @@ def submit(
     Example: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`
     """
     from ..output import print_json
-    from ..places.ray_jobs_api import submit as hand_in
+    from ..targets.ray.jobs_api import submit as hand_in
 
     submitted, code = hand_in(file, ray_address(ray), runtime_env, attach=follow)
     if code is not None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from .rig import Rig
+from .agent_rig import Rig
 
 SCRIPT = '''
 """A worker that does as the test's environment says, over the bare wire."""
 import mmap, os, sys, time
 from pathlib import Path
-from workers import wire
+from holdfast.workers import worker_protocol as wire
 
 print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
 seat = wire.attached.assign

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.protocol import host as h
-from orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol import launcher_protocol as h
+from holdfast.orchestrator.protocol import messages as m
 
-from .rig import Rig, hear_host, tell_host
+from .agent_rig import Rig, hear_host, tell_host
 
 pytestmark = pytest.mark.e2e
 
 SCRIPT = """
 import os, time
-from workers import wire
+from holdfast.workers import worker_protocol as wire
 print("sees", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
 link = wire.attached.link
 link.setblocking(True)
@@ -60,12 +60,12 @@ def test_each_node_has_gpus_of_its_own_and_a_new_one_waits_for_those_of_one_that
         assert seen(machine, "b", 2) == repr("GPU-2,3")
         machine.ask_for_node(host, "c", devices=DEVICES)
         machine.ask_for_node(host, "never", devices=DEVICES)
-        tell_host(host, h.EndNode(node="never"))
-        tell_host(host, h.EndNode(node="b"))
+        tell_host(host, h.StopNode(node="never"))
+        tell_host(host, h.StopNode(node="b"))
         nodes: dict[str, int] = {}
         while "c" not in nodes:
             message = hear_host(host)
-            if isinstance(message, h.Nodes):
+            if isinstance(message, h.NodeList):
                 nodes = message.nodes
                 assert "c" not in nodes or "b" not in nodes
         machine.nodes = nodes

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol import messages as m
 
+from .agent_rig import Rig, children_of, watched
 from .conftest import make_rig
-from .rig import Rig, children_of, watched
 
 pytestmark = pytest.mark.e2e
 
@@ -49,7 +49,8 @@ def test_an_agent_started_by_hand_works_and_ends_when_it_is_refused(tmp_path: Pa
     rig = make_rig(tmp_path)
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     command = [
-        sys.executable, "-m", "workers.agent", "--job", "test", "--node", "solo", "--slots", "2",
+        sys.executable, "-m", "holdfast.workers.agent",
+        "--job", "test", "--node", "solo", "--slots", "2",
         "--token-file", str(tmp_path / "token"),
         "--endpoint-file", str(tmp_path / "controller.json"),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ HANDFUL = 5
 
 PROGRAM = """
 import os, sys, json
-from workers.agent import preload
+from holdfast.workers.agent.pool import preload
 preload.preload()
 import torch
 before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""An agent as a pod runs it: `python -P -m workers.agent`, TLS, output to stdout, SIGTERM."""
+"""An agent as a pod runs it (`-P -m holdfast.workers.agent`): TLS, output to stdout, SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol import messages as m
-from orchestrator.protocol import tls
-from orchestrator.protocol.facts import Membership, WorkerSeat
-from orchestrator.protocol.manifest import directory_name, shard_file_name
-from orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol import tls
+from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.agent.linux import cgroup
+from holdfast.workers.agent.pool import preload
 from tests.unit.runtime.certificates import make
-from workers.agent import cgroup, preload
 
 from ..storage.server import BUCKET, S3
-from .rig import PATIENCE_S, TOKEN, FakeController, children_of, watched
+from .agent_rig import PATIENCE_S, TOKEN, FakeController, children_of, watched
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +40,7 @@ print("cache", default_cache_dir(), os.access(Path.home(), os.W_OK), flush=True)
 import time
 if Path("stage").exists():
     import mmap
-    from workers import wire
+    from holdfast.workers import worker_protocol as wire
     link, seat = wire.attached.link, wire.attached.assign.seat
     link.setblocking(True)
     wire.send(link, wire.BufferRequest(num_bytes=1_000_000))
@@ -92,7 +93,7 @@ class Pod:
         address, port = self.controller.address
         self.process = subprocess.Popen(
             [
-                *wrapper, sys.executable, "-P", "-m", "workers.agent",
+                *wrapper, sys.executable, "-P", "-m", "holdfast.workers.agent",
                 "--job", "ns/test", "--node", "pod-1", "--slots", "2",
                 "--token-file", str(self.directory / "token"),
                 # The first refuses: a replica of the operator that does not lead.
@@ -118,7 +119,7 @@ class Pod:
             restart_count=0,
         )
         seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
-        launch = m.Launch(
+        launch = m.LaunchWorkers(
             action_id=10 * generation, membership=membership, node_rank=0, seats=seats
         )
         self.controller.send("pod-1", launch)
@@ -178,9 +179,9 @@ def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
     pod.launch()
     pod.until_printed(r"^\[rank 0\] here 0", r"^\[rank 1\] here 1")
     pod.terminate()
-    told = pod.controller.wait(m.Leaving, "pod-1")
+    told = pod.controller.wait(m.NodeLeaving, "pod-1")
     assert 0 < told.grace_s < 20
-    pod.controller.send("pod-1", m.Stop(action_id=2, generation=1))
+    pod.controller.send("pod-1", m.StopWorkers(action_id=2, generation=1))
     pod.controller.wait(m.Stopped, "pod-1")
     pod.controller.send("pod-1", m.Shutdown(detail="free to be taken away"))
     assert pod.process.wait(PATIENCE_S) == 0
@@ -200,8 +201,8 @@ def test_what_lies_beside_the_script_is_not_imported_by_the_agent_or_a_cold_fork
     (server,) = children_of(pod.process.pid)
     os.kill(server, signal.SIGKILL)
     for rank in range(2):
-        pod.controller.wait(m.WorkerExited, "pod-1", lambda x, k=rank: x.exit.rank == k)
-    pod.controller.send("pod-1", m.Stop(action_id=2, generation=1))
+        pod.controller.wait(m.WorkerExitReport, "pod-1", lambda x, k=rank: x.exit.rank == k)
+    pod.controller.send("pod-1", m.StopWorkers(action_id=2, generation=1))
     pod.controller.wait(m.Stopped, "pod-1")
     pod.launch(generation=2)
     pod.until_printed(r"here 0", r"here 1")
@@ -213,7 +214,7 @@ def test_a_pod_that_nobody_lets_go_ends_within_its_grace_all_the_same(pod: Pod) 
     pod.launch()
     pod.until_printed(r"here 0", r"here 1")
     pod.terminate()
-    pod.controller.wait(m.Leaving, "pod-1")
+    pod.controller.wait(m.NodeLeaving, "pod-1")
     assert pod.process.wait(PATIENCE_S) == 0
     assert "grace period of 2 s is over" in pod.until_printed("ends: ")
 
@@ -278,10 +279,10 @@ def test_a_worker_that_outgrows_the_pods_memory_is_told_from_one_that_somebody_k
         assert hello.facts.memory_bytes == limit_bytes
         (pod.directory / "eat").touch()
         pod.launch()
-        eaten = pod.controller.wait(m.WorkerExited, "pod-1").exit
+        eaten = pod.controller.wait(m.WorkerExitReport, "pod-1").exit
         assert (eaten.rank, eaten.signal, eaten.out_of_memory) == (1, signal.SIGKILL, True)
         pod.controller.send("pod-1", m.Chaos(kind="kill-worker", rank=0))
-        killed = pod.controller.wait(m.WorkerExited, "pod-1", lambda x: x.exit.rank == 0).exit
+        killed = pod.controller.wait(m.WorkerExitReport, "pod-1", lambda x: x.exit.rank == 0).exit
         assert (killed.signal, killed.out_of_memory) == (signal.SIGKILL, False)
         left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
         with watched(left) as gone:

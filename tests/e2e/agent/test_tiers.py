@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from orchestrator.protocol import messages as m
-from orchestrator.protocol.facts import Restore, ShardSource
-from orchestrator.protocol.host import EndNode
-from orchestrator.protocol.manifest import directory_name, shard_file_name
-from workers.agent import peers
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import Restore, ShardLocation
+from holdfast.orchestrator.protocol.launcher_protocol import StopNode
+from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
+from holdfast.workers.agent.storage import peer_transfer
 
-from .rig import TOKEN, Rig, tell_host, watched
+from .agent_rig import TOKEN, Rig, tell_host, watched
 
 pytestmark = pytest.mark.e2e
 _names = (f"t-{number}" for number in itertools.count())
@@ -40,7 +40,7 @@ def start(rig: Rig, host: socket.socket) -> Iterator[str]:
     name = next(_names)
     rig.start_node(host, name)
     yield name
-    tell_host(host, EndNode(node=name))
+    tell_host(host, StopNode(node=name))
 
 
 def mode(rig: Rig, text: str) -> None:
@@ -92,7 +92,7 @@ def test_a_fresh_node_fetches_shards_from_the_memory_of_another(
     mode(rig, "stage")
     rig.launch(node, 11)
     staged(rig, node, 11)
-    sources = tuple(ShardSource(k, node, "127.0.0.1", data_port(rig, node)) for k in range(2))
+    sources = tuple(ShardLocation(k, node, "127.0.0.1", data_port(rig, node)) for k in range(2))
     mode(rig, "fetch")
     rig.launch(other, 12, restore=Restore(step=3, generation=11, num_shards=2, sources=sources))
     through(rig, other, 12)
@@ -107,7 +107,7 @@ def test_a_lost_node_leaves_its_shards_with_its_buddy(rig: Rig, node: str, other
     staged(rig, node, 21)
     port = data_port(rig, other)
     rig.controller.wait(m.Heartbeat, other, lambda b: b.staged_step == -1)
-    wanted = peers.StagedShard(3, 21, 1, 2, 1_000_000)
+    wanted = peer_transfer.StagedShard(3, 21, 1, 2, 1_000_000)
     fd, num_bytes = fetch_when_there(port, wanted)
     rig.controller.send(node, m.Chaos(kind="kill-node"))
     assert os.pread(fd, num_bytes, 0) == content(3, 1)
@@ -116,12 +116,14 @@ def test_a_lost_node_leaves_its_shards_with_its_buddy(rig: Rig, node: str, other
     assert {(3, 0), (3, 1)} <= {(s.step, s.shard) for s in stopped.staged}
 
 
-def fetch_when_there(port: int, wanted: peers.StagedShard) -> tuple[int, int]:
+def fetch_when_there(port: int, wanted: peer_transfer.StagedShard) -> tuple[int, int]:
     """The push runs beside training; ask until it is through."""
     for _ in range(200):
         try:
-            return peers.fetch("127.0.0.1", port, peers.Credentials(TOKEN), wanted)
-        except peers.PeerError as error:
+            return peer_transfer.fetch(
+                "127.0.0.1", port, peer_transfer.PeerCredentials(TOKEN), wanted
+            )
+        except peer_transfer.PeerError as error:
             last = error
     raise AssertionError(last)
 
@@ -130,9 +132,11 @@ def test_the_data_port_serves_nobody_without_the_token(rig: Rig, node: str) -> N
     mode(rig, "stage")
     rig.launch(node, 31)
     staged(rig, node, 31)
-    wanted = peers.StagedShard(3, 31, 0, 2, 0)
-    with pytest.raises(peers.PeerError, match="wrong token"):
-        peers.fetch("127.0.0.1", data_port(rig, node), peers.Credentials("guess"), wanted)
+    wanted = peer_transfer.StagedShard(3, 31, 0, 2, 0)
+    with pytest.raises(peer_transfer.PeerError, match="wrong token"):
+        peer_transfer.fetch(
+            "127.0.0.1", data_port(rig, node), peer_transfer.PeerCredentials("guess"), wanted
+        )
     with socket.create_connection(("127.0.0.1", data_port(rig, node))) as sock:
         sock.sendall(struct.pack(">I", 2**31) + b"nonsense")
         with contextlib.suppress(ConnectionResetError):
@@ -151,7 +155,7 @@ def test_storage_gets_the_staged_bytes_and_their_checksum(rig: Rig, node: str) -
         assert data == content(3, shard)
         assert xxhash.xxh3_128_hexdigest(data) == report.shard.checksum
     assert not list(directory.glob(".*"))
-    rig.controller.wait(m.WorkerExited, node, lambda e: e.exit.code == 0 and e.exit.rank == 0)
+    rig.controller.wait(m.WorkerExitReport, node, lambda e: e.exit.code == 0 and e.exit.rank == 0)
     rig.stop(node, 41)
 
 
@@ -163,7 +167,7 @@ def test_a_store_that_cannot_be_written_is_reported_and_training_goes_on(
     blocked.write_text("a file where a directory must be")
     mode(rig, "stage")
     rig.launch(node, 51, persist_every_steps=1)
-    failed = rig.controller.wait(m.PersistFailed, node, lambda p: p.generation == 51)
+    failed = rig.controller.wait(m.ShardPersistFailed, node, lambda p: p.generation == 51)
     assert failed.detail
     staged(rig, node, 51)
     rig.stop(node, 51)

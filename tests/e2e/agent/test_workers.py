@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.protocol import messages as m
-from orchestrator.protocol.host import EndNode
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.launcher_protocol import StopNode
 
-from .rig import Rig, tell_host, watched
+from .agent_rig import Rig, tell_host, watched
 
 pytestmark = pytest.mark.e2e
 _names = (f"w-{number}" for number in itertools.count())
@@ -27,7 +27,7 @@ def node(rig: Rig, host: socket.socket) -> Iterator[str]:
     name = next(_names)
     rig.start_node(host, name)
     yield name
-    tell_host(host, EndNode(node=name))
+    tell_host(host, StopNode(node=name))
 
 
 def launch(rig: Rig, node: str, mode: str, generation: int = 1) -> None:
@@ -48,7 +48,7 @@ def test_a_killed_worker_is_reported_with_its_signal_and_the_rest_is_left_alone(
     launch(rig, node, "")
     running(rig, node)
     rig.controller.send(node, m.Chaos(kind="kill-worker", rank=1))
-    died = rig.controller.wait(m.WorkerExited, node)
+    died = rig.controller.wait(m.WorkerExitReport, node)
     assert (died.exit.rank, died.exit.signal, died.exit.by_us) == (1, signal.SIGKILL, False)
     assert died.exit.step == 1000
     stopped = rig.stop(node, 1)
@@ -90,7 +90,7 @@ def test_a_worker_keeps_the_memory_it_frees(rig: Rig, node: str) -> None:
 
 def test_an_exception_is_reported_with_its_traceback(rig: Rig, node: str) -> None:
     launch(rig, node, "raise")
-    died = rig.controller.wait(m.WorkerExited, node)
+    died = rig.controller.wait(m.WorkerExitReport, node)
     assert (died.exit.rank, died.exit.code, died.exit.error_type) == (1, 1, "ValueError")
     assert died.exit.step == 7
     assert "the seventh step is cursed" in died.exit.traceback
@@ -158,7 +158,7 @@ def test_killing_the_forkserver_ends_its_workers_and_the_node_recovers(rig: Rig,
         os.kill(pids["server"][0], signal.SIGKILL)
         gone()
     for rank in range(2):
-        died = rig.controller.wait(m.WorkerExited, node, lambda x, r=rank: x.exit.rank == r)
+        died = rig.controller.wait(m.WorkerExitReport, node, lambda x, r=rank: x.exit.rank == r)
         assert died.exit.signal == signal.SIGKILL
     rig.stop(node, 1)
     launch(rig, node, "", generation=2)

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import EVENTS, JOBS
-from orchestrator.backends.kubernetes.events import event_document
-from orchestrator.cli.main import main
-from orchestrator.operator.spec import owner_of
-from orchestrator.operator.status import About, status_of
-from orchestrator.protocol.spec.crd import NAME, definition_text
-from orchestrator.runtime.view import JobView
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.cli.main import main
+from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
+from holdfast.orchestrator.hosts.kubernetes.status import About, status_of
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import EVENTS, JOBS
+from holdfast.orchestrator.kube.event_recorder import event_document
+from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.unit.cli.views import NS, make_incident, make_view
+from tests.unit.cli.fixtures import NS, make_incident, make_view
 
 
 class Result(NamedTuple):
@@ -54,7 +54,13 @@ class Commands:
 
     def start(self, output: Path, *words: str | Path) -> subprocess.Popen[bytes]:
         """In a process of its own, whose output goes to a file."""
-        command = [sys.executable, "-m", "orchestrator.cli.main", *map(str, words), *self.where]
+        command = [
+            sys.executable,
+            "-m",
+            "holdfast.orchestrator.cli.main",
+            *map(str, words),
+            *self.where,
+        ]
         with output.open("wb") as file:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
@@ -110,7 +116,7 @@ def write_status(kubectl: Kubectl, view: JobView) -> None:
     }
 
     async def act() -> None:
-        async with await Cluster.connect(kubeconfig=kubectl.kubeconfig) as cluster:
+        async with await KubeClient.connect(kubeconfig=kubectl.kubeconfig) as cluster:
             await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
             for one in view.incidents[-1:]:
                 text = f"incident {one.number}: {one.title}; {one.decision}"

@@ -16,11 +16,11 @@ import pytest
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import VARIABLE, GivenCluster, given
+from tests.e2e.kubernetes.rig.existing_cluster import VARIABLE, GivenCluster, given
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
 from tests.e2e.kubernetes.rig.run import Run
-from tests.e2e.kubernetes.unplaced import install
+from tests.e2e.kubernetes.unschedulable import install
 
 NUM_NODES = 3
 

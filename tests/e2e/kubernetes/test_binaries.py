@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.kubernetes.binaries import build
 from tests.e2e.kubernetes.rig.binaries import CONTROL_PLANE, VARIABLES, Binaries, locate
-from tests.e2e.kubernetes.rig.given import VARIABLE, given
+from tests.e2e.kubernetes.rig.existing_cluster import VARIABLE, given
 
 
 def run_build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import Run
-from tests.unit.protocol.wrong_jobs import SCRIPT, job
+from tests.unit.api.wrong_jobs import SCRIPT, job
 
 pytestmark = pytest.mark.e2e
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import JOBS, NotAuthenticated
-from orchestrator.cli.plugin import main as plugin
+from holdfast.orchestrator.cli.plugin import main as plugin
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import JOBS, NotAuthenticated
 from tests.e2e.kubernetes.commands import (
     SCRIPT,
     Commands,
@@ -25,7 +25,7 @@ from tests.e2e.kubernetes.commands import (
 )
 from tests.e2e.kubernetes.rig.certificates import Authority
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
@@ -148,7 +148,7 @@ def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
     jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "kubectl-holdfast"
-    code = "from orchestrator.cli.plugin import main; main()"
+    code = "from holdfast.orchestrator.cli.plugin import main; main()"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -273,7 +273,7 @@ def test_a_client_certificate_that_is_replaced_is_used_within_the_same_connectio
     path = own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=theirs)
 
     async def story() -> None:
-        async with await Cluster.connect(kubeconfig=path) as cluster:
+        async with await KubeClient.connect(kubeconfig=path) as cluster:
             with pytest.raises(NotAuthenticated):
                 await cluster.list_all(JOBS, jobs.namespace)
             own_control_plane.write_kubeconfig(f"ann-{jobs.namespace}", pair=ours)

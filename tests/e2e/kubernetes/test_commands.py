@@ -21,7 +21,7 @@ import yaml
 from tests.e2e.kubernetes.commands import SCRIPT, Commands, serve_jobs, trained, write_status
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.waiting import until
@@ -225,7 +225,7 @@ def attended(
             plane.run,
             f"operator-{kubectl.namespace}",
             [
-                *(sys.executable, "-m", "orchestrator.cli.main", "operator"),
+                *(sys.executable, "-m", "holdfast.orchestrator.cli.main", "operator"),
                 *("--namespace", kubectl.namespace, "--lease-namespace", kubectl.namespace),
                 *("--agent-endpoint", f"{AGENTS}:{agents}", "--listen", f"{AGENTS}:{agents}"),
                 *("--metrics-address", AGENTS, "--metrics-port", str(metrics)),

@@ -1,6 +1,6 @@
 """The CRD on a real API server: what it accepts, fills in, refuses and in which words.
 
-Owns: these tests. The wrong documents are those of tests/unit/protocol/wrong_jobs.py, which the
+Owns: these tests. The wrong documents are those of tests/unit/api/wrong_jobs.py, which the
 models refuse too: a rule that says something else than its model fails on one side.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.protocol.spec import job_from_mapping, load_job
-from orchestrator.protocol.spec.crd import NAME, definition_text, job_from_resource
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text, job_from_resource
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.unit.protocol.wrong_jobs import (
+from tests.unit.api.wrong_jobs import (
     CHANGES,
     SCRIPT,
     UNTYPED_RIGHT,

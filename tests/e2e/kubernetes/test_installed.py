@@ -124,7 +124,10 @@ def kill_operator(installed: Installed, pod: str) -> None:
     uid = (installed.system.get("pod", pod) or {})["metadata"]["uid"]
     for pid in installed.cluster.nodes[where].processes():
         words = psutil.Process(pid).cmdline()
-        if "orchestrator.cli.main" in words and uid in Path(f"/proc/{pid}/cgroup").read_text():
+        if (
+            "holdfast.orchestrator.cli.main" in words
+            and uid in Path(f"/proc/{pid}/cgroup").read_text()
+        ):
             os.kill(pid, signal.SIGKILL)
             return
     raise AssertionError(f"the process of {pod} was not found on {where}")

@@ -10,30 +10,29 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import JOBS
-from orchestrator.backends.kubernetes.journal import MAX_BYTES, open_journal
-from orchestrator.backends.kubernetes.names import journal_name
-from orchestrator.backends.kubernetes.pods import Owner
-from orchestrator.core.actions import AnyAction, LaunchGroup, RequestNodes
-from orchestrator.core.events import (
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.core.actions import AnyAction, LaunchGroup, RequestNodes
+from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AnyEvent,
     ControllerStarted,
     JobSubmitted,
     NodeJoined,
-    StepsAdvanced,
+    StepCompleted,
 )
-from orchestrator.core.journal import encode_record
-from orchestrator.core.state import JobState
-from orchestrator.operator.spec import owner_of
-from orchestrator.protocol.facts import NodeFacts, ShardFile
-from orchestrator.protocol.manifest import shard_file_name
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime.clock import Clock
-from orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.core.journal import encode_record
+from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.hosts.kubernetes.configmap_journal import MAX_BYTES, open_journal
+from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import JOBS
+from holdfast.orchestrator.kube.names import Owner, journal_name
+from holdfast.orchestrator.protocol.facts import NodeFacts, ShardFile
+from holdfast.orchestrator.protocol.manifest import shard_file_name
+from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.driver import Driver
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.e2e.kubernetes.unplaced import Plane, install, job
+from tests.e2e.kubernetes.unschedulable import Plane, install, job
 
 pytestmark = pytest.mark.e2e
 
@@ -83,7 +82,7 @@ class Controller:
     def state(self) -> JobState:
         return self.driver.controller.state
 
-    async def open(self, cluster: Cluster, owner: Owner) -> None:
+    async def open(self, cluster: KubeClient, owner: Owner) -> None:
         self.driver.open(await open_journal(cluster, owner))
 
     async def tell(self, *events: AnyEvent) -> None:
@@ -101,7 +100,7 @@ def running(spec: dict[str, Any]) -> dict[str, Any]:
     return {**spec, "spec": {**spec["spec"], "suspend": False}}
 
 
-async def train(cluster: Cluster, owner: Owner, spec: dict[str, Any]) -> None:
+async def train(cluster: KubeClient, owner: Owner, spec: dict[str, Any]) -> None:
     """From nothing to the first step of all 8,000 ranks."""
     first = Controller(spec)
     await first.open(cluster, owner)
@@ -113,7 +112,7 @@ async def train(cluster: Cluster, owner: Owner, spec: dict[str, Any]) -> None:
     joined = [NodeJoined(node=name, facts=facts(index)) for index, name in enumerate(NAMES)]
     await first.tell(*joined)
     await first.succeed(LaunchGroup)
-    await first.tell(StepsAdvanced(generation=1, step=0, step_s=0.5))
+    await first.tell(StepCompleted(generation=1, step=0, step_s=0.5))
     assert first.state.phase == "running"
     assert len(first.state.members) == NUM_NODES
 
@@ -129,7 +128,7 @@ def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outg
     assert len(encode_record(1, took_over)) > 2 * MAX_BYTES, "no ConfigMap could hold this event"
 
     async def story() -> None:
-        async with await Cluster.connect(kubeconfig=control_plane.kubeconfig) as cluster:
+        async with await KubeClient.connect(kubeconfig=control_plane.kubeconfig) as cluster:
             assert await cluster.find(JOBS, owner.namespace, owner.name)
             await train(cluster, owner, spec)
             second, third = Controller(spec), Controller(spec)
@@ -142,7 +141,7 @@ def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outg
                 assert state.members == NAMES and set(state.nodes) == set(NAMES)
             assert third.state == second.state, "nothing was lost on the way"
             with pytest.raises(Exception, match="another controller"):
-                await second.tell(StepsAdvanced(generation=1, step=1), took_over)
+                await second.tell(StepCompleted(generation=1, step=1), took_over)
 
     asyncio.run(story())
     kept = namespace.json("get", "configmap", journal_name(owner.name))["binaryData"]

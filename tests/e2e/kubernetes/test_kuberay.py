@@ -18,9 +18,9 @@ import yaml
 
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.unit.kubernetes.test_kuberay import MANIFESTS, SCHEMA
+from tests.unit.backends.kubernetes.test_kuberay import MANIFESTS, SCHEMA
 
 pytestmark = pytest.mark.e2e
 

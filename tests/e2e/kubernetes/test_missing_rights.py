@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from tests.e2e.kubernetes.replica import Replica
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import REPOSITORY
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import (
+from tests.e2e.kubernetes.unschedulable import (
     BOUND_S,
     Plane,
     gone,

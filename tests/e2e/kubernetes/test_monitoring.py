@@ -20,8 +20,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from helm import ray_dashboard, render
-from orchestrator.operator.metrics import Facts, exposition
-from orchestrator.runtime.view import CheckpointView, IncidentCount, JobState, JobView
+from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
+from holdfast.orchestrator.runtime.observe.view import (
+    CheckpointView,
+    IncidentCount,
+    JobPhase,
+    JobView,
+)
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.published import promtool
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
@@ -97,7 +102,7 @@ class Rules:
 
     def expect(
         self,
-        history: Callable[[int], Facts],
+        history: Callable[[int], OperatorState],
         minutes: int,
         alert: str,
         *,
@@ -142,7 +147,7 @@ class Rules:
         }
 
 
-def series(history: Callable[[int], Facts], minutes: int, handover: int) -> list[Document]:
+def series(history: Callable[[int], OperatorState], minutes: int, handover: int) -> list[Document]:
     """A scrape a minute. What a scrape lacks is marked stale, as Prometheus does it."""
     pods = ["holdfast-a" if minute < handover else "holdfast-b" for minute in range(minutes)]
     columns = [scrape(history(minute), pod) for minute, pod in enumerate(pods)]
@@ -158,7 +163,7 @@ def series(history: Callable[[int], Facts], minutes: int, handover: int) -> list
     return found
 
 
-def scrape(facts: Facts, pod: str) -> dict[str, float]:
+def scrape(facts: OperatorState, pod: str) -> dict[str, float]:
     """`pod`: a label that Prometheus adds itself."""
     found = {}
     for family in text_string_to_metric_families(exposition(facts).decode()):
@@ -169,9 +174,9 @@ def scrape(facts: Facts, pod: str) -> dict[str, float]:
     return found
 
 
-def facts(*views: JobView, **states: JobState) -> Facts:
+def facts(*views: JobView, **states: JobPhase) -> OperatorState:
     """Jobs in namespace red; `states`: those without a controller."""
-    return Facts(
+    return OperatorState(
         leading=True,
         requests={},
         views={("red", view.name): view for view in views},
@@ -215,7 +220,7 @@ def test_promtool_reads_every_query_of_the_dashboards(rules: Rules, page: Path) 
 def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(
     rules: Rules,
 ) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         hang = IncidentCount(failure_class="hang", scope="worker", count=1)
         return facts(running(minute, incident_counts=[hang] if minute >= 10 else []))
 
@@ -223,7 +228,7 @@ def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(
 
 
 def test_a_job_that_had_hung_before_its_operator_changed_fires_nothing_anew(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         hang = IncidentCount(failure_class="hang", scope="node", count=3)
         return facts(running(minute, incident_counts=[hang]))
 
@@ -231,10 +236,10 @@ def test_a_job_that_had_hung_before_its_operator_changed_fires_nothing_anew(rule
 
 
 def test_a_failed_job_fires_as_long_as_its_object_is_there(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         if minute < 5:
             return facts(running(minute), other="succeeded", stopped="cancelled")
-        states: dict[str, JobState] = {RED[1]: "failed"} if minute < 60 else {}
+        states: dict[str, JobPhase] = {RED[1]: "failed"} if minute < 60 else {}
         return facts(**states, other="succeeded", stopped="cancelled")
 
     rules.expect(history, 70, "HoldfastJobFailed", m4=None, m5="", m59="", m61=None)
@@ -243,7 +248,7 @@ def test_a_failed_job_fires_as_long_as_its_object_is_there(rules: Rules) -> None
 def test_a_job_that_never_wrote_a_checkpoint_is_told_of_an_hour_after_its_first_step(
     rules: Rules,
 ) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         waiting = JobView(name="waits", submitted_ns=0, now_ns=minute * MINUTE)
         late = CheckpointView(step=9, generation=1, committed_ns=81 * MINUTE)
         written = [late] if minute >= 81 else []
@@ -254,7 +259,7 @@ def test_a_job_that_never_wrote_a_checkpoint_is_told_of_an_hour_after_its_first_
 
 
 def test_a_job_that_writes_checkpoints_is_told_of_when_it_stops_to(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         last = CheckpointView(step=9, generation=1, committed_ns=(min(minute, 30) + 1) * MINUTE)
         failures = 1 if minute >= 31 else 0
         return facts(running(minute, checkpoints=[last], storage_failures=failures))
@@ -264,7 +269,7 @@ def test_a_job_that_writes_checkpoints_is_told_of_when_it_stops_to(rules: Rules)
 
 
 def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         return facts()._replace(leading=minute < 5 or minute == 10)
 
     rules.expect(history, 20, "HoldfastNoLeader", m4=None, m6=None, m8="", m10=None, m14="")
@@ -273,7 +278,7 @@ def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None
 def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> None:
     """Of all classes together; one each hour is none."""
 
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         hourly, storm = minute // 60, max(0, min(minute - 200, 8))
         return facts(running(minute, restarts={"infrastructure": hourly, "hang": storm}))
 
@@ -282,7 +287,7 @@ def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> No
 
 
 def test_a_job_that_moves_forward_too_little_is_told_of_while_it_runs(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         if minute >= 60:
             return facts(**{RED[1]: "suspended"})
         return facts(running(minute, goodput=0.5 if minute >= 10 else 0.9))
@@ -292,7 +297,7 @@ def test_a_job_that_moves_forward_too_little_is_told_of_while_it_runs(rules: Rul
 
 
 def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules: Rules) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         return facts(**{RED[1]: "pending"}) if minute < 30 else facts(running(minute))
 
     rules.expect(history, 40, "HoldfastWaitsForNodes", m14=None, m15="", m29="", m31=None)
@@ -309,7 +314,7 @@ def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules:
 def test_an_alert_goes_on_when_another_operator_leads(
     rules: Rules, alert: str, fields: dict[str, Any], value: str
 ) -> None:
-    def history(minute: int) -> Facts:
+    def history(minute: int) -> OperatorState:
         return facts(running(minute, **fields))
 
     rules.expect(history, 110, alert, handover=93, m95=value)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.pods import Owner, PodSettings, pod_document
-from orchestrator.backends.kubernetes.queues.queue import Queue
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.protocol.spec.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
+from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.names import Owner
 from tests.e2e.kubernetes.conftest import fresh, skip_without
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
@@ -26,7 +27,7 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.settings import Settings
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.unit.protocol.wrong_jobs import job, script
+from tests.unit.api.wrong_jobs import job, script
 
 pytestmark = pytest.mark.e2e
 
@@ -98,8 +99,8 @@ class Gang:
         asyncio.run(self._ask(numbers))
 
     async def _ask(self, numbers: tuple[int, ...]) -> None:
-        async with await Cluster.connect(kubeconfig=self.plane.kubeconfig) as cluster:
-            queue = Queue(self.job, self.owner, cluster)
+        async with await KubeClient.connect(kubeconfig=self.plane.kubeconfig) as cluster:
+            queue = Admission(self.job, self.owner, cluster)
             there = {pod["metadata"]["name"]: pod for pod in self.pods()}
             plain = [
                 pod_document(self.job, self.owner, SETTINGS, f"{self.name}-{number}")

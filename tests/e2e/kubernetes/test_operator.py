@@ -18,7 +18,7 @@ from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import (
+from tests.e2e.kubernetes.unschedulable import (
     BOUND_S,
     Plane,
     gone,

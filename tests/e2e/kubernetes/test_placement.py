@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.protocol.spec.kubernetes import TOPOLOGY_KEYS
+from holdfast.orchestrator.api.v1alpha1.kubernetes import TOPOLOGY_KEYS
 from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
 from tests.e2e.kubernetes.rig import workloads
 from tests.e2e.kubernetes.rig.cluster import Cluster

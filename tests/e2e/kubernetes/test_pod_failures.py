@@ -1,7 +1,7 @@
 """What a user is told of pods that do not start, are killed by the kernel or edited by somebody:
 real kubelets, a real registry that is not there, a real memory limit.
 
-Owns: these tests; those of texts alone are tests/unit/kubernetes/test_words.py.
+Owns: these tests; those of texts alone are tests/unit/backends/kubernetes/test_pod_conditions.py.
 """
 
 from __future__ import annotations

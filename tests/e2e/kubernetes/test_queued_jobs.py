@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.spec.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
 from tests.e2e.kubernetes.conftest import api_server, fresh
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.binaries import Binaries
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
 

@@ -18,20 +18,21 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.backends.kubernetes.client import Cluster
-from orchestrator.backends.kubernetes.errors import JOBS
-from orchestrator.backends.kubernetes.pods import Owner, PodSettings, pod_document
-from orchestrator.backends.kubernetes.queues.base import group_of
-from orchestrator.backends.kubernetes.queues.choice import integration_of, problems
-from orchestrator.backends.kubernetes.queues.queue import Queue
-from orchestrator.protocol.errors import HoldfastError, UserError
-from orchestrator.protocol.spec import TrainingJob, job_from_mapping
-from orchestrator.protocol.spec.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
+from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
+from holdfast.orchestrator.backends.kubernetes.queues.base import group_of
+from holdfast.orchestrator.backends.kubernetes.queues.selection import integration_of, problems
+from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import JOBS
+from holdfast.orchestrator.kube.names import Owner
 from tests.e2e.kubernetes.published import get as published
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
-from tests.unit.protocol.wrong_jobs import job, script
+from tests.unit.api.wrong_jobs import job, script
 
 pytestmark = pytest.mark.e2e
 
@@ -53,8 +54,8 @@ def training_job(gang: str, name: str = "llm", **spec: Any) -> TrainingJob:
 
 
 async def ensure(plane: Plane, wanted: TrainingJob, owner: Owner) -> None:
-    async with await Cluster.connect(kubeconfig=plane.kubeconfig) as cluster:
-        queue = Queue(wanted, owner, cluster)
+    async with await KubeClient.connect(kubeconfig=plane.kubeconfig) as cluster:
+        queue = Admission(wanted, owner, cluster)
         pod = queue.decorate(pod_document(wanted, owner, SETTINGS, "llm-x"), {})
         await queue.ensure(pod, {})
 
@@ -179,7 +180,7 @@ def test_a_decorated_pod_is_one_to_the_api_server(
     systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
 ) -> None:
     wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": None})
-    pod = Queue(wanted, owner, cluster=None).decorate(  # type: ignore[arg-type]
+    pod = Admission(wanted, owner, cluster=None).decorate(  # type: ignore[arg-type]
         pod_document(wanted, owner, SETTINGS, "llm-x"), {}
     )
     words = ("create", "--validate=strict", "--filename=-", "--output=json")

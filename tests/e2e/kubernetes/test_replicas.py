@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.protocol.spec.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import (
+from tests.e2e.kubernetes.unschedulable import (
     BOUND_S,
     Plane,
     install,

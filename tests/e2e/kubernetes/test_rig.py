@@ -17,7 +17,7 @@ from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig.cluster import Cluster
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.given import GivenCluster
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import REPOSITORY, Run, is_running, leftovers
 from tests.e2e.kubernetes.rig.settings import SHORT

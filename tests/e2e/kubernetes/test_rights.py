@@ -24,7 +24,7 @@ from tests.e2e.kubernetes.rig.process import Server
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
-from tests.unit.protocol.wrong_jobs import SCRIPT, job
+from tests.unit.api.wrong_jobs import SCRIPT, job
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.kubernetes import counting
+from tests.e2e.kubernetes import request_counts
 from tests.e2e.kubernetes.conftest import fresh, skip_without
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig import binaries as programs
@@ -21,7 +21,7 @@ from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import Document, install, job
+from tests.e2e.kubernetes.unschedulable import Document, install, job
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +61,7 @@ def operator(
     plane: ControlPlane, jobs: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
     directory = tmp_path_factory.mktemp("operator")
-    kubeconfig = counting.operator_kubeconfig(plane)
+    kubeconfig = request_counts.operator_kubeconfig(plane)
     replica = Replica(kubeconfig, directory, (jobs.namespace,), f"--lease-seconds={LEASE_S}")
     replica.start()
     replica.wait_leading()
@@ -83,12 +83,12 @@ def bound(kubectl: Kubectl) -> Counter[str]:
     return Counter(pod["metadata"]["labels"]["holdfast.dev/job"] for pod in placed)
 
 
-def quiet(operator: Replica) -> counting.Requests:
+def quiet(operator: Replica) -> request_counts.Requests:
     """Its requests so far, once two looks in a row have found the same."""
-    seen: list[counting.Requests] = []
+    seen: list[request_counts.Requests] = []
 
     def settled() -> bool:
-        seen.append(counting.beside_leases(counting.counted_by_operator(operator)))
+        seen.append(request_counts.beside_leases(request_counts.counted_by_operator(operator)))
         return len(seen) > 1 and seen[-1] == seen[-2]
 
     until(settled, "the operator to ask for nothing more", timeout_s=BOUND_S, every_s=6)
@@ -115,16 +115,16 @@ def test_many_jobs_cost_few_requests_none_while_idle_and_leave_nothing(
     most = NUM_JOBS * (REQUESTS_PER_JOB + STATUS_WRITES) + NUM_NODES
     assert asked.total() <= most, asked
 
-    by_server = counting.counted_by_server(plane)
-    begin = counting.counted_by_operator(operator)["update", "leases"]
+    by_server = request_counts.counted_by_server(plane)
+    begin = request_counts.counted_by_operator(operator)["update", "leases"]
     until(
-        lambda: counting.counted_by_operator(operator)["update", "leases"] >= begin + 3,
+        lambda: request_counts.counted_by_operator(operator)["update", "leases"] >= begin + 3,
         "three renewals of the lease, with nothing else to do",
         timeout_s=BOUND_S,
     )
-    idle = counting.beside_leases(counting.counted_by_operator(operator)) - created
+    idle = request_counts.beside_leases(request_counts.counted_by_operator(operator)) - created
     assert idle.total() <= WATCHES, f"{NUM_JOBS} idle jobs ask for nothing: {idle}"
-    by_server = counting.counted_by_server(plane) - by_server
+    by_server = request_counts.counted_by_server(plane) - by_server
     assert by_server <= WATCHES + 2 * 4, "and the API server counts the lease's and no more"
 
     idle_too = quiet(operator)

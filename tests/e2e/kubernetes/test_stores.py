@@ -15,14 +15,7 @@ import pytest
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import (
-    BOUND_S,
-    Plane,
-    job,
-    names_of,
-    pods,
-    wait_pods,
-)
+from tests.e2e.kubernetes.unschedulable import BOUND_S, Plane, job, names_of, pods, wait_pods
 
 pytestmark = pytest.mark.e2e
 MANY = 40

@@ -20,7 +20,7 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.run import Run
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.test_chart import Helm, rendered
-from tests.unit.protocol.wrong_jobs import SCRIPT, job
+from tests.unit.api.wrong_jobs import SCRIPT, job
 
 pytestmark = pytest.mark.e2e
 

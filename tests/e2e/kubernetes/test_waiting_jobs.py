@@ -16,7 +16,7 @@ from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.waiting import until
-from tests.e2e.kubernetes.unplaced import (
+from tests.e2e.kubernetes.unschedulable import (
     BOUND_S,
     Plane,
     gone,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from .rig import BOUND_S, Job, spec
+from .local_rig import BOUND_S, Job, spec
 
 pytestmark = pytest.mark.e2e
 
 
 def holdfast(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *words, "--home", str(job.home)],
+        [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words, "--home", str(job.home)],
         capture_output=True, text=True, check=False, timeout=BOUND_S,
     )  # fmt: skip
 

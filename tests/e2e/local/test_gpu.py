@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .rig import Job, spec
+from .local_rig import Job, spec
 
 pytestmark = [
     pytest.mark.e2e,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.runtime.view import Incident
+from holdfast.orchestrator.runtime.observe.view import Incident
 
-from .rig import BOUND_S, Job, spec
+from .local_rig import BOUND_S, Job, spec
 
 pytestmark = pytest.mark.e2e
 

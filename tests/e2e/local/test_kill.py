@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from .rig import Job, spec
+from .local_rig import Job, spec
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .rig import Job, spec
+from .local_rig import Job, spec
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .rig import BOUND_S, Job, spec
+from .local_rig import BOUND_S, Job, spec
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def save(job: Job, *options: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "orchestrator.cli.main", "checkpoint", "save", job.name]
+    words = [sys.executable, "-m", "holdfast.orchestrator.cli.main", "checkpoint", "save", job.name]
     return subprocess.Popen(
         [*words, *options, "--home", str(job.home)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

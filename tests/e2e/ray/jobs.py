@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import yaml
 
-from orchestrator.runtime.view import Incident, JobView
+from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
-from ..local.rig import spec
-from . import rig
+from ..local.local_rig import spec
+from . import cluster_rig
 
 BOUND_S = 180.0
 
 
 def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *words],
+        [sys.executable, "-m", "holdfast.orchestrator.cli.main", *words],
         capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
 
@@ -36,7 +36,7 @@ def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedPro
 def started(*words: str) -> subprocess.Popen[str]:
     """A command that goes on; `says` reads what it prints."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "orchestrator.cli.main", *words],
+        [sys.executable, "-u", "-m", "holdfast.orchestrator.cli.main", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
@@ -59,9 +59,9 @@ class Job:
         self, place: Path, name: str, steps: int, *, cluster: Any = None, **changes: Any
     ) -> None:
         """`cluster`: one that this process is a driver of, instead of the one for all tests."""
-        from orchestrator.cli.places.ray import RayPlace
+        from holdfast.orchestrator.cli.targets.ray.target import RayTarget
 
-        self.cluster = cluster or rig.connected()
+        self.cluster = cluster or cluster_rig.connected()
         self.name = name
         self.file = place / f"{name}.yaml"
         changes = {
@@ -69,10 +69,10 @@ class Job:
         } | changes
         self.file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
         self.output = place / f"{name}.log"
-        self._place = RayPlace(self.cluster.address)
+        self._place = RayTarget(self.cluster.address)
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.cli.main", *self._words()],
+                [sys.executable, "-m", "holdfast.orchestrator.cli.main", *self._words()],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
 
@@ -83,7 +83,8 @@ class Job:
         """A new command for the job, in place of one that has ended."""
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.cli.main", "run", "--attach", self.name,
+                [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run",
+                 "--attach", self.name,
                  "--ray", self.cluster.address],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
@@ -93,8 +94,9 @@ class Job:
 
     def until(self, true: Callable[[JobView], bool]) -> JobView:
         """The first view of which it is true."""
-        from orchestrator.backends.ray import calls, controller
-        from orchestrator.protocol.errors import UserError
+        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.errors import UserError
+        from holdfast.orchestrator.hosts.ray import actor
 
         give_up, seen, view = time.monotonic() + BOUND_S, -1, None
         while time.monotonic() < give_up:
@@ -102,10 +104,10 @@ class Job:
                 view = self.view()
                 if true(view):
                     return view
-                actor = controller.find(self.name)
+                actor = actor.find(self.name)
                 if actor is not None:
-                    seen = calls.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
-            except (calls.ControllerGone, UserError):
+                    seen = actor_calls.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
+            except (actor_calls.ControllerActorGone, UserError):
                 seen = -1  # not yet, or between two lives
             if self.command.poll() not in (None, 0, 1):
                 raise AssertionError(self.output.read_text())
@@ -133,15 +135,16 @@ class Job:
     def facts(self, node: str) -> dict[str, Any]:
         import ray
 
-        from orchestrator.backends.ray import actors
+        from holdfast.orchestrator.backends.ray import actors
 
         found: dict[str, Any] = ray.get(actors.find(self.name, node).facts.remote(), timeout=60)
         return found
 
     def controller(self) -> dict[str, Any]:
-        from orchestrator.backends.ray import calls, controller
+        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.hosts.ray import actor
 
-        found: dict[str, Any] = calls.ask(controller.find(self.name), "facts")
+        found: dict[str, Any] = actor_calls.ask(actor.find(self.name), "facts")
         return found
 
     def worker_pid(self, rank: int) -> int:
@@ -160,16 +163,17 @@ class Job:
 
     def end(self) -> None:
         """Whatever the test has left."""
-        from orchestrator.backends.ray import controller, kv
+        from holdfast.orchestrator.backends.ray import kv
+        from holdfast.orchestrator.hosts.ray import actor
 
-        if controller.find(self.name) is not None:
+        if actor.find(self.name) is not None:
             holdfast("cancel", self.name, "--ray", self.cluster.address)
         try:
             self.command.wait(30)
         except subprocess.TimeoutExpired:
             os.kill(self.command.pid, signal.SIGKILL)
             self.command.wait()
-        kv.Keys(self.name).clear()
+        kv.JobKeyValueStore(self.name).clear()
 
 
 class Submitted(Job):

@@ -11,27 +11,27 @@ from typing import Any
 
 import msgspec
 
-from . import rig
+from . import cluster_rig
 
 NAME = "remains"
 
 
 @contextmanager
-def cleared() -> Iterator[rig.RayRig]:
+def cleared() -> Iterator[cluster_rig.RayRig]:
     """The cluster, of which a test may leave everything of that job behind."""
-    from orchestrator.backends.ray import kv, remains
+    from holdfast.orchestrator.backends.ray import cleanup, kv
 
-    cluster = rig.connected()
+    cluster = cluster_rig.connected()
     yield cluster
-    remains.end(NAME)
-    kv.Keys(NAME).clear()
+    cleanup.end(NAME)
+    kv.JobKeyValueStore(NAME).clear()
 
 
 def order(**spec: Any) -> Any:
-    from orchestrator.backends.ray import names
-    from orchestrator.backends.ray.controller import ControllerOrder
-    from orchestrator.protocol.certificate import make_keys
-    from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
+    from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
+    from holdfast.orchestrator.backends.ray import names
+    from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
+    from holdfast.orchestrator.protocol.certificate import make_keys
 
     job = job_from_mapping(
         {
@@ -50,8 +50,8 @@ def order(**spec: Any) -> Any:
 
 def record(order: Any) -> Any:
     """As `holdfast run` does it first of all."""
-    from orchestrator.backends.ray import kv
+    from holdfast.orchestrator.backends.ray import kv
 
-    keys = kv.Keys(NAME)
+    keys = kv.JobKeyValueStore(NAME)
     assert keys.create(kv.RECORD, msgspec.msgpack.encode(order))
     return keys

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .growing import GrowingCluster
+from .autoscaled_cluster import GrowingCluster
 from .jobs import Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ..local.rig import spec
-from . import rig
+from ..local.local_rig import spec
+from . import cluster_rig
 from .jobs import BOUND_S, holdfast, says, started
 from .test_verbs import client_server
 
@@ -22,14 +22,14 @@ SCRIPT = {"entrypoint": {"script": "train.py"}}
 OLDER = """
 import ray
 ray.__version__ = "2.59.0"
-from orchestrator.cli.main import main
+from holdfast.orchestrator.cli.main import main
 main(["status", "--ray", "{address}"])
 """
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with client_server(rig.connected().address, tmp_path_factory.mktemp("ray")) as address:
+    with client_server(cluster_rig.connected().address, tmp_path_factory.mktemp("ray")) as address:
         yield address
 
 
@@ -48,7 +48,8 @@ def run_alone(mine: Path, file: Path, address: str) -> subprocess.CompletedProce
     command = f"""
         mount -t tmpfs none {mine} && mkdir {mine}/in && cd {mine}/in &&
         cp {file} job.yaml && touch train.py && cd / &&
-        exec {sys.executable} -m orchestrator.cli.main run {mine}/in/job.yaml --ray {address}
+        exec {sys.executable} -m holdfast.orchestrator.cli.main \\
+            run {mine}/in/job.yaml --ray {address}
     """
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command],
@@ -80,7 +81,7 @@ def test_who_watches_is_told_when_the_head_has_gone_and_the_job_goes_on(
 ) -> None:
     """To a Ray client, the head is the server that it speaks to."""
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
-    cluster, name = rig.connected().address, "watched-from-outside"
+    cluster, name = cluster_rig.connected().address, "watched-from-outside"
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(spec(name, 1_000_000, checkpoint={"path": str(tmp_path / "t")})))
     with client_server(cluster, tmp_path) as address:
@@ -113,7 +114,7 @@ def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
     address: str, tmp_path: Path
 ) -> None:
     """As a spec that is mounted into the head's pod only."""
-    for way, where in (("client", address), ("head", rig.connected().address)):
+    for way, where in (("client", address), ("head", cluster_rig.connected().address)):
         name = f"spec-only-{way}"
         done = run_alone(tmp_path / way, written(tmp_path, name), where)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +124,7 @@ def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
 
 def test_a_script_that_only_the_machine_of_the_command_has_is_named(tmp_path: Path) -> None:
     """Of the machines of a cluster, one has it: whoever starts the job there is not told before."""
-    where, name = rig.connected().address, "script-here-only"
+    where, name = cluster_rig.connected().address, "script-here-only"
     mine = tmp_path / "mine"
     done = run_alone(mine, written(tmp_path, name, **SCRIPT), where)
     said = done.stdout + done.stderr

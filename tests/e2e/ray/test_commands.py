@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -66,10 +66,10 @@ def test_a_name_that_is_taken_is_refused(job: Job) -> None:
 def test_a_controller_that_somebody_removed_is_started_again(job: Job) -> None:
     import ray
 
-    from orchestrator.backends.ray import controller
+    from holdfast.orchestrator.hosts.ray import actor
 
     step = job.running().step
-    ray.kill(controller.find("verbs"), no_restart=True)
+    ray.kill(actor.find("verbs"), no_restart=True)
     assert job.command.wait(60) == 1
     assert "run --attach verbs" in job.output.read_text()
     job.attach()
@@ -86,7 +86,7 @@ def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
 ) -> None:
     import ray
 
-    rig.connected()
+    cluster_rig.connected()
     job = Job(tmp_path, "too-large", 10, resources={"cpu": 64})
     try:
         view = job.until(lambda view: "128 CPU" in view.reason or "CPU" in _notes("too-large", job))
@@ -100,7 +100,7 @@ def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
 def test_a_job_that_shall_not_wait_for_room_fails_and_leaves_nothing(tmp_path: Path) -> None:
     import ray
 
-    rig.connected()
+    cluster_rig.connected()
     limit = {"capacityTimeoutSeconds": 5}
     job = Job(tmp_path, "impatient", 10, resources={"cpu": 64}, recovery=limit)
     try:

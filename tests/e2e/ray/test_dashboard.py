@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import browser, rig
+from . import browser, cluster_rig
 from .browser import Browser
 from .jobs import BOUND_S, Submitted
 
@@ -33,7 +33,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
 
 @pytest.fixture(scope="module")
 def seen(job: Submitted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser.opened(rig.shared().dashboard, tmp_path_factory.mktemp("pictures")) as seen:
+    with browser.opened(
+        cluster_rig.shared().dashboard, tmp_path_factory.mktemp("pictures")
+    ) as seen:
         yield seen
 
 
@@ -76,7 +78,7 @@ def test_the_list_of_tasks_has_verbs_and_is_not_full_of_watching(job: Submitted)
     give_up, verbs = time.monotonic() + BOUND_S, set[str]()
     own = f"HoldfastController({NAME})."  # of those that have begun
     while "perform" not in verbs and time.monotonic() < give_up:
-        found = list_tasks(address=rig.shared().dashboard, limit=10_000)
+        found = list_tasks(address=cluster_rig.shared().dashboard, limit=10_000)
         verbs = {task.name.removeprefix(own) for task in found if task.name.startswith(own)}
         time.sleep(PAUSE_S)
     assert "perform" in verbs and "watch" not in verbs

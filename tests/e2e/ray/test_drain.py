@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -27,11 +27,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     never = {"everySteps": NEVER}
     tiers = {"path": str(place / "tier"), "memory": never, "storage": never}
     job = Job(place, "drained", NEVER, nodes=nodes, checkpoint=tiers)
-    while job.cluster.num_nodes < rig.NODES:
+    while job.cluster.num_nodes < cluster_rig.NODES:
         job.cluster.add_node()
     yield job
     job.end()
-    while job.cluster.num_nodes < rig.NODES:
+    while job.cluster.num_nodes < cluster_rig.NODES:
         job.cluster.add_node()
 
 
@@ -54,7 +54,7 @@ def victim(job: Job) -> tuple[str, str]:
 
 def gone(job: Job) -> None:
     """Wait until no Ray node drains any more: it ends by itself as soon as nothing uses it."""
-    from orchestrator.backends.ray import cluster, drains
+    from holdfast.orchestrator.backends.ray import cluster, drains
 
     give_up = time.monotonic() + BOUND_S
     while drains.draining().keys() & cluster.alive_nodes().keys():

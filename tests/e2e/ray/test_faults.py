@@ -23,7 +23,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def assert_on_the_head(job: Job) -> None:
     """The loss of another Ray node would take a node and the controller at once."""
-    from orchestrator.backends.ray import cluster
+    from holdfast.orchestrator.backends.ray import cluster
 
     home = cluster.alive_nodes()[job.controller()["ray_node"]]
     assert "node:__internal_head__" in home["Resources"]
@@ -48,7 +48,7 @@ def test_a_killed_worker_costs_no_step(job: Job) -> None:
 def test_calls_that_ended_controllers_have_left_behind_do_not_silence_an_agents_actor(
     job: Job,
 ) -> None:
-    from orchestrator.backends.ray import actors
+    from holdfast.orchestrator.backends.ray import actors
 
     node = job.members()[-1]
     actor = actors.find(job.name, node)
@@ -106,9 +106,9 @@ def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
 def test_nothing_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
     import ray
 
-    from orchestrator.backends.ray import groups
+    from holdfast.orchestrator.backends.ray import placement_groups
 
     job.end()
     left = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     assert [name for name in left if "faults" in name] == []
-    assert groups.names_of("faults") == []
+    assert placement_groups.names_of("faults") == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -25,10 +25,10 @@ while not (here / f"{job}-end").exists():
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    cluster = rig.connected()
-    while cluster.num_nodes < rig.NODES:
+    cluster = cluster_rig.connected()
+    while cluster.num_nodes < cluster_rig.NODES:
         cluster.add_node()
-    while cluster.num_nodes > rig.NODES:
+    while cluster.num_nodes > cluster_rig.NODES:
         cluster.kill_newest()
     yield tmp_path
     for name in ("holder", "first", "second"):
@@ -50,7 +50,7 @@ def ranks(place: Path, job: Job) -> int:
 def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(place: Path) -> None:
     import ray
 
-    from orchestrator.backends.ray import groups
+    from holdfast.orchestrator.backends.ray import placement_groups
 
     holder = start(place, "holder", 2)
     jobs = [holder]
@@ -78,7 +78,7 @@ def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(pla
         (place / f"{other.name}-end").touch()
         for job in jobs:
             assert job.command.wait(BOUND_S) == 0, job.output.read_text()
-            assert groups.names_of(job.name) == []
+            assert placement_groups.names_of(job.name) == []
     finally:
         for job in jobs:
             job.end()

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from ..local.rig import spec
-from .head import BOUND_S, HeadedCluster, kill_tree
+from ..local.local_rig import spec
+from .headed_cluster import BOUND_S, HeadedCluster, kill_tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -54,7 +54,7 @@ class Watched:
 
     def _words(self, *words: str) -> list[str]:
         return [
-            sys.executable, "-u", "-m", "orchestrator.cli.main", *words,
+            sys.executable, "-u", "-m", "holdfast.orchestrator.cli.main", *words,
             "--ray", self.cluster.address,
         ]  # fmt: skip
 
@@ -86,7 +86,7 @@ class Watched:
         return [
             one
             for one in psutil.process_iter(["cmdline"])  # what is forked has its agent's
-            if "workers.agent" in (line := one.info["cmdline"] or [])
+            if "holdfast.workers.agent" in (line := one.info["cmdline"] or [])
             and any(line[at : at + 2] == words for at in range(len(line)))
         ]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ..local.rig import spec
-from . import rig
-from .between import Relay
+from ..local.local_rig import spec
+from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast, says, started
+from .proxies import Relay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -47,7 +47,7 @@ def test_a_dashboard_that_goes_away_while_it_is_followed_is_told_in_words(
 
 @pytest.mark.parametrize("websockets", [True, False], ids=["streamed", "without-websockets"])
 def test_what_is_followed_is_the_whole_log_once(websockets: bool, tmp_path: Path) -> None:
-    cluster = rig.connected()
+    cluster = cluster_rig.connected()
     from ray.job_submission import JobSubmissionClient
 
     name = f"told-{websockets}".lower()
@@ -79,10 +79,10 @@ def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two commands at once have listed the same Ray jobs; or the dashboard goes away just then."""
-    cluster = rig.connected()
-    from orchestrator.backends.ray import jobs
+    cluster = cluster_rig.connected()
+    from holdfast.orchestrator.backends.ray import jobs_api
 
-    mine, other = jobs.Api(cluster.dashboard), jobs.Api(cluster.dashboard)
+    mine, other = jobs_api.JobsApi(cluster.dashboard), jobs_api.JobsApi(cluster.dashboard)
     prefix = f"cleared-{secrets.token_hex(4)}-"
     faster, slower = (mine.submit(f"{prefix}{number}", "true", {}, {}) for number in range(2))
     assert {mine.wait(name)[0].status for name in (faster, slower)} == {"SUCCEEDED"}
@@ -95,7 +95,7 @@ def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
         mine.tidy(prefix)
         time.sleep(0.5)  # the API cannot be waited on
     with Relay(cluster.dashboard) as relay:
-        gone = jobs.Api(relay.url)
+        gone = jobs_api.JobsApi(relay.url)
     gone.tidy(prefix)
 
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from ..local.rig import spec
-from . import rig
+from ..local.local_rig import spec
+from . import cluster_rig
 from .jobs import BOUND_S, holdfast
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "stdlib-bytes.yaml"
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    cluster = rig.connected()
+    cluster = cluster_rig.connected()
     from ray.job_submission import JobSubmissionClient
 
     yield JobSubmissionClient(cluster.dashboard)
@@ -51,7 +51,9 @@ def submit(
     file = tmp_path / f"{name}.yaml"
     changes = {"checkpoint": {"path": str(tmp_path / name)}} | changes
     file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
-    return holdfast("submit", str(file), "--ray", address or rig.connected().dashboard, *words)
+    return holdfast(
+        "submit", str(file), "--ray", address or cluster_rig.connected().dashboard, *words
+    )
 
 
 def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
@@ -66,9 +68,9 @@ def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
     assert metadata["mesh"] == "replicate auto, shard 2"
     assert until(client, name, ("SUCCEEDED", "FAILED", "STOPPED")).status == "SUCCEEDED"
     assert "12 of 12 steps" in client.get_job_logs(name)
-    shown = holdfast("status", "handed-in", "--ray", rig.connected().dashboard)
+    shown = holdfast("status", "handed-in", "--ray", cluster_rig.connected().dashboard)
     assert shown.returncode == 0 and "succeeded" in shown.stdout, shown.stderr
-    gone = holdfast("delete", "handed-in", "--yes", "--ray", rig.connected().dashboard)
+    gone = holdfast("delete", "handed-in", "--yes", "--ray", cluster_rig.connected().dashboard)
     assert gone.returncode == 0, gone.stderr
 
 
@@ -80,7 +82,7 @@ def test_a_ray_job_of_others_that_names_its_job_shows_what_a_submitted_one_does(
     checkpoint = {"path": str(tmp_path / "checkpoints")}
     file.write_text(yaml.safe_dump(spec("of-others", 12, checkpoint=checkpoint)))
     name = client.submit_job(
-        entrypoint=f"python -m orchestrator.cli.main run {file} --ray auto",
+        entrypoint=f"python -m holdfast.orchestrator.cli.main run {file} --ray auto",
         metadata={"holdfast_job": "of-others", "nodes": "theirs"},
     )
     info = until(client, name, ("SUCCEEDED", "FAILED", "STOPPED"))
@@ -88,14 +90,16 @@ def test_a_ray_job_of_others_that_names_its_job_shows_what_a_submitted_one_does(
     assert info.metadata["job_name"] == "of-others"
     assert info.metadata["model"] == "pretrain, 1 layers of 32"
     assert info.metadata["nodes"] == "theirs"
-    gone = holdfast("delete", "of-others", "--yes", "--ray", rig.connected().address)
+    gone = holdfast("delete", "of-others", "--yes", "--ray", cluster_rig.connected().address)
     assert gone.returncode == 0, gone.stderr
 
 
 def test_inside_the_cluster_auto_is_the_address(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", rig.connected().address)  # as Ray sets it for its jobs
+    monkeypatch.setenv(
+        "RAY_ADDRESS", cluster_rig.connected().address
+    )  # as Ray sets it for its jobs
     done = submit(tmp_path, "from-inside", 12, "--follow", address="auto")
     assert done.returncode == 0 and "12 of 12 steps" in done.stdout, done.stderr + done.stdout
     (mine,) = [one for one in client.list_jobs() if "from-inside" in (one.submission_id or "")]
@@ -110,13 +114,13 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
         time.sleep(0.2)
     client.stop_job(name)
     until(client, name, ("STOPPED", "SUCCEEDED", "FAILED"))
-    from orchestrator.backends.ray import kv
+    from holdfast.orchestrator.backends.ray import kv
 
-    while not kv.Keys("stopped").exists(kv.ENDED) and time.monotonic() < give_up:
+    while not kv.JobKeyValueStore("stopped").exists(kv.ENDED) and time.monotonic() < give_up:
         time.sleep(0.2)
-    shown = holdfast("status", "stopped", "--ray", rig.connected().address)
+    shown = holdfast("status", "stopped", "--ray", cluster_rig.connected().address)
     assert "cancelled" in shown.stdout, shown.stdout + shown.stderr
-    kv.Keys("stopped").clear()
+    kv.JobKeyValueStore("stopped").clear()
 
 
 def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
@@ -124,7 +128,7 @@ def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
 ) -> None:
     done = submit(tmp_path, "orphaned", 1_000_000)
     name = done.stdout.split("Ray job ")[1].split(";")[0]
-    address = rig.connected().address
+    address = cluster_rig.connected().address
 
     def view() -> dict[str, Any]:
         told = holdfast("status", "orphaned", "--json", "--ray", address)
@@ -148,7 +152,7 @@ def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
 def driver_of(name: str) -> int:
     """The process that a Ray job's entrypoint has become."""
     for process in psutil.process_iter(["cmdline"]):
-        if "orchestrator.cli.main" in (process.info["cmdline"] or []):
+        if "holdfast.orchestrator.cli.main" in (process.info["cmdline"] or []):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if name in process.environ().get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
                     return int(process.pid)
@@ -163,7 +167,7 @@ def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
     done = submit(tmp_path, "no-env", 12, "--runtime-env", str(broken), "--follow")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "--runtime-env: got" in done.stderr and "/no/such/directory" in done.stderr
-    from orchestrator.backends.ray import kv
+    from holdfast.orchestrator.backends.ray import kv
 
     assert "no-env" not in kv.jobs()
 
@@ -175,7 +179,7 @@ def test_a_script_that_did_not_come_along_is_refused_with_its_name(
     document["spec"]["entrypoint"] = {"script": "nowhere.py"}
     file = tmp_path / "no-script.yaml"
     file.write_text(yaml.safe_dump(document))
-    done = holdfast("submit", str(file), "--ray", rig.connected().dashboard)
+    done = holdfast("submit", str(file), "--ray", cluster_rig.connected().dashboard)
     assert done.returncode == 2 and "nowhere.py" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -190,19 +194,19 @@ def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     assert again.returncode == 2 and "Traceback" not in again.stdout + again.stderr
     taken = "metadata.name: got once, which exists in this Ray cluster and is succeeded"
     assert taken in again.stdout, again.stderr
-    gone = holdfast("delete", "once", "--yes", "--ray", rig.connected().address)
+    gone = holdfast("delete", "once", "--yes", "--ray", cluster_rig.connected().address)
     assert gone.returncode == 0, gone.stderr
 
 
 def test_run_over_http_says_what_to_do_instead(client: Any, tmp_path: Path) -> None:
     file = tmp_path / "any.yaml"
     file.write_text(yaml.safe_dump(spec("any", 12)))
-    done = holdfast("run", str(file), "--ray", rig.connected().dashboard)
+    done = holdfast("run", str(file), "--ray", cluster_rig.connected().dashboard)
     assert done.returncode == 2 and "holdfast submit FILE" in done.stderr
 
 
 def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any) -> None:
-    cluster = rig.connected()
+    cluster = cluster_rig.connected()
     done = holdfast("submit", str(EXAMPLE), "--ray", cluster.dashboard)
     assert done.returncode == 0, done.stderr
     name = done.stdout.split("Ray job ")[1].split(";")[0]

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.backends.ray.journal import KvJournal, read
-from orchestrator.backends.ray.kv import Keys
-from orchestrator.core.events import SuspendRequested, Tick
-from orchestrator.core.journal import JournalError, JournalLost, Record
+from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
+from holdfast.orchestrator.core.events import SuspendRequested, Tick
+from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
+from holdfast.orchestrator.hosts.ray.gcs_journal import KvJournal, read
 
-from . import rig
+from . import cluster_rig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def keys() -> Iterator[Keys]:
-    rig.connected()
-    keys = Keys("journal-test")
+def keys() -> Iterator[JobKeyValueStore]:
+    cluster_rig.connected()
+    keys = JobKeyValueStore("journal-test")
     keys.clear()
     yield keys
     keys.clear()
@@ -36,7 +36,7 @@ def write(journal: KvJournal, *numbers: int) -> None:
     asyncio.run(journal.commit())
 
 
-def test_what_was_committed_is_read_by_the_next_controller(keys: Keys) -> None:
+def test_what_was_committed_is_read_by_the_next_controller(keys: JobKeyValueStore) -> None:
     first = KvJournal(keys, "job")
     assert first.records == [] and first.snapshot is None
     write(first, 1, 2)
@@ -45,7 +45,7 @@ def test_what_was_committed_is_read_by_the_next_controller(keys: Keys) -> None:
     assert KvJournal(keys, "job").records == [record(1), record(2), record(3)]
 
 
-def test_a_controller_that_was_overtaken_cannot_commit(keys: Keys) -> None:
+def test_a_controller_that_was_overtaken_cannot_commit(keys: JobKeyValueStore) -> None:
     old = KvJournal(keys, "job")
     write(old, 1)
     new = KvJournal(keys, "job")
@@ -58,7 +58,7 @@ def test_a_controller_that_was_overtaken_cannot_commit(keys: Keys) -> None:
     assert again.snapshot is None and again.records == [record(1), record(3)]
 
 
-def test_a_snapshot_stands_for_everything_before_it(keys: Keys) -> None:
+def test_a_snapshot_stands_for_everything_before_it(keys: JobKeyValueStore) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1, 2)
     asyncio.run(journal.compact(b"state after 2"))
@@ -72,7 +72,7 @@ def test_a_snapshot_stands_for_everything_before_it(keys: Keys) -> None:
     assert [one for chunk in later for one in chunk.records] == [record(4)]
 
 
-def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: Keys) -> None:
+def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: JobKeyValueStore) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1)
     old = [(key, keys.get(key)) for key in keys.list("journal/tail-")]
@@ -85,12 +85,14 @@ def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: Keys) -> No
     assert again.snapshot == b"state after 1" and again.records == [record(2)]
 
 
-def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(keys: Keys) -> None:
+def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(
+    keys: JobKeyValueStore,
+) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1)
     write(journal, 2)
 
-    class Overtaken(Keys):
+    class Overtaken(JobKeyValueStore):
         """The journal is compacted after it was listed and before it is read, so often that
         nothing of what was listed is kept."""
 
@@ -105,7 +107,7 @@ def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(keys: K
     assert chunk.snapshot == b"state after 2" and chunk.covered == 2
 
 
-def test_a_record_that_is_no_record_is_told_as_damage(keys: Keys) -> None:
+def test_a_record_that_is_no_record_is_told_as_damage(keys: JobKeyValueStore) -> None:
     write(KvJournal(keys, "job"), 1)
     (key,) = keys.list("journal/tail-")
     keys.put(key, b"nonsense")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job = Job(tmp_path_factory.mktemp("ray"), "kills", 1_000_000)
     yield job
     job.end()
-    while job.cluster.num_nodes < rig.NODES:
+    while job.cluster.num_nodes < cluster_rig.NODES:
         job.cluster.add_node()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helm.ray_dashboard import TARGET
-from orchestrator.runtime.metrics import METRICS
+from holdfast.orchestrator.runtime.observe.prometheus import METRICS
 
 from .jobs import Job, holdfast
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ..local.rig import spec
-from .head import HeadedCluster
+from ..local.local_rig import spec
+from .headed_cluster import HeadedCluster
 from .jobs import holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ while not (here / "end").exists():
 @pytest.fixture(scope="module", autouse=True)
 def ray_nodes() -> Iterator[None]:
     """One with room for two jobs, the others with room for one worker."""
-    cluster = rig.connected()
+    cluster = cluster_rig.connected()
     for rack, room in zip(RACKS, (GPUS, 1, 1, 1), strict=True):
         cluster.add_node(num_cpus=room, num_gpus=room, labels={KEY: rack})
     yield
@@ -94,7 +94,7 @@ def test_ranks_are_laid_out_by_the_labels_of_ray_nodes(place: Path) -> None:
 
 
 def label_of(job: Job, rank: int) -> str:
-    from orchestrator.backends.ray import cluster
+    from holdfast.orchestrator.backends.ray import cluster
 
     node = next(
         node.name

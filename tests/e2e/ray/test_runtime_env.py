@@ -10,10 +10,11 @@ import psutil
 import pytest
 import yaml
 
-from ...contract.places import Controller, make_job, run
-from ...contract.ray_place import RayPlace
-from ..local.rig import spec
-from . import rig
+from tests.contract.ray_target import RayContractTarget
+from tests.contract.targets import Controller, make_job, run
+
+from ..local.local_rig import spec
+from . import cluster_rig
 from .jobs import BOUND_S, Submitted, holdfast
 from .records import NAME, cleared, order, record
 
@@ -31,7 +32,7 @@ class WithRuntimeEnv(Submitted):
 
 
 @pytest.fixture
-def cluster() -> Iterator[rig.RayRig]:
+def cluster() -> Iterator[cluster_rig.RayRig]:
     with cleared() as cluster:
         yield cluster
 
@@ -47,14 +48,14 @@ def test_a_revived_controller_and_all_nodes_after_it_have_the_jobs_runtime_env(
     """Who revives it is another Ray job, or none, with another runtime env."""
     import ray
 
-    from orchestrator.backends.ray import controller
+    from holdfast.orchestrator.hosts.ray import actor
 
     job = WithRuntimeEnv(tmp_path, "revived", 1_000_000)
     try:
         job.running()
         assert has_runtime_env(job.controller()["pid"])
         before = set(job.members())
-        ray.kill(controller.find(job.name), no_restart=True)
+        ray.kill(actor.find(job.name), no_restart=True)
         assert job.command.wait(BOUND_S) == 1
         job.attach()
         job.running()
@@ -71,10 +72,10 @@ def test_a_revived_controller_and_all_nodes_after_it_have_the_jobs_runtime_env(
 
 
 def test_a_runtime_env_that_cannot_be_built_any_more_is_told_by_who_revives_the_controller(
-    cluster: rig.RayRig,
+    cluster: cluster_rig.RayRig,
 ) -> None:
     """Ray deletes what was uploaded once no actor and no Ray job uses it."""
-    from orchestrator.backends.ray import controller
+    from holdfast.orchestrator.hosts.ray import actor
 
     package = "gcs://_ray_pkg_0123456789abcdef.zip"
     record(msgspec.structs.replace(order(), runtime_env={"working_dir": package}))
@@ -83,12 +84,12 @@ def test_a_runtime_env_that_cannot_be_built_any_more_is_told_by_who_revives_the_
     assert f"job {NAME}: no controller could be started" in done.stderr
     assert package in done.stderr
     assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in done.stderr
-    assert controller.find(NAME) is None
+    assert actor.find(NAME) is None
     assert holdfast("cancel", NAME, "--ray", cluster.address).returncode == 0
 
 
 def test_a_spec_is_found_wherever_it_is_in_a_working_dir_of_ones_own(tmp_path: Path) -> None:
-    cluster, place = rig.connected(), tmp_path / "work" / "jobs"
+    cluster, place = cluster_rig.connected(), tmp_path / "work" / "jobs"
     place.mkdir(parents=True)
     file, env = place / "own-dir.yaml", tmp_path / "env.yaml"
     tier = {"path": str(tmp_path / "tier")}
@@ -108,22 +109,22 @@ def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_
     """The controller's could, so it is the agent's actor that dies of it."""
     import ray
 
-    from orchestrator.backends.ray import actors
+    from holdfast.orchestrator.backends.ray import actors
 
-    rig.connected()
+    cluster_rig.connected()
     package = "gcs://_ray_pkg_0123456789abcdef.zip"  # nobody has uploaded it
     agents = ray.remote(runtime_env={"py_modules": [package]})(actors.AgentActor)
     monkeypatch.setattr(actors, "_remote_class", lambda: agents)
-    place = RayPlace(make_job(), tmp_path)
+    place = RayContractTarget(make_job(), tmp_path)
 
     async def scenario(controller: Controller) -> None:
-        (node,) = await controller.request(1)
-        await controller.ended(node)
-        told = controller.gone[node].detail
+        (node,) = await place.request(1)
+        await place.ended(node)
+        told = place.gone[node].detail
         assert told.startswith("its Ray node could not build the job's runtime env: ")
         assert package in told and "Traceback" not in told and "\n" not in told
-        assert await controller.backend.list_nodes() == ()
-        await controller.backend.close(release=True)
+        assert await place.backend.list_nodes() == ()
+        await place.backend.close(release=True)
 
     try:
         run(scenario, place)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from . import rig
+from . import cluster_rig
 from .jobs import Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_a_job_without_replacement_shrinks_grows_again_and_disturbs_nobody(tmp_path: Path) -> None:
-    cluster = rig.connected()
-    while cluster.num_nodes < rig.NODES:
+    cluster = cluster_rig.connected()
+    while cluster.num_nodes < cluster_rig.NODES:
         cluster.add_node()
     jobs = [Job(tmp_path, name, 1_000_000) for name in ("left", "right")]
     try:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.protocol.manifest import MANIFEST_NAME
+from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME
 
 from ..ports import free_port
-from . import rig
+from . import cluster_rig
 from .jobs import BOUND_S, Job, holdfast, says, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -90,7 +90,7 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
     import ray
     from ray.util.state import list_tasks
 
-    from orchestrator.backends.ray import logs
+    from holdfast.orchestrator.backends.ray import logs
 
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     offsets: dict[str, int] = {}
@@ -321,7 +321,7 @@ def test_a_deleted_job_is_gone_and_its_checkpoints_stay(tmp_path: Path) -> None:
     try:
         assert job.command.wait(BOUND_S) == 0, job.output.read_text()
         assert "stay in" in ask(job, "delete", "short-lived", "--yes")
-        done = holdfast("status", "short-lived", "--ray", rig.shared().address)
+        done = holdfast("status", "short-lived", "--ray", cluster_rig.shared().address)
         assert done.returncode == 2 and "job: got short-lived" in done.stderr
         assert "is good" in ask(job, "checkpoint", "verify", str(tmp_path / "tier"))
     finally:

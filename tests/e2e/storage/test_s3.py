@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from orchestrator.protocol.manifest import directory_name
+from holdfast.orchestrator.protocol.manifest import directory_name
 
-from ..local.rig import Job, spec
+from ..local.local_rig import Job, spec
 from .server import BUCKET, KEY, S3, SECRET
 
 pytestmark = pytest.mark.e2e
@@ -57,7 +57,14 @@ def make(tmp_path: Path, s3: S3) -> Iterator[Make]:
 
 def holdfast(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli.main", *arguments, "--home", str(job.home)],
+        [
+            sys.executable,
+            "-m",
+            "holdfast.orchestrator.cli.main",
+            *arguments,
+            "--home",
+            str(job.home),
+        ],
         capture_output=True,
         text=True,
         check=False,

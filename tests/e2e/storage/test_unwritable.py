@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ..local.rig import Job, spec
+from ..local.local_rig import Job, spec
 
 pytestmark = pytest.mark.e2e
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from workers import session
+from holdfast import session
 
 MAX_NORM = 0.05
 STEPS = 4

@@ -21,14 +21,14 @@ from typing import Any
 
 import xxhash
 
-from orchestrator.protocol import limits
-from orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSeat
-from orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
-from orchestrator.protocol.mesh import Mesh
-from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSeat
+from holdfast.orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.pool import preload, warmup
 from tests.e2e.ports import free_port
-from workers import warm, wire
-from workers.agent import preload
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([*preload.MODULES, *preload.OURS])
@@ -52,7 +52,7 @@ def make_job(steps: int = 6, **changes: Any) -> TrainingJob:
 
 
 def run_recipe(job: TrainingJob) -> None:
-    from workers.recipes import pretrain
+    from holdfast.workers.training.recipes import pretrain
 
     pretrain.main(job)
 
@@ -66,7 +66,7 @@ def run_session_loop(job: TrainingJob) -> None:
 
 def _worker(
     link: socket.socket,
-    assign: wire.Assign,
+    assign: worker_protocol.Assign,
     job: TrainingJob,
     entry: Callable[..., None],
     warmed: bool,
@@ -76,14 +76,16 @@ def _worker(
 
     torch.set_num_threads(1)
     if warmed:
-        warm.warm(job)
+        warmup.warm(job)
     os.environ.update(assign.environment)
-    wire.attached = wire.Attached(link, assign, job)
+    worker_protocol.attached = worker_protocol.Attached(link, assign, job)
     try:
         entry(job)
     except BaseException as error:
-        failed = wire.Failed(error_type=type(error).__name__, message=str(error), traceback="")
-        wire.send(link, failed)
+        failed = worker_protocol.Failed(
+            error_type=type(error).__name__, message=str(error), traceback=""
+        )
+        worker_protocol.send(link, failed)
         raise
 
 
@@ -144,14 +146,14 @@ class Generation:
         checkpoint_path: str,
         entry: Callable[..., None],
     ) -> _Seat:
-        ours, theirs = wire.pair()
+        ours, theirs = worker_protocol.pair()
         shard = self.mesh.shard_index(rank)
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.mesh.world_size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(membership.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(membership.restart_count),
         }  # fmt: skip
-        assign = wire.Assign(
+        assign = worker_protocol.Assign(
             membership=membership,
             seat=WorkerSeat(rank=rank, local_rank=rank, shard=shard, persists=True),
             node_rank=0, environment=environment, checkpoint_path=checkpoint_path,
@@ -170,14 +172,16 @@ class Generation:
             done = self._news.wait_for(condition, timeout_s)
         assert done, f"not seen within {timeout_s} s; last messages: {self.messages[-8:]}"
 
-    def progress(self, rank: int) -> list[wire.Progress]:
-        return [m for r, m in self.messages if r == rank and isinstance(m, wire.Progress)]
+    def progress(self, rank: int) -> list[worker_protocol.Progress]:
+        return [
+            m for r, m in self.messages if r == rank and isinstance(m, worker_protocol.Progress)
+        ]
 
     def losses(self) -> dict[int, float]:
         return {m.step: m.loss or 0.0 for m in self.progress(0)}
 
-    def failures(self) -> list[wire.Failed]:
-        return [m for _, m in self.messages if isinstance(m, wire.Failed)]
+    def failures(self) -> list[worker_protocol.Failed]:
+        return [m for _, m in self.messages if isinstance(m, worker_protocol.Failed)]
 
     def shards(self, step: int) -> dict[int, bytes]:
         """The state after a step by shard index, as the first replica group staged it."""
@@ -204,7 +208,7 @@ class Generation:
             for key, _ in self._selector.select():
                 seat: _Seat = key.data
                 try:
-                    message, _fd = wire.receive(seat.link)
+                    message, _fd = worker_protocol.receive(seat.link)
                     if message is not None:
                         self._take(seat, message)
                 except OSError:  # it ended with something of ours unread
@@ -224,31 +228,35 @@ class Generation:
         with self._news:
             self.messages.append((seat.rank, message))
         match message:
-            case wire.BufferRequest():
+            case worker_protocol.BufferRequest():
                 if len(seat.buffers) < limits.STAGING_BUFFERS:
                     number = len(seat.buffers)
                     fd = os.memfd_create(f"buffer-{number}")
                     os.ftruncate(fd, message.num_bytes)
                     seat.buffers[number] = fd
-                    reply = wire.Buffer(buffer=number, num_bytes=message.num_bytes)
-                    wire.send(seat.link, reply, fd)
-            case wire.Staged():
+                    reply = worker_protocol.Buffer(buffer=number, num_bytes=message.num_bytes)
+                    worker_protocol.send(seat.link, reply, fd)
+            case worker_protocol.Staged():
                 content = os.pread(seat.buffers[message.buffer], message.num_bytes, 0)
                 with self._news:
                     self.staged.setdefault(message.step, {})[seat.rank] = content
                 seat.held[message.step] = message.buffer
                 for step in sorted(seat.held)[:-2]:
-                    wire.send(seat.link, wire.BufferFree(buffer=seat.held.pop(step)))
-            case wire.FetchShard():
+                    worker_protocol.send(
+                        seat.link, worker_protocol.BufferFree(buffer=seat.held.pop(step))
+                    )
+            case worker_protocol.FetchShard():
                 content = self.memory.get(message.shard)
                 if content is None:
                     detail = "no node has it"
-                    wire.send(seat.link, wire.NoShard(shard=message.shard, detail=detail))
+                    worker_protocol.send(
+                        seat.link, worker_protocol.NoShard(shard=message.shard, detail=detail)
+                    )
                     return
                 fd = os.memfd_create("shard")
                 os.write(fd, content)
-                reply = wire.Shard(shard=message.shard, num_bytes=len(content))
-                wire.send(seat.link, reply, fd)
+                reply = worker_protocol.Shard(shard=message.shard, num_bytes=len(content))
+                worker_protocol.send(seat.link, reply, fd)
                 os.close(fd)
             case _:
                 pass

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_agent import Generation, make_job, persist, run_session_loop
 
-from orchestrator.protocol.facts import Restore
-from orchestrator.protocol.mesh import Mesh
-from workers import wire
-from workers.checkpoint import store
-from workers.checkpoint.layout import parse_header
+from holdfast.orchestrator.protocol.facts import Restore
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint import inspect
+from holdfast.workers.checkpoint.layout import parse_header
+from tests.e2e.workers.fake_agent import Generation, make_job, persist, run_session_loop
 
 pytestmark = pytest.mark.e2e
 
@@ -38,10 +38,10 @@ def test_every_rank_reports_and_stages_every_step(whole: Generation) -> None:
     header = parse_header(whole.staged[3][3], "file")
     assert (header.step, header.generation, header.shard, header.num_shards) == (3, 1, 1, 2)
     messages = [m for rank, m in whole.messages if rank == 0]
-    phases = [m.phase for m in messages if isinstance(m, wire.PhaseIs)]
+    phases = [m.phase for m in messages if isinstance(m, worker_protocol.PhaseChanged)]
     assert phases == ["build", "restore", "train", "finish"]
-    assert any(isinstance(m, wire.Pulse) for m in messages)
-    assert messages[-1] == wire.Finished(step=STEPS - 1)
+    assert any(isinstance(m, worker_protocol.Pulse) for m in messages)
+    assert messages[-1] == worker_protocol.Finished(step=STEPS - 1)
     progress = whole.progress(0)[-1]
     assert progress.tokens == 5 * 16
     assert progress.flops_per_step > 0
@@ -87,7 +87,7 @@ def test_micro_batches_give_the_same_gradients(whole: Generation) -> None:
     assert set(other.join()) == {0}, other.failures()
     want = whole.losses()
     assert other.losses() == pytest.approx({step: want[step] for step in range(3)}, rel=2e-4)
-    assert any(isinstance(m, wire.Tick) for _, m in other.messages)
+    assert any(isinstance(m, worker_protocol.Tick) for _, m in other.messages)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_a_smaller_mesh_goes_on_from_the_memory_of_a_larger_one(whole: Generatio
     assert shrunk.join() == [0, 0], shrunk.failures()
     want = whole.losses()
     assert shrunk.losses() == pytest.approx({step: want[step] for step in (3, 4, 5)}, rel=2e-4)
-    assert wire.PhaseIs(phase="evaluate") in [m for _, m in shrunk.messages]
+    assert worker_protocol.PhaseChanged(phase="evaluate") in [m for _, m in shrunk.messages]
 
 
 def test_another_mesh_goes_on_from_storage(whole: Generation, tmp_path: Path) -> None:
     manifest = persist(tmp_path, whole, step=1)
-    assert store.verify(str(tmp_path), manifest).ok
+    assert inspect.verify(str(tmp_path), manifest).ok
     restore = Restore(step=1, generation=1, num_shards=2, directory=manifest.directory)
     parallelism = {"reshardAfterForward": False, "activationCheckpointing": {"mode": "full"}}
     other = Generation(

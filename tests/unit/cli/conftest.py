@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from orchestrator.cli.main import main
+from holdfast.orchestrator.cli.main import main
 
 
 class Result(NamedTuple):

@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.storage import Storage
+from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
-from ..runtime.test_storage import MESH, put
+from ..runtime.test_checkpoint_store import MESH, put
 from .conftest import Holdfast
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Storage:
+def tier(tmp_path: Path) -> CheckpointStore:
     """Two checkpoints of the job tiny."""
-    storage = Storage(str(tmp_path / "tier"), "tiny")
+    storage = CheckpointStore(str(tmp_path / "tier"), "tiny")
     storage.prepare()
     for step in (5, 7):
         storage.commit(step, MESH, put(storage, step))
     return storage
 
 
-def owners(tier: Storage) -> list[str]:
+def owners(tier: CheckpointStore) -> list[str]:
     return [one.job for one in tier.manifests()]
 
 
 def test_all_of_them_are_given_to_another_job_and_nothing_else_changes(
-    tier: Storage, holdfast: Holdfast
+    tier: CheckpointStore, holdfast: Holdfast
 ) -> None:
     before = tier.manifests()
     done = holdfast("checkpoint", "adopt", tier.path, "--job", "team/other", "--yes")
@@ -43,10 +43,10 @@ def test_all_of_them_are_given_to_another_job_and_nothing_else_changes(
 
 
 def test_what_was_cut_short_is_finished_and_what_is_done_stays(
-    tier: Storage, holdfast: Holdfast
+    tier: CheckpointStore, holdfast: Holdfast
 ) -> None:
     words = ("checkpoint", "adopt", tier.path, "--job", "other", "--yes", "--json")
-    Storage(tier.path, "other").adopt(tier.manifests()[:1])
+    CheckpointStore(tier.path, "other").adopt(tier.manifests()[:1])
     assert owners(tier) == ["other", "tiny"]
     assert json.loads(holdfast(*words).out)["adopted"] == ["step-00000007.gen-1"]
     assert json.loads(holdfast(*words).out)["adopted"] == []
@@ -54,7 +54,7 @@ def test_what_was_cut_short_is_finished_and_what_is_done_stays(
 
 
 def test_without_a_yes_nothing_is_given_away(
-    tier: Storage, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+    tier: CheckpointStore, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     done = holdfast("checkpoint", "adopt", tier.path, "--job", "other")
@@ -63,7 +63,7 @@ def test_without_a_yes_nothing_is_given_away(
 
 
 @pytest.mark.parametrize("job", ["", "Other", "a/b/c", "/x", "x/", "-x", "x" * 53])
-def test_no_job_can_be_called_so(tier: Storage, holdfast: Holdfast, job: str) -> None:
+def test_no_job_can_be_called_so(tier: CheckpointStore, holdfast: Holdfast, job: str) -> None:
     done = holdfast("checkpoint", "adopt", tier.path, f"--job={job}", "--yes")
     assert done.code == 2
     assert f"--job: got {job}; expected NAME, or NAMESPACE/NAME" in done.err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.turn import SECOND_NS
-from orchestrator.protocol import limits
-from orchestrator.protocol.errors import SpecError
-from orchestrator.protocol.spec import job_from_mapping, parse_job
-from orchestrator.protocol.spec.document import faults, read
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, parse_job
+from holdfast.orchestrator.api.v1alpha1.document import faults, read
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.errors import SpecError
 
 from .conftest import Holdfast
 from .test_bad_input import RECIPE, SCRIPT, SPEC

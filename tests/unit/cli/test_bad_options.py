@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.kubernetes.kubeconfig import problem
+from holdfast.orchestrator.kube.kubeconfig import problem
 
 from .conftest import Holdfast
 from .test_bad_input import SCRIPT

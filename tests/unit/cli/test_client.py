@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.backends.local.known import Known
-from orchestrator.backends.local.processes import Identity, identify
-from orchestrator.cli.client import ControllerGone, RequestRefused, ask
-from orchestrator.cli.places.local import LocalJob
-from orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime.home import Home, JobDirectory
-from orchestrator.runtime.view import JobView
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry
+from holdfast.orchestrator.backends.local.processes import Identity, identify
+from holdfast.orchestrator.cli.client import ControllerGone, RequestRefused, ask
+from holdfast.orchestrator.cli.targets.local import LocalJob
+from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
+from holdfast.orchestrator.runtime.observe.view import JobView
 
 JOB = {
     "apiVersion": "holdfast.dev/v1alpha1",
@@ -107,7 +107,7 @@ def test_asking_does_not_take_the_lock(directory: JobDirectory) -> None:
 
 def test_without_a_controller_it_is_said_whether_training_goes_on(directory: JobDirectory) -> None:
     def remark(agent: Identity) -> str:
-        known = Known(agents={"node-0": agent})
+        known = LocalNodeRegistry(agents={"node-0": agent})
         (directory.path / "nodes.json").write_bytes(msgspec.json.encode(known))
         (line,) = LocalJob(directory).remarks(
             JobView(name="demo", state="running", controller_alive=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import sentences
-from orchestrator.core import events
-from orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.cli import event_format
+from holdfast.orchestrator.core import events
+from holdfast.orchestrator.protocol.facts import Exit
 
 from .conftest import Holdfast
 
@@ -49,7 +49,7 @@ def test_every_verb_has_help_of_its_own(verb: str, holdfast: Holdfast) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys, orchestrator.cli.main\n"
+        "import sys, holdfast.orchestrator.cli.main\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules and m != 'pydantic'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -158,7 +158,7 @@ def test_every_durable_event_has_a_sentence() -> None:
     missing = [
         kind.__name__
         for kind in events.AnyEvent.__args__
-        if kind is not events.Heartbeat and kind not in sentences._SENTENCES
+        if kind is not events.HeartbeatReceived and kind not in event_format._SENTENCES
     ]
     assert missing == []
 
@@ -176,5 +176,5 @@ def test_every_durable_event_has_a_sentence() -> None:
 )
 def test_an_exit_is_told_in_words(exit: Exit, text: str) -> None:
     event = events.WorkerExited(node="node-0", generation=1, exit=exit)
-    assert text in sentences.sentence(event)
-    assert sentences.source(event) == "node-0"
+    assert text in event_format.sentence(event)
+    assert event_format.source(event) == "node-0"

@@ -12,13 +12,13 @@ from types import FrameType
 import pytest
 from rich.console import Console
 
-from orchestrator.cli import output
-from orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
-from orchestrator.cli.render import status
-from orchestrator.cli.report import main_thread, print_report, report
-from orchestrator.runtime.view import CheckpointView, JobView, NodeView
+from holdfast.orchestrator.cli import output
+from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
+from holdfast.orchestrator.cli.render import status
+from holdfast.orchestrator.cli.report import main_thread, print_report, report
+from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView, NodeView
 
-from .views import NS, T0, make_incident, make_view
+from .fixtures import NS, T0, make_incident, make_view
 
 TraceFunction = Callable[[FrameType, str, object], object]
 
@@ -161,7 +161,7 @@ def test_the_report_of_a_failed_job_has_its_traceback_and_stacks() -> None:
     assert "traceback: at the end of this report" in text
 
 
-PY_SPY = """Process 866: python -m workers.agent.host
+PY_SPY = """Process 866: python -m holdfast.workers.agent.process.node_launcher
 Python v3.11.7
 Thread 867 (idle): "holdfast-pulse"
     wait (threading.py:331)

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.backends.local.known import Known, save
-from orchestrator.backends.local.processes import identify
-from orchestrator.core.events import CancelRequested, JobSubmitted
-from orchestrator.core.journal import frame
-from orchestrator.protocol.spec import job_from_mapping, job_to_mapping
-from orchestrator.runtime.home import Home, JobDirectory
-from orchestrator.runtime.journal import FileJournal
-from orchestrator.runtime.record import expire, read_view
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
+from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry, save
+from holdfast.orchestrator.backends.local.processes import identify
+from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
+from holdfast.orchestrator.core.journal import frame
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal
+from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.hosts.local.job_records import expire, read_view
 
 from .conftest import Holdfast
 
@@ -120,10 +120,10 @@ def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
     (directory.path / name).write_text("nonsense that is long enough to be no journal")
     agent = identify(os.getpid())
     assert agent is not None
-    save(directory.nodes_file, Known(agents={"node-0": agent}))
+    save(directory.nodes_file, LocalNodeRegistry(agents={"node-0": agent}))
     refused = holdfast("delete", "done", "--yes")
     assert refused.code == 1 and "damaged" in refused.err
-    save(directory.nodes_file, Known())
+    save(directory.nodes_file, LocalNodeRegistry())
     kept = tmp_path / "kept"
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", kept)
     assert result.code == 0
@@ -146,9 +146,9 @@ def test_what_is_left_of_a_job_can_be_deleted_as_the_words_say(
     assert "job.json: is missing" in taken.err and "`holdfast delete done`" in taken.err
     agent = identify(os.getpid())
     assert agent is not None
-    save(directory.nodes_file, Known(agents={"node-0": agent}))
+    save(directory.nodes_file, LocalNodeRegistry(agents={"node-0": agent}))
     assert holdfast("delete", "done", "--yes").code == 1 and checkpoints.exists()
-    save(directory.nodes_file, Known())
+    save(directory.nodes_file, LocalNodeRegistry())
     with directory.locked():
         assert holdfast("delete", "done", "--yes").code == 1 and checkpoints.exists()
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")

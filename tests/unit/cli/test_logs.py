@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.tail import PART_BYTES, Tail, follow_files, print_files
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime.home import Home, JobDirectory
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.cli.log_files import PART_BYTES, LogTail, follow_files, print_files
+from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 
 from .conftest import Holdfast
 from .test_client import JOB
@@ -78,7 +78,7 @@ def test_a_log_is_not_in_memory_as_a_whole(
     lines = "".join(f"step {number}\n" for number in range(PART_BYTES // 4))
     long = "x" * (3 * PART_BYTES)  # without an end for a long time
     directory.rank_log(2, 0).write_text(f"{lines}{long}\nend")
-    parts = list(Tail(directory.rank_log(2, 0), "").parts(all=True))
+    parts = list(LogTail(directory.rank_log(2, 0), "").parts(all=True))
     assert max(len("".join(part)) for part in parts) <= 2 * PART_BYTES
     assert "".join(text for part in parts for text in part) == (
         lines.replace("\n", "") + long + "end"

@@ -6,25 +6,25 @@ import asyncio
 import json
 from pathlib import Path
 
-from orchestrator.core.actions import LaunchGroup
-from orchestrator.core.controller import Controller
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime import snapshot
-from orchestrator.runtime.home import Home, JobDirectory
-from orchestrator.runtime.journal import FileJournal
-from orchestrator.runtime.record import read_view
-from orchestrator.runtime.replay import replay
-from orchestrator.runtime.story import Story
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal
+from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.observe.projection import JobProjection
 
-from ..core import story as core
+from ..core import harness as core
 from .conftest import Holdfast
 
 
-def long_job(home: Path, keep_files: int) -> tuple[JobDirectory, core.Story]:
+def long_job(home: Path, keep_files: int) -> tuple[JobDirectory, core.Transcript]:
     """Many interruptions, a snapshot every 2,000 bytes."""
     budgets = {"infrastructure": {"restarts": 1000}}
     recovery = {"budgets": budgets, "badNodeStrikes": 1000}
-    transcript = core.Story(core.spec(recovery=recovery)).started(step=0)
+    transcript = core.Transcript(core.spec(recovery=recovery)).started(step=0)
     for number in range(1, 8):
         transcript.exits(2, signal=9)
         transcript.all_stopped(10 * number)
@@ -33,7 +33,7 @@ def long_job(home: Path, keep_files: int) -> tuple[JobDirectory, core.Story]:
     job = job_from_mapping(transcript.document)
     directory = Home(home).create(job, home)
     journal = FileJournal(directory.journal, bound_bytes=2000, keep_files=keep_files)
-    controller, story = Controller(), Story(job)
+    controller, story = Controller(), JobProjection(job)
     for now_ns, event in transcript.journal:
         actions = controller.step(now_ns, event)
         story.observe(now_ns, event, actions, controller.state)

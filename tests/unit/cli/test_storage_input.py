@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.protocol.spec import parse_job
-from orchestrator.runtime.surroundings import job_environment, storage_place
+from holdfast.orchestrator.api.v1alpha1 import parse_job
+from holdfast.orchestrator.runtime.checkpoint_store.job_environment import (
+    job_environment,
+    storage_place,
+)
 
 from .conftest import Holdfast
 

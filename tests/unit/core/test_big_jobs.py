@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import LaunchGroup
-from orchestrator.core.events import AnyEvent, Heartbeat, NodeLost, StepsAdvanced, Tick
-from orchestrator.core.health import BIG_JOB_RANKS, Monitor
-from orchestrator.protocol.facts import WorkerBeat
-from orchestrator.protocol.spec import job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.events import (
+    AnyEvent,
+    HeartbeatReceived,
+    NodeLost,
+    StepCompleted,
+    Tick,
+)
+from holdfast.orchestrator.core.progress_monitor import BIG_JOB_RANKS, ProgressMonitor
+from holdfast.orchestrator.protocol.facts import WorkerBeat
 
-from .story import SECOND, Story, spec
+from .harness import SECOND, Transcript, spec
 
 NODES, WORKERS = 64, 8
 NAMES = [f"n{number}" for number in range(NODES)]
@@ -20,8 +26,8 @@ class Watched:
 
     def __init__(self) -> None:
         nodes = {"min": NODES, "max": NODES}
-        self.story = Story(spec(nodes, workers=WORKERS, shard=WORKERS))
-        self.monitor = Monitor(job_from_mapping(self.story.document), self.story.controller)
+        self.story = Transcript(spec(nodes, workers=WORKERS, shard=WORKERS))
+        self.monitor = ProgressMonitor(job_from_mapping(self.story.document), self.story.controller)
         self.story.started(*NAMES, step=None)
         for now_ns, event in self.story.journal:
             self.monitor.observe(now_ns, event)
@@ -32,7 +38,9 @@ class Watched:
             WorkerBeat(rank=seat.rank, phase="train", step=step, ticks=step + 2, step_s=0.5)
             for seat in self.story.state.launch[name].seats
         )
-        return self.monitor.observe(self.now, Heartbeat(node=name, generation=1, workers=workers))
+        return self.monitor.observe(
+            self.now, HeartbeatReceived(node=name, generation=1, workers=workers)
+        )
 
     def wait_until_due(self) -> tuple[AnyEvent, ...]:
         due = self.monitor.next_deadline_ns()
@@ -49,7 +57,7 @@ def test_a_step_is_told_at_the_next_look_after_its_last_beat() -> None:
         last = job.now
         if not told:
             told = list(job.wait_until_due())
-        assert [one.step for one in told if isinstance(one, StepsAdvanced)] == [step]
+        assert [one.step for one in told if isinstance(one, StepCompleted)] == [step]
         assert job.now - last <= 10 * MS
         job.now += SECOND
 
@@ -93,5 +101,5 @@ def test_the_exit_of_a_worker_tells_of_steps_that_were_not_looked_at_yet() -> No
     told = job.story.exits(0, signal=9)
     assert any(told)
     seen = job.monitor.observe(job.now, job.story.journal[-1][1])
-    assert [one.step for one in seen if isinstance(one, StepsAdvanced)] == [1]
+    assert [one.step for one in seen if isinstance(one, StepCompleted)] == [1]
     assert not any(isinstance(action, LaunchGroup) for action in told)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import FinishJob, LaunchGroup, RequestNodes
-from orchestrator.core.events import ResumeRequested, SuspendRequested
+from holdfast.orchestrator.core.actions import FinishJob, LaunchGroup, RequestNodes
+from holdfast.orchestrator.core.events import ResumeRequested, SuspendRequested
 
-from .story import Story, spec
+from .harness import Transcript, spec
 
 PAIR = {"min": 2, "max": 2}
 MINUTE = {"capacityTimeoutSeconds": 60}
 
 
-def waiting() -> Story:
+def waiting() -> Transcript:
     """One node of two has come, and for the other there is no room."""
-    story = Story(spec(PAIR, recovery=MINUTE))
+    story = Transcript(spec(PAIR, recovery=MINUTE))
     story.submit()
     story.fail(story.one(RequestNodes))
     story.join("a")
@@ -38,7 +38,7 @@ def test_a_job_that_never_gets_its_nodes_fails_and_says_why() -> None:
 
 
 def test_without_a_limit_the_job_waits() -> None:
-    story = Story(spec(PAIR))
+    story = Transcript(spec(PAIR))
     story.submit()
     story.fail(story.one(RequestNodes))
     story.wait(100_000)
@@ -56,7 +56,7 @@ def test_nodes_that_come_in_time_end_the_wait() -> None:
 
 
 def test_nodes_that_are_gathered_end_the_wait_and_a_loss_begins_another() -> None:
-    story = Story(spec({"min": 2, "max": 3}, recovery=MINUTE))
+    story = Transcript(spec({"min": 2, "max": 3}, recovery=MINUTE))
     story.submit()
     story.succeed(RequestNodes)
     story.join("a")
@@ -72,7 +72,7 @@ def test_nodes_that_are_gathered_end_the_wait_and_a_loss_begins_another() -> Non
 
 
 def test_a_job_that_trained_and_waits_in_vain_keeps_its_newest_state() -> None:
-    story = Story(spec(PAIR, recovery=MINUTE)).started()
+    story = Transcript(spec(PAIR, recovery=MINUTE)).started()
     story.lose("b")
     story.fail(story.one(RequestNodes))
     story.stopped("a", 5)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.actions import CommitManifest, DeleteCheckpoint, LaunchGroup, StopGroup
-from orchestrator.core.events import (
+from holdfast.orchestrator.core.actions import (
+    CommitManifest,
+    DeleteCheckpoint,
+    LaunchGroup,
+    StopGroup,
+)
+from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     CancelRequested,
     CheckpointRefused,
@@ -13,10 +18,10 @@ from orchestrator.core.events import (
     PersistFailed,
     SuspendRequested,
 )
-from orchestrator.core.launching import MESHES_KEPT
-from orchestrator.protocol.facts import ShardFile, StagedShard
+from holdfast.orchestrator.core.launching import MESHES_KEPT
+from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
 
-from .story import Story, spec
+from .harness import Transcript, spec
 
 
 def _files(step: int, generation: int = 1) -> tuple[ShardFile, ...]:
@@ -24,7 +29,7 @@ def _files(step: int, generation: int = 1) -> tuple[ShardFile, ...]:
 
 
 def test_a_checkpoint_is_committed_when_all_its_shards_are_durable() -> None:
-    story = Story().started()
+    story = Transcript().started()
     assert not story.persisted(9, 0)
     assert not story.persisted(9, 0), "told again"
     story.persisted(9, 1)
@@ -37,7 +42,7 @@ def test_a_checkpoint_is_committed_when_all_its_shards_are_durable() -> None:
 
 
 def test_a_shard_of_an_old_generation_is_refused() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.persisted(9, 0)
     story.exits(0, signal=9)
     story.all_stopped(12)
@@ -46,14 +51,14 @@ def test_a_shard_of_an_old_generation_is_refused() -> None:
 
 
 def test_a_shard_of_another_mesh_is_refused() -> None:
-    story = Story().started()
+    story = Transcript().started()
     assert not story.persisted(9, 3, num_shards=4)
     assert not story.state.ledger.pending
 
 
 def test_retention_keeps_the_newest_and_every_nth() -> None:
     keep = {"keepLast": 2, "keepEverySteps": 20}
-    story = Story(spec(checkpoint={"retention": keep})).started()
+    story = Transcript(spec(checkpoint={"retention": keep})).started()
     gone: list[int] = []
     for step in (9, 19, 29, 39, 49):
         story.commit(step)
@@ -64,7 +69,7 @@ def test_retention_keeps_the_newest_and_every_nth() -> None:
 
 
 def test_what_is_restored_from_is_not_deleted_meanwhile() -> None:
-    story = Story(spec(checkpoint={"retention": {"keepLast": 1}})).started()
+    story = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
     story.commit(9)
     story.exits(0, signal=9)
     story.all_stopped(None)
@@ -76,7 +81,7 @@ def test_what_is_restored_from_is_not_deleted_meanwhile() -> None:
 
 
 def test_an_attempt_that_a_newer_commit_has_overtaken_is_deleted() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.persisted(9, 0)
     story.commit(19)
     delete = story.one(DeleteCheckpoint)
@@ -85,7 +90,7 @@ def test_an_attempt_that_a_newer_commit_has_overtaken_is_deleted() -> None:
 
 
 def test_an_upload_that_outlived_its_generation_is_deleted_once_a_newer_one_is_committed() -> None:
-    story = Story().started(step=9)
+    story = Transcript().started(step=9)
     story.exits(0, signal=9)
     story.all_stopped(12)
     story.succeed(LaunchGroup)
@@ -101,7 +106,7 @@ def test_an_upload_that_outlived_its_generation_is_deleted_once_a_newer_one_is_c
 
 
 def test_what_was_written_too_late_may_still_be_the_last_checkpoint_of_a_suspended_job() -> None:
-    story = Story().started(step=9)
+    story = Transcript().started(step=9)
     story.exits(0, signal=9)
     story.all_stopped(9)
     story.succeed(LaunchGroup)
@@ -117,7 +122,7 @@ def test_what_was_written_too_late_may_still_be_the_last_checkpoint_of_a_suspend
 
 
 def test_what_memory_holds_can_be_written_however_many_generations_ago_it_was_staged() -> None:
-    story = Story(spec(recovery={"badNodeStrikes": 100})).started(step=50)
+    story = Transcript(spec(recovery={"badNodeStrikes": 100})).started(step=50)
     held = tuple(StagedShard(50, 1, shard, 2, 100) for shard in range(2))
 
     def interrupted() -> None:
@@ -139,7 +144,7 @@ def test_what_memory_holds_can_be_written_however_many_generations_ago_it_was_st
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.commit(9)
     story.commit(19)
     story.exits(0, signal=9)
@@ -154,7 +159,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before() -> None:
 
 
 def test_a_worker_that_finds_damage_has_the_same_effect() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.commit(9)
     story.commit(19)
     story.exits(0, signal=9)
@@ -167,7 +172,7 @@ def test_a_worker_that_finds_damage_has_the_same_effect() -> None:
 
 
 def test_memory_from_which_nothing_starts_is_given_up_for_storage() -> None:
-    story = Story().started(step=12)
+    story = Transcript().started(step=12)
     story.commit(9)
     story.exits(0, signal=9)
     story.all_stopped(12)
@@ -181,7 +186,7 @@ def test_memory_from_which_nothing_starts_is_given_up_for_storage() -> None:
 
 
 def test_a_commit_that_failed_is_tried_again() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.persisted(9, 0)
     story.persisted(9, 1)
     story.fail(story.one(CommitManifest), "no space left")
@@ -190,7 +195,7 @@ def test_a_commit_that_failed_is_tried_again() -> None:
 
 
 def test_a_new_controller_learns_commits_whose_results_it_missed() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.persisted(9, 0)
     story.persisted(9, 1)
     story.controller = story.replayed()
@@ -200,7 +205,7 @@ def test_a_new_controller_learns_commits_whose_results_it_missed() -> None:
 
 
 def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.persisted(9, 0)
     story.persisted(9, 1)
     story.controller = story.replayed()
@@ -212,7 +217,7 @@ def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
 
 @pytest.mark.parametrize("manifest_gone", [False, True])
 def test_a_new_controller_repeats_a_deletion(manifest_gone: bool) -> None:
-    story = Story().started()
+    story = Transcript().started()
     for step in (9, 19, 29):
         story.commit(step)
     assert story.last(DeleteCheckpoint).step == 9
@@ -226,7 +231,7 @@ def test_a_new_controller_repeats_a_deletion(manifest_gone: bool) -> None:
 
 
 def test_directories_of_an_earlier_job_are_restored_from_and_never_written_into() -> None:
-    story = Story()
+    story = Transcript()
     story.submit()
     story.tell(ControllerStarted(incarnation=1, committed=_files(99, generation=7)))
     story.succeed()
@@ -237,6 +242,6 @@ def test_directories_of_an_earlier_job_are_restored_from_and_never_written_into(
 
 
 def test_a_failed_write_is_noted() -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.tell(PersistFailed(node="a", generation=1, step=9, shard=0, detail="no space left"))
     assert "no space left" in story.state.notes[-1][1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.failure import TABLE, Facts, attribute
-from orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.core.failure import TABLE, attribute
+from holdfast.orchestrator.core.failure import FailureEvidence as Evidence
+from holdfast.orchestrator.protocol.facts import Exit
 
 ERROR = {"error_type": "ValueError", "error_message": "bad"}
 RESET = Exit(
@@ -19,31 +20,33 @@ def exits(*ended: Exit) -> tuple[tuple[str, Exit], ...]:
 
 
 CASES = {
-    "launch-failed": Facts(launch_failure=("node-0", "no processes left")),
-    "checkpoint-refused": Facts(refused="a checksum differs"),
-    "preempted": Facts(lost=(("node-1", "preempted", "spot"),), exits=exits(RESET)),
-    "lost-first": Facts(
+    "launch-failed": Evidence(launch_failure=("node-0", "no processes left")),
+    "checkpoint-refused": Evidence(refused="a checksum differs"),
+    "preempted": Evidence(lost=(("node-1", "preempted", "spot"),), exits=exits(RESET)),
+    "lost-first": Evidence(
         lost=(("node-1", "silent", ""),),
         lost_first=True,
         exits=exits(Exit(rank=0, code=1, **ERROR)),
     ),
-    "left-early": Facts(exits=exits(Exit(rank=3, code=0), RESET), world_size=4),
-    "hang": Facts(
+    "left-early": Evidence(exits=exits(Exit(rank=3, code=0), RESET), world_size=4),
+    "hang": Evidence(
         hang=((2, 0), "rank 2 is stopped"), node_of=lambda r: f"node-{r // 2}", exits=exits(RESET)
     ),
-    "out-of-memory-kill": Facts(exits=exits(RESET, Exit(rank=1, signal=9, out_of_memory=True))),
-    "outside-signal": Facts(exits=exits(RESET, Exit(rank=1, signal=9))),
-    "checkpoint-damaged": Facts(exits=exits(Exit(rank=1, code=1, error_type="DamagedCheckpoint"))),
-    "checkpoint-unreadable": Facts(
+    "out-of-memory-kill": Evidence(exits=exits(RESET, Exit(rank=1, signal=9, out_of_memory=True))),
+    "outside-signal": Evidence(exits=exits(RESET, Exit(rank=1, signal=9))),
+    "checkpoint-damaged": Evidence(
+        exits=exits(Exit(rank=1, code=1, error_type="DamagedCheckpoint"))
+    ),
+    "checkpoint-unreadable": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="UnreadableCheckpoint"))
     ),
-    "out-of-memory": Facts(
+    "out-of-memory": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="OutOfMemoryError", out_of_memory=True))
     ),
-    "device-missing": Facts(
+    "device-missing": Evidence(
         exits=exits(RESET, Exit(rank=1, code=1, error_type="DeviceMissing", error_message="7 of 8"))
     ),
-    "device-error": Facts(
+    "device-error": Evidence(
         exits=exits(
             Exit(
                 rank=1, code=1, error_type="RuntimeError",
@@ -51,12 +54,12 @@ CASES = {
             )
         )
     ),
-    "user-exception": Facts(exits=exits(RESET, Exit(rank=1, code=1, **ERROR))),
-    "exit-code": Facts(exits=exits(RESET, Exit(rank=1, code=3))),
-    "native-crash": Facts(exits=exits(RESET, Exit(rank=1, signal=11))),
-    "node-lost": Facts(exits=exits(RESET), lost=(("node-1", "disconnected", ""),)),
-    "network": Facts(exits=exits(RESET, SAID_SECONDARY)),
-    "unknown": Facts(),
+    "user-exception": Evidence(exits=exits(RESET, Exit(rank=1, code=1, **ERROR))),
+    "exit-code": Evidence(exits=exits(RESET, Exit(rank=1, code=3))),
+    "native-crash": Evidence(exits=exits(RESET, Exit(rank=1, signal=11))),
+    "node-lost": Evidence(exits=exits(RESET), lost=(("node-1", "disconnected", ""),)),
+    "network": Evidence(exits=exits(RESET, SAID_SECONDARY)),
+    "unknown": Evidence(),
 }  # fmt: skip
 CLASS = {
     "left-early": "user", "user-exception": "user", "exit-code": "user", "hang": "hang",
@@ -89,33 +92,33 @@ def test_the_suspect_of_a_hang_is_named_with_its_node() -> None:
 
 def test_a_kill_beats_an_exception_that_nobody_called_secondary() -> None:
     odd = Exit(rank=0, code=1, error_type="RuntimeError", error_message="something odd")
-    assert attribute(Facts(exits=exits(odd, Exit(rank=3, signal=9)))).rule == "outside-signal"
+    assert attribute(Evidence(exits=exits(odd, Exit(rank=3, signal=9)))).rule == "outside-signal"
 
 
 def test_an_exception_beats_a_crash_that_followed_it() -> None:
     crash, error = Exit(rank=0, signal=6), Exit(rank=3, code=1, **ERROR)
-    assert attribute(Facts(exits=exits(crash, error))).rule == "user-exception"
+    assert attribute(Evidence(exits=exits(crash, error))).rule == "user-exception"
 
 
 def test_our_own_kill_is_no_cause() -> None:
     ours = Exit(rank=1, signal=9, by_us=True)
-    assert attribute(Facts(exits=exits(ours, RESET))).rule == "network"
+    assert attribute(Evidence(exits=exits(ours, RESET))).rule == "network"
 
 
 def test_an_exit_beats_a_hang_that_it_caused() -> None:
     hang = ((0,), "no progress")
-    facts = Facts(exits=exits(Exit(rank=1, signal=9)), hang=hang)
+    facts = Evidence(exits=exits(Exit(rank=1, signal=9)), hang=hang)
     assert attribute(facts).rule == "outside-signal"
 
 
 def test_all_workers_that_ended_well_are_no_failure_of_one() -> None:
     done = exits(Exit(rank=0, code=0), Exit(rank=1, code=0))
-    assert attribute(Facts(exits=done, world_size=2)).rule == "unknown"
+    assert attribute(Evidence(exits=done, world_size=2)).rule == "unknown"
 
 
 def test_the_evidence_says_where_and_when() -> None:
     trace = 'Traceback\n  File "/a.py", line 3, in f\n  File "/b.py", line 9, in g\nValueError: bad'
     error = Exit(rank=2, code=1, step=17, traceback=trace, **ERROR)
-    failure = attribute(Facts(exits=exits(error)))
+    failure = attribute(Evidence(exits=exits(error)))
     assert failure.title == "worker 2 on node-1 raised ValueError after step 17"
     assert failure.evidence == 'ValueError: bad at File "/b.py", line 9, in g'

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import (
+from holdfast.orchestrator.core.actions import (
     CommitManifest,
     FinishJob,
     LaunchGroup,
     PersistStep,
     RequestNodes,
 )
-from orchestrator.core.events import (
-    ControllerStarted,
-)
-from orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.core.events import ControllerStarted
+from holdfast.orchestrator.protocol.facts import StagedShard
 
-from .story import Story, spec
+from .harness import Transcript, spec
 
 
 def test_at_the_end_the_last_step_reaches_storage_before_the_job_is_over() -> None:
-    story = Story().started()
+    story = Transcript().started()
     for rank in range(4):
         story.exits(rank, code=0, step=49)
     assert story.state.phase == "finishing"
@@ -33,7 +31,7 @@ def test_at_the_end_the_last_step_reaches_storage_before_the_job_is_over() -> No
 
 
 def test_a_script_without_a_session_ends_at_once() -> None:
-    story = Story(spec(script=True)).started(step=None)
+    story = Transcript(spec(script=True)).started(step=None)
     assert story.state.phase == "running", "its progress is unknown"
     for rank in range(4):
         story.exits(rank, code=0)
@@ -42,7 +40,7 @@ def test_a_script_without_a_session_ends_at_once() -> None:
 
 
 def test_a_node_lost_with_the_last_step_has_it_computed_again() -> None:
-    story = Story(spec({"min": 2, "max": 2}, workers=1, shard=2)).started(step=40)
+    story = Transcript(spec({"min": 2, "max": 2}, workers=1, shard=2)).started(step=40)
     story.commit(39)
     for rank in range(2):
         story.exits(rank, code=0, step=49)
@@ -56,7 +54,7 @@ def test_a_node_lost_with_the_last_step_has_it_computed_again() -> None:
 
 
 def test_a_last_step_that_cannot_be_written_does_not_hold_the_job_for_ever() -> None:
-    story = Story().started()
+    story = Transcript().started()
     for rank in range(4):
         story.exits(rank, code=0, step=49)
     story.all_stopped(49)
@@ -66,7 +64,7 @@ def test_a_last_step_that_cannot_be_written_does_not_hold_the_job_for_ever() -> 
 
 
 def test_the_finish_is_carried_out_by_the_next_controller_if_need_be() -> None:
-    story = Story(spec(script=True)).started(step=None)
+    story = Transcript(spec(script=True)).started(step=None)
     for rank in range(4):
         story.exits(rank, code=0)
     story.all_stopped(None)
@@ -79,7 +77,7 @@ def test_the_finish_is_carried_out_by_the_next_controller_if_need_be() -> None:
 
 
 def test_an_unfinished_pair_of_shards_is_no_restore_point() -> None:
-    story = Story(spec({"min": 2, "max": 2}, workers=1, shard=2)).started()
+    story = Transcript(spec({"min": 2, "max": 2}, workers=1, shard=2)).started()
     story.exits(0, signal=9)
     old, new = StagedShard(5, 1, 0, 2, 1), StagedShard(6, 1, 0, 2, 1)
     story.stopped("a", staged=(old, new))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import LaunchGroup
-from orchestrator.core.events import HangDetected
-from orchestrator.protocol import limits
-from orchestrator.protocol.facts import Stack
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.events import HangDetected
+from holdfast.orchestrator.protocol.facts import Stack
 
-from .story import Story
+from .harness import Transcript
 
 
 def test_stacks_of_an_interruption_are_kept_up_to_a_bound_the_telling_ones_first() -> None:
-    story = Story().started(step=5)
+    story = Transcript().started(step=5)
     story.tell(HangDetected(generation=1, ranks=(3, 0, 1, 2), evidence="quiet"))
     text = "x" * (limits.MAX_INCIDENT_STACK_BYTES // 2)
     stacks = {rank: Stack(rank=rank, text=text, in_collective=rank != 1) for rank in range(4)}
@@ -22,7 +22,7 @@ def test_stacks_of_an_interruption_are_kept_up_to_a_bound_the_telling_ones_first
 
 
 def test_one_stack_is_kept_however_long_it_is() -> None:
-    story = Story().started(step=5)
+    story = Transcript().started(step=5)
     story.tell(HangDetected(generation=1, ranks=(3,), evidence="quiet"))
     text = "x" * (2 * limits.MAX_INCIDENT_STACK_BYTES)
     story.stopped("a", 5, stacks=(Stack(rank=0, text=text, in_collective=True),))
@@ -31,7 +31,7 @@ def test_one_stack_is_kept_however_long_it_is() -> None:
 
 
 def test_only_the_newest_interruptions_keep_their_tracebacks() -> None:
-    story = Story().started(step=0)
+    story = Transcript().started(step=0)
     for number in range(limits.MAX_INCIDENTS_IN_FULL + 3):
         how = {"error_type": "E", "error_message": f"{number}", "traceback": "Traceback"}
         story.exits(1, code=1, step=number, **how)

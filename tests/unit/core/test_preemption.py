@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.core.actions import (
+from holdfast.orchestrator.core.actions import (
     CommitManifest,
     LaunchGroup,
     PersistStep,
@@ -12,20 +12,20 @@ from orchestrator.core.actions import (
     RequestNodes,
     StopGroup,
 )
-from orchestrator.core.events import (
+from holdfast.orchestrator.core.events import (
     PreemptionNoticed,
     ResizeRequested,
     SuspendRequested,
     WorkerExited,
 )
-from orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.facts import Exit
 
-from .story import Story, spec
+from .harness import Transcript, spec
 
 GRACE_S = 30.0
 
 
-def leave(story: Story, node: str = "b", grace_s: float = GRACE_S) -> None:
+def leave(story: Transcript, node: str = "b", grace_s: float = GRACE_S) -> None:
     story.tell(PreemptionNoticed(node=node, detail="got SIGTERM", grace_s=grace_s))
 
 
@@ -35,7 +35,7 @@ def sharded(**nodes: int) -> dict[str, Any]:
 
 
 def test_a_spare_takes_over_at_once_and_no_step_is_lost() -> None:
-    story = Story(sharded(spares=1)).started("a", "b", "c")
+    story = Transcript(sharded(spares=1)).started("a", "b", "c")
     leave(story)
     assert [stop.node for stop in story.of(StopGroup)] == ["a", "b"]
     story.all_stopped(30)
@@ -56,7 +56,7 @@ def test_a_spare_takes_over_at_once_and_no_step_is_lost() -> None:
 
 
 def test_training_goes_on_while_a_replacement_is_on_its_way() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     assert story.one(RequestNodes).count == 1
     story.succeed(RequestNodes)
@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_replacement_is_on_its_way() -> None:
 
 
 def test_a_replacement_that_does_not_come_in_a_third_of_the_grace_is_not_waited_for() -> None:
-    story = Story(spec({"min": 1, "max": 2}, 2, 2)).started()
+    story = Transcript(spec({"min": 1, "max": 2}, 2, 2)).started()
     leave(story)
     story.succeed(RequestNodes)
     story.wait(GRACE_S / 3 + 0.1)
@@ -81,7 +81,7 @@ def test_a_replacement_that_does_not_come_in_a_third_of_the_grace_is_not_waited_
 
 
 def test_patience_for_replacements_does_not_make_a_leaving_node_wait_for_its_end() -> None:
-    story = Story(spec({"min": 1, "max": 2}, 2, 2, recovery={"replacementWaitSeconds": 60}))
+    story = Transcript(spec({"min": 1, "max": 2}, 2, 2, recovery={"replacementWaitSeconds": 60}))
     leave(story.started())
     story.succeed(RequestNodes)
     story.wait(GRACE_S / 3 + 0.1)
@@ -89,14 +89,14 @@ def test_patience_for_replacements_does_not_make_a_leaving_node_wait_for_its_end
 
 
 def test_where_there_is_no_room_for_a_replacement_the_job_shrinks_at_once() -> None:
-    story = Story(spec({"min": 1, "max": 2}, 2, 2)).started()
+    story = Transcript(spec({"min": 1, "max": 2}, 2, 2)).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     assert len(story.of(StopGroup)) == 2
 
 
 def test_a_job_that_must_wait_for_nodes_has_its_newest_step_in_storage_first() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     assert not story.of(StopGroup), "nobody can take over: what can be trained is trained"
@@ -117,7 +117,7 @@ def test_a_job_that_must_wait_for_nodes_has_its_newest_step_in_storage_first() -
 
 
 def test_when_all_nodes_leave_at_once_everything_is_in_storage_before_they_go() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story, "a")
     leave(story, "b")
     assert story.state.expected_nodes == 2
@@ -134,7 +134,7 @@ def test_when_all_nodes_leave_at_once_everything_is_in_storage_before_they_go() 
 
 
 def test_what_a_parked_job_wrote_counts_even_if_the_leaving_node_goes_first() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     story.wait(GRACE_S / 3 + 0.1)
@@ -152,7 +152,7 @@ def test_what_a_parked_job_wrote_counts_even_if_the_leaving_node_goes_first() ->
 
 
 def test_nothing_is_written_when_the_nodes_that_stay_have_all_of_the_state() -> None:
-    story = Story(spec({"min": 2, "max": 2}, 2, 2)).started()
+    story = Transcript(spec({"min": 2, "max": 2}, 2, 2)).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     story.wait(GRACE_S / 3 + 0.1)
@@ -161,7 +161,7 @@ def test_nothing_is_written_when_the_nodes_that_stay_have_all_of_the_state() -> 
 
 
 def test_a_replacement_ends_the_way_to_storage() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     story.wait(GRACE_S / 3 + 0.1)
@@ -173,7 +173,7 @@ def test_a_replacement_ends_the_way_to_storage() -> None:
 
 
 def test_a_suspension_takes_over_what_was_being_written() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.fail(story.one(RequestNodes))
     story.wait(GRACE_S / 3 + 0.1)
@@ -187,14 +187,14 @@ def test_a_suspension_takes_over_what_was_being_written() -> None:
 
 
 def test_a_node_that_leaves_while_the_job_starts_is_replaced_before_the_first_step() -> None:
-    story = Story(sharded(spares=1)).started("a", "b", "c", step=None)
+    story = Transcript(sharded(spares=1)).started("a", "b", "c", step=None)
     leave(story)
     story.all_stopped(None)
     assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
 
 
 def test_workers_that_are_killed_with_their_machine_are_no_fault_of_it() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.tell(WorkerExited(node="b", generation=1, exit=Exit(rank=2, signal=9, step=5)))
     story.all_stopped(5)
@@ -204,13 +204,15 @@ def test_workers_that_are_killed_with_their_machine_are_no_fault_of_it() -> None
 
 
 def test_a_script_gets_half_of_what_the_leaving_node_has() -> None:
-    story = Story(spec({"min": 2, "max": 2, "spares": 1}, 2, 4, script=True)).started("a", "b", "c")
+    story = Transcript(spec({"min": 2, "max": 2, "spares": 1}, 2, 4, script=True)).started(
+        "a", "b", "c"
+    )
     leave(story, grace_s=12.0)
     assert {stop.grace_s for stop in story.of(StopGroup)} == {6.0}
 
 
 def test_a_leaving_spare_is_given_back_and_replaced() -> None:
-    story = Story(sharded(spares=1)).started("a", "b", "c")
+    story = Transcript(sharded(spares=1)).started("a", "b", "c")
     leave(story, "c")
     assert story.one(ReleaseNode).node == "c"
     assert story.one(RequestNodes).count == 1
@@ -218,7 +220,7 @@ def test_a_leaving_spare_is_given_back_and_replaced() -> None:
 
 
 def test_an_announcement_that_is_repeated_changes_only_the_time_left() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     leave(story)
     story.wait(2.0)
     leave(story, grace_s=10.0)
@@ -231,7 +233,7 @@ def test_an_announcement_that_is_repeated_changes_only_the_time_left() -> None:
 
 
 def test_what_kubernetes_says_first_is_joined_with_what_the_node_says_then() -> None:
-    story = Story(sharded()).started()
+    story = Transcript(sharded()).started()
     story.tell(PreemptionNoticed(node="b", detail="evicted: the node is being drained"))
     leave(story)
     story.succeed(RequestNodes)
@@ -244,7 +246,7 @@ def test_what_kubernetes_says_first_is_joined_with_what_the_node_says_then() -> 
 
 
 def test_a_resize_does_not_bring_a_leaving_node_back() -> None:
-    story = Story(spec({"min": 1, "max": 3}, 2, "auto")).started("a", "b", "c")
+    story = Transcript(spec({"min": 1, "max": 3}, 2, "auto")).started("a", "b", "c")
     leave(story)
     story.tell(ResizeRequested(nodes=2))
     assert len(story.of(StopGroup)) == 3

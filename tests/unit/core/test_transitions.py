@@ -8,14 +8,21 @@ from typing import get_args
 
 import pytest
 
-from orchestrator.core import invariants
-from orchestrator.core.events import JobSubmitted, Tick
-from orchestrator.core.state import JobState
-from orchestrator.core.transitions import MEANING, MOVES, IllegalMove, Phase, check_move, page
-from orchestrator.core.turn import Turn
-from orchestrator.runtime.view import JobState as ViewState
+from holdfast.orchestrator.core import invariants
+from holdfast.orchestrator.core.context import StepContext
+from holdfast.orchestrator.core.events import JobSubmitted, Tick
+from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.core.transitions import (
+    MEANING,
+    MOVES,
+    IllegalMove,
+    JobPhase,
+    check_move,
+    page,
+)
+from holdfast.orchestrator.runtime.observe.view import JobPhase as ViewState
 
-from .story import Story
+from .harness import Transcript
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +32,7 @@ def test_the_page_is_the_one_that_the_table_gives() -> None:
 
 
 def test_the_views_know_the_same_phases() -> None:
-    assert set(get_args(Phase)) == set(MOVES) == set(MEANING) == set(get_args(ViewState))
+    assert set(get_args(JobPhase)) == set(MOVES) == set(MEANING) == set(get_args(ViewState))
 
 
 def test_every_phase_can_reach_an_end() -> None:
@@ -41,8 +48,8 @@ def test_every_phase_can_reach_an_end() -> None:
 
 
 def test_an_illegal_move_raises_and_changes_nothing() -> None:
-    story = Story().started()
-    turn = Turn(story.state, story.now)
+    story = Transcript().started()
+    turn = StepContext(story.state, story.now)
     before = dataclasses.replace(story.state)
     with pytest.raises(IllegalMove, match=r"running -> suspended: not a legal move; .*recovering"):
         turn.move("suspended", "suspend", "no")
@@ -51,7 +58,7 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
 
 
 def test_a_job_is_submitted_once_and_first() -> None:
-    story = Story()
+    story = Transcript()
     with pytest.raises(AssertionError, match="JobSubmitted"):
         story.controller.step(1, Tick())
     story.submit()
@@ -93,7 +100,7 @@ def _break(state: JobState, what: str) -> None:
     ],
 )  # fmt: skip
 def test_a_state_that_contradicts_itself_is_caught(what: str) -> None:
-    story = Story().started()
+    story = Transcript().started()
     story.commit(9)
     invariants.check(story.state)
     _break(story.state, what)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.protocol.facts import NodeFacts
-from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.protocol.facts import NodeFacts
 
 
 def make_job(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planner import choose_mesh, num_nodes_used
-from orchestrator.protocol.errors import SpecError
-from orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.planner import choose_mesh, num_nodes_used
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .builders import make_job
 

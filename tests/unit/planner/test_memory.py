@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from orchestrator.planner import communication, make_plan, memory
-from orchestrator.planner.model import count_parameters, flops_per_token
-from orchestrator.protocol.facts import Gpu, NodeFacts, StagedShard
-from orchestrator.protocol.mesh import Mesh
-from orchestrator.protocol.spec.recipe import Data, Model, Pretrain
-from workers.agent.copies import Copies
+from holdfast.orchestrator.api.v1alpha1.recipe import Data, Model, Pretrain
+from holdfast.orchestrator.planner import communication, make_plan, memory
+from holdfast.orchestrator.planner.model import count_parameters, flops_per_token
+from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts, StagedShard
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.agent.machine.peer_copies import PeerCopies
 
 from .builders import FACTS, make_job
 
@@ -69,7 +69,7 @@ def test_buddy_copies_are_counted_only_where_no_replica_holds_the_shard() -> Non
 
 def test_as_many_buddy_copies_are_planned_as_a_node_comes_to_hold() -> None:
     job, mesh = make_job(recipe={}), Mesh(shard=4)
-    held = Copies(itertools.count())
+    held = PeerCopies(itertools.count())
     for step in range(9):
         number, _fresh, _freed = held.begin(StagedShard(step, 1, 0, mesh.num_shards, 100))
         held.end(number, ok=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.planner.model import count_parameters, flops_per_token
-from orchestrator.protocol.spec.recipe import Data, Model, Pretrain
-from workers.models import transformer
+from holdfast.orchestrator.api.v1alpha1.recipe import Data, Model, Pretrain
+from holdfast.orchestrator.planner.model import count_parameters, flops_per_token
+from holdfast.workers.training.models import transformer
 
 CONFIGS = [
     pytest.param(Model(), id="the default"),

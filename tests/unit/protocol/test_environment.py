@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.environment import explain_environment, worker_environment
-from orchestrator.protocol.facts import Gpu, Membership, NodeFacts, WorkerSeat
-from orchestrator.protocol.mesh import Mesh
-from orchestrator.protocol.spec import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.protocol.environment import explain_environment, worker_environment
+from holdfast.orchestrator.protocol.facts import Gpu, Membership, NodeFacts, WorkerSeat
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 
 def make_job(**spec: Any) -> TrainingJob:

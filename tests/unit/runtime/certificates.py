@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from orchestrator.protocol.tls import files
+from holdfast.orchestrator.protocol.tls import files
 
 
 def make(directory: Path, name: str) -> tuple[Path, Path]:

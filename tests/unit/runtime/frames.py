@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from orchestrator.protocol import messages as wire
+from holdfast.orchestrator.protocol import messages as wire
 
 
 class Frames:

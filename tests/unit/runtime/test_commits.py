@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.core.actions import AnyAction, LaunchGroup, RequestNodes
-from orchestrator.core.events import (
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.core.actions import AnyAction, LaunchGroup, RequestNodes
+from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     AnyEvent,
     ControllerStarted,
-    Heartbeat,
+    HeartbeatReceived,
     JobSubmitted,
     NodeJoined,
     ResizeRequested,
-    StepsAdvanced,
+    StepCompleted,
 )
-from orchestrator.core.journal import JournalError, JournalLost, Record
-from orchestrator.protocol.facts import NodeFacts
-from orchestrator.protocol.spec import job_to_mapping
-from orchestrator.runtime import snapshot
-from orchestrator.runtime.clock import Clock
-from orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
+from holdfast.orchestrator.protocol.facts import NodeFacts
+from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.driver import Driver
 
-from .world import BOUND_S, drive, make_job
+from .harness import BOUND_S, drive, make_job
 
 JOB = make_job()
 SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
@@ -195,7 +195,7 @@ def test_a_commit_of_a_minute_is_no_silence_of_the_nodes() -> None:
         for _half_second in range(120):
             rig.clock.at_ns += 500_000_000
             for node in ("a", "b"):
-                rig.driver.submit(Heartbeat(node=node, generation=1))
+                rig.driver.submit(HeartbeatReceived(node=node, generation=1))
         rig.journal.may_commit.set()
         await asked
         await rig.driver.submit_durable(ResizeRequested(nodes=2))
@@ -212,7 +212,7 @@ def test_a_node_that_was_silent_during_a_long_commit_is_lost() -> None:
         rig = await Rig().with_nodes()
         for _half_second in range(12):
             rig.clock.at_ns += 500_000_000
-            rig.driver.submit(Heartbeat(node="a", generation=1))
+            rig.driver.submit(HeartbeatReceived(node="a", generation=1))
         await rig.driver.turn()
         assert list(rig.driver.controller.state.nodes) == ["a"]
         assert "no heartbeat" in rig.driver.controller.state.gone["b"]
@@ -246,7 +246,7 @@ def test_what_people_are_told_is_committed_also_without_a_decision() -> None:
             await rig.tell(ActionSucceeded(action_id=launch.action_id, generation=1))
         assert rig.journal.pending, "facts alone can wait"
         phase = rig.driver.controller.state.phase
-        await rig.tell(StepsAdvanced(generation=1, step=0))
+        await rig.tell(StepCompleted(generation=1, step=0))
         assert rig.driver.controller.state.phase != phase
         assert not rig.journal.pending
 

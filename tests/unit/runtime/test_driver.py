@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.actions import AnyAction
-from orchestrator.core.events import (
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.core.actions import AnyAction
+from holdfast.orchestrator.core.events import (
     AnyEvent,
     ControllerStarted,
-    Heartbeat,
+    HeartbeatReceived,
     JobSubmitted,
     ResizeRequested,
     Tick,
 )
-from orchestrator.protocol.spec import job_to_mapping
-from orchestrator.runtime.clock import Clock
-from orchestrator.runtime.driver import Driver
-from orchestrator.runtime.journal import FileJournal, JournalError, JournalReader
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalError, JournalReader
+from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.driver import Driver
 
-from .world import make_job
+from .harness import make_job
 
 JOB = make_job()
 SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
@@ -74,7 +74,7 @@ def test_heartbeats_are_not_journaled_and_no_events(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     rig.driver.submit(SUBMITTED)
     asyncio.run(rig.driver.turn())
-    rig.driver.submit(Heartbeat(node="node-0", generation=1))
+    rig.driver.submit(HeartbeatReceived(node="node-0", generation=1))
     asyncio.run(rig.driver.turn())
     assert rig.events() == [SUBMITTED] and rig.syncs == 1
     assert rig.driver.num_events == 1

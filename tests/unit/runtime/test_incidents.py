@@ -6,19 +6,19 @@ from typing import get_args
 
 import pytest
 
-from orchestrator.core.actions import LaunchGroup
-from orchestrator.core.journal import Record
-from orchestrator.core.state import FailureClass, Purpose
-from orchestrator.core.turn import MAX_INCIDENTS
-from orchestrator.protocol.spec import job_from_mapping
-from orchestrator.runtime.incidents import KINDS
-from orchestrator.runtime.replay import replay
-from orchestrator.runtime.story import Story
-from orchestrator.runtime.view import JobView
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.context import MAX_INCIDENTS
+from holdfast.orchestrator.core.journal import Record
+from holdfast.orchestrator.core.state import FailureClass, Purpose
+from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.runtime.observe.incidents import KINDS
+from holdfast.orchestrator.runtime.observe.projection import JobProjection
+from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.sim.host import _DECODER as SIM_RECORD
-from tests.sim.story import play
+from tests.sim.run_seed import play
 
-from ..core import story as core
+from ..core import harness as core
 
 
 def counted(view: JobView) -> dict[tuple[str, str], int]:
@@ -57,8 +57,8 @@ def test_counters_never_fall() -> None:
     """Looked at after every event, past the point where the oldest records are forgotten."""
     budgets = {"infrastructure": {"restarts": 10_000}}
     recovery = {"budgets": budgets, "badNodeStrikes": 10_000}
-    transcript = core.Story(core.spec(recovery=recovery)).started(step=0)
-    story = Story(job_from_mapping(transcript.document))
+    transcript = core.Transcript(core.spec(recovery=recovery)).started(step=0)
+    story = JobProjection(job_from_mapping(transcript.document))
     told, before, seen = 0, dict[tuple[str, str], int](), 0
     for number in range(1, MAX_INCIDENTS + 10):
         transcript.exits(2, signal=9)

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.controller import Controller
-from orchestrator.core.events import ControllerStarted, Heartbeat
-from orchestrator.core.health import Monitor
-from orchestrator.core.journal import Record
-from orchestrator.protocol.errors import Damaged
-from orchestrator.protocol.spec import TrainingJob, job_from_mapping
-from orchestrator.runtime import snapshot
-from orchestrator.runtime.story import Story
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.events import ControllerStarted, HeartbeatReceived
+from holdfast.orchestrator.core.journal import Record
+from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
+from holdfast.orchestrator.errors import Damaged
+from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from tests.sim.host import _DECODER as SIM_RECORD
-from tests.sim.story import play
+from tests.sim.run_seed import play
 
-from ..core import story as core
+from ..core import harness as core
 
 SEEDS = range(0, 40, 3)
 
@@ -34,8 +34,8 @@ class Folded:
     def __init__(self, job: TrainingJob, data: bytes | None = None) -> None:
         state, memory = snapshot.decode(data) if data is not None else (None, None)
         self.job, self.controller = job, Controller(state)
-        self.monitor = Monitor(job, self.controller)
-        self.story = Story(job, memory, state)
+        self.monitor = ProgressMonitor(job, self.controller)
+        self.story = JobProjection(job, memory, state)
 
     def take(self, records: list[Record]) -> Folded:
         for now_ns, event in records:
@@ -102,33 +102,33 @@ def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_do
         assert restored.monitor._now == straight.monitor._now
         assert vars(restored.monitor._silence) == vars(straight.monitor._silence)
         assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
-        beat = Heartbeat(node="n0", generation=restored.controller.state.generation)
+        beat = HeartbeatReceived(node="n0", generation=restored.controller.state.generation)
         assert restored.monitor.observe(now_ns, beat) == straight.monitor.observe(now_ns, beat)
 
 
-def transcripts() -> Iterator[core.Story]:
+def transcripts() -> Iterator[core.Transcript]:
     """What the simulation seldom meets: hangs with stacks, tracebacks, suspension, no steps."""
-    hung = core.Story().started(step=5)
+    hung = core.Transcript().started(step=5)
     hung.tell(core_hang(hung))
     yield hung
     for node in ("a", "b"):
         hung.stopped(node, 5, stacks=(core.stack(0), core.stack(1)))
     yield hung
-    failed = core.Story().started(step=5)
+    failed = core.Transcript().started(step=5)
     how = {"error_type": "ValueError", "error_message": "x", "traceback": "Traceback ..."}
     for _ in range(2):
         failed.exits(1, code=1, step=5, **how)
         failed.all_stopped(5)
         yield failed
         failed.succeed(core.LaunchGroup)
-    yield core.Story(core.spec(script=True)).started(step=None)
-    resized = core.Story(core.spec({"min": 1, "max": 4})).started("a", "b", "c", "d", step=3)
+    yield core.Transcript(core.spec(script=True)).started(step=None)
+    resized = core.Transcript(core.spec({"min": 1, "max": 4})).started("a", "b", "c", "d", step=3)
     resized.commit(3)
     yield resized
 
 
-def core_hang(story: core.Story) -> Any:
-    from orchestrator.core.events import HangDetected
+def core_hang(story: core.Transcript) -> Any:
+    from holdfast.orchestrator.core.events import HangDetected
 
     return HangDetected(generation=story.state.generation, ranks=(2, 1), evidence="quiet")
 
@@ -141,7 +141,7 @@ def test_transcripts_of_rare_things_survive_a_snapshot() -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
-    transcript = core.Story().started(step=5)
+    transcript = core.Transcript().started(step=5)
     folded = Folded(job_from_mapping(transcript.document))
     folded.take([Record(*one) for one in transcript.journal])
     data = snapshot.encode(folded.controller.state, folded.story.memory)
@@ -165,7 +165,7 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
     sizes = {}
     for nodes in (8, 64):
         names = [f"node-{number}" for number in range(nodes)]
-        transcript = core.Story(core.spec({"min": nodes, "max": nodes})).started(*names)
+        transcript = core.Transcript(core.spec({"min": nodes, "max": nodes})).started(*names)
         folded = Folded(job_from_mapping(transcript.document))
         folded.take([Record(*one) for one in transcript.journal])
         state = folded.again().controller.state
@@ -175,7 +175,7 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
 
 
 def test_where_checkpoints_are_can_be_read_alone_and_is_not_in_snapshots_of_before() -> None:
-    submitted, *_ = core.Story().started(step=5).journal
+    submitted, *_ = core.Transcript().started(step=5).journal
     event = msgspec.structs.replace(submitted[1], checkpoint_path="s3://bucket/x")
     folded = Folded(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
     data = snapshot.encode(folded.controller.state, folded.story.memory)

@@ -14,10 +14,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ....protocol.spec import TrainingJob
-from .. import names
-from ..errors import Resource
-from ..pods import Owner
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.errors import Resource
+from holdfast.orchestrator.kube.names import Owner
 
 Document = dict[str, Any]
 
@@ -30,7 +30,7 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
-class Group:
+class PodGang:
     """The gang of one job."""
 
     owner: Owner
@@ -47,10 +47,10 @@ class Group:
         return f"{self.owner.name}-gang"
 
 
-def group_of(job: TrainingJob, owner: Owner) -> Group:
+def group_of(job: TrainingJob, owner: Owner) -> PodGang:
     wanted = job.spec.kubernetes
     template = wanted.pod_template.get("spec", {})
-    return Group(
+    return PodGang(
         owner=owner,
         size=job.spec.nodes.min,
         queue=job.spec.queue or "",
@@ -70,16 +70,16 @@ class Integration(Protocol):
     remedy: str
     """What to do where the cluster serves none of them."""
 
-    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
         """The pod with what makes it known to the system. `member`: it belongs to the gang; only
         systems that count members exactly make a difference."""
 
-    def extra(self, group: Group, api: Resource, pod: Document) -> Document | None:
+    def extra(self, group: PodGang, api: Resource, pod: Document) -> Document | None:
         """The object that has to be there before the pods, owned by the TrainingJob. `pod`: what
         the pods of the job look like."""
 
 
-def extra_document(group: Group, api: Resource, kind: str, spec: Document) -> Document:
+def extra_document(group: PodGang, api: Resource, kind: str, spec: Document) -> Document:
     return {
         "apiVersion": f"{api.group}/{api.version}",
         "kind": kind,

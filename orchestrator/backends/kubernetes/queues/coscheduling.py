@@ -9,8 +9,9 @@ scheduler, spec.kubernetes.podTemplate.spec.schedulerName says so.
 
 from __future__ import annotations
 
-from ..errors import Resource
-from .base import Document, Group, extra_document, resources_of, with_metadata
+from holdfast.orchestrator.kube.errors import Resource
+
+from .base import Document, PodGang, extra_document, resources_of, with_metadata
 
 GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 
@@ -23,10 +24,10 @@ class Coscheduling:
         "(https://scheduler-plugins.sigs.k8s.io), or choose another spec.kubernetes.gang"
     )
 
-    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
         return with_metadata(pod, labels={GROUP_LABEL: group.name})
 
-    def extra(self, group: Group, api: Resource, pod: Document) -> Document:
+    def extra(self, group: PodGang, api: Resource, pod: Document) -> Document:
         """minResources lets the plugin see early that there is no room for the gang."""
         needs = resources_of(pod, group.size)
         spec = {"minMember": group.size, "minResources": needs}

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from .. import words
-from ..client import Cluster, Document
-from ..errors import PODS, ApiError, NotFound
-from ..mirror import Change, Pauses
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import PODS, ApiError, NotFound
+from holdfast.orchestrator.kube.informer import Backoff, Change
+
+from .. import pod_conditions
 from . import kueue
 
 log = logging.getLogger("holdfast.kubernetes")
@@ -23,7 +24,7 @@ log = logging.getLogger("holdfast.kubernetes")
 class Finalizers:
     """`look` is called for every change of a pod of ours."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KubeClient) -> None:
         self._cluster = cluster
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
@@ -42,7 +43,7 @@ class Finalizers:
 
     async def _take_off(self, pod: Document, patch: Document) -> None:
         """Until it is done: nobody else will do it."""
-        metadata, pauses = pod["metadata"], Pauses()
+        metadata, pauses = pod["metadata"], Backoff()
         while True:
             try:
                 await self._cluster.patch(PODS, metadata["namespace"], metadata["name"], patch)
@@ -54,6 +55,6 @@ class Finalizers:
                     "%s keeps Kueue's finalizer for now: %s",
                     metadata["name"],
                     error,
-                    extra={"job": words.job(pod)},
+                    extra={"job": pod_conditions.job(pod)},
                 )
                 await asyncio.sleep(pauses.next_s())

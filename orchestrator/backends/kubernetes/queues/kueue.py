@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import words
-from ..errors import Resource
-from .base import Document, Group, with_metadata, with_spec
+from holdfast.orchestrator.kube.errors import Resource
+
+from .. import pod_conditions
+from .base import Document, PodGang, with_metadata, with_spec
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -53,7 +54,7 @@ class Kueue:
         "another spec.kubernetes.gang"
     )
 
-    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
         """The gate and the label are what Kueue's webhook would set: a pod that it does not see
         must not pass the queue by."""
         labels = {QUEUE_LABEL: group.queue, MANAGED: "true"}
@@ -67,21 +68,21 @@ class Kueue:
         unique = list({gate["name"]: gate for gate in gates}.values())
         return with_spec(with_metadata(pod, labels=labels, notes=notes), schedulingGates=unique)
 
-    def extra(self, group: Group, api: Resource, pod: Document) -> None:
+    def extra(self, group: PodGang, api: Resource, pod: Document) -> None:
         """None: Kueue makes its Workload itself, from the pods."""
 
 
 def is_held(pod: Document) -> bool:
     """Kueue has not admitted it."""
     gates = pod["spec"].get("schedulingGates") or ()
-    return any(gate["name"] == GATE for gate in gates) and not words.is_leaving(pod)
+    return any(gate["name"] == GATE for gate in gates) and not pod_conditions.is_leaving(pod)
 
 
 def is_member(pod: Document) -> bool:
     return GROUP_LABEL in pod["metadata"].get("labels", {})
 
 
-def members_wanted(pods: Mapping[str, Document], group: Group) -> int:
+def members_wanted(pods: Mapping[str, Document], group: PodGang) -> int:
     """So many are missing from the gang, as Kueue counts it. `pods`: all of the job.
 
     A member that is deleted and still runs has its place until it has ended: one more would be one
@@ -91,13 +92,13 @@ def members_wanted(pods: Mapping[str, Document], group: Group) -> int:
 
 
 def _has_place(pod: Document) -> bool:
-    never_ran = words.is_leaving(pod) and not words.place(pod)
+    never_ran = pod_conditions.is_leaving(pod) and not pod_conditions.place(pod)
     return is_member(pod) and _phase(pod) != "Failed" and not never_ran
 
 
 def is_ending(pod: Document) -> bool:
     """A member whose place will soon be free for its replacement."""
-    return words.is_leaving(pod) and _has_place(pod)
+    return pod_conditions.is_leaving(pod) and _has_place(pod)
 
 
 def spent(pods: Mapping[str, Document]) -> list[str]:
@@ -106,7 +107,7 @@ def spent(pods: Mapping[str, Document]) -> list[str]:
     return [
         name
         for name, pod in pods.items()
-        if is_member(pod) and _phase(pod) == "Succeeded" and not words.is_leaving(pod)
+        if is_member(pod) and _phase(pod) == "Succeeded" and not pod_conditions.is_leaving(pod)
     ]
 
 
@@ -118,9 +119,9 @@ def given_back(pod: Document) -> dict[str, Any] | None:
     """A patch that lets a deleted member of the gang go that does not run any more or never did;
     None: nothing is to be done. Its quota stays with the group, for a replacement."""
     finalizers = pod["metadata"].get("finalizers") or []
-    if MANAGED not in finalizers or not (is_member(pod) and words.is_leaving(pod)):
+    if MANAGED not in finalizers or not (is_member(pod) and pod_conditions.is_leaving(pod)):
         return None
-    if words.place(pod) and not words.is_over(pod):
+    if pod_conditions.place(pod) and not pod_conditions.is_over(pod):
         return None
     return {"metadata": {"finalizers": [name for name in finalizers if name != MANAGED]}}
 

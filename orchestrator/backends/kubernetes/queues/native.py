@@ -13,8 +13,9 @@ when nodes.min of a running job becomes smaller, its further nodes are placed by
 
 from __future__ import annotations
 
-from ..errors import Resource
-from .base import Document, Group, extra_document, with_spec
+from holdfast.orchestrator.kube.errors import Resource
+
+from .base import Document, PodGang, extra_document, with_spec
 
 
 class Native:
@@ -30,9 +31,9 @@ class Native:
         "spec.kubernetes.gang"
     )
 
-    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
         return with_spec(pod, schedulingGroup={"podGroupName": group.name})
 
-    def extra(self, group: Group, api: Resource, pod: Document) -> Document:
+    def extra(self, group: PodGang, api: Resource, pod: Document) -> Document:
         policy = {"gang": {"minCount": group.size}}
         return extra_document(group, api, "PodGroup", {"schedulingPolicy": policy})

@@ -9,8 +9,9 @@ minMember of them have a place; pods beyond that follow one by one.
 
 from __future__ import annotations
 
-from ..errors import Resource
-from .base import Document, Group, extra_document, resources_of, with_metadata, with_spec
+from holdfast.orchestrator.kube.errors import Resource
+
+from .base import Document, PodGang, extra_document, resources_of, with_metadata, with_spec
 
 GROUP_NAME = "scheduling.k8s.io/group-name"
 """Annotation of a pod: its PodGroup."""
@@ -22,12 +23,12 @@ class Volcano:
     apis: tuple[Resource, ...] = (Resource("scheduling.volcano.sh", "v1beta1", "podgroups"),)
     remedy = "install Volcano (https://volcano.sh), or choose another spec.kubernetes.gang"
 
-    def pod(self, pod: Document, group: Group, *, member: bool) -> Document:
+    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
         """A scheduler that the template names stays: Volcano can run under another name."""
         named = with_metadata(pod, notes={GROUP_NAME: group.name})
         return with_spec(named, schedulerName=pod["spec"].get("schedulerName") or SCHEDULER)
 
-    def extra(self, group: Group, api: Resource, pod: Document) -> Document:
+    def extra(self, group: PodGang, api: Resource, pod: Document) -> Document:
         spec: Document = {"minMember": group.size, "minResources": resources_of(pod, group.size)}
         if group.queue:
             spec["queue"] = group.queue

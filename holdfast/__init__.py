@@ -1,0 +1,31 @@
+"""Holdfast: keeps elastic multi-node PyTorch training alive. This package is the public API.
+
+    from holdfast import session          # in a training script; imports torch
+    from holdfast import TrainingJob      # the job spec's types
+
+`holdfast.orchestrator` and `holdfast.workers` are links to the folders beside this one; internal.
+Importing `holdfast` itself imports neither torch nor pydantic: both names above load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast import session as session
+    from holdfast.orchestrator.api.v1alpha1 import JobSpec as JobSpec
+    from holdfast.orchestrator.api.v1alpha1 import TrainingJob as TrainingJob
+
+__version__ = "0.1.0"
+__all__ = ["JobSpec", "TrainingJob", "__version__", "session"]
+
+_TYPES = ("JobSpec", "TrainingJob")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TYPES:
+        return getattr(importlib.import_module("holdfast.orchestrator.api.v1alpha1"), name)
+    if name == "session":
+        return importlib.import_module("holdfast.session")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

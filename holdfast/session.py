@@ -1,0 +1,5 @@
+"""What a training script calls: `from holdfast import session`; see docs/session.md."""
+
+from holdfast.workers.session import Session, init, leave
+
+__all__ = ["Session", "init", "leave"]

@@ -1,0 +1,349 @@
+"""The CustomResourceDefinition of a TrainingJob, from the models alone.
+
+Owns: turning a model's JSON schema into a structural one, names, columns, subresources. The rules
+across fields are in rules.py. Must not: say anything about a field that is not in its model.
+
+A structural schema (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources) has one
+type at each place, no references, and defaults that the API server fills in. What differs from the
+JSON schema that editors use:
+
+* Unknown fields: `kubectl` asks for strict validation and is refused; from other clients the API
+  server drops (prunes) them, with a warning. They never reach the operator.
+* `auto | integer` is Kubernetes' int-or-string. A number or a word, or a boolean or an integer, has
+  no structural type: such a field has none, and its values are restricted instead (`_untyped`).
+* Texts, lists and maps have bounds, so that the cost of the CEL rules has one.
+* null is no value: leave the field out instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from holdfast.orchestrator import limits
+
+from .job import API_VERSION, KIND, TrainingJob
+from .quantity import PATTERN
+from .rules import RULES, Rule
+from .status import TrainingJobStatus
+
+GROUP, _, VERSION = API_VERSION.partition("/")
+PLURAL = "trainingjobs"
+NAME = f"{PLURAL}.{GROUP}"
+
+MAX_TEXT = 4096
+"""Characters of a text that has no bound of its own: a path of Linux is not longer."""
+MAX_WORD = 64
+"""Characters of a word that stands for a number."""
+MAX_ITEMS = 256
+"""Elements of a list without a bound of its own."""
+MAX_KEYS = 256
+"""Keys of a map without a bound of its own."""
+
+NODE_COUNTS = ("spec.nodes.min", "spec.nodes.max", "spec.nodes.spares")
+"""The scale subresource speaks of 32 bits."""
+OPEN_MAPPINGS = {"spec.kubernetes.podTemplate": ("metadata", "spec")}
+"""Mappings that hold a document of somebody else's schema below each of these keys."""
+LIST_KEYS = {"status.conditions": ["type"], "status.incidents": ["number"]}
+"""Lists whose elements are told apart by a key, so that server-side apply can merge them."""
+
+Node = dict[str, Any]
+
+_COLUMNS = (
+    ("State", "string", ".status.state", "What the job does now.", 0),
+    ("Nodes", "string", ".status.nodes.summary", "Nodes that train, of those wanted.", 0),
+    ("World", "integer", ".status.worldSize", "Workers of the current generation.", 0),
+    ("Step", "integer", ".status.step", "Last step that all ranks have finished.", 0),
+    ("Restarts", "integer", ".status.restarts", "Launches charged to a budget.", 0),
+    ("Goodput", "string", ".status.goodput", "Share of the time that moved the model forward.", 0),
+    ("Age", "date", ".metadata.creationTimestamp", "", 0),
+    ("Strategy", "string", ".status.strategy", "DDP, FSDP2 or HSDP.", 1),
+    ("Checkpoint", "integer", ".status.lastCheckpoint.step", "Newest step in storage.", 1),
+    ("Reason", "string", ".status.reason", "Why it is in this state.", 1),
+)
+
+
+def definition() -> Node:
+    """The whole object, ready for `kubectl apply`."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": NAME,
+            "annotations": {"helm.sh/resource-policy": "keep"},
+            "labels": {
+                "app.kubernetes.io/name": "holdfast",
+                "app.kubernetes.io/part-of": "holdfast",
+            },
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["tj"],
+                # A job is what `kubectl get all` is asked for: its pods alone would tell little.
+                "categories": ["all"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def definition_text() -> str:
+    """The same as YAML, with the line that says where it comes from."""
+    head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
+    return head + yaml.dump(
+        definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
+    )
+
+
+def _version() -> Node:
+    columns = []
+    for name, kind, path, text, priority in _COLUMNS:
+        column: Node = {"name": name, "type": kind, "jsonPath": path}
+        column |= {"description": text} if text else {}
+        columns.append(column | ({"priority": priority} if priority else {}))
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": openapi_schema()},
+        "subresources": {
+            "status": {},
+            # nodes.max is the size that a job wants, so `kubectl scale` is `holdfast resize`. A
+            # size below nodes.min takes nodes.min along, see the rule min-at-most-max.
+            "scale": {
+                "specReplicasPath": ".spec.nodes.max",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": columns,
+    }
+
+
+def openapi_schema() -> Node:
+    """The structural schema of the whole object."""
+    job = TrainingJob.model_json_schema(by_alias=True)
+    status = TrainingJobStatus.model_json_schema(by_alias=True)
+    spec = _Converter(job).convert(job["properties"]["spec"], "spec")
+    return _with_rules("", {
+        "type": "object",
+        "description": _plain(job["description"]),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
+            "spec": spec,
+            "status": _Converter(status).convert(status, "status"),
+        },
+    })  # fmt: skip
+
+
+class _Converter:
+    """Of one JSON schema with definitions."""
+
+    def __init__(self, schema: Node) -> None:
+        self._definitions: dict[str, Node] = schema.get("$defs", {})
+
+    def convert(self, node: Node, path: str) -> Node:
+        node = self._resolved(node)
+        made = self._shape(node, path)
+        if text := node.get("description"):
+            made = {"description": _plain(text), **made}
+        default = _default(node.get("default"))
+        if default is not None:
+            made["default"] = default
+        return _with_rules(path, made)
+
+    def _resolved(self, node: Node) -> Node:
+        """Without references, and without null as a choice; the field's own words win."""
+        choices = [c for c in node.get("anyOf", ()) if c.get("type") != "null"]
+        if len(choices) == 1 and "anyOf" in node:
+            node = {**self._resolved(choices[0]), **{k: v for k, v in node.items() if k != "anyOf"}}
+        if "$ref" in node:
+            target = self._definitions[node["$ref"].rpartition("/")[2]]
+            node = {**target, **{k: v for k, v in node.items() if k != "$ref"}}
+        return node
+
+    def _shape(self, node: Node, path: str) -> Node:
+        if "x-kubernetes-preserve-unknown-fields" in node:
+            return _open(path)
+        if "x-kubernetes-int-or-string" in node:
+            return _untyped(
+                [
+                    {"type": "number", "minimum": 0, "maximum": limits.MAX_QUANTITY},
+                    {"type": "string", "pattern": PATTERN},
+                ]
+            )
+        if "anyOf" in node:
+            return self._union([self._resolved(choice) for choice in node["anyOf"]])
+        kind = "string" if "const" in node else node["type"]
+        if kind == "object":
+            return self._object(node, path)
+        if kind == "array":
+            items = self.convert(node["items"], f"{path}[]")
+            keys = LIST_KEYS.get(path)
+            shape = {"type": "array", "maxItems": node.get("maxItems", MAX_ITEMS), "items": items}
+            if keys:
+                shape |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": keys}
+            return shape
+        if "const" in node or "enum" in node:
+            return {"type": kind, "enum": node.get("enum", [node.get("const")])}
+        made = {"type": kind, **_bounds(node)}
+        if kind == "string" and node.get("format") != "date-time":
+            made.setdefault("maxLength", MAX_TEXT)
+        if kind == "integer":
+            made["format"] = "int32" if path in NODE_COUNTS else "int64"
+        return made
+
+    def _object(self, node: Node, path: str) -> Node:
+        if "properties" not in node:
+            values = self.convert(node["additionalProperties"], f"{path}{{}}")
+            return {
+                "type": "object",
+                "maxProperties": node.get("maxProperties", MAX_KEYS),
+                "additionalProperties": values,
+            }
+        made: Node = {"type": "object"}
+        if required := node.get("required"):
+            made["required"] = required
+        made["properties"] = {
+            name: self.convert(child, f"{path}.{name}")
+            for name, child in node["properties"].items()
+        }
+        return made
+
+    def _union(self, choices: list[Node]) -> Node:
+        kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
+        if kinds <= {"integer", "string"}:
+            return {
+                "x-kubernetes-int-or-string": True,
+                "anyOf": [{"type": "integer"}, {"type": "string"}],
+                "maxLength": MAX_WORD,
+            }
+        return _untyped(choices)
+
+
+def _open(path: str) -> Node:
+    """What is kept as it is, whatever its fields are."""
+    kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    if path not in OPEN_MAPPINGS:
+        return kept
+    text = "Kept as it is: the schema of a pod is not ours to check."
+    properties = {name: {"description": text, **kept} for name in OPEN_MAPPINGS[path]}
+    return {"type": "object", "properties": properties}
+
+
+# A bound says nothing about a value of another type, so that pairs which nothing of one type meets
+# exclude that type. Structural schemas have no other way to say "no list".
+_NO_TEXT = {"minLength": 1, "maxLength": 0}
+_NO_LIST = {"minItems": 1, "maxItems": 0}
+_NO_MAP = {"minProperties": 1, "maxProperties": 0}
+_NO_NUMBER = {"minimum": 1, "maximum": 0}
+_NO_BOOLEAN = {"not": {"enum": [True, False]}}
+
+
+def _untyped(choices: list[Node]) -> Node:
+    """A field without a type, with what each choice allows, all at once: numbers obey the bounds of
+    the number, texts the pattern of the text."""
+    made: Node = {"x-kubernetes-preserve-unknown-fields": True}
+    kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
+    for choice in choices:
+        made |= {"pattern": f"^{choice['const']}$"} if "const" in choice else _bounds(choice)
+    if kinds & {"integer", "number"}:
+        made |= {} if "number" in kinds else {"multipleOf": 1}
+    else:
+        made |= _NO_NUMBER
+    if "string" in kinds:
+        made |= {"maxLength": MAX_WORD}
+    else:
+        made |= _NO_TEXT
+    made |= {} if "boolean" in kinds else _NO_BOOLEAN
+    return {**made, **_NO_LIST, **_NO_MAP}
+
+
+def _bounds(node: Node) -> Node:
+    """Bounds as OpenAPI 3.0 writes them: an exclusive one is a flag beside the number."""
+    made: Node = {
+        key: node[key] for key in ("minLength", "maxLength", "pattern", "format") if key in node
+    }
+    for key, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if key in node:
+            made[key] = _number(node[key])
+        if exclusive in node:
+            made |= {key: _number(node[exclusive]), exclusive: True}
+    return made
+
+
+def _default(value: Any) -> Any:
+    """What the API server fills in. Whole objects, although their fields have defaults too: rules
+    are tried on a default before those are filled in."""
+    if value is None or value == []:
+        return None
+    if isinstance(value, dict):
+        own = {name: _default(child) for name, child in value.items()}
+        return {name: child for name, child in own.items() if child is not None}
+    return _number(value) if isinstance(value, float) else value
+
+
+def _number(value: float) -> float:
+    """Whole numbers without a point, as the API server gives them back."""
+    return int(value) if value == int(value) else value
+
+
+def _with_rules(path: str, made: Node) -> Node:
+    if found := [_rule(rule) for rule in RULES if rule.path == path]:
+        made["x-kubernetes-validations"] = found
+    return made
+
+
+def _rule(rule: Rule) -> Node:
+    made: Node = {"rule": rule.rule}
+    if rule.values:
+        made["messageExpression"] = rule.message_expression()
+    else:
+        made["message"] = rule.message
+    if rule.field:
+        made["fieldPath"] = rule.field
+    if rule.optional_old:
+        made["optionalOldSelf"] = True
+    return made
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML without anchors: the same list at two places is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def job_from_resource(document: dict[str, Any]) -> TrainingJob:
+    """The job in an object as an API server holds it.
+
+    nodes.min follows nodes.max down, as it does in `holdfast resize`: `kubectl scale` changes the
+    one field only. Raises SpecError for what the API server let through.
+    """
+    from .load import job_from_mapping
+
+    taken = {key: value for key, value in document.items() if key != "status"}
+    spec = taken.get("spec")
+    nodes = spec.get("nodes") if isinstance(spec, dict) else None
+    if isinstance(spec, dict) and isinstance(nodes, dict):
+        low, high = nodes.get("min"), nodes.get("max")
+        if isinstance(low, int) and isinstance(high, int) and 1 <= high < low:
+            taken["spec"] = {**spec, "nodes": {**nodes, "min": high}}
+    return job_from_mapping(taken)
+
+
+__all__ = ["NAME", "definition", "definition_text", "job_from_resource", "openapi_schema"]

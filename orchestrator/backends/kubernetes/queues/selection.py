@@ -1,0 +1,78 @@
+"""What a spec says about gangs and queues: which integration, what is wrong with it, and whether
+the job is ours at all. Pure.
+
+Owns: that reading. Must not: touch the API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import Problem
+
+from .base import Integration
+from .coscheduling import Coscheduling
+from .kueue import Kueue
+from .native import Native
+from .volcano import Volcano
+
+MANAGER = "holdfast.dev/operator"
+"""Our name in spec.managedBy."""
+WITH_QUEUES = ("kueue", "volcano")
+
+
+def integration_of(job: TrainingJob) -> Integration | None:
+    """None: a plain cluster."""
+    match job.spec.kubernetes.gang:
+        case "kueue":
+            return Kueue()
+        case "volcano":
+            return Volcano()
+        case "coscheduling":
+            return Coscheduling()
+        case "native":
+            return Native()
+        case "none":
+            return None
+
+
+def problems(job: TrainingJob) -> list[Problem]:
+    """What fits together on no cluster."""
+    gang, queue = job.spec.kubernetes.gang, job.spec.queue
+    found = []
+    if queue and gang not in WITH_QUEUES:
+        found.append(
+            Problem(
+                "spec.queue",
+                queue,
+                f"none with spec.kubernetes.gang {gang}, which has no queues",
+                "set kubernetes.gang to kueue or volcano, or remove the queue",
+            )
+        )
+    if gang == "kueue" and not queue:
+        found.append(
+            Problem(
+                "spec.queue",
+                "nothing",
+                "the name of a LocalQueue of the job's namespace, because kubernetes.gang is kueue",
+                "`kubectl get localqueues` lists them",
+            )
+        )
+    priority = job.spec.kubernetes.workload_priority_class_name
+    if priority and gang != "kueue":
+        found.append(
+            Problem(
+                "spec.kubernetes.workloadPriorityClassName",
+                priority,
+                f"nothing with kubernetes.gang {gang}: only Kueue has such classes",
+                "use priorityClassName, or set kubernetes.gang to kueue",
+            )
+        )
+    return found
+
+
+def is_left_alone(document: dict[str, Any]) -> bool:
+    """Another controller has the job, as with a batch/v1 Job's managedBy: we do nothing with it and
+    say nothing of it."""
+    return (document.get("spec") or {}).get("managedBy") not in (None, MANAGER)

@@ -1,0 +1,170 @@
+"""One connection to the machine host.
+
+Owns: framing and the process of the host. Must not: know which nodes are wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.protocol import launcher_protocol as protocol
+from holdfast.orchestrator.protocol import python_command
+from holdfast.orchestrator.protocol.messages import frame_length
+
+from .processes import Identity, Watch, identify, watch
+
+START_TIMEOUT_S = 120.0
+"""A host imports torch before it listens: 2 s warm, much more from a cold disk."""
+
+RETRY_S = 0.01
+LOG_TAIL_BYTES = 2000
+
+_UCRED = struct.Struct("3i")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[protocol.FromHost] = msgspec.msgpack.Decoder(protocol.FromHost)
+
+
+class LauncherLink(asyncio.Protocol):
+    """Frames to and from a host that listens."""
+
+    def __init__(
+        self, on_message: Callable[[protocol.FromHost], None], on_closed: Callable[[], None]
+    ) -> None:
+        self._on_message, self._on_closed = on_message, on_closed
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.host: Identity | None = None
+        """The process at the other end, which may be another controller's child."""
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer = transport.get_extra_info("socket")
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.host = identify(_UCRED.unpack(credentials)[0])
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            end = 4 + frame_length(bytes(self._buffer[:4]))
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[4:end])
+            del self._buffer[:end]
+            self._on_message(_DECODER.decode(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+        self._on_closed()
+
+    def send(self, message: protocol.LauncherMessage) -> None:
+        assert self._transport is not None
+        body = _ENCODER.encode(message)
+        self._transport.write(len(body).to_bytes(4, "big") + body)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class LauncherProcess:
+    """The host as our child; it outlives us if we die."""
+
+    def __init__(
+        self,
+        module: str,
+        socket_path: Path,
+        log: Path,
+        environment: dict[str, str],
+        directory: Path,
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*python_command.start(module), "--socket", str(socket_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=directory,
+                start_new_session=True,
+            )
+        self.ended = asyncio.get_running_loop().create_future()
+        identity = identify(self._process.pid)
+        self._watch: Watch | None = watch(identity, self._on_end) if identity else None
+        if self._watch is None:
+            self._on_end()
+
+    def _on_end(self) -> None:
+        self._process.wait()
+        self._watch = None
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def kill(self) -> None:
+        if self._watch is not None:
+            self._watch.kill()
+
+    def failure(self) -> str:
+        """How it ended, with what it wrote last."""
+        code = self._process.poll()
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                tail = file.read().decode(errors="replace").strip()
+        except OSError as error:
+            tail = str(error)
+        return f"the machine host ended with code {code}; {self._log} ends with:\n{tail}"
+
+
+async def connect(
+    socket_path: Path, make: Callable[[], LauncherLink], process: LauncherProcess | None
+) -> LauncherLink | None:
+    """A link to the host at `socket_path`.
+
+    Without `process`: None when nobody listens. With it: waits until it listens; raises
+    HoldfastError when it ends before that or takes longer than START_TIMEOUT_S.
+    """
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + START_TIMEOUT_S
+    while True:
+        try:
+            _, link = await loop.create_unix_connection(make, str(socket_path))
+            return link
+        except (FileNotFoundError, ConnectionRefusedError):
+            if process is None:
+                return None
+        if process.ended.done():
+            raise HoldfastError(process.failure())
+        if loop.time() > give_up:
+            process.kill()
+            raise HoldfastError(f"the machine host did not listen within {START_TIMEOUT_S:g} s")
+        await asyncio.wait([process.ended], timeout=RETRY_S)
+
+
+def host_environment(threads: int, extra: dict[str, str]) -> dict[str, str]:
+    """What the host starts with, and through fork every agent and worker.
+
+    The thread counts must be set before numpy and torch are imported: OpenBLAS starts its threads
+    at import, and a process with threads must not fork.
+    """
+    return {
+        **os.environ,
+        "PYTHONPATH": python_command.import_path(),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        **extra,
+        "OPENBLAS_NUM_THREADS": "1",
+    }

@@ -1,0 +1,181 @@
+"""Journal events and the decisions on them -> one line each, for `holdfast events`.
+
+Owns: the wording. Must not: interpret; what was decided comes from the controller itself, to which
+the same events are told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from ..api.v1alpha1.env import shown_document
+from ..core import actions as a
+from ..core import events as e
+from ..core.controller import Controller
+from ..hosts.local.file_journal import Snapshot
+from ..protocol.facts import Exit
+from ..runtime.snapshot import decode
+from .output import date, duration, plural, print_json_line, size
+
+
+def sentence(event: e.AnyEvent) -> str:
+    """What the event says."""
+    say: Callable[[Any], str] | None = _SENTENCES.get(type(event))
+    return say(event) if say else type(event).__name__
+
+
+class EventFormatter:
+    """Tells a journal, with the decision that each event led to."""
+
+    def __init__(self) -> None:
+        self._controller = Controller()
+        self._actions: dict[int, str] = {}
+
+    def resume(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
+        """Go on after facts that are not kept any more, and say so."""
+        state, memory = decode(snapshot.data)
+        self._controller = Controller(state)
+        self._actions = {number: decision(action) for number, action in state.inflight.items()}
+        if as_json:
+            print_json_line({"at_ns": memory.now_ns, "facts_not_kept": snapshot.num_records})
+            return
+        many = plural(snapshot.num_records, "fact")
+        since = f"{state.phase}, step {state.step}: {state.reason.text}"
+        console.print(
+            f"{date(memory.now_ns)}  {'journal':<12}  {many} up to here are not kept any more; the "
+            f"job was {since}",
+            soft_wrap=True,
+        )
+
+    def tell(self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool) -> None:
+        actions = self._controller.step(now_ns, event)
+        if as_json:
+            if isinstance(event, e.JobSubmitted):
+                event = replace(event, spec=shown_document(event.spec))
+            print_json_line({"at_ns": now_ns, "event": event, "actions": actions})
+            return
+        at = date(now_ns)
+        if not isinstance(event, e.Tick):
+            text = sentence(event)
+            if isinstance(event, (e.ActionSucceeded, e.ActionFailed, e.ActionUnknown)):
+                what = self._actions.pop(event.action_id, f"action {event.action_id}")
+                text = text.replace(f"action {event.action_id}", what, 1)
+            console.print(f"{at}  {source(event):<12}  {text}", soft_wrap=True)
+        for action in actions:
+            what = self._actions[action.action_id] = decision(action)
+            console.print(f"{at}  {'->':<12}  {what}: {action.reason.text}", soft_wrap=True)
+
+
+def decision(action: a.AnyAction) -> str:
+    """What is to be done, without the reason."""
+    kind = str(type(action).__struct_config__.tag).replace("-", " ")
+    if isinstance(action, a.RequestNodes):
+        return f"{kind} ({action.count})"
+    if isinstance(action, (a.LaunchGroup, a.StopGroup)):
+        return f"{kind} on {action.node}, generation {action.generation}"
+    if isinstance(action, (a.CommitManifest, a.DeleteCheckpoint)):
+        return f"{kind} of step {action.step}"
+    if isinstance(action, a.StageStep):
+        return f"{kind} {action.step} on {action.node}"
+    node = getattr(action, "node", "")
+    return f"{kind} {node}".rstrip()
+
+
+def source(event: e.AnyEvent) -> str:
+    """Where the fact comes from: a node, or the controller."""
+    return getattr(event, "node", "") or "controller"
+
+
+def exit_text(exit: Exit) -> str:
+    """How a worker ended, in words."""
+    if exit.signal is not None:
+        import signal
+
+        try:
+            name = signal.Signals(exit.signal).name
+        except ValueError:
+            name = f"signal {exit.signal}"
+        text = f"was killed by {name}"
+        if exit.out_of_memory:
+            text += ", out of memory"
+    else:
+        text = f"exited with code {exit.code}"
+    if exit.by_us:
+        text += " on order"
+    if exit.error_type:
+        text += f": {exit.error_type}: {exit.error_message}".rstrip(": ")
+    return text
+
+
+def _joined(event: e.NodeJoined) -> str:
+    if event.ranks:
+        ranks = ", ".join(map(str, event.ranks))
+        return f"joined, running ranks {ranks} of generation {event.generation}"
+    return f"joined with room for {plural(event.facts.slots, 'worker')}"
+
+
+def _stopped(event: e.GroupStopped) -> str:
+    held = f", holding step {max(s.step for s in event.staged)}" if event.staged else ""
+    return f"generation {event.generation} stopped{held}"
+
+
+def _advanced(event: e.StepCompleted) -> str:
+    loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
+    return f"all ranks finished step {event.step}{loss}"
+
+
+def _result(word: str) -> Callable[[Any], str]:
+    def say(event: Any) -> str:
+        return f"action {event.action_id} {word}" + (f": {event.detail}" if event.detail else "")
+
+    return say
+
+
+def _by(event: Any) -> str:
+    return f" by {event.by}" if event.by else ""
+
+
+_SENTENCES: dict[type, Callable[[Any], str]] = {
+    e.JobSubmitted: lambda v: f"job {v.job_id} submitted",
+    e.ResizeRequested: lambda v: f"resize to {plural(v.nodes, 'node')} requested{_by(v)}",
+    e.AdjustRequested: lambda v: (
+        f"at least {plural(v.min_nodes, 'node')}, "
+        f"{plural(v.spares, 'spare')} and spec.recovery as it is now{_by(v)}"
+    ),
+    e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
+    e.ResumeRequested: lambda v: f"resume requested{_by(v)}",
+    e.CancelRequested: lambda v: f"cancel requested{_by(v)}",
+    e.FaultInjected: lambda v: (
+        f"rehearsal: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
+    ),
+    e.NodeJoined: _joined,
+    e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
+    e.PreemptionNoticed: lambda v: f"will be taken away: {v.detail}",
+    e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
+    e.StepCompleted: _advanced,
+    e.HangDetected: lambda v: f"hang: {v.evidence}",
+    e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
+    e.HeartbeatsLost: lambda v: (
+        f"nobody is heard of for {v.seconds:.1f} s ({plural(v.nodes, 'node')}): our machine may be "
+        f"starved or cut off; believed after {v.patience_s:g} s"
+    ),
+    e.HeartbeatsRestored: lambda v: f"heard of again, after {v.seconds:.1f} s in which nobody was",
+    e.ActionSucceeded: _result("succeeded"),
+    e.ActionFailed: _result("failed"),
+    e.ActionUnknown: _result("ended unknown"),
+    e.GroupStopped: _stopped,
+    e.ShardPersisted: lambda v: (
+        f"shard {v.shard.shard} of step {v.shard.step} is in storage "
+        f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
+    ),
+    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} not stored: {v.detail}",
+    e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
+    e.ControllerStarted: lambda v: (
+        "started" if v.incarnation <= 1 else f"started again, incarnation {v.incarnation}"
+    ),
+    e.Tick: lambda v: "a deadline came",
+}

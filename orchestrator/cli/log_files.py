@@ -1,0 +1,133 @@
+"""Log files of a job: finding, printing and following them.
+
+Owns: reading. Must not: know what is in them. Files: see hosts/local/job_directory.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import Problem, UserError
+from ..hosts.local.job_directory import JobDirectory
+
+PART_BYTES = 1 << 20
+"""Of a log that are in memory at once; a longer line is cut there."""
+
+
+class LogTail:
+    """One file from its beginning; `parts` gives what is new and whole."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._path, self._prefix = path, prefix
+        self._offset = 0
+        self._rest = b""
+
+    def parts(self, *, all: bool = False) -> Iterator[list[str]]:
+        """New lines, some at a time; with `all` also a last one without an end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                while data := file.read(PART_BYTES):
+                    self._offset += len(data)
+                    *whole, self._rest = (self._rest + data).split(b"\n")
+                    if len(self._rest) > PART_BYTES:
+                        whole.append(self._rest)
+                        self._rest = b""
+                    yield self._shown(whole)
+        except OSError:
+            return
+        if all and self._rest:
+            yield self._shown([self._rest])
+            self._rest = b""
+
+    def _shown(self, lines: list[bytes]) -> list[str]:
+        return [self._prefix + line.decode("utf-8", "replace") for line in lines]
+
+
+def print_files(
+    directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
+) -> None:
+    """Everything that is there, file after file. Raises UserError when nothing matches."""
+    for tail in find(directory, rank, generation, node):
+        _write(tail, all=True)
+
+
+def follow_files(
+    directory: JobDirectory,
+    rank: int | None,
+    generation: int | None,
+    node: str | None,
+    interval_s: float,
+) -> None:
+    """What is there and what comes, until the job has no controller any more. Without a generation
+    it moves on with the job."""
+    tails: dict[Path, LogTail] = {}
+    while True:
+        # Asked before reading, so the last words are not missed.
+        alive = directory.controller_alive()
+        try:
+            found = find(directory, rank, generation, node)
+        except UserError:
+            # A rank that there is no more, or not yet.
+            if not alive and not tails:
+                raise
+            found = []
+        for tail in found:
+            tails.setdefault(tail._path, tail)
+        for tail in tails.values():
+            _write(tail, all=not alive)
+        if not alive:
+            return
+        time.sleep(interval_s)
+
+
+def find(
+    directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
+) -> list[LogTail]:
+    """The files that match, with the prefix of their lines. Raises UserError for none."""
+    if node is not None:
+        path = directory.logs / f"agent-{node}.log"
+        if not path.is_file():
+            known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
+            raise UserError(str(Problem("--node", node, _one_of(known, "node"))))
+        return [LogTail(path, "")]
+    generations = sorted(
+        int(match[1])
+        for path in directory.logs.glob("gen-*")
+        if (match := re.fullmatch(r"gen-(\d+)", path.name))
+    )
+    if generation is None:
+        generation = generations[-1] if generations else 0
+    if generation not in generations:
+        known = [str(number) for number in generations]
+        raise UserError(str(Problem("--generation", str(generation), _one_of(known, "generation"))))
+    folder = directory.rank_log(generation, 0).parent
+    found = {
+        int(match[1]): path
+        for path in sorted(folder.glob("rank-*.log"))
+        if (match := re.fullmatch(r"rank-(\d+)\.log", path.name))
+    }
+    if rank is None:
+        width = len(str(max(found, default=0)))
+        return [LogTail(path, f"[{number:>{width}}] ") for number, path in found.items()]
+    if rank not in found:
+        known = [str(number) for number in found]
+        raise UserError(str(Problem("--rank", str(rank), _one_of(known, "rank"))))
+    return [LogTail(found[rank], "")]
+
+
+def _one_of(known: list[str], noun: str) -> str:
+    if not known:
+        return f"a {noun} with a log; there is none yet"
+    return "one of " + ", ".join(known)
+
+
+def _write(tail: LogTail, *, all: bool) -> None:
+    for lines in tail.parts(all=all):
+        if lines:
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()

@@ -1,0 +1,30 @@
+"""A directory for what a command needs while it runs.
+
+Owns: that it ends with the command, also with one that is told to (`timeout 60 holdfast logs -f`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.orchestrator.backends.ray import actor_calls
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """Its path; nobody else may look into it."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as path:
+
+        def end() -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        with actor_calls.on_sigterm(end):
+            yield Path(path)

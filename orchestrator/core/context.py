@@ -1,0 +1,95 @@
+"""One step of the controller: the state, the time, and the actions decided so far.
+
+Owns: the few primitives that change state anywhere in the core (emit, move, timers, notes). A Turn
+lives only inside `Controller.step`; nobody else makes one. Must not: decide.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from .actions import Action, AnyAction, LaunchGroup, Reason, ReasonCode
+from .state import JobState
+from .transitions import JobPhase, check_move
+
+SECOND_NS = 1_000_000_000
+MAX_NOTES = 200
+MAX_INCIDENTS = 500
+
+A = TypeVar("A", bound=Action)
+
+
+def seconds(value: float) -> int:
+    """Nanoseconds."""
+    return round(value * SECOND_NS)
+
+
+class StepContext:
+    """What a handler works with."""
+
+    def __init__(self, state: JobState, now_ns: int) -> None:
+        self.state = state
+        self.now = now_ns
+        self.actions: list[AnyAction] = []
+
+    def emit(
+        self, kind: type[A], reason: Reason, generation: int | None = None, **fields: object
+    ) -> int:
+        """Decide on an action; returns its id."""
+        state = self.state
+        action_id = state.next_action_id
+        state.next_action_id += 1
+        chosen = state.generation if generation is None else generation
+        action = kind(action_id=action_id, generation=chosen, reason=reason, **fields)
+        state.inflight[action_id] = action  # type: ignore[assignment]
+        self.actions.append(action)  # type: ignore[arg-type]
+        return action_id
+
+    def emit_again(self, action: LaunchGroup, reason: Reason) -> int:
+        """The same launch under a new id, for a node that may not have heard of it."""
+        return self.emit(
+            LaunchGroup,
+            reason,
+            action.generation,
+            node=action.node,
+            node_rank=action.node_rank,
+            membership=action.membership,
+            seats=action.seats,
+            buddy=action.buddy,
+            persist_every_steps=action.persist_every_steps,
+        )
+
+    def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:
+        """To another phase, or to the same one with a new reason. Raises IllegalMove."""
+        if phase != self.state.phase:
+            check_move(self.state.phase, phase)
+        self.state.phase = phase
+        self.state.reason = Reason(code, text)
+
+    def note(self, text: str) -> None:
+        self.state.notes.append((self.now, text))
+        del self.state.notes[:-MAX_NOTES]
+
+    # -- timers: name -> due time; they fire on Tick ------------------------------------------
+    def arm(self, name: str, after_s: float) -> None:
+        """(Re)start a timer."""
+        self.state.timers[name] = self.now + seconds(after_s)
+
+    def arm_once(self, name: str, after_s: float) -> None:
+        """Start a timer unless it runs."""
+        if name not in self.state.timers:
+            self.arm(name, after_s)
+
+    def disarm(self, *names: str) -> None:
+        for name in names:
+            self.state.timers.pop(name, None)
+
+    def due(self, name: str) -> bool:
+        """The timer has run out; it stays so until it is disarmed or armed again."""
+        at = self.state.timers.get(name)
+        return at is not None and at <= self.now
+
+    def left_s(self, name: str) -> float | None:
+        """Until it runs out; None: it does not run."""
+        at = self.state.timers.get(name)
+        return None if at is None else max(0, at - self.now) / SECOND_NS

@@ -1,0 +1,169 @@
+"""Which node gets which ranks: topology-stable, in whole replica groups.
+
+Owns: rank assignment, seats, buddies and the mesh for a number of nodes. Pure functions over plain
+values. Must not: know phases or failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .. import limits
+from ..api.v1alpha1 import TrainingJob
+from ..planner.choose import choose_mesh
+from ..protocol.facts import NodeFacts, WorkerSeat
+from ..protocol.mesh import Mesh
+
+MeshOf = Callable[[int], Mesh | None]
+"""Number of nodes -> mesh, None where no whole replica groups fit exactly."""
+
+
+def mesh_for(job: TrainingJob, num_nodes: int) -> Mesh | None:
+    """The mesh of the job on exactly this many nodes; None: whole replica groups do not fill them,
+    or it is fewer than the job's minimum."""
+    chosen = choose_mesh(job, num_nodes) if num_nodes >= 1 else None
+    if chosen is None or chosen[0].world_size != num_nodes * job.spec.workers_per_node:
+        return None
+    return chosen[0]
+
+
+def resized(job: TrainingJob, num_nodes: int) -> TrainingJob:
+    """The job as it would be with another number of nodes wanted."""
+    nodes = job.spec.nodes
+    changed = nodes.model_copy(update={"max": num_nodes, "min": min(nodes.min, num_nodes)})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"nodes": changed})})
+
+
+def best_size(mesh_of: MeshOf, limit: int) -> int:
+    """The largest number of nodes <= limit that whole replica groups fill exactly; 0: none."""
+    for num_nodes in range(limit, 0, -1):
+        if mesh_of(num_nodes) is not None:
+            return num_nodes
+    return 0
+
+
+def check_resize(job: TrainingJob, num_nodes: int) -> str:
+    """What is wrong with a size somebody asks for; empty: nothing."""
+    if num_nodes < 1:
+        return f"nodes: got {num_nodes}; expected at least 1; to free all nodes use suspend"
+    if mesh_for(resized(job, num_nodes), num_nodes) is not None:
+        return ""
+    top = max(num_nodes, job.spec.nodes.max) * 2
+    fits = [n for n in range(1, top + 1) if mesh_for(resized(job, n), n) is not None]
+    near = [n for n in fits if n < num_nodes][-1:] + [n for n in fits if n > num_nodes][:1]
+    return (
+        f"nodes: got {num_nodes}; expected whole replica groups at "
+        f"{job.spec.workers_per_node} workers per node; use "
+        f"{' or '.join(str(n) for n in near) or 'another size'}"
+    )
+
+
+def nodes_per_group(mesh: Mesh, workers_per_node: int) -> int:
+    """Nodes that one replica group covers; 1 where a node holds a whole group or more."""
+    return max(1, -(-mesh.num_shards // workers_per_node))
+
+
+def order_newcomers(nodes: Iterable[tuple[str, NodeFacts, int]]) -> tuple[str, ...]:
+    """(name, facts, order of joining) -> names: near ones beside each other, then first come."""
+    ordered = sorted(nodes, key=lambda node: (node[1].topology, node[2]))
+    return tuple(name for name, _facts, _sequence in ordered)
+
+
+def assign(
+    previous: tuple[str, ...], available: tuple[str, ...], count: int, group: int
+) -> tuple[str, ...]:
+    """The node order of the next generation: `count` of the available nodes.
+
+    `previous` is the order of the last generation, `available` may hold its survivors and
+    newcomers (in the order in which they should be used), `group` is the number of nodes of a
+    replica group. Survivors keep their places; a hole is filled by a survivor of a dropped group
+    (it holds state) or a newcomer; when there are too few nodes, whole groups are dropped, the
+    most damaged first, and what is left of them is idle. Raises ValueError if too few nodes are
+    available or count is no multiple of group.
+    """
+    if count % group or count > len(available) or len(dict.fromkeys(available)) != len(available):
+        raise ValueError(f"{count} nodes in groups of {group} out of {len(available)}")
+    alive = dict.fromkeys(available)
+    slots: list[list[str | None]] = [
+        [name if name in alive else None for name in previous[at : at + group]]
+        for at in range(0, len(previous), group)
+    ]
+    for short in slots:
+        short += [None] * (group - len(short))
+    wanted = count // group
+    by_damage = sorted(range(len(slots)), key=lambda i: (sum(n is None for n in slots[i]), i))
+    kept = [slots[i] for i in sorted(by_damage[:wanted])]
+    kept += [[None] * group for _ in range(wanted - len(kept))]
+    placed = dict.fromkeys(name for slot in kept for name in slot if name is not None)
+    displaced = [
+        (position, name)
+        for i in sorted(by_damage[wanted:])
+        for position, name in enumerate(slots[i])
+        if name is not None
+    ]
+    survivors = dict.fromkeys(name for _position, name in displaced)
+    newcomers = [name for name in available if name not in placed and name not in survivors]
+    return tuple(
+        name if name is not None else _filler(position, displaced, newcomers)
+        for slot in kept
+        for position, name in enumerate(slot)
+    )
+
+
+def _filler(position: int, displaced: list[tuple[int, str]], newcomers: list[str]) -> str:
+    """Best for a hole: who sat at the same place of its group, as it holds the same shards."""
+    for index, (held, name) in enumerate(displaced):
+        if held == position:
+            del displaced[index]
+            return name
+    return displaced.pop(0)[1] if displaced else newcomers.pop(0)
+
+
+def seats_for(mesh: Mesh, num_nodes: int, workers_per_node: int) -> list[tuple[WorkerSeat, ...]]:
+    """The seats of each node. One rank of each replicate group persists, balanced over nodes."""
+    holders: dict[int, list[int]] = {}
+    for rank in range(mesh.world_size):
+        holders.setdefault(mesh.shard_index(rank), []).append(rank)
+    load = [0] * num_nodes
+    persists: dict[int, None] = {}
+    for shard in sorted(holders):
+        chosen = min(holders[shard], key=lambda rank: (load[rank // workers_per_node], rank))
+        load[chosen // workers_per_node] += 1
+        persists[chosen] = None
+    shard_of = {rank: shard for shard, ranks in holders.items() for rank in ranks}
+    return [
+        tuple(
+            WorkerSeat(rank, rank - first, shard_of[rank], rank in persists)
+            for rank in range(first, first + workers_per_node)
+        )
+        for first in range(0, num_nodes * workers_per_node, workers_per_node)
+    ]
+
+
+def buddies(
+    job: TrainingJob, mesh: Mesh, members: tuple[str, ...], facts: dict[str, NodeFacts]
+) -> dict[str, str]:
+    """Node -> the node that gets a copy of what it stages; empty where none is needed.
+
+    The next node of another failure domain, else the next one. Following nodes of the order keep
+    the load even: each node is the buddy of about one.
+    """
+    memory = job.spec.checkpoint.memory
+    redundant = mesh.replicate > 1 and memory.buddy == "auto"
+    if memory.every_steps == 0 or memory.buddy == "never" or redundant or len(members) < 2:
+        return {}
+    chosen: dict[str, str] = {}
+    for index, name in enumerate(members):
+        others = members[index + 1 :] + members[:index]
+        home = facts[name].failure_domain or name
+        apart = [other for other in others if (facts[other].failure_domain or other) != home]
+        chosen[name] = (apart or list(others))[0]
+    return chosen
+
+
+def persist_cadence(job: TrainingJob) -> int:
+    """Steps between unasked copies to storage; 0: the controller asks, by time."""
+    storage = job.spec.checkpoint.storage
+    if storage.every_steps is not None:
+        return storage.every_steps
+    return 0 if storage.every_s is not None else limits.STORAGE_EVERY_STEPS

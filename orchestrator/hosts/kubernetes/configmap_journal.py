@@ -1,0 +1,252 @@
+"""A job's journal as one ConfigMap: a snapshot and the records since, in chunks.
+
+Owns: the object's form, its fence and its retries. Implements core.journal.Journal. Must not: know
+what an event means.
+
+The object is written by one controller at a time. Every write names the resource version that it
+builds on, so that a write of a second controller makes the next write of the first one fail: the
+first one stands down (JournalLost). A write whose answer did not come is looked up before it is
+said again: its chunk carries the name of its writer.
+
+Each commit adds a chunk `tail-000012-<writer>`; a compaction replaces everything by a snapshot.
+Heartbeats and what belongs to single ranks never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+import zlib
+
+from holdfast.orchestrator.core.events import AnyEvent
+from holdfast.orchestrator.core.journal import (
+    JournalError,
+    JournalLost,
+    Record,
+    decode_records,
+    encode_record,
+)
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import (
+    CONFIG_MAPS,
+    ApiError,
+    Conflict,
+    NotFound,
+    TooBusy,
+    Unreachable,
+)
+from holdfast.orchestrator.kube.informer import Backoff
+from holdfast.orchestrator.kube.names import Owner
+
+SNAPSHOT = "snapshot"
+TAIL = "tail-"
+WRITER = "holdfast.dev/controller"
+"""Annotation: which controller has claimed it last."""
+COMPACT_AT_BYTES = 64 * 1024
+"""Every commit makes etcd write the whole object anew."""
+MAX_BYTES = 1000 * 1024
+"""A ConfigMap may hold 1 MiB."""
+PATIENCE_S = 120.0
+"""An API server that restarts is back within seconds; past this, another controller had better try
+over another way. Training goes on meanwhile, in either case."""
+
+log = logging.getLogger("holdfast.kubernetes")
+
+
+class ConfigMapJournal:
+    """Opened by `open_journal`."""
+
+    def __init__(self, cluster: KubeClient, owner: Owner, document: Document) -> None:
+        """`document` has just been claimed. Raises JournalError when it cannot be read."""
+        self._cluster, self._owner = cluster, owner
+        self._name = names.journal_name(owner.name)
+        self._writer = str(document["metadata"]["annotations"][WRITER])
+        self._version = str(document["metadata"]["resourceVersion"])
+        self._data: dict[str, str] = dict(document.get("binaryData") or {})
+        self._next = 1 + max((_number(key) for key in self._data), default=0)
+        self._pending: list[bytes] = []
+        self._commit = asyncio.Lock()
+        self.snapshot: bytes | None = None
+        self.records: list[Record] = []
+        self._read()
+
+    def _read(self) -> None:
+        try:
+            if SNAPSHOT in self._data:
+                self.snapshot = zlib.decompress(base64.b64decode(self._data[SNAPSHOT]))
+            for key in sorted(key for key in self._data if key.startswith(TAIL)):
+                self.records += decode_records(base64.b64decode(self._data[key]))
+        except (ValueError, zlib.error) as error:
+            raise JournalError(
+                f"ConfigMap {self._owner.namespace}/{self._name}: damaged ({error}). Nothing was "
+                f"changed and training is not affected; restore it from a copy, or delete it to "
+                f"start the job again from its newest checkpoint"
+            ) from None
+
+    # -- core.journal.Journal ------------------------------------------------------------------
+    @property
+    def full(self) -> bool:
+        size = sum(len(value) for key, value in self._data.items() if key != SNAPSHOT)
+        return size * 3 // 4 + sum(map(len, self._pending)) > COMPACT_AT_BYTES
+
+    def append(self, now_ns: int, event: AnyEvent) -> None:
+        self._pending.append(encode_record(now_ns, event))
+
+    async def commit(self) -> None:
+        async with self._commit:
+            if not self._pending:
+                return
+            count, chunk = len(self._pending), b"".join(self._pending)
+            key = f"{TAIL}{self._next:06d}-{self._writer}"
+            value = base64.b64encode(chunk).decode()
+            await self._write({**self._data, key: value})
+            del self._pending[:count]
+            self._next += 1
+
+    async def compact(self, snapshot: bytes) -> None:
+        async with self._commit:
+            self._pending.clear()
+            value = base64.b64encode(zlib.compress(snapshot, 6)).decode()
+            # The empty chunk says who wrote it, and keeps the count.
+            mark = f"{TAIL}{self._next:06d}-{self._writer}"
+            await self._write({SNAPSHOT: value, mark: ""})
+            self._next += 1
+
+    # -- writing -------------------------------------------------------------------------------
+    async def _write(self, after: dict[str, str]) -> None:
+        size = sum(len(key) + len(value) * 3 // 4 for key, value in after.items())
+        if size > MAX_BYTES:
+            raise JournalError(
+                f"job {self._owner.key}: its journal needs {size} bytes; a ConfigMap holds "
+                f"{MAX_BYTES}; training goes on without a controller"
+            )
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + PATIENCE_S
+        pauses = Backoff(longest_s=5.0)
+        while True:
+            try:
+                await self._attempt(after)
+                self._data = after
+                return
+            except (Unreachable, TooBusy) as error:
+                if loop.time() > give_up:
+                    raise self._failed(error) from None
+                key = self._owner.key
+                log.warning("journal of %s: %s; trying again", key, error, extra={"job": key})
+            except ApiError as error:
+                raise self._failed(error) from None
+            await asyncio.sleep(pauses.next_s())
+
+    async def _attempt(self, after: dict[str, str]) -> None:
+        namespace = self._owner.namespace
+        document = journal_document(self._owner, self._writer, after)
+        document["metadata"]["resourceVersion"] = self._version
+        try:
+            written = await self._cluster.replace(CONFIG_MAPS, namespace, document)
+        except NotFound:
+            # Somebody has deleted it. All that was in it is here.
+            log.warning(
+                "journal of %s: its ConfigMap was deleted; writing it anew",
+                self._owner.key,
+                extra={"job": self._owner.key},
+            )
+            written = await self._create(after)
+        except Conflict:
+            written = await self._cluster.get(CONFIG_MAPS, namespace, self._name)
+            data = written.get("binaryData") or {}
+            # Ours, if the answer to an earlier attempt was lost; or only a label was edited.
+            if _writer(written) != self._writer or data not in (after, self._data):
+                raise JournalLost(
+                    f"job {self._owner.key}: another controller writes its journal; this one "
+                    f"stands down"
+                ) from None
+            self._version = str(written["metadata"]["resourceVersion"])
+            if data != after:
+                await self._attempt(after)
+            return
+        self._version = str(written["metadata"]["resourceVersion"])
+
+    async def _create(self, data: dict[str, str]) -> Document:
+        try:
+            return await self._cluster.create(
+                CONFIG_MAPS,
+                self._owner.namespace,
+                journal_document(self._owner, self._writer, data),
+            )
+        except Conflict:
+            raise JournalLost(
+                f"job {self._owner.key}: another controller has its journal"
+            ) from None
+
+    def _failed(self, error: ApiError) -> JournalError:
+        return JournalError(
+            f"job {self._owner.key}: its journal cannot be written ({error}); training goes on "
+            f"without a controller"
+        )
+
+
+def journal_document(owner: Owner, writer: str, data: dict[str, str]) -> Document:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": names.journal_name(owner.name),
+            "namespace": owner.namespace,
+            "labels": {names.LABEL_JOB: owner.name, "app.kubernetes.io/managed-by": "holdfast"},
+            "annotations": {WRITER: writer},
+            "ownerReferences": [names.owner_reference(owner.name, owner.uid)],
+        },
+        "binaryData": data,
+    }
+
+
+async def open_journal(
+    cluster: KubeClient, owner: Owner, *, fresh: bool = False
+) -> ConfigMapJournal:
+    """The journal of a job, made if there is none. `fresh`: most likely there is none yet, so it
+    is not asked for before.
+
+    Taking it over touches it, so that a controller that still believes in itself fails at its next
+    write. Raises JournalError, JournalLost and the errors of the API.
+    """
+    name, writer = names.journal_name(owner.name), secrets.token_hex(4)
+    found = None if fresh else await cluster.find(CONFIG_MAPS, owner.namespace, name)
+    if found is None:
+        document = journal_document(owner, writer, {})
+        try:
+            created = await cluster.create(CONFIG_MAPS, owner.namespace, document)
+            return ConfigMapJournal(cluster, owner, created)
+        except Conflict:
+            if not fresh:
+                raise
+            found = await cluster.get(CONFIG_MAPS, owner.namespace, name)
+    if not _owned(found, owner):
+        raise JournalError(
+            f"ConfigMap {owner.namespace}/{name}: belongs to an earlier job of this name, which is "
+            f"being deleted; the job starts when it is gone"
+        )
+    claim = journal_document(owner, writer, found.get("binaryData") or {})
+    claim["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
+    try:
+        touched = await cluster.replace(CONFIG_MAPS, owner.namespace, claim)
+    except Conflict:
+        raise JournalLost(f"job {owner.key}: another controller writes its journal") from None
+    return ConfigMapJournal(cluster, owner, touched)
+
+
+def _owned(document: Document, owner: Owner) -> bool:
+    references = document["metadata"].get("ownerReferences") or ()
+    return any(one.get("uid") == owner.uid for one in references)
+
+
+def _writer(document: Document) -> str:
+    return str((document["metadata"].get("annotations") or {}).get(WRITER, ""))
+
+
+def _number(key: str) -> int:
+    """Of a chunk."""
+    part = key.removeprefix(TAIL).partition("-")[0]
+    return int(part) if key.startswith(TAIL) and part.isdigit() else 0

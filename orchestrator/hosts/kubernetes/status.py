@@ -1,0 +1,314 @@
+"""JobView <-> `.status` of a TrainingJob. Pure.
+
+Owns: what goes into the status, the conditions, and reading it back for the command line. Must not:
+touch the API or read a clock.
+
+Conditions follow the API conventions: each is there from the first status on, `reason` is one
+CamelCase word, `message` a sentence. Ready and Progressing speak of now; Suspended, Succeeded and
+Failed are what `kubectl wait --for=condition=...` waits for.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from holdfast.orchestrator.api.v1alpha1.status import (
+    MAX_INCIDENTS,
+    CheckpointStatus,
+    Condition,
+    IncidentStatus,
+    NodesStatus,
+    TrainingJobStatus,
+)
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.runtime.observe.view import CheckpointView, Incident, JobPhase, JobView
+
+NS = 1_000_000_000
+TRACEBACK_CHARACTERS = 4096
+"""The end of it, where the error stands; all of it is in the workers' logs."""
+FINISHED = ("succeeded", "failed", "cancelled")
+BUSY = ("starting", "running", "recovering", "finishing", "suspending")
+
+Document = dict[str, Any]
+ConditionType = Literal["Ready", "Progressing", "Suspended", "Succeeded", "Failed"]
+_REASONS = {
+    "pending": "WaitingForNodes", "starting": "Starting", "running": "Running",
+    "recovering": "Recovering", "finishing": "Finishing", "suspending": "Suspending",
+    "suspended": "Suspended", "succeeded": "Succeeded", "failed": "Failed",
+    "cancelled": "Cancelled",
+}  # fmt: skip
+
+
+class ConditionState(NamedTuple):
+    """What is true of a job that no controller runs: its spec is wrong, it is held, and so on."""
+
+    state: JobPhase
+    reason: str
+    """CamelCase."""
+    message: str
+
+
+TAKING_UP = ConditionState("pending", "Accepted", "the operator is taking the job up")
+
+
+class About(NamedTuple):
+    """What the status says beside the view."""
+
+    name: str
+    generation: int
+    """metadata.generation that this is about."""
+    desired: int
+    now_ns: int
+    troubles: tuple[tuple[str, str], ...] = ()
+    """(CamelCase reason, sentence): why pods do not start."""
+
+
+def status_of(view: JobView, about: About, before: Sequence[Document] = ()) -> Document:
+    """`before`: the conditions that stand there now: what has not changed keeps its time."""
+    ready = sum(node.state == "member" for node in view.nodes)
+    finished = view.state in FINISHED
+    desired = 0 if finished or view.state in ("suspended", "suspending") else about.desired
+    status = TrainingJobStatus(
+        conditions=conditions(_verdict(view, about), about, before),
+        observed_generation=about.generation,
+        state=view.state,
+        reason=view.reason,
+        job_id=view.job_id or None,
+        nodes=NodesStatus(
+            ready=ready,
+            desired=desired,
+            summary=f"{ready}/{desired}",
+            spares=sum(node.state == "spare" for node in view.nodes),
+        ),
+        replicas=ready,
+        selector=names.selector(about.name),
+        world_size=view.world_size,
+        mesh=view.mesh or None,
+        strategy=view.strategy or None,
+        generation=view.generation,
+        step=view.step if view.step >= 0 else None,
+        total_steps=view.total_steps,
+        step_s=_rounded(view.step_s),
+        tokens_per_second=_rounded(view.tokens_per_s, 1),
+        loss=_rounded(view.loss),
+        restarts=sum(view.restarts.values()),
+        restarts_by_class=dict(view.restarts),
+        goodput=f"{100 * view.goodput:.1f}%",
+        ledger={cause: round(seconds, 2) for cause, seconds in view.ledger.items()},
+        start_time=_time(view.submitted_ns),
+        completion_time=_time(view.finished_ns),
+        memory_step=view.memory_step if view.memory_step >= 0 else None,
+        last_checkpoint=_checkpoint(view),
+        checkpoint_path=view.checkpoint_path or None,
+        storage_problem=view.storage_problem or None,
+        incidents=[_incident(one) for one in view.incidents[-MAX_INCIDENTS:]],
+        traceback=view.traceback[-TRACEBACK_CHARACTERS:] or None,
+    )
+    return _document(status)
+
+
+def status_without_controller(
+    verdict: ConditionState,
+    about: About,
+    before: Sequence[Document] = (),
+    told: Document | None = None,
+) -> Document:
+    """Of a job that is held or that cannot be taken up. `told`: what its last controller told of
+    it, which stays."""
+    status = _document(
+        TrainingJobStatus(
+            conditions=conditions(verdict, about, before),
+            observed_generation=about.generation,
+            state=verdict.state,
+            reason=verdict.message,
+            nodes=NodesStatus(summary="0/0"),
+            replicas=0,
+            selector=names.selector(about.name),
+        )
+    )
+    return {**status, **(told or {})}
+
+
+def _document(status: TrainingJobStatus) -> Document:
+    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+# -- conditions -------------------------------------------------------------------------------
+def conditions(
+    verdict: ConditionState, about: About, before: Sequence[Document]
+) -> list[Condition]:
+    old = {one["type"]: one for one in before}
+    now = datetime.datetime.fromtimestamp(about.now_ns / NS, datetime.UTC).replace(microsecond=0)
+    found = []
+    for kind in get_args(ConditionType):
+        holds = _holds(kind, verdict.state)
+        last = old.get(kind)
+        since = now
+        if last is not None and last["status"] == holds:
+            since = datetime.datetime.fromisoformat(last["lastTransitionTime"])
+        found.append(
+            Condition(
+                type=kind,
+                status=holds,
+                observed_generation=about.generation,
+                last_transition_time=since,
+                reason=verdict.reason,
+                message=verdict.message,
+            )
+        )
+    return found
+
+
+def _holds(kind: ConditionType, state: JobPhase) -> Literal["True", "False"]:
+    true = {
+        "Ready": state in ("running", "finishing"),
+        "Progressing": state in BUSY or state == "pending",
+        "Suspended": state == "suspended",
+        "Succeeded": state == "succeeded",
+        "Failed": state in ("failed", "cancelled"),
+    }
+    return "True" if true[kind] else "False"
+
+
+def _verdict(view: JobView, about: About) -> ConditionState:
+    """Why pods do not start is the reason of a job that waits for them, and worth a sentence in
+    any other that still does something."""
+    reason, message = _REASONS[view.state], view.reason
+    if about.troubles and view.state not in FINISHED:
+        if view.state == "pending":
+            reason = about.troubles[0][0]
+        message = "; ".join([message, *(text for _code, text in about.troubles)])
+    return ConditionState(view.state, reason, message[: 8 * 1024])
+
+
+def state_of(document: Document, verdict: ConditionState) -> JobPhase:
+    """Of a job that no controller runs. Before it was taken up, and of one that had ended by then:
+    as its object has it."""
+    if verdict == TAKING_UP:
+        return _state((document.get("status") or {}).get("state"))
+    return verdict.state
+
+
+def condition(document: Document, kind: ConditionType) -> Document:
+    """Of a TrainingJob; empty: it is not there yet."""
+    for one in document.get("status", {}).get("conditions") or ():
+        if one["type"] == kind:
+            return dict(one)
+    return {}
+
+
+# -- parts ------------------------------------------------------------------------------------
+def _checkpoint(view: JobView) -> CheckpointStatus | None:
+    if not view.checkpoints:
+        return None
+    newest = view.checkpoints[-1]
+    return CheckpointStatus(
+        step=newest.step,
+        time=_time(newest.committed_ns),
+        generation=newest.generation,
+        size_bytes=newest.num_bytes,
+    )
+
+
+def _incident(one: Incident) -> IncidentStatus:
+    return IncidentStatus(
+        number=one.number,
+        time=_time(one.at_ns) or datetime.datetime.fromtimestamp(0, datetime.UTC),
+        failure_class=one.failure_class,
+        title=one.title,
+        culprit_node=one.culprit_node or None,
+        culprit_rank=one.culprit_rank,
+        evidence=one.evidence or None,
+        decision=one.decision or None,
+        rehearsal=one.rehearsal or None,
+        generation_before=one.generation_before,
+        generation_after=one.generation_after,
+        world_size_before=one.world_size_before,
+        world_size_after=one.world_size_after,
+        resumed_after_step=one.resumed_after_step,
+        restored_from=one.restored_from or None,
+        steps_lost=one.steps_lost,
+        seconds={phase: round(seconds, 3) for phase, seconds in one.seconds.items()},
+        overtaken_by=one.overtaken_by,
+        no_steps=one.no_steps or None,
+        traceback=one.traceback[-TRACEBACK_CHARACTERS:] or None,
+    )
+
+
+def _time(wall_ns: int | None) -> datetime.datetime | None:
+    if not wall_ns:
+        return None
+    return datetime.datetime.fromtimestamp(wall_ns / NS, datetime.UTC)
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    """Finite and short: NaN is no JSON, and etcd needs no more digits than people."""
+    if value is None or value != value or value in (float("inf"), float("-inf")):
+        return None
+    return round(value, digits)
+
+
+# -- and back ---------------------------------------------------------------------------------
+def view_of(document: Document, now_ns: int) -> JobView:
+    """What the command line can show of a job, from its object alone."""
+    metadata = document["metadata"]
+    status = TrainingJobStatus.model_validate(document.get("status") or {})
+    view = JobView(
+        name=metadata["name"],
+        job_id=status.job_id or metadata.get("uid", ""),
+        state=_state(status.state),
+        reason=status.reason or "the operator has not looked at it yet",
+        submitted_ns=_ns(status.start_time) or _ns_of_text(metadata.get("creationTimestamp")),
+        finished_ns=_ns(status.completion_time) or None,
+        now_ns=now_ns,
+        generation=status.generation or 0,
+        world_size=status.world_size or 0,
+        mesh=status.mesh or "",
+        strategy=status.strategy or "",
+        restarts=dict(status.restarts_by_class),
+        step=-1 if status.step is None else status.step,
+        total_steps=status.total_steps,
+        loss=status.loss,
+        step_s=status.step_s or 0.0,
+        tokens_per_s=status.tokens_per_second or 0.0,
+        memory_step=-1 if status.memory_step is None else status.memory_step,
+        checkpoint_path=status.checkpoint_path or "",
+        storage_problem=status.storage_problem or "",
+        incidents=[_incident_view(one) for one in status.incidents],
+        ledger=dict(status.ledger),
+        goodput=float((status.goodput or "0").rstrip("%")) / 100,
+        traceback=status.traceback or "",
+    )
+    if status.last_checkpoint is not None:
+        last = status.last_checkpoint
+        view.checkpoints = [
+            CheckpointView(
+                step=last.step,
+                generation=last.generation or 0,
+                num_bytes=last.size_bytes or 0,
+                committed_ns=_ns(last.time),
+            )
+        ]
+    return view
+
+
+def _incident_view(one: IncidentStatus) -> Incident:
+    fields = one.model_dump(exclude={"time"}, exclude_none=True)
+    return msgspec.convert({**fields, "at_ns": _ns(one.time)}, Incident)
+
+
+def _state(state: str | None) -> JobPhase:
+    known: tuple[JobPhase, ...] = get_args(JobPhase)
+    return next((one for one in known if one == state), "pending")
+
+
+def _ns(time: datetime.datetime | None) -> int:
+    return int(time.timestamp() * NS) if time is not None else 0
+
+
+def _ns_of_text(text: str | None) -> int:
+    return _ns(datetime.datetime.fromisoformat(text)) if text else 0

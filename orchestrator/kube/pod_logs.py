@@ -1,0 +1,71 @@
+"""What a pod's training container has printed, line by line, however long it is followed.
+
+Owns: resuming: an API server ends a stream after some minutes, or dies. Must not: know what a line
+means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from .client import KubeClient
+from .errors import PODS, ApiError, Invalid, NotFound, TooBusy, Unreachable
+from .informer import Backoff
+
+ENDED = ("Succeeded", "Failed")
+RETRY_MIN_S = 0.5
+RETRY_MAX_S = 10.0
+
+
+async def lines(
+    cluster: KubeClient, namespace: str, pod: str, *, follow: bool
+) -> AsyncIterator[bytes]:
+    """All that is kept, and with `follow` what comes until the container has ended.
+
+    Raises Invalid when the container has not started yet, NotFound when the pod is gone.
+    """
+    last = b""
+    pauses = Backoff(RETRY_MIN_S, RETRY_MAX_S)
+    while True:
+        try:
+            stream = await cluster.log(namespace, pod, follow=follow, since=last.decode())
+            async for line in _lines(stream):
+                time, _space, text = line.partition(b" ")
+                # What was read before a broken stream comes again, whole seconds of it.
+                if time > last:
+                    last = time
+                    pauses.reset()
+                    yield text
+            if not follow or await _has_ended(cluster, namespace, pod):
+                return
+        except (Unreachable, TooBusy, aiohttp.ClientError, TimeoutError, OSError) as error:
+            if not follow:
+                raise error if isinstance(error, ApiError) else _broken(pod, error) from None
+        except (Invalid, NotFound):
+            if last:
+                return
+            raise
+        await asyncio.sleep(pauses.next_s())
+
+
+async def _lines(stream: Any) -> AsyncIterator[bytes]:
+    rest = b""
+    async for part in stream.iter_any():
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest
+
+
+async def _has_ended(cluster: KubeClient, namespace: str, pod: str) -> bool:
+    found = await cluster.find(PODS, namespace, pod)
+    return found is None or found.get("status", {}).get("phase") in ENDED
+
+
+def _broken(pod: str, error: Exception) -> ApiError:
+    return ApiError(f"the log of pod {pod} broke off ({error or type(error).__name__})")

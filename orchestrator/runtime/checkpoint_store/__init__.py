@@ -1,0 +1,1 @@
+"""Manifests and deletion of checkpoints on the storage tier."""

@@ -1,0 +1,178 @@
+"""The storage tier as the controller sees it: manifests written last, checkpoints deleted first.
+
+Owns: committing, deleting and listing. Blocking: the executor calls it in a thread. Must not: read
+or write tensors, or decide which checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+from fsspec.implementations.local import LocalFileSystem
+
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.protocol.atomic_files import replace, sync_directory
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.fsspec_compat import make_directory
+from holdfast.orchestrator.protocol.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    directory_name,
+    encode_manifest,
+    parse_directory_name,
+)
+from holdfast.orchestrator.protocol.mesh import Mesh
+
+from .job_environment import CHECKPOINT_FIELD, missing_driver
+
+
+class CommitRefused(HoldfastError):
+    """What should be committed is not there as it was reported."""
+
+
+class CheckpointStore:
+    """One job's checkpoint path: a local directory or any URL that fsspec knows."""
+
+    def __init__(self, path: str, job_name: str, options: Mapping[str, Any] | None = None) -> None:
+        """`options`: of the URL's fsspec driver (options.py). Raises UserError for a URL
+        whose scheme is unknown or whose driver is not installed, HoldfastError where the driver
+        connects at once and cannot."""
+        self.path = path
+        self._job_name = job_name
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(path, **(options or {}))
+        except ImportError as error:
+            raise UserError(str(missing_driver(path, error))) from None
+        except ValueError as error:
+            expected = "a directory or a URL that fsspec knows"
+            problem = Problem(CHECKPOINT_FIELD, f"{path} ({error})", expected)
+            raise UserError(str(problem)) from None
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
+        self._local = isinstance(self.fs, LocalFileSystem)
+
+    def prepare(self) -> None:
+        """Make the place and prove that it can be written. Raises UserError."""
+        probe = f"{self.root}/.holdfast-{uuid.uuid4().hex}"
+        try:
+            make_directory(self.fs, self.root)
+            self.fs.pipe_file(probe, b"")
+            self.fs.rm_file(probe)
+        # fsspec's drivers raise what their libraries raise; here every one of them means the same.
+        except Exception as error:
+            problem = Problem(
+                CHECKPOINT_FIELD,
+                f"{self.path} ({_why(error)})",
+                "a place that can be written",
+                "choose another, or fix its permissions",
+            )
+            raise UserError(str(problem)) from None
+
+    def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
+        """Write the manifest of a complete set of files, atomically; returns their bytes.
+
+        Raises CommitRefused when a file is missing or has another size than was reported.
+        """
+        generations = {file.generation for file in files}
+        shards = sorted(file.shard for file in files)
+        if len(generations) != 1 or {file.step for file in files} != {step}:
+            raise CommitRefused(f"step {step}: the files are of several attempts")
+        if shards != list(range(mesh.num_shards)):
+            raise CommitRefused(f"step {step}: got shards {shards} of {mesh.num_shards}")
+        directory = f"{self.root}/{directory_name(step, generations.pop())}"
+        self.fs.invalidate_cache(directory)
+        for file in files:
+            self._check(directory, file)
+        manifest = Manifest(
+            job=self._job_name,
+            step=step,
+            generation=files[0].generation,
+            mesh=mesh,
+            files=tuple(sorted(files, key=lambda file: file.shard)),
+            committed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        self._put(f"{directory}/{MANIFEST_NAME}", encode_manifest(manifest))
+        return manifest.num_bytes
+
+    def _check(self, directory: str, file: ShardFile) -> None:
+        path = f"{directory}/{file.file}"
+        try:
+            size = self.fs.info(path)["size"]
+        except FileNotFoundError:
+            text = f"{path}: missing here, though its node says that it has written it"
+            if self._local:
+                text += "; a directory must be one volume that all nodes and the controller share"
+            raise CommitRefused(text) from None
+        if size != file.num_bytes:
+            raise CommitRefused(f"{path}: got {size} bytes; expected {file.num_bytes}")
+
+    def _put(self, path: str, data: bytes) -> None:
+        if not self._local:
+            self.fs.pipe_file(path, data)  # object stores show an object whole or not at all
+            return
+        replace(Path(path), data)
+
+    def delete(self, step: int, generation: int) -> None:
+        """Delete a checkpoint: its manifest first, so that it is never half there."""
+        directory = f"{self.root}/{directory_name(step, generation)}"
+        self.fs.invalidate_cache()
+        manifest = f"{directory}/{MANIFEST_NAME}"
+        if self.fs.exists(manifest):
+            self.fs.rm_file(manifest)
+            if self._local:
+                sync_directory(Path(directory))
+        if self.fs.exists(directory):
+            self.fs.rm(directory, recursive=True)
+
+    def adopt(self, manifests: Iterable[Manifest]) -> None:
+        """Make committed checkpoints this job's, whoever wrote them. What is cut short can be done
+        again. Raises HoldfastError when the store does not take it."""
+        for one in manifests:
+            ours = msgspec.structs.replace(one, job=self._job_name)
+            try:
+                self._put(f"{self.root}/{one.directory}/{MANIFEST_NAME}", encode_manifest(ours))
+            except Exception as error:  # as in prepare
+                raise HoldfastError(f"{self.path}: cannot be written ({_why(error)})") from None
+
+    def manifests(self) -> list[Manifest]:
+        """What is committed, oldest step first. A manifest that is damaged commits nothing.
+
+        Raises HoldfastError when the store does not answer: what is committed is not known then.
+        """
+        self.fs.invalidate_cache()
+        try:
+            return self._manifests()
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
+
+    def _manifests(self) -> list[Manifest]:
+        try:
+            paths = self.fs.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        found = []
+        for path in paths:
+            if parse_directory_name(path.rstrip("/").rpartition("/")[2]) is None:
+                continue
+            manifest = self._manifest(path)
+            if manifest is not None:
+                found.append(manifest)
+        return sorted(found, key=lambda one: (one.step, one.generation))
+
+    def _manifest(self, directory: str) -> Manifest | None:
+        try:
+            data: Any = self.fs.cat_file(f"{directory}/{MANIFEST_NAME}")
+            return decode_manifest(bytes(data))
+        except (FileNotFoundError, ValueError):
+            return None
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

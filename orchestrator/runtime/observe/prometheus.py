@@ -1,0 +1,262 @@
+"""The /metrics endpoint: a JobView in Prometheus' text format.
+
+Owns: names, types and labels, in one table that docs/metrics.md is generated from. Must not: count;
+every number is in the view, so a counter survives the controller and agrees with the report.
+
+Naming: https://prometheus.io/docs/practices/naming/ (base units, `_total` for counters). Labels are
+few and bounded; series per rank only when spec.metrics.perRank asks for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+
+from ..agent_server import cannot_listen
+from .incidents import KINDS
+from .view import JobPhase, JobView, NodeState, PhaseTotal
+
+NS = 1e9
+ADDRESS = "127.0.0.1"
+Kind = Literal["gauge", "counter", "summary"]
+Sample = tuple[Mapping[str, str], float]
+"""Labels and value."""
+CLASSES = ("user", "infrastructure", "preemption", "hang")
+PHASES = ("stop", "place", "launch", "first-step", "total")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric. `name` as scraped (counters with _total)."""
+
+    name: str
+    kind: Kind
+    help: str
+    samples: Callable[[JobView], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+    per_rank: bool = False
+
+
+def _one(value: float | None) -> list[Sample]:
+    return [] if value is None else [({}, float(value))]
+
+
+def _states(view: JobView) -> Iterator[Sample]:
+    for state in get_args(JobPhase):
+        yield {"state": state}, float(view.state == state)
+
+
+def _nodes(view: JobView) -> Iterator[Sample]:
+    for state in get_args(NodeState):
+        yield {"state": state}, float(sum(node.state == state for node in view.nodes))
+
+
+def _workers(view: JobView) -> Iterator[Sample]:
+    for state in ("starting", "running", "suspect", "hung", "exited"):
+        count = sum(worker.state == state for node in view.nodes for worker in node.workers)
+        yield {"state": state}, float(count)
+
+
+def _restarts(view: JobView) -> Iterator[Sample]:
+    for name in CLASSES:
+        yield {"class": name}, float(view.restarts.get(name, 0))
+
+
+def _incidents(view: JobView) -> Iterator[Sample]:
+    """From 0 on: what a series begins with is no increase for Prometheus, and an alert on it would
+    miss the first of each kind."""
+    counts = dict.fromkeys(KINDS, 0)
+    counts |= {(one.failure_class, one.scope): one.count for one in view.incident_counts}
+    for (name, scope), count in counts.items():
+        yield {"class": name, "scope": scope}, float(count)
+
+
+def _recoveries(view: JobView) -> Iterator[Sample]:
+    """Count and sum by phase: what a summary without quantiles holds."""
+    for phase in PHASES:
+        total = view.recovery.get(phase, PhaseTotal(count=0, seconds=0.0))
+        yield {"phase": phase, "": "count"}, float(total.count)
+        yield {"phase": phase, "": "sum"}, total.seconds
+
+
+def _first_step(view: JobView) -> list[Sample]:
+    return _one(view.first_step_s)
+
+
+def _age(view: JobView) -> list[Sample]:
+    """What is not in storage is at stake, also before the first commit; before the first step
+    there is nothing."""
+    since = [one.committed_ns for one in view.checkpoints]
+    if not since and view.first_step_s is not None:
+        since = [view.submitted_ns + round(view.first_step_s * NS)]
+    return _one((view.now_ns - max(since)) / NS) if since else []
+
+
+def _beats(view: JobView) -> list[Sample]:
+    """The oldest: one series however many nodes there are."""
+    ages = [n.heartbeat_age_s for n in view.nodes if n.heartbeat_age_s is not None]
+    return _one(max(ages)) if ages else []
+
+
+def _rank_steps(view: JobView) -> Iterator[Sample]:
+    for node in view.nodes:
+        for worker in node.workers:
+            yield {"node": node.name, "rank": str(worker.rank)}, float(worker.step)
+
+
+@functools.cache  # the version is looked up in files
+def build_labels() -> dict[str, str]:
+    """Of holdfast_build_info."""
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    return {"version": importlib.metadata.version("holdfast"), "python": python}
+
+
+METRICS: tuple[Family, ...] = (
+    Family("holdfast_build_info", "gauge", "Always 1.", lambda v: [(build_labels(), 1.0)],
+         ("version", "python")),
+    Family("holdfast_job_state", "gauge", "1 for the state the job is in, else 0.", _states,
+         ("state",)),
+    Family("holdfast_job_generation", "gauge", "Launches of a membership so far.",
+         lambda v: _one(v.generation)),
+    Family("holdfast_job_world_size", "gauge", "Workers of the current generation.",
+         lambda v: _one(v.world_size)),
+    Family("holdfast_job_nodes", "gauge", "Nodes by state.", _nodes, ("state",)),
+    Family("holdfast_job_workers", "gauge", "Workers by state.", _workers, ("state",)),
+    Family("holdfast_job_heartbeat_age_seconds", "gauge",
+         "Time since the heartbeat of the node that has been silent longest.", _beats),
+    Family("holdfast_job_submit_to_first_step_seconds", "gauge",
+         "From submission to the first step of all ranks.", _first_step),
+    Family("holdfast_job_steps", "gauge", "Steps that the model has behind it; falls after a loss.",
+         lambda v: _one(v.step + 1)),
+    Family("holdfast_job_loss", "gauge", "Training loss of the last step.", lambda v: _one(v.loss)),
+    Family("holdfast_step_duration_seconds", "gauge", "Median time of the recent steps.",
+         lambda v: _one(v.step_s or None)),
+    Family("holdfast_tokens_per_second", "gauge", "Tokens of the global batch over the step time.",
+         lambda v: _one(v.tokens_per_s or None)),
+    Family("holdfast_tokens_total", "counter", "Tokens trained on, steps done twice counted twice.",
+         lambda v: _one(v.tokens_total)),
+    Family("holdfast_model_flops_utilization_ratio", "gauge",
+         "MFU, 0 to 1, where the peak of the device is known.", lambda v: _one(v.mfu)),
+    Family("holdfast_device_memory_peak_bytes", "gauge", "Most memory used on any device.",
+         lambda v: _one(v.device_memory_peak_bytes or None)),
+    Family("holdfast_goodput_ratio", "gauge",
+         "Productive time over time since the first launch, 0 to 1.", lambda v: _one(v.goodput)),
+    # No counter: what training time has bought is known only when steps are reported, and a
+    # counter that falls looks like a restart.
+    Family("holdfast_job_time_seconds", "gauge",
+         "Time since submission by cause; the causes add up to it. Time may move from productive "
+         "to another cause when it becomes known what it bought.",
+         lambda v: [({"cause": cause}, seconds) for cause, seconds in v.ledger.items()],
+         ("cause",)),
+    Family("holdfast_job_restarts_total", "counter",
+         "Restarts charged to a budget, by failure class.", _restarts, ("class",)),
+    Family("holdfast_job_incidents_total", "counter",
+         "Interruptions by class (resize and suspend too) and by what was lost.", _incidents,
+         ("class", "scope")),
+    Family("holdfast_job_recovery_duration_seconds", "summary",
+         "Duration of interruptions by phase, from the fact to the next step of all ranks.",
+         _recoveries, ("phase",)),
+    Family("holdfast_job_steps_lost_total", "counter", "Finished steps that had to be done again.",
+         lambda v: _one(v.steps_lost)),
+    Family("holdfast_checkpoint_stall_seconds", "gauge",
+         "Time that staging blocked the training loop, per step.",
+         lambda v: _one(v.stall_s if v.step_s else None)),
+    Family("holdfast_checkpoint_memory_step", "gauge",
+         "Newest step complete in the memory of the nodes; -1: none.",
+         lambda v: _one(v.memory_step)),
+    Family("holdfast_checkpoint_storage_step", "gauge", "Newest step committed to storage.",
+         lambda v: _one(max((c.step for c in v.checkpoints), default=None))),
+    Family("holdfast_checkpoint_storage_bytes", "gauge", "Size of the newest committed checkpoint.",
+         lambda v: _one(v.checkpoints[-1].num_bytes if v.checkpoints else None)),
+    Family("holdfast_checkpoint_durable_seconds", "gauge",
+         "Longest write of a shard of the newest checkpoint, from memory to durable.",
+         lambda v: _one(v.durable_s or None)),
+    Family("holdfast_checkpoint_commits_total", "counter", "Manifests committed.",
+         lambda v: _one(v.commits)),
+    Family("holdfast_checkpoint_failures_total", "counter",
+         "Shards and manifests that could not be written to storage.",
+         lambda v: _one(v.storage_failures)),
+    Family("holdfast_checkpoint_skipped_total", "counter",
+         "Shards passed over because an older one was still being written: storage is slower than "
+         "the cadence.", lambda v: _one(v.storage_skipped)),
+    Family("holdfast_checkpoint_age_seconds", "gauge",
+         "Since the newest checkpoint was committed to storage; before there is one, since the "
+         "first step of all ranks.", _age),
+    Family("holdfast_controller_restarts_total", "counter", "Times that a controller took over.",
+         lambda v: _one(v.controller_restarts)),
+    Family("holdfast_worker_step", "gauge", "Last step finished by a rank.", _rank_steps,
+         ("node", "rank"), per_rank=True),
+)  # fmt: skip
+
+
+class JobCollector(Collector):
+    """All metrics of one job; `view` is called at every scrape, from the server's thread."""
+
+    def __init__(self, job: TrainingJob, view: Callable[[], JobView]) -> None:
+        self._job, self._view = job, view
+
+    def describe(self) -> list[Metric]:
+        # Without it the registry would scrape once to learn the names, before there is a view.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        for spec in METRICS:
+            if not spec.per_rank or self._job.spec.metrics.per_rank:
+                yield _family(spec, view, self._job.name)
+
+
+def _family(spec: Family, view: JobView, job: str) -> Metric:
+    names = ["job", *spec.labels]
+    samples = list(spec.samples(view))
+    if spec.kind == "summary":
+        summary = SummaryMetricFamily(spec.name, spec.help, labels=names)
+        for key in dict.fromkeys(labels["phase"] for labels, _ in samples):
+            found = {labels[""]: value for labels, value in samples if labels["phase"] == key}
+            summary.add_metric([job, key], int(found["count"]), found["sum"])
+        return summary
+    make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family = make(spec.name, spec.help, labels=names)
+    for labels, value in samples:
+        family.add_metric([job, *(labels[name] for name in spec.labels)], value)
+    return family
+
+
+class MetricsServer:
+    """Serves /metrics of one job on this machine."""
+
+    def __init__(self, job: TrainingJob, view: Callable[[], JobView]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(JobCollector(job, view))
+
+    def open(self, port: int) -> int:
+        """Listen; returns the port. Raises UserError when it cannot be had."""
+        try:
+            self._server, _thread = start_http_server(port, ADDRESS, self._registry)
+        except OSError as error:
+            raise cannot_listen("spec.metrics.port", ADDRESS, port, error) from None
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop, without waiting for the server's thread: it looks up twice a second only."""
+        threading.Thread(target=self._end, daemon=True).start()
+
+    def _end(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,161 @@
+"""What there is to see of a job: one value that display, report, status and metrics all read.
+
+Owns: its shape. story.py folds it from the journal's events (and, live, from heartbeats), so no two
+outputs can disagree. Must not: compute.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+JobPhase = Literal[
+    "pending", "starting", "running", "recovering", "finishing",
+    "suspending", "suspended", "succeeded", "failed", "cancelled",
+]  # fmt: skip
+NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
+LedgerCause = Literal[
+    "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended", "finishing"
+]
+"""Where the time went; the seconds of all causes add up to the time since start. `redone`: steps
+that were computed again after a loss; `stalled`: staging of checkpoints; `waiting`: for nodes."""
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    rank: int
+    local_rank: int = 0
+    state: Literal["starting", "running", "suspect", "hung", "exited"] = "starting"
+    phase: str = ""
+    step: int = -1
+
+
+class NodeView(msgspec.Struct, kw_only=True):
+    name: str
+    state: NodeState
+    address: str = ""
+    heartbeat_age_s: float | None = None
+    strikes: int = 0
+    workers: list[WorkerView] = []
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """One interruption, from the fact that opened it to the next step of all ranks."""
+
+    number: int
+    at_ns: int
+    """Wall clock, Unix epoch."""
+    failure_class: str
+    """user, infrastructure, preemption, hang; resize, suspend for planned ones."""
+    title: str
+    """One line: `worker 2 on node-1 was killed by SIGKILL`."""
+    culprit_node: str = ""
+    culprit_rank: int | None = None
+    evidence: str = ""
+    decision: str = ""
+    """What was done and why, with the numbers."""
+    rehearsal: bool = False
+    """Somebody asked for it with `holdfast chaos`."""
+    generation_before: int = 0
+    generation_after: int | None = None
+    world_size_before: int = 0
+    world_size_after: int | None = None
+    resumed_after_step: int | None = None
+    restored_from: Literal["memory", "storage", "nothing", ""] = ""
+    steps_lost: int | None = None
+    """Finished steps that have to be computed again."""
+    seconds: dict[str, float] = {}
+    """By phase: stop, place, launch, first-step; and total."""
+    overtaken_by: int | None = None
+    """The next incident, where it came before all ranks had finished a step."""
+    no_steps: bool = False
+    """The workers report no steps (a script that does not use the session): it is over once
+    all of them run again, and nobody here knows what was lost."""
+    traceback: str = ""
+    stacks: dict[str, str] = {}
+
+
+class IncidentCount(msgspec.Struct, kw_only=True):
+    """Interruptions of one class, since the job was submitted."""
+
+    failure_class: str
+    scope: str
+    """What was lost: worker, node, or job (planned ones)."""
+    count: int
+
+
+class PhaseTotal(msgspec.Struct, kw_only=True):
+    """One phase of all interruptions, since the job was submitted."""
+
+    count: int
+    seconds: float
+
+
+class CheckpointView(msgspec.Struct, kw_only=True):
+    step: int
+    generation: int
+    num_bytes: int = 0
+    committed_ns: int = 0
+
+
+class JobView(msgspec.Struct, kw_only=True):
+    name: str
+    job_id: str = ""
+    state: JobPhase = "pending"
+    reason: str = ""
+    """Why it is in this state, with the numbers."""
+    submitted_ns: int = 0
+    finished_ns: int | None = None
+    now_ns: int = 0
+    generation: int = 0
+    world_size: int = 0
+    mesh: str = ""
+    strategy: str = ""
+    restarts: dict[str, int] = {}
+    """By failure class."""
+    step: int = -1
+    """Last step finished by all ranks; -1: none."""
+    total_steps: int | None = None
+    loss: float | None = None
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    """Where the peak FLOP/s of the device is known."""
+    stall_s: float = 0.0
+    tokens_total: int = 0
+    """Trained on so far, steps done twice counted twice."""
+    first_step_s: float | None = None
+    """From submission to the first step of all ranks."""
+    commits: int = 0
+    """Checkpoints committed to storage so far."""
+    durable_s: float = 0.0
+    """Longest write of a shard of the newest checkpoint, from memory to durable."""
+    device_memory_peak_bytes: int = 0
+    storage_problem: str = ""
+    """Why the newest checkpoint that was tried is not in storage; empty when it is."""
+    storage_failures: int = 0
+    """Shards and manifests that could not be written so far."""
+    storage_skipped: int = 0
+    """Shards passed over so far because an older one was still being written."""
+    memory_step: int = -1
+    """Newest step complete in the memory tier."""
+    checkpoints: list[CheckpointView] = []
+    """Committed to storage, oldest first."""
+    checkpoint_path: str = ""
+    nodes: list[NodeView] = []
+    incidents: list[Incident] = []
+    """The newest ones, oldest first; the counters below are over all."""
+    num_incidents: int = 0
+    incident_counts: list[IncidentCount] = []
+    recovery: dict[str, PhaseTotal] = {}
+    """By phase, and total."""
+    steps_lost: int = 0
+    """Finished steps that had to be done again."""
+    ledger: dict[str, float] = {}
+    goodput: float = 0.0
+    """productive / time since the first launch, 0 to 1."""
+    traceback: str = ""
+    """Of the error that ended the job."""
+    metrics_port: int = 0
+    controller_alive: bool = True
+    controller_restarts: int = 0

@@ -1,0 +1,183 @@
+"""The backends that the contract suite runs against, and how a test looks behind them.
+
+A Place makes backends for one job, as one controller after the other would, and knows the processes
+behind a node. To add a backend: add a Place and name it in PLACES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.backends.base import Backend, NodeGone, NoRoom
+from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
+from holdfast.orchestrator.hosts.local.job_directory import Home
+
+BOUND_S = 90.0
+"""Importing torch on a busy machine takes long; nothing else does."""
+
+
+def make_job() -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "contract"},
+            "spec": {"entrypoint": {"script": "train.py"}, "nodes": {"max": 4}},
+        }
+    )
+
+
+class ContractTarget(Protocol):
+    def make(self) -> Backend:
+        """A backend for the same job, as a new controller makes it."""
+
+    def agent_pid(self, node: str) -> int | None:
+        """The process of a node's agent; None when there is none."""
+
+    def leftovers(self) -> list[str]:
+        """Processes and files of this job that must not be there after its release."""
+
+    def close(self) -> None:
+        """Take away what the place itself has started."""
+
+
+class LocalContractTarget:
+    def __init__(self, directory: Path) -> None:
+        self.job = make_job()
+        self.directory = Home(directory).create(self.job, directory)
+        self.paths = LocalPaths(
+            directory=self.directory.path,
+            nodes_file=self.directory.nodes_file,
+            socket=self.directory.host_socket,
+            token_file=self.directory.token_file,
+            endpoint_file=self.directory.controller_file,
+            logs=self.directory.logs,
+        )
+
+    def make(self) -> Backend:
+        return LocalBackend(self.job, self.paths)
+
+    def agent_pid(self, node: str) -> int | None:
+        agents = msgspec.json.decode(self.paths.nodes_file.read_bytes())["agents"]
+        return int(agents[node]["pid"]) if node in agents else None
+
+    def host_pids(self) -> list[int]:
+        """Host, agents and fork servers: all that have the job's socket in their command line."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            if process.info["status"] == psutil.STATUS_ZOMBIE:
+                continue
+            if str(self.paths.socket) in (process.info["cmdline"] or []):
+                found.append(process.pid)
+        return found
+
+    def leftovers(self) -> list[str]:
+        files = [str(self.paths.socket)] if self.paths.socket.exists() else []
+        return [*map(str, self.host_pids()), *files]
+
+    def close(self) -> None:
+        return  # it has started nothing
+
+
+def kubernetes_place(directory: Path) -> ContractTarget:
+    from .kubernetes_target import (
+        KubernetesContractTarget,  # only where it is wanted: it needs an extra
+    )
+
+    return KubernetesContractTarget(directory)
+
+
+def ray_place(directory: Path) -> ContractTarget:
+    from .ray_target import RayContractTarget
+
+    return RayContractTarget(make_job(), directory)
+
+
+PLACES: dict[str, Callable[[Path], ContractTarget]] = {
+    "local": LocalContractTarget,
+    "kubernetes": kubernetes_place,
+    "ray": ray_place,
+}
+
+
+class Controller:
+    """What a controller sees of its backend."""
+
+    def __init__(self, place: ContractTarget) -> None:
+        self.place = place
+        self.backend = place.make()
+        self.gone: dict[str, NodeGone] = {}
+        self._news = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Controller:
+        await self.backend.open(self._on_gone)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """It ends without a word, as if killed; `release` is called by those who want it."""
+        await self.backend.close(release=False)
+
+    def _on_gone(self, gone: NodeGone) -> None:
+        assert gone.node not in self.gone, f"{gone.node} ended twice"
+        self.gone[gone.node] = gone
+        task = asyncio.get_running_loop().create_task(self._tell())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def request(self, count: int) -> tuple[str, ...]:
+        """As the core does, again where there is no room yet: others may have just left it."""
+        given: tuple[str, ...] = ()
+        async with asyncio.timeout(BOUND_S):
+            while len(given) < count:
+                try:
+                    given += await self.backend.request_nodes(count - len(given), ())
+                except NoRoom:
+                    await asyncio.sleep(0.1)
+        return given
+
+    async def ended(self, *nodes: str) -> None:
+        async with asyncio.timeout(BOUND_S), self._news:
+            await self._news.wait_for(lambda: all(node in self.gone for node in nodes))
+
+    async def up(self, *nodes: str) -> None:
+        """Wait until the agents' processes exist."""
+        async with asyncio.timeout(BOUND_S):
+            while not all(self.place.agent_pid(node) for node in nodes):
+                assert not any(node in self.gone for node in nodes), self.gone
+                await asyncio.sleep(0.005)  # looks from outside; nothing tells it
+
+    def kill(self, node: str) -> None:
+        pid = self.place.agent_pid(node)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+def run(scenario: Callable[[Controller], Awaitable[None]], place: ContractTarget) -> None:
+    """One controller's life."""
+
+    async def live() -> None:
+        async with Controller(place) as controller:
+            await scenario(controller)
+
+    asyncio.run(live())
+
+
+def pid_exists(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

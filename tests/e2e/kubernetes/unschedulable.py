@@ -1,0 +1,80 @@
+"""TrainingJobs that can never be placed, and what is seen of them: for tests without nodes.
+
+Owns those documents and waits. Must not: know of an operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from tests.e2e.kubernetes.rig.control_plane import ControlPlane
+from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
+from tests.e2e.kubernetes.rig.kubectl import Kubectl
+from tests.e2e.kubernetes.rig.waiting import until
+
+Document = dict[str, Any]
+Plane = ControlPlane | GivenCluster
+BOUND_S = 90
+"""Everything here takes a second or two on a machine that has nothing else to do."""
+IMAGE = "registry.invalid/holdfast/worker:test"
+
+
+def install(plane: Plane) -> None:
+    """The CRD."""
+    kubectl = plane.kubectl()
+    kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
+    kubectl.served(NAME)
+
+
+def job(name: str, **spec: Any) -> Document:
+    """Two nodes; no pod of it can ever be placed."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": {"script": "train.py"},
+            "image": IMAGE,
+            "nodes": {"min": 1, "max": 2},
+            **spec,
+        },
+    }
+
+
+def pods(kubectl: Kubectl, name: str) -> list[Document]:
+    """Those that nobody has deleted."""
+    found = kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node")
+    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+
+def names_of(found: list[Document]) -> set[str]:
+    return {one["metadata"]["name"] for one in found}
+
+
+def wait_pods(kubectl: Kubectl, name: str, count: int) -> list[Document]:
+    until(
+        lambda: len(pods(kubectl, name)) == count,
+        f"{count} pods of {name}",
+        timeout_s=BOUND_S,
+        last=lambda: (names_of(pods(kubectl, name)), kubectl.get("trainingjob", name)),
+    )
+    return pods(kubectl, name)
+
+
+def reason_of(document: Document | None, kind: str = "Ready") -> str:
+    for one in (document or {}).get("status", {}).get("conditions") or ():
+        if one["type"] == kind:
+            return str(one["reason"])
+    return ""
+
+
+def message_of(document: Document | None, kind: str = "Ready") -> str:
+    for one in (document or {}).get("status", {}).get("conditions") or ():
+        if one["type"] == kind:
+            return str(one["message"])
+    return ""
+
+
+def gone(kubectl: Kubectl, name: str) -> None:
+    kubectl.run("delete", "trainingjob", name, "--timeout=90s")

@@ -1,0 +1,207 @@
+"""A job as a person runs it: `holdfast run` in a process of its own, watched over its socket.
+
+Owns: starting, watching and finding processes. Waits are on the stream of views, never on time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import yaml
+
+from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
+from holdfast.orchestrator.runtime.observe.view import JobView
+
+BOUND_S = 120.0
+
+
+def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
+    """A tiny transformer, 2 nodes x 2 workers, HSDP 2 x 2."""
+    config = {
+        "steps": steps,
+        "globalBatch": 4,
+        "model": {"dim": 32, "numLayers": 1, "numHeads": 2},
+        "data": {"sequenceLength": 16},
+    }
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": {"recipe": {"name": "pretrain", "config": config}},
+            "nodes": {"min": 1, "max": 2},
+            "workersPerNode": 2,
+            "resources": {"cpu": 1},
+            "parallelism": {"shard": 2},
+            "checkpoint": {"storage": {"everySteps": 50}},
+            **changes,
+        },
+    }
+
+
+class Job:
+    """A job and the command that runs it."""
+
+    def __init__(self, place: Path, document: dict[str, Any]) -> None:
+        self.place = place
+        self.name = str(document["metadata"]["name"])
+        self.home = place / "home"
+        self.file = place / "job.yaml"
+        self.file.write_text(yaml.safe_dump(document))
+        self.directory: JobDirectory = Home(self.home).directory(self.name)
+        self.command: subprocess.Popen[bytes]
+
+    def run(self, *arguments: str) -> None:
+        """`holdfast run`; its output goes to a file for whoever reads a failed test."""
+        words = arguments or (str(self.file),)
+        with (self.place / "output.log").open("ab") as output:
+            self.command = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", *words,
+                 "--home", str(self.home)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+
+    def run_unread(self) -> None:
+        """`holdfast run FILE | head -1`."""
+        self.command = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", str(self.file),
+             "--home", str(self.home)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert self.command.stdout is not None
+        assert self.command.stdout.readline()
+        self.command.stdout.close()
+
+    def attach(self) -> None:
+        self.run("--attach", self.name)
+
+    def output(self) -> str:
+        return (self.place / "output.log").read_text()
+
+    # -- watching ------------------------------------------------------------------------------
+    def until(self, condition: Callable[[JobView], bool]) -> JobView:
+        """The first view for which something is true."""
+        with self._watch() as stream:
+            while True:
+                view = _next_view(stream)
+                assert view is not None, f"the controller ended:\n{self.output()[-3000:]}"
+                if condition(view):
+                    return view
+
+    def _watch(self) -> socket.socket:
+        place = self._controller()
+        stream = socket.create_connection((place["address"], place["port"]), timeout=BOUND_S)
+        stream.sendall(encode(Request(token=self.directory.token(), verb="watch")))
+        return stream
+
+    def _controller(self) -> dict[str, Any]:
+        """Where it listens, once it does."""
+        waited = 0.0
+        while waited < BOUND_S:
+            place = self.directory.controller()
+            if place is not None and place["pid"] == self.command.pid:
+                return place
+            try:
+                self.command.wait(0.05)
+            except subprocess.TimeoutExpired:
+                waited += 0.05
+            else:
+                raise AssertionError(f"it ended:\n{self.output()[-3000:]}")
+        raise AssertionError("it does not listen")
+
+    def ask(self, verb: str, **arguments: Any) -> Reply:
+        place = self._controller()
+        with socket.create_connection((place["address"], place["port"]), timeout=BOUND_S) as link:
+            link.sendall(
+                encode(Request(token=self.directory.token(), verb=verb, arguments=arguments))
+            )
+            reply = _next_reply(link)
+        assert reply is not None
+        return reply
+
+    def running(self, *, incidents: int, steps: int = 2) -> JobView:
+        """Training, with this many incidents behind it and a few more steps done."""
+        view = self.until(lambda v: v.state == "running" and len(v.incidents) == incidents)
+        return self.until(lambda v: v.step >= view.step + steps)
+
+    def wait(self) -> JobView:
+        """The command's end, and the record it left."""
+        self.command.wait(BOUND_S)
+        return read_view(self.directory)
+
+    # -- processes -----------------------------------------------------------------------------
+    def agent_pid(self, node: str) -> int:
+        nodes = msgspec.json.decode((self.directory.path / "nodes.json").read_bytes())
+        return int(nodes["agents"][node]["pid"])
+
+    def worker_pids(self) -> dict[int, int]:
+        """Rank -> pid, by the log that a worker writes to."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                log = Path(f"/proc/{process.pid}/fd/1").readlink()
+                if match := re.fullmatch(r"rank-(\d+)\.log", log.name):
+                    found[int(match[1])] = process.pid
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of this job but the command: each was forked from the machine host, whose
+        command line names the job's socket."""
+        mark = str(self.directory.host_socket)
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE
+            and mark in (process.info["cmdline"] or [])
+        ]
+
+    def kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(pid, number)
+
+    def end(self) -> None:
+        """Whatever the test has left."""
+        if self.command.poll() is None:
+            self.command.kill()
+            self.command.wait()
+        for process in self.processes():
+            process.kill()
+
+
+def _next_reply(stream: socket.socket) -> Reply | None:
+    header = _exactly(stream, 4)
+    if header is None:
+        return None
+    body = _exactly(stream, frame_length(header))
+    if body is None:
+        return None
+    reply = decode(body)
+    assert isinstance(reply, Reply)
+    return reply
+
+
+def _next_view(stream: socket.socket) -> JobView | None:
+    reply = _next_reply(stream)
+    return None if reply is None else msgspec.convert(reply.body, JobView)
+
+
+def _exactly(stream: socket.socket, length: int) -> bytes | None:
+    data = b""
+    while len(data) < length:
+        part = stream.recv(length - len(data))
+        if not part:
+            return None
+        data += part
+    return data

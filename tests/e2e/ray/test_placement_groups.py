@@ -1,0 +1,208 @@
+"""Where the nodes of a job are put on a real cluster, and what is demanded of it: the backend
+alone, as one controller after the other has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.backends.base import NoRoom
+from tests.contract.ray_target import RayContractTarget
+from tests.contract.targets import BOUND_S, Controller, run
+
+from . import cluster_rig
+from .jobs import Job, holdfast
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+MISSING = 8
+"""More than the threads that asyncio shares on a machine of two cores."""
+
+
+def make_job(name: str) -> TrainingJob:
+    """Each node takes a whole Ray node of the cluster; its minimum is two."""
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": name},
+            "spec": {
+                "entrypoint": {"script": "train.py"},
+                "nodes": {"min": 2, "max": cluster_rig.NODES + MISSING},
+                "resources": {"cpu": cluster_rig.CPUS},
+            },
+        }
+    )
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RayContractTarget]:
+    cluster = cluster_rig.connected()
+    while cluster.num_nodes < cluster_rig.NODES:
+        cluster.add_node()
+    while cluster.num_nodes > cluster_rig.NODES:
+        cluster.kill_newest()
+    place = RayContractTarget(make_job("rooms"), tmp_path)
+    yield place
+
+    async def release(controller: Controller) -> None:
+        await controller.backend.close(release=True)
+
+    try:
+        run(release, place)
+        assert place.leftovers() == []
+    finally:
+        place.close()
+        while cluster.num_nodes < cluster_rig.NODES:
+            cluster.add_node()
+
+
+def scene(place: RayContractTarget, scenario: Callable[[Controller], Awaitable[None]]) -> None:
+    run(scenario, place)
+
+
+async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) -> list[str]:
+    """So many nodes more, asked for until they are there: what the test before gave back may take
+    the cluster a while on a busy machine."""
+    given: list[str] = []
+    async with asyncio.timeout(BOUND_S):
+        while len(given) < count:
+            try:
+                given += await controller.backend.request_nodes(count - len(given), avoid)
+            except NoRoom:
+                await asyncio.sleep(0.2)  # a controller asks again, too; nobody tells it when
+    await controller.up(*given)
+    return given
+
+
+async def lack(controller: Controller, count: int) -> None:
+    with pytest.raises(NoRoom, match="the cluster has"):
+        await controller.backend.request_nodes(count, ())
+
+
+def ray_node(place: RayContractTarget, node: str) -> str:
+    import ray
+
+    from holdfast.orchestrator.backends.ray import actors
+
+    actor = actors.find(place.job.name, node)
+    return str(ray.get(actor.facts.remote(), timeout=90)["ray_node"])
+
+
+def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_one(
+    place: RayContractTarget,
+) -> None:
+    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.core.events import SuspendRequested
+    from holdfast.orchestrator.hosts.ray.gcs_journal import open_journal
+
+    async def scenario(controller: Controller) -> None:
+        journal = await open_journal(place.keys, place.job.name)
+        nodes = await have(controller, cluster_rig.NODES)
+        await lack(controller, MISSING)
+        assert (
+            len(placement_groups.names_of(place.job.name)) == cluster_rig.NODES - 1 + MISSING
+        )  # the gang has two
+        async with asyncio.timeout(BOUND_S):
+            journal.append(1, SuspendRequested(by="somebody"))
+            await journal.commit()
+            controller.kill(nodes[-1])
+            await controller.ended(nodes[-1])
+
+    scene(place, scenario)
+
+
+def test_nodes_that_come_together_are_each_on_a_ray_node_of_their_own(
+    place: RayContractTarget,
+) -> None:
+    async def scenario(controller: Controller) -> None:
+        nodes = await have(controller, 3)
+        assert len({ray_node(place, node) for node in nodes}) == 3
+
+    scene(place, scenario)
+
+
+def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_it(
+    place: RayContractTarget,
+) -> None:
+    async def first(controller: Controller) -> None:
+        bad, _good = await have(controller, 2)
+        blamed = ray_node(place, bad)
+        while not controller.backend._known.places.get(bad):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        await controller.backend.release_node(bad)
+        await controller.ended(bad)
+        (new,) = await have(controller, 1, (bad,))
+        assert ray_node(place, new) != blamed
+        noted.append((bad, blamed, new))
+
+    async def second(controller: Controller) -> None:
+        """Another controller knows it too."""
+        bad, blamed, old = noted[0]
+        await controller.backend.release_node(old)
+        await controller.ended(old)
+        (new,) = await have(controller, 1, (bad,))
+        assert ray_node(place, new) != blamed
+
+    noted: list[tuple[str, str, str]] = []
+    scene(place, first)
+    scene(place, second)
+
+
+def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(
+    place: RayContractTarget,
+) -> None:
+    from holdfast.orchestrator.backends.ray import placement_groups
+
+    async def scenario(controller: Controller) -> None:
+        stays, lost = await have(controller, 2)
+        before = {ray_node(place, stays), ray_node(place, lost)}
+        cluster_rig.shared().kill_node(ray_node(place, lost))
+        while lost in await controller.backend.list_nodes():
+            await asyncio.sleep(0.01)  # the core asks when an agent's link has closed
+        (new,) = await have(controller, 1)
+        assert ray_node(place, new) not in before
+        assert len(placement_groups.names_of(place.job.name)) == 1, "the gang has all of them"
+
+    scene(place, scenario)
+
+
+def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayContractTarget) -> None:
+    from holdfast.orchestrator.backends.ray import placement_groups
+
+    async def scenario(controller: Controller) -> None:
+        def demanded() -> int:
+            return len(placement_groups.names_of(place.job.name)) - (
+                cluster_rig.NODES - 1
+            )  # two share the gang's
+
+        await have(controller, cluster_rig.NODES)
+        await lack(controller, 3)
+        assert demanded() == 3
+        await controller.backend.trim(lambda: 1)  # type: ignore[attr-defined]
+        assert demanded() == 1
+        await controller.backend.trim(lambda: 0)  # type: ignore[attr-defined]
+        assert demanded() == 0
+        await lack(controller, 2)
+        assert demanded() == 2
+
+    scene(place, scenario)
+
+
+def test_a_suspended_job_demands_nothing_and_a_resumed_one_does_again(tmp_path: Path) -> None:
+    from holdfast.orchestrator.backends.ray import placement_groups
+
+    job = Job(tmp_path, "demand", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
+    try:
+        job.until(
+            lambda view: len(placement_groups.names_of(job.name)) == 3
+        )  # the gang and two more
+        for verb, count in (("suspend", 0), ("resume", 3)):
+            assert holdfast(verb, job.name, "--ray", job.cluster.address).returncode == 0
+            job.until(lambda view, count=count: len(placement_groups.names_of(job.name)) == count)  # type: ignore[misc]
+    finally:
+        job.end()
+    assert placement_groups.names_of(job.name) == []

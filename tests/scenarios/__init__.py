@@ -1,1 +1,0 @@
-"""Bugs that the simulation found, told again as transcripts."""

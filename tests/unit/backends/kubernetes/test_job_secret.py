@@ -1,0 +1,70 @@
+"""A job's keys: what is made can be used, and shows nothing of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+
+import pytest
+from cryptography import x509
+
+from holdfast.orchestrator.backends.kubernetes.job_secret import make_keys, secret_document
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.protocol.tls import client_context_from_pem, server_context_from_pem
+
+NAME = "0b1c.jobs.holdfast.dev"
+
+
+async def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bytes:
+    """What a client hears that dials in."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"welcome")
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=client, server_hostname=name
+        )
+        heard = await reader.read()
+        writer.close()
+    return heard
+
+
+def test_all_parts_of_a_job_can_speak_with_its_keys() -> None:
+    keys = make_keys(NAME)
+    server = server_context_from_pem(keys.certificate, keys.key)
+    client = client_context_from_pem(keys.certificate, keys.key)
+    assert asyncio.run(handshake(server, client, NAME)) == b"welcome"
+
+
+def test_the_keys_of_another_job_open_nothing() -> None:
+    ours, theirs = make_keys(NAME), make_keys(NAME)
+    server = server_context_from_pem(ours.certificate, ours.key)
+    client = client_context_from_pem(theirs.certificate, theirs.key)
+    with pytest.raises(ssl.SSLError):
+        asyncio.run(handshake(server, client, NAME))
+
+
+def test_the_certificate_is_the_jobs_and_no_hosts() -> None:
+    certificate = x509.load_pem_x509_certificate(make_keys(NAME).certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [NAME]
+
+
+def test_a_secret_holds_what_pods_mount_and_goes_with_its_job() -> None:
+    keys = make_keys(NAME)
+    document = secret_document(Owner("team-a", "llm", "0b1c"), keys)
+    assert document["metadata"]["name"] == "llm-agents"
+    assert document["metadata"]["ownerReferences"][0]["uid"] == "0b1c"
+    assert base64.b64decode(document["data"]["token"]).decode() == keys.token
+    assert base64.b64decode(document["data"]["tls.crt"]).startswith(b"-----BEGIN CERTIFICATE")
+
+
+def test_keys_do_not_show_in_logs() -> None:
+    keys = make_keys(NAME)
+    assert keys.token not in f"{keys} {keys!r}"
+    assert len(keys.token) == 64 and make_keys(NAME).token != keys.token

@@ -1,0 +1,61 @@
+"""The manifests for KubeRay against the schema that KubeRay publishes (v1.7.0, Apache-2.0; its
+descriptions left out)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[4]
+SCHEMA = Path(__file__).with_name("kuberay-v1.7.0.json.gz")
+MANIFESTS = sorted((ROOT / "manifests" / "kuberay").glob("*.yaml"))
+
+
+def strict(node: Any) -> Any:
+    """Fields that the API server would drop without a word are mistakes; its own notions of types
+    in the words of JSON schema."""
+    if isinstance(node, list):
+        return [strict(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found = {key: strict(value) for key, value in node.items() if not key.startswith("x-")}
+    if node.get("x-kubernetes-int-or-string"):
+        found |= {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+        found.pop("type", None)
+    open_ended = node.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in node
+    if isinstance(node.get("properties"), dict) and node.get("type") == "object" and not open_ended:
+        found["additionalProperties"] = False
+    if found.get("format") in ("int32", "int64"):
+        found.pop("format")
+    return found
+
+
+def errors(document: dict[str, Any]) -> list[str]:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema comes with ray[default]")
+    schema = strict(json.loads(gzip.decompress(SCHEMA.read_bytes()))[document["kind"]])
+    schema["properties"]["metadata"] = {"type": "object"}
+    checker = jsonschema.Draft7Validator(schema)
+    return [f"{error.json_path}: {error.message}" for error in checker.iter_errors(document)]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_is_valid_for_kuberay(manifest: Path) -> None:
+    (document,) = yaml.safe_load_all(manifest.read_text())
+    assert errors(document) == []
+
+
+def test_there_is_a_manifest_of_each_kind() -> None:
+    kinds = {yaml.safe_load(path.read_text())["kind"] for path in MANIFESTS}
+    assert kinds == {"RayCluster", "RayJob"}
+
+
+def test_a_misspelt_field_would_be_noticed() -> None:
+    document = yaml.safe_load((ROOT / "manifests/kuberay/rayjob.yaml").read_text())
+    document["spec"]["rayClusterSpec"]["workerGroupSpec"] = []
+    (error,) = errors(document)
+    assert "workerGroupSpec" in error

@@ -1,0 +1,200 @@
+"""Kueue without Kueue: which nodes are asked for when, and what becomes of those that wait or end.
+Owns the pure part; tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.orchestrator.backends.kubernetes.pods import pod_document
+from holdfast.orchestrator.backends.kubernetes.queues import kueue
+from tests.unit.backends.kubernetes.queue_fixtures import (
+    OWNER,
+    SETTINGS,
+    Document,
+    admit,
+    kueue_pods,
+    plain_pod,
+    queue_of,
+    training_job,
+)
+
+
+def test_the_gang_is_one_pod_group_and_further_nodes_are_pods_of_their_own() -> None:
+    wanted = training_job("kueue", "team-a", workloadPriorityClassName="high")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c", "llm-d")
+    assert [kueue.is_member(pod) for pod in pods.values()] == [True, True, True, False]
+    first, last = pods["llm-a"], pods["llm-d"]
+    labels = {
+        "kueue.x-k8s.io/queue-name": "team-a",
+        "kueue.x-k8s.io/managed": "true",
+        "kueue.x-k8s.io/priority-class": "high",
+    }
+    assert labels.items() <= first["metadata"]["labels"].items()
+    assert labels.items() <= last["metadata"]["labels"].items()
+    assert first["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "llm-gang"
+    assert first["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "3"
+    assert "kueue.x-k8s.io/pod-group-total-count" not in last["metadata"]["annotations"]
+    for pod in pods.values():
+        assert pod["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+
+
+def test_a_replacement_has_the_role_of_what_it_replaces_wherever_it_must_not_go() -> None:
+    """Kueue derives the role from affinity too, and ours keeps away from blamed nodes."""
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    pods["llm-a"]["status"] = {"phase": "Failed"}
+    blamed = pod_document(wanted, OWNER, SETTINGS, "llm-e", {"llm-a": "node-7"})
+    replacement = queue.decorate(blamed, pods)
+    assert replacement["spec"]["affinity"] != pods["llm-b"]["spec"]["affinity"]
+    note = "kueue.x-k8s.io/role-hash"
+    roles = {pod["metadata"]["annotations"][note] for pod in (*pods.values(), replacement)}
+    assert roles == {"main"}
+
+
+def test_the_core_hears_of_nodes_when_they_are_admitted_and_growth_comes_after_the_gang() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    queue.opened({})
+
+    first = queue.plan(6, {})
+    assert (first.ready, first.create) == ((), 3)
+    assert "queue team-a has not admitted them yet" in first.held
+
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    waiting = queue.plan(6, gang)
+    assert (waiting.ready, waiting.create) == ((), 0)
+    assert waiting.held
+
+    admit(*gang.values())
+    assert queue.plan(6, gang).ready == ("llm-a", "llm-b", "llm-c")
+
+    growth = queue.plan(3, gang)
+    assert growth.create == 3
+    single = {"llm-d": queue.decorate(plain_pod(wanted, "llm-d"), gang)}
+    assert not kueue.is_member(single["llm-d"])
+    assert queue.plan(3, gang | single).create == 2
+    admit(single["llm-d"])
+    assert queue.plan(3, gang | single).ready == ("llm-d",)
+
+
+def test_nothing_is_asked_for_twice_while_pods_are_on_their_way() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a")
+    plan = queue.plan(6, pods, {"llm-a", "llm-b", "llm-c"})
+    assert (plan.create, bool(plan.held)) == (0, True)
+
+
+def test_a_job_that_is_held_gives_its_places_in_the_queue_up_and_asks_again_later() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    assert queue.unwanted(pods) == []
+    spec = wanted.spec.model_copy(update={"suspend": True})
+    queue.follow(wanted.model_copy(update={"spec": spec}))
+    assert queue.unwanted(pods) == ["llm-a", "llm-b", "llm-c"]
+    assert queue.plan(6, {}).create == 0
+    changed = queue.changed
+    queue.follow(wanted)
+    assert changed.is_set()
+    assert queue.plan(6, {}).create == 3
+
+
+def test_a_job_that_became_smaller_takes_single_nodes_out_of_the_queue() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    admit(*gang.values())
+    single = {n: queue.decorate(plain_pod(wanted, n), gang) for n in ("llm-d", "llm-e", "llm-f")}
+    assert queue.unwanted(gang | single) == []
+    nodes = wanted.spec.nodes.model_copy(update={"max": 4})
+    spec = wanted.spec.model_copy(update={"nodes": nodes})
+    queue.follow(wanted.model_copy(update={"spec": spec}))
+    assert len(queue.unwanted(gang | single)) == 2
+
+
+def test_an_operator_that_starts_anew_knows_admitted_nodes_from_waiting_ones() -> None:
+    wanted = training_job("kueue", "team-a")
+    before = queue_of(wanted)
+    gang = kueue_pods(before, wanted, "llm-a", "llm-b", "llm-c")
+    admit(*gang.values())
+    single = {"llm-d": before.decorate(plain_pod(wanted, "llm-d"), gang)}
+
+    queue = queue_of(wanted)
+    queue.opened(gang | single)
+    assert queue.plan(2, gang | single).create == 1
+    admit(single["llm-d"])
+    assert queue.plan(2, gang | single).ready == ("llm-d",)
+
+
+def test_a_lost_member_of_the_gang_is_replaced_in_the_gang() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    admit(*gang.values())
+    queue.opened(gang)
+    gang["llm-b"]["status"] = {"phase": "Failed"}
+    assert queue.plan(4, gang).create == 1
+    assert kueue.is_member(queue.decorate(plain_pod(wanted, "llm-f"), gang))
+
+
+def test_a_member_that_is_being_taken_away_is_replaced_when_it_has_ended() -> None:
+    """Earlier, Kueue would delete the replacement as one too many."""
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    admit(*gang.values())
+    queue.opened(gang)
+    drained = gang["llm-b"]
+    drained["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    drained["spec"]["nodeName"] = "node-1"
+    drained["status"] = {"phase": "Running"}
+    assert queue.plan(1, gang).create == 0
+    drained["status"] = {"phase": "Succeeded"}
+    assert queue.plan(1, gang).create == 0
+    del gang["llm-b"]
+    assert queue.plan(1, gang).create == 1
+
+
+def test_a_member_that_ended_well_by_itself_is_deleted_to_free_its_place() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
+    gang["llm-b"]["status"] = {"phase": "Succeeded"}
+    assert queue.spent(gang) == ["llm-b"]
+    queue.stop()
+    assert queue.spent(gang) == [], "at its end they stay for their logs"
+
+
+@pytest.mark.parametrize(
+    ("state", "freed"),
+    [
+        ({"status": {"phase": "Succeeded"}, "spec": {"nodeName": "node-1"}}, True),
+        ({"status": {"phase": "Failed"}, "spec": {"nodeName": "node-1"}}, True),
+        ({"status": {"phase": "Running"}, "spec": {"nodeName": "node-1"}}, False),
+        ({"status": {"phase": "Pending"}, "spec": {"schedulingGates": []}}, True),
+    ],
+    ids=["ended well", "failed", "still runs", "never ran"],
+)
+def test_a_deleted_member_of_a_gang_is_let_go_unless_it_runs(state: Document, freed: bool) -> None:
+    wanted = training_job("kueue", "team-a")
+    pod = kueue_pods(queue_of(wanted), wanted, "llm-a")["llm-a"] | state
+    pod["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed", "example.com/other"]
+    assert kueue.given_back(pod) is None, "nobody has deleted it"
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    patch = {"metadata": {"finalizers": ["example.com/other"]}}
+    assert kueue.given_back(pod) == (patch if freed else None)
+
+
+def test_at_its_end_a_job_says_that_no_pod_will_be_replaced() -> None:
+    wanted = training_job("kueue", "team-a")
+    queue = queue_of(wanted)
+    pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c", "llm-d")
+    patches = queue.last_patches(pods)
+    assert set(patches) == {"llm-a", "llm-b", "llm-c"}
+    assert patches["llm-a"]["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/retriable-in-group": "false"
+    }
+    assert queue_of(training_job("volcano")).last_patches(pods) == {}

@@ -1,0 +1,255 @@
+"""TrainingJob -> Pod, and a user's template over it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.backends.kubernetes.pod_tracker import PodTracker
+from holdfast.orchestrator.backends.kubernetes.pods import SECRETS, PodSettings, pod_document
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.strategic_merge import merge
+
+OWNER = Owner("team-a", "llm", "0b1c")
+SETTINGS = PodSettings(endpoint="holdfast-agents.holdfast.svc:7077", image="default:1")
+
+
+def pod(
+    blamed: dict[str, str] | None = None,
+    labels: dict[str, str] | None = None,
+    settings: PodSettings = SETTINGS,
+    doubtful: tuple[str, ...] = (),
+    **spec: Any,
+) -> dict[str, Any]:
+    job = job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "llm", "namespace": "team-a", "labels": labels or {}},
+            "spec": {"entrypoint": {"script": "train.py"}, **spec},
+        }
+    )
+    return pod_document(job, OWNER, settings, "llm-abcde", blamed, doubtful)
+
+
+def worker(document: dict[str, Any]) -> dict[str, Any]:
+    (found,) = [c for c in document["spec"]["containers"] if c["name"] == "worker"]
+    return dict(found)
+
+
+def test_a_pod_is_named_labelled_and_owned_as_a_node_of_its_job() -> None:
+    metadata = pod(labels={"team": "a"})["metadata"]
+    assert (metadata["namespace"], metadata["name"]) == ("team-a", "llm-abcde")
+    assert metadata["labels"]["holdfast.dev/job"] == "llm"
+    assert metadata["labels"]["holdfast.dev/role"] == "node"
+    assert metadata["labels"]["team"] == "a"
+    (owner,) = metadata["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("TrainingJob", "llm", "0b1c")
+    assert owner["controller"] is True
+
+
+def test_the_agent_is_told_everything_that_it_must_know_to_dial_in() -> None:
+    arguments = worker(pod(workersPerNode=4))["args"]
+    given = dict(zip(arguments[3::2], arguments[4::2], strict=True))
+    assert arguments[:3] == ["-P", "-m", "holdfast.workers.agent"]
+    assert given == {
+        "--job": "team-a/llm",
+        "--node": "llm-abcde",
+        "--slots": "4",
+        "--token-file": f"{SECRETS}/token",
+        "--endpoint": "holdfast-agents.holdfast.svc:7077",
+        "--tls": SECRETS,
+        "--tls-name": "0b1c.jobs.holdfast.dev",
+        "--grace": "35",
+    }
+
+
+def test_the_agent_knows_the_grace_that_the_pod_really_has() -> None:
+    mine = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
+    assert worker(pod(kubernetes=mine))["args"][-2:] == ["--grace", "600"]
+
+
+def test_a_pod_satisfies_the_restricted_security_standard() -> None:
+    document = pod()
+    security = document["spec"]["securityContext"]
+    assert security["runAsNonRoot"] is True and security["runAsUser"] != 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    container = worker(document)["securityContext"]
+    assert container["allowPrivilegeEscalation"] is False
+    assert container["capabilities"] == {"drop": ["ALL"]}
+    assert document["spec"]["automountServiceAccountToken"] is False
+    assert all("hostPath" not in volume for volume in document["spec"]["volumes"])
+
+
+def test_resources_of_a_pod_are_those_of_a_worker_times_their_number() -> None:
+    document = pod(
+        workersPerNode=8,
+        resources={"cpu": "1500m", "memory": "4Gi", "gpu": 1},
+        kubernetes={"extendedResources": {"rdma/hca": 1}, "sharedMemory": "64Gi"},
+    )
+    resources = worker(document)["resources"]
+    assert resources["requests"] == {"cpu": "12000m", "memory": str(32 * 2**30)}
+    assert resources["limits"] == {
+        "memory": str(32 * 2**30), "nvidia.com/gpu": "8", "rdma/hca": "1",
+    }  # fmt: skip
+    volumes = {volume["name"]: volume for volume in document["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": str(64 * 2**30)}
+
+
+def test_another_maker_of_gpus_has_another_resource() -> None:
+    document = pod(resources={"gpu": 1}, kubernetes={"gpuResource": "amd.com/gpu"})
+    assert worker(document)["resources"]["limits"] == {"amd.com/gpu": "1"}
+
+
+def test_the_grace_of_a_pod_is_that_of_the_job_and_a_little_more() -> None:
+    document = pod(recovery={"terminationGraceSeconds": 100})
+    assert document["spec"]["terminationGracePeriodSeconds"] == 105
+
+
+def test_nodes_that_are_blamed_are_kept_away_from_and_written_down_for_the_next_operator() -> None:
+    document = pod(blamed={"llm-aaaaa": "gpu-7", "llm-bbbbb": "gpu-9"})
+    required = document["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    (term,) = required["nodeSelectorTerms"]
+    assert [field["values"] for field in term["matchFields"]] == [["gpu-7"], ["gpu-9"]]
+    assert {field["operator"] for field in term["matchFields"]} == {"NotIn"}
+    noted = json.loads(document["metadata"]["annotations"][names.BLAMED])
+    assert noted == {"llm-aaaaa": "gpu-7", "llm-bbbbb": "gpu-9"}
+
+
+def test_blame_holds_in_each_alternative_of_the_users_own_affinity() -> None:
+    mine = [{"matchExpressions": [{"key": "pool", "operator": "In", "values": [v]}]} for v in "ab"]
+    affinity = {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": mine}
+        }
+    }
+    template = {"spec": {"affinity": affinity}}
+    document = pod(blamed={"llm-aaaaa": "gpu-7"}, kubernetes={"podTemplate": template})
+    terms = document["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert len(terms) == 2
+    for term in terms:
+        assert term["matchExpressions"] and term["matchFields"][0]["values"] == ["gpu-7"]
+
+
+def test_a_kubernetes_node_that_may_be_dead_is_used_only_where_there_is_no_other_room() -> None:
+    affinity = pod(blamed={"llm-a": "gpu-1"}, doubtful=("gpu-2", "gpu-1"))["spec"]["affinity"]
+    (wish,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (field,) = wish["preference"]["matchFields"]
+    assert (field["operator"], field["values"]) == ("NotIn", ["gpu-2"]), "gpu-1 is out altogether"
+
+
+@pytest.mark.parametrize(
+    ("spread", "rule"),
+    [
+        ("preferred", "preferredDuringSchedulingIgnoredDuringExecution"),
+        ("required", "requiredDuringSchedulingIgnoredDuringExecution"),
+    ],
+)
+def test_pods_of_a_job_keep_apart_as_asked(spread: str, rule: str) -> None:
+    affinity = pod(kubernetes={"spread": spread})["spec"]["affinity"]["podAntiAffinity"]
+    assert list(affinity) == [rule]
+    assert "affinity" not in pod(kubernetes={"spread": "none"})["spec"]
+
+
+def test_a_template_adds_and_changes_by_name_but_makes_no_other_node_of_it() -> None:
+    template = {
+        "metadata": {
+            "name": "mine",
+            "labels": {"holdfast.dev/job": "another", "cost": "center"},
+            "annotations": {"a": "b"},
+        },
+        "spec": {
+            "restartPolicy": "Always",
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "securityContext": {"runAsUser": 1000},
+            "volumes": [
+                {"name": "data", "persistentVolumeClaim": {"claimName": "tokens"}},
+                {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}},
+            ],
+            "containers": [
+                {"name": "sidecar", "image": "log:1"},
+                {
+                    "name": "worker",
+                    "args": ["never"],
+                    "env": [{"name": "HOME", "value": "/home/me"}, {"name": "N", "value": "1"}],
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                },
+            ],
+        },
+    }
+    document = pod(kubernetes={"podTemplate": template})
+    assert document["metadata"]["name"] == "llm-abcde"
+    assert document["metadata"]["labels"]["holdfast.dev/job"] == "llm"
+    assert document["metadata"]["labels"]["cost"] == "center"
+    spec = document["spec"]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert [container["name"] for container in spec["containers"]] == ["worker", "sidecar"]
+    assert {volume["name"] for volume in spec["volumes"]} == {"agents", "shm", "data"}
+    (shm,) = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert shm == {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}
+    assert worker(document)["args"][:3] == ["-P", "-m", "holdfast.workers.agent"]
+    env = {one["name"]: one for one in worker(document)["env"]}
+    assert env["HOME"]["value"] == "/home/me" and env["N"]["value"] == "1"
+    assert env["NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+    assert "/data" in {mount["mountPath"] for mount in worker(document)["volumeMounts"]}
+
+
+def test_a_pod_has_the_priority_class_and_the_service_account_of_the_job() -> None:
+    spec = pod(kubernetes={"priorityClassName": "urgent", "serviceAccountName": "reader"})["spec"]
+    assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("urgent", "reader")
+    assert "priorityClassName" not in pod()["spec"]
+
+
+def test_a_template_without_the_training_container_is_refused_in_words() -> None:
+    template = {"spec": {"containers": [{"name": "worker", "$patch": "delete"}]}}
+    with pytest.raises(UserError, match="none called worker"):
+        pod(kubernetes={"podTemplate": template})
+
+
+def test_the_jobs_own_image_goes_before_the_operators() -> None:
+    assert worker(pod())["image"] == "default:1"
+    assert worker(pod(image="mine:2"))["image"] == "mine:2"
+
+
+def test_checkpoints_of_all_jobs_may_share_a_volume() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "checkpoints"}}
+    settings = PodSettings("e:1", "i", checkpoint_volume=claim, checkpoint_root="/checkpoints")
+    document = pod(settings=settings)
+    assert {"name": "checkpoints", **claim} in document["spec"]["volumes"]
+    mount = {"name": "checkpoints", "mountPath": "/checkpoints"}
+    assert mount in worker(document)["volumeMounts"]
+
+
+def test_merging_changes_neither_side_and_null_takes_away() -> None:
+    base = {"a": {"b": 1, "c": 2}, "env": [{"name": "x", "value": "1"}]}
+    over = {"a": {"b": None}, "env": [{"name": "x", "value": "2"}, {"name": "y"}]}
+    kept = json.loads(json.dumps([base, over]))
+    assert merge(base, over) == {"a": {"c": 2}, "env": [{"name": "x", "value": "2"}, {"name": "y"}]}
+    assert [base, over] == kept
+
+
+def test_a_mapping_can_be_replaced_and_lists_without_a_key_are() -> None:
+    base = {"a": {"b": 1}, "args": ["1", "2"], "env": [{"name": "x"}]}
+    over = {"a": {"$patch": "replace", "c": 2}, "args": ["3"]}
+    assert merge(base, over) == {"a": {"c": 2}, "args": ["3"], "env": [{"name": "x"}]}
+
+
+def test_nodes_whose_pods_were_given_up_and_have_not_been_seen_to_end_are_in_doubt() -> None:
+    known = PodTracker(released={"a", "b"})
+
+    def on(node: str, phase: str) -> dict[str, Any]:
+        return {"spec": {"nodeName": node}, "status": {"phase": phase}, "metadata": {}}
+
+    pods = {"a": on("n1", "Running"), "b": on("n2", "Failed"), "c": on("n3", "Running")}
+    assert known.doubtful(pods) == {"n1"}

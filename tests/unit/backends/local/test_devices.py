@@ -1,0 +1,123 @@
+"""Which GPUs of this machine the nodes of a job share out: what the driver and the user say."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
+from holdfast.orchestrator.backends.base import NoRoom
+from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths, devices, node_limit
+from holdfast.orchestrator.cli.local_facts import local_facts
+from holdfast.orchestrator.cli.targets.local import _check_size
+from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.planner.plan import make_plan
+from holdfast.orchestrator.protocol.facts import Gpu
+from holdfast.workers.agent.linux.inventory import num_visible
+from tests.unit.runtime.harness import make_job
+
+SMI = """#!/bin/sh
+echo "NVIDIA H100 80GB HBM3, 81559"
+echo "NVIDIA H100 80GB HBM3, 81559"
+echo "NVIDIA H100 80GB HBM3, 81559"
+"""
+
+
+@pytest.fixture
+def three_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices.gpus.cache_clear()
+    yield
+    devices.gpus.cache_clear()
+
+
+def job(gpu: int = 1, **more: Any) -> TrainingJob:
+    return make_job(resources={"gpu": gpu}, **more)
+
+
+def test_the_driver_says_which_there_are(three_gpus: None) -> None:
+    assert devices.gpus() == (Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20),) * 3
+    assert devices.shared_out(job()) == ("0", "1", "2")
+    assert node_limit(job()) == 1, "of two workers"
+
+
+@pytest.mark.parametrize(
+    ("told", "left"), [("2,GPU-8a, 5", ("2", "GPU-8a", "5")), ("", ()), ("MIG-1", ("MIG-1",))]
+)
+def test_the_environment_says_what_is_left_of_them(
+    three_gpus: None, monkeypatch: pytest.MonkeyPatch, told: str, left: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    assert devices.shared_out(job()) == left
+    assert num_visible(told, 3) == len(left)
+
+
+def test_nothing_is_shared_out_where_the_job_wants_none_or_says_which(three_gpus: None) -> None:
+    assert devices.shared_out(job(gpu=0)) is None
+    assert devices.shared_out(job(env={"CUDA_VISIBLE_DEVICES": "1"})) is None
+
+
+def test_nothing_is_shared_out_where_nobody_knows_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices.gpus.cache_clear()
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
+    assert devices.shared_out(job()) is None and node_limit(job()) > 1
+    devices.gpus.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
+    devices.gpus.cache_clear()
+    yield
+    devices.gpus.cache_clear()
+
+
+def test_a_machine_without_a_driver_has_no_gpu(no_gpu: None) -> None:
+    assert devices.shared_out(job()) == () and node_limit(job()) == 0
+
+
+def test_a_machine_that_lost_its_gpus_has_no_room_for_a_node(no_gpu: None, tmp_path: Path) -> None:
+    names = ("nodes", "socket", "token", "endpoint", "logs")
+    backend = LocalBackend(job(), LocalPaths(tmp_path, *(tmp_path / name for name in names)))
+    with pytest.raises(NoRoom, match="a node takes 2 GPUs; 0 of this machine can be used"):
+        asyncio.run(backend.request_nodes(1, ()))
+
+
+def test_a_job_for_gpus_is_refused_where_there_are_none(no_gpu: None) -> None:
+    with pytest.raises(SpecError, match=r"spec.resources.gpu: got 1; expected 0 on this machine"):
+        _check_size(job())
+
+
+def test_a_plan_for_the_cpu_says_so_where_there_are_gpus(three_gpus: None) -> None:
+    plan = make_plan(job(gpu=0), local_facts(2))
+    assert plan is not None
+    assert any("resources.gpu is 0" in text and "3 x NVIDIA" in text for text in plan.warnings)
+
+
+def test_more_nodes_than_there_are_gpus_for_are_refused(three_gpus: None, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_to_mapping(job())))
+    words = [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", str(file)]
+    words += ["--home", str(tmp_path / "home")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "spec.nodes.max: got 2 with spares; expected at most 1 nodes of 2 workers" in done.stderr
+    assert "where 3 GPUs can be used" in done.stderr

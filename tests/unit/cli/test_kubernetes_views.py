@@ -1,0 +1,296 @@
+"""A TrainingJob object as the command line shows it: the same words as for a job of this machine.
+
+The statuses are those that the operator's own code writes for a view.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from holdfast.orchestrator.cli import render, report
+from holdfast.orchestrator.cli.plugin import reordered
+from holdfast.orchestrator.cli.targets.base import LogSelector
+from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesJob
+from holdfast.orchestrator.cli.targets.kubernetes.logs import chosen, line_filter
+from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
+    asked_at,
+    neglect,
+    nodes_of,
+    told_at,
+    view_of_object,
+)
+from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
+from holdfast.orchestrator.hosts.kubernetes.status import About, status_of
+from holdfast.orchestrator.kube.errors import refused
+from holdfast.orchestrator.kube.kubeconfig import problem
+from holdfast.orchestrator.runtime.observe.view import JobView
+
+from .conftest import Holdfast
+from .fixtures import NS, T0, make_incident, make_view
+
+CREATED = "2023-11-14T22:13:20Z"  # T0
+Document = dict[str, Any]
+
+
+def written(seconds: int, *, status: bool = True, manager: str = "holdfast-operator") -> Document:
+    entry = {"manager": manager, "time": f"2023-11-14T22:13:{20 + seconds}Z"}
+    return {**entry, "subresource": "status"} if status else entry
+
+
+def make_object(view: JobView | None = None, **metadata: Any) -> Document:
+    """With the status that the operator writes for `view`."""
+    made: Document = {
+        "metadata": {
+            "name": "demo", "namespace": "team", "uid": "0123", "generation": 1,
+            "creationTimestamp": CREATED, "managedFields": [written(30)], **metadata,
+        },
+        "spec": {"nodes": {"max": 2}, "workersPerNode": 2},
+    }  # fmt: skip
+    if view is not None:
+        made["status"] = status_of(view, About("demo", 1, 2, view.now_ns))
+    return made
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=200, record=True, file=None)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_a_job_of_a_cluster_is_reported_in_the_words_of_a_local_one() -> None:
+    view = make_view(incidents=[make_incident()], nodes=[], restarts={"infrastructure": 1})
+    seen = view_of_object(make_object(view), view.now_ns)
+    assert shown(report.report(seen)) == shown(report.report(view))
+    assert shown(render.status(seen)) == shown(render.status(view))
+
+
+def test_an_object_without_a_status_is_a_job_that_nobody_has_looked_at() -> None:
+    view = view_of_object(make_object(), T0 + NS)
+    assert (view.state, view.step, view.incidents) == ("pending", -1, [])
+    assert "not looked at" in view.reason
+
+
+def test_what_a_newer_operator_writes_is_left_out() -> None:
+    document = make_object(make_view(incidents=[make_incident()], num_incidents=1))
+    document["status"]["colour"] = "blue"
+    document["status"]["nodes"]["asleep"] = 1
+    document["status"]["incidents"][0]["mood"] = "sad"
+    view = view_of_object(document, T0 + NS)
+    assert view.step == 41
+    assert view.incidents[0].title == "worker 2 on node-1 was killed by SIGKILL"
+
+
+def test_why_pods_do_not_start_is_part_of_the_reason() -> None:
+    waiting = make_view(state="pending", reason="waiting for 2 nodes", nodes=[])
+    troubles = (("Unschedulable", "demo-x: no node has 8 nvidia.com/gpu"),)
+    document = make_object(waiting)
+    document["status"] = status_of(waiting, About("demo", 1, 2, T0, troubles))
+    reason = view_of_object(document, T0 + NS).reason
+    assert reason == "waiting for 2 nodes; demo-x: no node has 8 nvidia.com/gpu"
+
+
+def test_ten_incidents_in_the_status_do_not_hide_that_there_were_more() -> None:
+    many = [make_incident(number=number) for number in range(1, 15)]
+    view = view_of_object(make_object(make_view(incidents=many)), T0)
+    assert [one.number for one in view.incidents] == list(range(5, 15))
+    assert view.num_incidents == 14
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "told"),
+    [
+        ("running", 10, ""),
+        ("running", 200, "not written anything"),
+        ("pending", 200, ""),
+        ("suspended", 200, ""),
+        ("succeeded", 200, ""),
+    ],
+)
+def test_a_status_that_should_change_and_does_not_is_doubted(
+    state: str, seconds: int, told: str
+) -> None:
+    document = make_object(make_view(state=state))
+    missing = neglect(document, told_at(document) + seconds * NS)
+    assert (missing.what if missing else "") == (f"the operator has {told}" if told else "")
+    view = view_of_object(document, told_at(document) + seconds * NS)
+    assert view.controller_alive == (not told)
+
+
+def test_a_new_job_is_given_time_to_be_seen() -> None:
+    document = make_object(managedFields=[written(0, status=False, manager="kubectl")])
+    assert neglect(document, T0 + 5 * NS) is None
+    missing = neglect(document, T0 + 30 * NS)
+    assert missing is not None and "not looked at this job" in missing.what
+    assert missing.since_ns == T0
+
+
+def test_a_change_of_the_spec_that_nobody_acts_on_is_told() -> None:
+    fields = [written(10), written(20, status=False, manager="kubectl")]
+    document = make_object(make_view(state="suspended"), generation=2, managedFields=fields)
+    assert asked_at(document) == T0 + 20 * NS
+    assert neglect(document, T0 + 25 * NS) is None
+    missing = neglect(document, T0 + 50 * NS)
+    assert missing is not None and "last change of the spec" in missing.what
+
+
+def pod(name: str, *, rank: str = "", generation: str = "1", **status: Any) -> Document:
+    labels = {"holdfast.dev/rank": rank, "holdfast.dev/generation": generation} if rank else {}
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"nodeName": "host-1"},
+        "status": {"phase": "Running", "podIP": "10.0.0.7", **status},
+    }
+
+
+def test_pods_are_the_nodes_of_a_job_in_the_order_of_their_ranks() -> None:
+    document = make_object(make_view())
+    document["status"]["nodes"]["spares"] = 1
+    pods = [
+        pod("demo-spare"),
+        pod("demo-b", rank="2"),
+        pod("demo-a", rank="0"),
+        pod("demo-old", rank="0", generation="0", phase="Failed"),
+        pod("demo-new", phase="Pending"),
+    ]
+    found = nodes_of(document, pods)
+    states = {node.name: node.state for node in found}
+    assert states == {
+        "demo-a": "member", "demo-b": "member", "demo-spare": "spare", "demo-old": "lost",
+        "demo-new": "joining",
+    }  # fmt: skip
+    assert [node.name for node in found][:2] == ["demo-a", "demo-b"]
+    assert [worker.rank for worker in found[1].workers] == [2, 3]
+    assert found[0].address == "10.0.0.7 on host-1"
+
+
+LINES = [b"agent: welcome", b"[rank 0] step 1", b"[rank 11] step 1", b"[rank 1] [rank 0] odd"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"),
+    [
+        (LogSelector(), [b"[ 0] step 1", b"[11] step 1", b"[ 1] [rank 0] odd"]),
+        (LogSelector(rank=0), [b"step 1"]),
+        (LogSelector(node="demo-a"), [b"agent: welcome"]),
+    ],
+    ids=["workers", "rank", "agent"],
+)
+def test_a_pods_log_is_shown_as_local_logs_are(wanted: LogSelector, shown: list[bytes]) -> None:
+    show = line_filter(wanted, world_size=12)
+    assert [line for line in map(show, LINES) if line is not None] == shown
+
+
+def test_a_rank_is_looked_for_where_its_label_says() -> None:
+    pods = [pod("b", rank="2"), pod("a", rank="0"), pod("spare")]
+    names = lambda wanted: [p["metadata"]["name"] for p in chosen(pods, wanted, 2)]
+    assert names(LogSelector()) == ["a", "b", "spare"]
+    assert names(LogSelector(rank=3)) == ["b"]
+    assert names(LogSelector(rank=9)) == ["a", "b", "spare"], "labels may be late"
+    assert names(LogSelector(node="a")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("status demo -n team", "status demo -n team"),
+        ("-n team status demo", "status demo -n team"),
+        ("-nteam --context=c checkpoint list demo", "checkpoint list demo -nteam --context=c"),
+        ("--help", "--help"),
+        ("-n", "-n"),
+    ],
+)
+def test_options_of_kubectl_may_stand_before_the_verb(typed: str, meant: str) -> None:
+    assert reordered(typed.split()) == meant.split()
+
+
+def test_a_reader_is_told_since_when_nobody_looks_after_a_job() -> None:
+    document = make_object(make_view())
+    job = KubernetesJob(ClusterSession("team", None, None, plugin=True), document)
+    view = view_of_object(document, told_at(document) + 5 * NS)
+    assert job.remarks(view) == []
+    view = view_of_object(document, told_at(document) + 125 * NS)
+    [remark] = job.remarks(view)
+    assert remark.startswith("For 2 min 05 s the operator has not written anything, it last wrote")
+    assert "`kubectl describe trainingjob demo -n team`" in remark
+
+
+CONFIG = """\
+apiVersion: v1
+kind: Config
+contexts: [{name: red, context: {}}, {name: blue, context: {}}]
+current-context: green
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "told"),
+    [
+        (CONFIG, "pink", "--context: got pink; expected one of red, blue in "),
+        (CONFIG, None, "the current one of the kubeconfig is green; expected one of red, blue"),
+        (CONFIG, "red", ""),
+        ("contexts: 7", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
+        ("- [", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
+        ("", "red", "--context: got red; expected a context; it has none in "),
+        (None, None, "(no such file); expected a kubeconfig; name one with --kubeconfig"),
+    ],
+    ids=["unknown", "current", "fine", "words", "garbage", "empty", "missing"],
+)
+def test_what_is_wrong_with_a_kubeconfig_is_said_in_its_own_words(
+    text: str | None, context: str | None, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config"
+    if text is not None:
+        path.write_text(text)
+    found = problem(context, path)
+    assert told in str(found) if told else found is None
+
+
+def test_a_kubeconfig_in_the_home_of_nobody_is_not_there() -> None:
+    assert "got ~nobody-here/config (no such file)" in str(problem(None, "~nobody-here/config"))
+
+
+def test_the_variable_of_kubectl_is_named_where_it_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    assert str(problem(None, None)).startswith(f"$KUBECONFIG: got {tmp_path / 'a'}:{tmp_path}/b")
+    (tmp_path / "b").write_text(CONFIG.replace("green", "red"))
+    assert problem(None, None) is None, "one of them is enough"
+
+
+@pytest.mark.parametrize(
+    "body", [b"404 page not found\n", b'{"message": "the server could not find the requested"}']
+)
+def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
+    path = "/apis/holdfast.dev/v1alpha1/namespaces/team/trainingjobs"
+    error = refused("https://h:1", "list", path, 404, body)
+    assert "does not know trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
+        (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
+        (["status", "--kubernetes", "--home", "/x"], "--home: got /x beside --kubernetes"),
+        (["status", "--kubernetes", "--kubeconfig", "/nope"], "got /nope (no such file)"),
+    ],
+    ids=["namespace", "context", "home", "kubeconfig"],
+)
+def test_options_of_two_places_do_not_go_together(
+    arguments: list[str], told: str, holdfast: Holdfast
+) -> None:
+    result = holdfast(*arguments)
+    assert result.code == 2 and told in result.err
+
+
+def test_the_plugin_is_installed_under_the_name_that_kubectl_looks_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:main"

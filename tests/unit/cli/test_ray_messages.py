@@ -1,0 +1,123 @@
+"""`--ray` as people type it, and jobs that are handed in to run elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.cli.options import complete
+
+from .conftest import Holdfast
+
+Write = Callable[[str], Path]
+
+SPEC = """
+apiVersion: holdfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: demo}
+spec:
+"""
+RECIPE = SPEC + "  entrypoint: {recipe: {name: pretrain, config: {steps: 1}}}\n"
+NOWHERE = "http://127.0.0.1:1"
+"""An address that is asked only after the checks of the file."""
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["run", "job.yaml", "--ray"], ["run", "job.yaml", "--ray="]),
+        (["status", "--ray", "--json"], ["status", "--ray=", "--json"]),
+        (["status", "--ray", "auto"], ["status", "--ray", "auto"]),
+        (["status", "--ray", "head:6379", "job"], ["status", "--ray", "head:6379", "job"]),
+        (["status", "--ray=head:6379"], ["status", "--ray=head:6379"]),
+    ],
+)
+def test_an_address_may_be_left_out(words: list[str], meant: list[str]) -> None:
+    assert complete(words) == meant
+
+
+def test_what_stands_where_an_address_is_expected_is_named(
+    holdfast: Holdfast, write: Write
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    file = write(RECIPE)
+    result = holdfast("run", "--ray", file)
+    assert result.code == 2 and "FILE: got nothing" in result.err
+    for address in ("a-job", "ray://head"):
+        result = holdfast("run", file, "--ray", address)
+        expected = f"--ray: got {address}; expected auto, HOST:PORT"
+        assert result.code == 2 and expected in result.err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
+def test_an_address_that_nobody_listens_at_is_refused_at_once(
+    address: str, holdfast: Holdfast
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    result = holdfast("status", "--ray", address)
+    assert result.code == 2 and f"--ray: got {address} (" in result.err
+
+
+@pytest.mark.parametrize("path", ["out", "./out", "file://out"])
+def test_a_relative_checkpoint_path_of_a_job_that_runs_elsewhere_is_refused(
+    path: str, holdfast: Holdfast, write: Write
+) -> None:
+    """It would be in Ray's copy of the directory, on one machine."""
+    file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
+    result = holdfast("submit", file, "--ray", NOWHERE)
+    assert result.code == 2
+    assert f"spec.checkpoint.path: got {path}; expected an absolute path, or a URL" in result.err
+    assert "name a directory that all nodes share, or a store" in result.err
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", "~/out", "s3://bucket/x", "file:///no/such"])
+def test_a_checkpoint_path_of_the_cluster_is_not_looked_up_here(
+    path: str, holdfast: Holdfast, write: Write
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
+    result = holdfast("submit", file, "--ray", NOWHERE)
+    assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
+
+
+def test_data_and_scripts_that_do_not_go_along_are_refused(
+    holdfast: Holdfast, write: Write
+) -> None:
+    data = "{steps: 1, data: {source: corpus}}"
+    file = write(SPEC + f"  entrypoint: {{recipe: {{name: pretrain, config: {data}}}}}\n")
+    result = holdfast("submit", file, "--ray", NOWHERE)
+    assert result.code == 2 and "data.source: got corpus; expected stdlib, or an abs" in result.err
+    file = write(SPEC + "  entrypoint: {script: ../train.py}\n")
+    (file.parent.parent / "train.py").touch()
+    result = holdfast("submit", file, "--ray", NOWHERE)
+    assert result.code == 2 and "spec.entrypoint.script: got ../train.py" in result.err
+    assert "which is all that goes along" in result.err
+
+
+def test_a_working_dir_without_the_spec_is_refused(holdfast: Holdfast, write: Write) -> None:
+    """The driver would look for the spec in it, in vain, long after the command has succeeded."""
+    for entrypoint in ("{recipe: {name: pretrain, config: {steps: 1}}}", "{script: train.py}"):
+        file = write(SPEC + f"  entrypoint: {entrypoint}\n")
+        elsewhere, env = file.parent / "elsewhere", file.parent / "env.yaml"
+        elsewhere.mkdir(exist_ok=True)
+        env.write_text(f"working_dir: {elsewhere}\n")
+        result = holdfast("submit", file, "--ray", NOWHERE, "--runtime-env", env)
+        assert result.code == 2, result.err
+        assert f"--runtime-env: got working_dir: {elsewhere}, which {file} is not in" in result.err
+        assert "expected a directory that the spec is in" in result.err
+
+
+@pytest.mark.parametrize("own", ["{0}", "{0}/below/..", "https://host/a.zip", "5", "", "/no/such"])
+def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
+    own: str, holdfast: Holdfast, write: Write
+) -> None:
+    """What is in an archive is seen in the cluster, and what Ray does not take it tells itself."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    file = write(RECIPE)
+    env = file.parent / "env.yaml"
+    (file.parent / "below").mkdir()
+    env.write_text(f"working_dir: {own.format(file.parent)}\n")
+    result = holdfast("submit", file, "--ray", NOWHERE, "--runtime-env", env)
+    assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err

@@ -1,0 +1,252 @@
+"""A transcript of one job: facts go in at chosen times, actions are read off.
+
+Owns: builders of facts and the bookkeeping of one `Controller`. It is not a world: nothing happens
+that a test does not say. Every step is journaled, and `replayed()` feeds a second controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from holdfast.orchestrator.core.actions import (
+    Action,
+    AnyAction,
+    CommitManifest,
+    FinishJob,
+    LaunchGroup,
+    PersistStep,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.events import (
+    ActionFailed,
+    ActionSucceeded,
+    AnyEvent,
+    GroupStopped,
+    JobSubmitted,
+    NodeJoined,
+    NodeLost,
+    ShardPersisted,
+    StepCompleted,
+    Tick,
+    WorkerExited,
+)
+from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard
+from holdfast.orchestrator.protocol.manifest import shard_file_name
+
+SECOND = 1_000_000_000
+A = TypeVar("A", bound=Action)
+
+
+def spec(
+    nodes: dict[str, int] | None = None,
+    workers: int = 2,
+    shard: int | str = 2,
+    *,
+    script: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """A job document. Sections in `more` (recovery, checkpoint ...) replace the empty ones."""
+    entry = {"script": "train.py"} if script else {"recipe": {"name": "pretrain"}}
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "tale"},
+        "spec": {
+            "entrypoint": entry,
+            "nodes": nodes or {"min": 1, "max": 2},
+            "workersPerNode": workers,
+            "parallelism": {"shard": shard},
+            **more,
+        },
+    }
+
+
+def facts(name: str, workers: int = 2, **more: Any) -> NodeFacts:
+    return NodeFacts(hostname=name, address=f"ip-{name}", data_port=7000, slots=workers, **more)
+
+
+@dataclass
+class Transcript:
+    document: dict[str, Any] = field(default_factory=spec)
+    controller: Controller = field(default_factory=Controller)
+    now: int = 1_000 * SECOND
+    journal: list[tuple[int, AnyEvent]] = field(default_factory=list)
+    actions: list[AnyAction] = field(default_factory=list)
+    """Everything decided so far."""
+    fresh: list[AnyAction] = field(default_factory=list)
+    """Decided by the last fact."""
+    ports: int = 40_000
+
+    @property
+    def state(self) -> JobState:
+        return self.controller.state
+
+    # -- facts in -----------------------------------------------------------------------------
+    def tell(self, event: AnyEvent) -> list[AnyAction]:
+        self.journal.append((self.now, event))
+        self.fresh = list(self.controller.step(self.now, event))
+        self.actions += self.fresh
+        return self.fresh
+
+    def submit(self) -> list[AnyAction]:
+        return self.tell(JobSubmitted(job_id="job-1", spec=self.document, spec_directory="."))
+
+    def join(self, *names: str, **more: Any) -> list[AnyAction]:
+        workers = self.state.job.spec.workers_per_node
+        seen: list[AnyAction] = []
+        for name in names:
+            self.ports += 1
+            known = more.pop("facts", None) or facts(name, workers)
+            seen += self.tell(NodeJoined(node=name, facts=known, offered_port=self.ports, **more))
+        self.fresh = seen
+        return seen
+
+    def wait(self, seconds: float) -> list[AnyAction]:
+        """Time passes; every deadline on the way is a Tick."""
+        until, seen = self.now + round(seconds * SECOND), []
+        while (due := self.controller.next_deadline_ns()) is not None and due <= until:
+            self.now = max(self.now, due)
+            seen += self.tell(Tick())
+        self.now = until
+        self.fresh = seen
+        return seen
+
+    def succeed(self, *kinds: type[Action]) -> list[AnyAction]:
+        """Every action of these kinds without a result succeeds."""
+        seen: list[AnyAction] = []
+        for action in list(self.state.inflight.values()):
+            if isinstance(action, kinds):
+                seen += self.tell(ActionSucceeded(action_id=action.action_id))
+        self.fresh = seen
+        return seen
+
+    def fail(self, action: Action, detail: str = "no room") -> list[AnyAction]:
+        return self.tell(ActionFailed(action_id=action.action_id, detail=detail))
+
+    def step(self, number: int, generation: int | None = None) -> list[AnyAction]:
+        chosen = self.state.generation if generation is None else generation
+        return self.tell(StepCompleted(generation=chosen, step=number, step_s=0.4))
+
+    def exits(self, rank: int, **how: Any) -> list[AnyAction]:
+        node = self.state.node_of(rank)
+        how = how or {"code": 0}
+        generation = how.pop("generation", self.state.generation)
+        return self.tell(
+            WorkerExited(node=node, generation=generation, exit=Exit(rank=rank, **how))
+        )
+
+    def lose(self, node: str, cause: Any = "gone", detail: str = "") -> list[AnyAction]:
+        return self.tell(NodeLost(node=node, cause=cause, detail=detail))
+
+    def stopped(
+        self, node: str, step: int | None = None, exits: tuple[Exit, ...] = (), **more: Any
+    ) -> list[AnyAction]:
+        """A member has stopped; its memory holds `step` (and the one before) of all its shards."""
+        stop = self.state.stop
+        assert stop is not None and node in stop.waiting, f"{node} was not asked to stop"
+        staged = more.pop("staged", None)
+        if staged is None:
+            staged = self.inventory(node, step) if step is not None else ()
+        self.ports += 1
+        return self.tell(
+            GroupStopped(
+                action_id=stop.waiting[node],
+                node=node,
+                generation=self.state.generation,
+                staged=staged,
+                exits=exits,
+                offered_port=self.ports,
+                **more,
+            )
+        )
+
+    def all_stopped(self, step: int | None = None) -> list[AnyAction]:
+        """Every member that was asked to stop has stopped."""
+        seen: list[AnyAction] = []
+        stop = self.state.stop
+        for node in list(stop.waiting) if stop else []:
+            seen += self.stopped(node, step)
+        self.fresh = seen
+        return seen
+
+    def inventory(self, node: str, step: int) -> tuple[StagedShard, ...]:
+        mesh = self.state.mesh
+        assert mesh is not None
+        return tuple(
+            StagedShard(at, self.state.generation, seat.shard, mesh.num_shards, 100)
+            for at in (step - 1, step)
+            if at >= 0
+            for seat in self.state.launch[node].seats
+        )
+
+    def persisted(self, step: int, shard: int, **more: Any) -> list[AnyAction]:
+        mesh = self.state.mesh
+        assert mesh is not None
+        generation = more.pop("generation", self.state.generation)
+        num_shards = more.pop("num_shards", mesh.num_shards)
+        name = shard_file_name(shard, num_shards)
+        file = ShardFile(step, generation, shard, num_shards, name, 100, "c0ffee")
+        return self.tell(ShardPersisted(node="n", generation=generation, shard=file))
+
+    def commit(self, step: int) -> list[AnyAction]:
+        """All shards of a step become durable, then its manifest."""
+        mesh = self.state.mesh
+        assert mesh is not None
+        for shard in range(mesh.num_shards):
+            self.persisted(step, shard)
+        return self.succeed(CommitManifest)
+
+    # -- common beginnings --------------------------------------------------------------------
+    def started(self, *names: str, step: int | None = 0) -> Transcript:
+        """Submitted, all nodes joined, launched and (step given) training."""
+        self.submit()
+        self.succeed(RequestNodes)
+        self.join(*(names or ("a", "b")))
+        self.succeed(LaunchGroup)
+        if step is not None:
+            self.step(step)
+        return self
+
+    # -- what was decided ---------------------------------------------------------------------
+    def of(self, kind: type[A]) -> list[A]:
+        """Fresh actions of a kind."""
+        return [action for action in self.fresh if isinstance(action, kind)]
+
+    def one(self, kind: type[A]) -> A:
+        found = self.of(kind)
+        assert len(found) == 1, f"{len(found)} {kind.__name__} in {self.fresh}"
+        return found[0]
+
+    def last(self, kind: type[A]) -> A:
+        return [action for action in self.actions if isinstance(action, kind)][-1]
+
+    def replayed(self) -> Controller:
+        again = Controller()
+        for now_ns, event in self.journal:
+            again.step(now_ns, event)
+        return again
+
+
+def stack(rank: int, in_collective: bool = False) -> Stack:
+    return Stack(rank=rank, text=f"stack of {rank}", in_collective=in_collective)
+
+
+__all__ = [
+    "SECOND",
+    "CommitManifest",
+    "FinishJob",
+    "LaunchGroup",
+    "PersistStep",
+    "ReleaseNode",
+    "RequestNodes",
+    "StopGroup",
+    "Transcript",
+    "facts",
+    "spec",
+    "stack",
+]

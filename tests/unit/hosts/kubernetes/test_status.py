@@ -1,0 +1,199 @@
+"""JobView -> status and back, and what of it is worth an Event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from holdfast.orchestrator.api.v1alpha1.crd import definition
+from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
+from holdfast.orchestrator.hosts.kubernetes.event_diff import new_events
+from holdfast.orchestrator.hosts.kubernetes.status import (
+    About,
+    ConditionState,
+    condition,
+    status_of,
+    status_without_controller,
+    view_of,
+)
+from holdfast.orchestrator.runtime.observe.view import (
+    CheckpointView,
+    Incident,
+    JobView,
+    NodeView,
+    WorkerView,
+)
+
+NS = 1_000_000_000
+NOW = 1_790_000_000 * NS
+ABOUT = About(name="llm", generation=3, desired=2, now_ns=NOW)
+
+
+def view() -> JobView:
+    workers = [WorkerView(rank=rank) for rank in range(2)]
+    return JobView(
+        name="llm",
+        job_id="0b1c",
+        state="running",
+        reason="all 4 ranks have finished step 7",
+        submitted_ns=NOW - 60 * NS,
+        now_ns=NOW,
+        generation=2,
+        world_size=4,
+        mesh="replicate 2 x shard 2",
+        strategy="HSDP",
+        restarts={"infrastructure": 1},
+        step=7,
+        total_steps=100,
+        loss=float("nan"),
+        step_s=0.25,
+        memory_step=7,
+        checkpoints=[CheckpointView(step=5, generation=1, num_bytes=10, committed_ns=NOW)],
+        checkpoint_path="s3://b/c",
+        nodes=[
+            NodeView(name="llm-a", state="member", workers=workers),
+            NodeView(name="llm-b", state="member"),
+            NodeView(name="llm-c", state="spare"),
+        ],
+        incidents=[incident()],
+        ledger={"productive": 50.123456, "starting": 9.9},
+        goodput=0.8335,
+    )
+
+
+def incident() -> Incident:
+    return Incident(
+        number=1,
+        at_ns=NOW - 30 * NS,
+        failure_class="infrastructure",
+        title="worker 1 on llm-a was killed by SIGKILL",
+        culprit_node="llm-a",
+        culprit_rank=1,
+        decision="restart on the same 2 nodes, from memory after step 5",
+        generation_before=1,
+        generation_after=2,
+        steps_lost=0,
+        seconds={"stop": 0.1, "total": 1.23456},
+    )
+
+
+def test_a_status_says_what_the_columns_show() -> None:
+    status = status_of(view(), ABOUT)
+    assert status["nodes"] == {"ready": 2, "desired": 2, "summary": "2/2", "spares": 1}
+    assert (status["state"], status["step"], status["worldSize"]) == ("running", 7, 4)
+    assert (status["restarts"], status["goodput"]) == (1, "83.4%")
+    assert status["replicas"] == 2
+    assert status["observedGeneration"] == 3
+    assert "loss" not in status, "NaN is no JSON"
+    assert status["ledger"] == {"productive": 50.12, "starting": 9.9}
+    assert status["incidents"][0]["class"] == "infrastructure"
+    TrainingJobStatus.model_validate(status)
+
+
+def test_every_field_of_a_status_is_in_the_schema_of_the_cluster() -> None:
+    (version,) = definition()["spec"]["versions"]
+    known = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+    assert set(status_of(view(), ABOUT)) <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("state", "true"),
+    [
+        ("pending", {"Progressing"}),
+        ("starting", {"Progressing"}),
+        ("running", {"Ready", "Progressing"}),
+        ("recovering", {"Progressing"}),
+        ("suspended", {"Suspended"}),
+        ("succeeded", {"Succeeded"}),
+        ("failed", {"Failed"}),
+        ("cancelled", {"Failed"}),
+    ],
+)
+def test_each_state_has_its_conditions(state: Any, true: set[str]) -> None:
+    status = status_of(replace(view(), state=state), ABOUT)
+    assert {one["type"] for one in status["conditions"] if one["status"] == "True"} == true
+    assert all(one["reason"] and one["message"] for one in status["conditions"])
+
+
+def test_a_condition_keeps_its_time_until_it_changes() -> None:
+    first = status_of(view(), ABOUT)["conditions"]
+    later = ABOUT._replace(now_ns=NOW + 60 * NS)
+    second = status_of(replace(view(), reason="other words"), later, first)["conditions"]
+    assert [one["lastTransitionTime"] for one in second] == [
+        one["lastTransitionTime"] for one in first
+    ]
+    third = status_of(replace(view(), state="recovering"), later, second)["conditions"]
+    changed = {
+        one["type"] for one, old in zip(third, second, strict=True)
+        if one["lastTransitionTime"] != old["lastTransitionTime"]
+    }  # fmt: skip
+    assert changed == {"Ready"}
+
+
+def test_why_pods_do_not_start_is_the_reason_of_a_job_that_waits() -> None:
+    about = ABOUT._replace(troubles=(("ImagePullBackOff", "image x cannot be pulled"),))
+    status = status_of(replace(view(), state="pending", reason="waiting for nodes"), about)
+    ready = condition({"status": status}, "Ready")
+    assert ready["reason"] == "ImagePullBackOff"
+    assert ready["message"] == "waiting for nodes; image x cannot be pulled"
+    running = condition({"status": status_of(view(), about)}, "Ready")
+    assert running["reason"] == "Running", "a job that trains waits for nothing"
+
+
+def test_a_job_without_a_controller_has_a_status_too() -> None:
+    verdict = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
+    status = status_without_controller(verdict, ABOUT)
+    assert condition({"status": status}, "Failed")["reason"] == "InvalidSpec"
+    assert status["replicas"] == 0
+    TrainingJobStatus.model_validate(status)
+
+
+def test_the_command_line_reads_back_what_the_operator_wrote() -> None:
+    document = {
+        "metadata": {"name": "llm", "uid": "0b1c", "creationTimestamp": "2026-09-21T13:00:00Z"},
+        "status": status_of(view(), ABOUT),
+    }
+    found = view_of(document, NOW)
+    for name in ("name", "job_id", "state", "reason", "generation", "world_size", "mesh", "step",
+                 "total_steps", "restarts", "memory_step", "checkpoint_path"):  # fmt: skip
+        assert getattr(found, name) == getattr(view(), name), name
+    assert found.checkpoints == view().checkpoints
+    assert found.goodput == pytest.approx(0.8335, abs=1e-3)
+    (one,) = found.incidents
+    assert (one.title, one.seconds["total"]) == (incident().title, 1.235)
+
+
+def test_a_job_that_no_operator_has_seen_is_pending() -> None:
+    document = {"metadata": {"name": "x", "creationTimestamp": "2026-09-21T13:00:00Z"}}
+    found = view_of(document, NOW)
+    assert found.state == "pending" and "operator has not looked" in found.reason
+
+
+# -- Events -------------------------------------------------------------------------------------
+def test_an_incident_is_told_when_it_is_known_what_is_done_and_when_it_is_over() -> None:
+    before = replace(view(), incidents=[])
+    opened = replace(incident(), seconds={}, decision="")
+    during = replace(view(), state="recovering", incidents=[opened])
+    assert new_events(before, during) == []
+    decided = replace(view(), state="recovering", incidents=[replace(incident(), seconds={})])
+    (told,) = new_events(during, decided)
+    assert (told.severity, told.reason) == ("Warning", "InfrastructureFailure")
+    assert "killed by SIGKILL" in told.message and "from memory after step 5" in told.message
+    (over,) = [one for one in new_events(decided, view()) if one.reason == "Recovered"]
+    assert "1.23 s, no finished step lost" in over.message
+    assert new_events(view(), view()) == []
+
+
+def test_an_operator_that_takes_over_does_not_tell_the_past_again() -> None:
+    assert new_events(None, view()) == []
+
+
+def test_ends_and_launches_are_told() -> None:
+    launched = replace(view(), generation=3)
+    assert [one.reason for one in new_events(view(), launched)] == ["GenerationStarted"]
+    ended = replace(view(), state="failed", reason="ValueError: x")
+    assert [(one.severity, one.reason) for one in new_events(view(), ended)] == [
+        ("Warning", "Failed")
+    ]

@@ -1,0 +1,85 @@
+"""Places that cannot be used: what a person is told, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.hosts.local.service import LocalJobHost, run_job
+from tests.unit.runtime.harness import World, drive, make_job
+
+
+def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = make_job(metrics={"port": port})
+        with pytest.raises(UserError, match=rf"spec.metrics.port: got {port}, which is in use"):
+            run_job(job, tmp_path / "home", tmp_path)
+    assert list((tmp_path / "home/jobs").iterdir()) == []
+
+
+def test_a_checkpoint_path_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    job = make_job(checkpoint={"path": str(tmp_path / "file/checkpoints")})
+
+    async def scenario() -> None:
+        world = World(tmp_path / "home", job)
+        world.start()
+        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got .*a place that can be"):
+            await world.task
+        assert not world.directory.journal.exists()
+
+    drive(scenario())
+
+
+def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, make_job(checkpoint={"path": "nonsense://here"}))
+        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got nonsense://here"):
+            await LocalJobHost(
+                world.directory, make_backend=lambda job, directory: world.backend
+            ).run()
+
+    drive(scenario())
+
+
+def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "shared")
+
+    async def scenario() -> None:
+        first = World(tmp_path, make_job(checkpoint={"path": path}))
+        first.start()
+        await first.running()
+        assert (await first.finish()).checkpoints
+        second = World(tmp_path, make_job("other", checkpoint={"path": path}))
+        second.start()
+        with pytest.raises(UserError, match="which holds checkpoints of job tiny"):
+            await second.task
+
+    drive(scenario())
+
+
+def test_a_job_that_trains_keeps_its_controller_whoever_else_writes_where_it_does(
+    tmp_path: Path,
+) -> None:
+    """Two jobs that begin before either has committed do not see each other."""
+    path = str(tmp_path / "shared")
+
+    async def scenario() -> None:
+        first = World(tmp_path, make_job(checkpoint={"path": path}))
+        second = World(tmp_path, make_job("other", checkpoint={"path": path}))
+        for world in (first, second):
+            world.start()
+            await world.running()
+        await second.kill_controller()
+        assert (await first.finish()).checkpoints
+        second.start()
+        await second.until(lambda view: len(second.service.assembly.links) == 2)
+        assert (await second.finish()).state == "succeeded"
+
+    drive(scenario())

@@ -1,0 +1,86 @@
+"""The controller is killed after every event of a story, and the story ends the same."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
+from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.unit.runtime.harness import BOUND_S, World, make_job
+
+CRASHES = range(3, 28)
+"""Events of the story without a crash are fewer than the last. A request for nodes whose result was
+lost is repeated only once its nodes had the time to come by themselves (8 s), so only one of the
+places with one is here."""
+
+
+def num_events(world: World) -> int:
+    if not world.directory.journal.exists():
+        return 0
+    reader = JournalReader(world.directory.journal)
+    for _ in reader.read():
+        pass
+    reader.close()
+    return reader.num_records
+
+
+class Crashing:
+    """A world whose controller dies once, when the journal has so many events."""
+
+    def __init__(self, world: World, after: int) -> None:
+        self.world, self.after, self.crashed = world, after, False
+
+    async def until(self, condition: object) -> JobView:
+        while True:
+            if not self.crashed and num_events(self.world) >= self.after:
+                self.crashed = True
+                await self.world.kill_controller()
+                self.world.start()
+            driver = getattr(self.world.service, "driver", None)
+            if driver is not None and driver.controller.submitted:
+                view = self.world.service.view()
+                if condition(view):  # type: ignore[operator]
+                    return view
+            assert not self.world.task.done(), self.world.task.result()
+            await asyncio.sleep(0)
+
+
+async def tell(tmp_path: Path, crash_after: int, bound_bytes: int) -> JobView:
+    """Start; a worker is killed; then a node; then all workers are through."""
+    open_journal = functools.partial(FileJournal, bound_bytes=bound_bytes)
+    world = World(tmp_path, make_job(), open_journal)
+    world.backend.auto = True
+    crashing = Crashing(world, crash_after)
+    world.start()
+    await crashing.until(lambda v: v.state == "running" and v.generation == 1)
+    world.members()[1].exit_worker(0)
+    await crashing.until(lambda v: v.state == "running" and v.generation > 1)
+    world.backend.kill(world.members()[0].name)
+    # If the request for a node was lost with the controller, the job shrinks first.
+    await crashing.until(
+        lambda v: v.state == "running" and len(v.incidents) >= 2 and v.world_size == 4
+    )
+    await world.finish()
+    return read_view(world.directory)
+
+
+@pytest.mark.parametrize("crash_after", CRASHES)
+def test_a_controller_killed_after_any_event_is_taken_over(
+    tmp_path: Path, crash_after: int
+) -> None:
+    """Every other time its journal is compacted all the while."""
+    bound_bytes = 500 if crash_after % 2 else limits.JOURNAL_BYTES
+    view = asyncio.run(asyncio.wait_for(tell(tmp_path, crash_after, bound_bytes), 2 * BOUND_S))
+    assert view.state == "succeeded"
+    failures = [one for one in view.incidents if one.failure_class != "resize"]
+    assert [one.failure_class for one in failures] == ["infrastructure"] * 2
+    assert [one.steps_lost for one in view.incidents] == [0] * len(view.incidents)
+    assert sum(view.ledger.values()) == pytest.approx(
+        (view.finished_ns - view.submitted_ns) / 1e9  # type: ignore[operator]
+    )

@@ -1,0 +1,148 @@
+"""Credentials that expire while somebody watches: they are fetched anew from where they came from.
+
+Owns: these tests, with a real exec plugin in a kubeconfig and a small HTTP server that wants a
+token. Against a real API server: tests/e2e/kubernetes/test_command_refusals.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.errors import PODS, NotAuthenticated
+from tests.unit.kube.fake_api import FakeApi, serving
+
+PLUGIN = """#!/bin/sh
+echo run >> {directory}/runs
+token=$(cat {directory}/token) || exit 1
+cat <<END
+{{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
+  "status": {{"token": "$token"}}}}
+END
+"""
+
+
+class Plugin:
+    """What a cloud's command for tokens does, in a kubeconfig."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.program = directory / "plugin"
+        self.program.write_text(PLUGIN.format(directory=directory))
+        self.program.chmod(0o755)
+
+    def gives(self, token: str) -> None:
+        (self._directory / "token").write_text(token)
+
+    @property
+    def num_runs(self) -> int:
+        return len((self._directory / "runs").read_text().splitlines())
+
+    def kubeconfig(self, url: str) -> Path:
+        command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(self.program)}
+        path = self._directory / "kubeconfig"
+        path.write_text(kubeconfig_text(url, {"exec": {**command, "interactiveMode": "Never"}}))
+        return path
+
+
+def kubeconfig_text(url: str, user: dict[str, Any]) -> str:
+    return yaml.safe_dump({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "small", "cluster": {"server": url}}],
+        "users": [{"name": "ann", "user": user}],
+        "contexts": [{"name": "small", "context": {"cluster": "small", "user": "ann"}}],
+        "current-context": "small",
+    })  # fmt: skip
+
+
+@asynccontextmanager
+async def connected(api: FakeApi, plugin: Plugin) -> AsyncIterator[KubeClient]:
+    async with serving(api) as url:
+        kubeconfig = plugin.kubeconfig(url)
+        async with await KubeClient.connect(kubeconfig=kubeconfig) as cluster:
+            yield cluster
+
+
+def test_a_token_that_is_refused_is_asked_for_anew_once_for_all_who_wait(tmp_path: Path) -> None:
+    async def story() -> None:
+        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+        plugin.gives("first")
+        async with connected(api, plugin) as cluster:
+            await cluster.list_all(PODS)
+            assert plugin.num_runs == 1
+            api.token = "second"
+            plugin.gives("second")
+            await asyncio.gather(*(cluster.list_all(PODS) for _ in range(5)))
+            assert plugin.num_runs == 2
+
+    asyncio.run(story())
+
+
+def test_a_watch_goes_on_with_another_token_when_the_first_has_expired(tmp_path: Path) -> None:
+    async def story() -> None:
+        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+        plugin.gives("first")
+        async with connected(api, plugin) as cluster:
+            heard = []
+            for version in ("1", "2"):
+                following = asyncio.ensure_future(anext(cluster.watch(PODS, version)))
+                watch = await api.next_watch()
+                watch.tell("BOOKMARK", {"metadata": {"resourceVersion": watch.version}})
+                heard.append((await following)[1]["metadata"]["resourceVersion"])
+                watch.end()
+                api.token = "second"
+                plugin.gives("second")
+            assert heard == ["1", "2"] and plugin.num_runs == 2
+
+    asyncio.run(story())
+
+
+def test_a_token_in_a_kubeconfig_that_somebody_replaces_is_read_anew(tmp_path: Path) -> None:
+    async def story() -> None:
+        api, path = FakeApi(token="first"), tmp_path / "kubeconfig"
+        async with serving(api) as url:
+            path.write_text(kubeconfig_text(url, {"token": "first"}))
+            async with await KubeClient.connect(kubeconfig=path) as cluster:
+                await cluster.list_all(PODS)
+                api.token = "second"
+                with pytest.raises(NotAuthenticated, match="log in again"):
+                    await cluster.list_all(PODS)
+                path.write_text(kubeconfig_text(url, {"token": "second"}))
+                await cluster.list_all(PODS)
+
+    asyncio.run(story())
+
+
+def test_a_plugin_that_fails_later_leaves_the_refusal_to_be_told(tmp_path: Path) -> None:
+    async def story() -> None:
+        api, plugin = FakeApi(token="first"), Plugin(tmp_path)
+        plugin.gives("first")
+        async with connected(api, plugin) as cluster:
+            await cluster.list_all(PODS)
+            api.token = "second"
+            (tmp_path / "token").unlink()
+            with pytest.raises(NotAuthenticated, match="does not accept our credentials"):
+                await cluster.list_all(PODS)
+            plugin.gives("second")
+            await cluster.list_all(PODS)
+
+    asyncio.run(story())
+
+
+def test_tokens_do_not_show_in_logs(tmp_path: Path) -> None:
+    async def story() -> None:
+        path = tmp_path / "kubeconfig"
+        path.write_text(kubeconfig_text("http://127.0.0.1:1", {"token": "a-secret"}))
+        async with await KubeClient.connect(kubeconfig=path) as cluster:
+            proof = cluster._credentials.proof
+            assert "a-secret" in proof.token and "a-secret" not in f"{proof} {proof!r}"
+
+    asyncio.run(story())

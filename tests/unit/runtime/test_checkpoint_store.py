@@ -1,0 +1,94 @@
+"""The storage tier: nothing counts before its manifest, and nothing incomplete gets one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, directory_name, shard_file_name
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore, CommitRefused
+
+MESH = Mesh(replicate=2, shard=2)
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    """A directory, and fsspec's memory file system in the part of an object store."""
+    path = str(tmp_path / "tier") if request.param == "local" else f"memory://{tmp_path.name}"
+    storage = CheckpointStore(path, "tiny")
+    storage.prepare()
+    return storage
+
+
+def put(
+    storage: CheckpointStore, step: int, generation: int = 1, num_bytes: int = 10
+) -> tuple[ShardFile, ...]:
+    files = []
+    for shard in range(2):
+        name = shard_file_name(shard, 2)
+        directory = f"{storage.root}/{directory_name(step, generation)}"
+        storage.fs.makedirs(directory, exist_ok=True)
+        storage.fs.pipe_file(f"{directory}/{name}", bytes(num_bytes))
+        files.append(ShardFile(step, generation, shard, 2, name, num_bytes, "00"))
+    return tuple(files)
+
+
+def test_a_complete_checkpoint_is_committed_and_found(storage: CheckpointStore) -> None:
+    first, second = put(storage, 5), put(storage, 7, generation=2)
+    assert storage.manifests() == []
+    assert storage.commit(7, MESH, second) == 20
+    assert storage.commit(5, MESH, tuple(reversed(first))) == 20
+    found = storage.manifests()
+    assert [(one.step, one.generation) for one in found] == [(5, 1), (7, 2)]
+    assert found[0].files == first and found[0].mesh == MESH and found[0].job == "tiny"
+
+
+def test_a_commit_with_a_missing_file_is_refused(storage: CheckpointStore) -> None:
+    files = put(storage, 5)
+    storage.fs.rm_file(f"{storage.root}/{directory_name(5, 1)}/{files[1].file}")
+    with pytest.raises(CommitRefused, match="missing here"):
+        storage.commit(5, MESH, files)
+    assert storage.manifests() == []
+
+
+def test_a_commit_with_a_file_of_another_size_is_refused(storage: CheckpointStore) -> None:
+    files = put(storage, 5)
+    put(storage, 5, num_bytes=9)
+    with pytest.raises(CommitRefused, match="got 9 bytes; expected 10"):
+        storage.commit(5, MESH, files)
+
+
+def test_files_of_several_attempts_are_never_one_checkpoint(storage: CheckpointStore) -> None:
+    first, second = put(storage, 5), put(storage, 5, generation=2)
+    with pytest.raises(CommitRefused, match="several attempts"):
+        storage.commit(5, MESH, (first[0], second[1]))
+    with pytest.raises(CommitRefused, match=r"got shards \[0\] of 2"):
+        storage.commit(5, MESH, first[:1])
+
+
+def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_does_no_harm(
+    storage: CheckpointStore,
+) -> None:
+    storage.commit(5, MESH, put(storage, 5))
+    storage.commit(6, MESH, put(storage, 6))
+    storage.delete(5, 1)
+    storage.delete(5, 1)
+    assert [one.step for one in storage.manifests()] == [6]
+    assert not storage.fs.exists(f"{storage.root}/{directory_name(5, 1)}")
+
+
+def test_a_manifest_that_cannot_be_read_commits_nothing(storage: CheckpointStore) -> None:
+    storage.commit(5, MESH, put(storage, 5))
+    put(storage, 6)
+    storage.fs.pipe_file(f"{storage.root}/{directory_name(6, 1)}/{MANIFEST_NAME}", b"{half")
+    assert [one.step for one in storage.manifests()] == [5]
+
+
+def test_a_directory_that_is_not_shared_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """A node wrote its shard to a disk of its own: the controller must not commit it."""
+    storage = CheckpointStore(str(tmp_path / "here"), "job")
+    with pytest.raises(CommitRefused, match="a directory must be one volume that all nodes and"):
+        storage.commit(5, Mesh(), (ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 3, "00"),))

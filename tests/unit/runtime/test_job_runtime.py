@@ -1,0 +1,249 @@
+"""Many controllers in one process: each has its own job, and none costs anything while it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.core.actions import RequestNodes
+from holdfast.orchestrator.core.events import CancelRequested
+from holdfast.orchestrator.core.journal import JournalLost
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.runtime import job_runtime as assembly_module
+from holdfast.orchestrator.runtime.agent_server import AgentServer
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
+from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import THREADS, SerialExecutor
+from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
+from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+
+from .harness import BOUND_S, FakeBackend, drive, make_job
+from .test_commits import MemoryJournal
+
+
+@dataclass
+class Cluster:
+    """One endpoint, and what a job needs of its place: it is what a FakeAgent takes for the
+    directory of its job."""
+
+    path: Path
+    endpoint: AgentServer = field(default_factory=AgentServer)
+    jobs: list[Hosted] = field(default_factory=list)
+
+    async def host(self, name: str, journal: MemoryJournal | None = None, **spec: Any) -> Hosted:
+        hosted = Hosted(self, make_job(name.rpartition("/")[2], **spec), name)
+        hosted.backend.auto = True
+        self.jobs.append(hosted)
+        await hosted.start(journal or MemoryJournal())
+        return hosted
+
+    async def close(self) -> None:
+        for hosted in self.jobs:
+            await hosted.stop()
+            await hosted.backend.close(release=True)
+        await self.endpoint.close()
+
+
+class Hosted:
+    """A job of the cluster; agents see its name, token and where to dial."""
+
+    def __init__(self, cluster: Cluster, job: TrainingJob, name: str) -> None:
+        self.cluster, self.name, self._job = cluster, name, job
+        self.backend = FakeBackend()
+        self.backend.directory = self  # type: ignore[assignment]
+        self.task: asyncio.Task[None] | None = None
+
+    def job(self) -> TrainingJob:
+        return self._job
+
+    def token(self) -> str:
+        return f"token of {self.name}"
+
+    def controller(self) -> dict[str, Any]:
+        return {"address": self.cluster.endpoint.address, "port": self.cluster.endpoint.port}
+
+    def checkpoint_path(self, job: TrainingJob) -> str:
+        return str(self.cluster.path / self.name.replace("/", "-"))
+
+    async def start(self, journal: MemoryJournal) -> None:
+        self.journal = journal
+        storage = CheckpointStore(self.checkpoint_path(self._job), self.name)
+        self.assembly = JobRuntime(
+            self._job,
+            key=self.name,
+            job_id=self.name,
+            spec_directory="",
+            checkpoint_path=self.checkpoint_path(self._job),
+            log_directory="",
+            token=self.token(),
+            backend=self.backend,
+            endpoint=self.cluster.endpoint,
+            storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
+        )
+        fresh = journal.snapshot is None and not journal.records
+        await self.assembly.prepare(fresh=fresh)
+        await self.assembly.begin(journal)
+        self.task = asyncio.create_task(self.assembly.run())
+
+    async def stop(self) -> None:
+        """As an operator that ends: nobody is told anything."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+            self.task = None
+        await self.assembly.close()
+
+    async def until(self, condition: Any) -> Any:
+        async with asyncio.timeout(BOUND_S):
+            while not condition(view := self.assembly.view()):
+                seen = self.assembly.changes.count
+                await self.assembly.changes.after(seen)
+        return view
+
+
+def test_jobs_of_one_name_in_two_namespaces_train_and_end_apart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        one = await cluster.host("red/tiny")
+        two = await cluster.host("blue/tiny")
+        for hosted in (one, two):
+            view = await hosted.until(lambda view: view.state == "running")
+            assert view.world_size == 4 and len(hosted.assembly.links) == 2
+        one.backend.kill("node-0")
+        await one.until(lambda view: view.state == "running" and view.num_incidents == 1)
+        assert two.assembly.view().num_incidents == 0
+        reply = await two.assembly.control.perform("cancel", {"by": "test"})
+        assert reply.ok
+        await two.until(lambda view: view.state == "cancelled")
+        assert two.task is not None
+        await two.task
+        assert two.backend.agents == {} and len(one.backend.agents) == 2
+        assert one.assembly.view().state == "running"
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_the_next_operator_takes_every_job_over_from_its_journal(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        jobs = [await cluster.host(name) for name in ("a/x", "a/y", "b/x")]
+        for hosted in jobs:
+            await hosted.until(lambda view: view.state == "running")
+        for hosted in jobs:
+            await hosted.stop()
+            assert len(hosted.backend.agents) == 2, "training goes on"
+        for hosted in jobs:
+            await hosted.start(hosted.journal.reopened())
+        for hosted in jobs:
+            await hosted.until(lambda view: view.state == "running" and view.controller_restarts)
+            async with asyncio.timeout(BOUND_S):
+                while len(hosted.assembly.links) < 2:
+                    await asyncio.sleep(0)
+            assert hosted.assembly.view().num_incidents == 0
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_who_waits_for_events_is_told_of_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        job = await cluster.host("a/x")
+        await job.until(lambda view: view.state == "running")
+        events = job.assembly.events
+        seen = events.count
+        await job.assembly.control.perform("cancel", {"by": "test"})
+        async with asyncio.timeout(BOUND_S):
+            await events.after(seen)
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        before = len(asyncio.all_tasks())
+        for number in range(100):
+            hosted = Hosted(cluster, make_job("waits"), f"space/job-{number}")
+            hosted.backend.room = False
+            cluster.jobs.append(hosted)
+            await hosted.start(MemoryJournal())
+        for hosted in cluster.jobs:
+            state = hosted.assembly.driver.controller.state
+            async with asyncio.timeout(BOUND_S):
+                while any(isinstance(one, RequestNodes) for one in state.inflight.values()):
+                    await asyncio.sleep(0)
+            assert state.phase == "pending"
+        assert len(asyncio.all_tasks()) - before == 100
+        async with asyncio.timeout(BOUND_S):
+            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+                await asyncio.sleep(0.01)
+        await cluster.close()
+        assert len(asyncio.all_tasks()) == before
+
+    drive(scenario())
+
+
+def test_a_controller_whose_journal_is_taken_ends_and_does_nothing_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        hosted = await cluster.host("space/x")
+        await hosted.until(lambda view: view.state == "running")
+        hosted.journal.failure = JournalLost("another controller writes it")
+        hosted.assembly.submit(CancelRequested(by="test"))
+        assert hosted.task is not None
+        with pytest.raises(JournalLost):
+            await hosted.task
+        await hosted.stop()
+        assert len(hosted.backend.agents) == 2
+        for agent in hosted.backend.agents.values():
+            assert not any(type(one).__name__ == "Stop" for one in agent.received)
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_a_takeover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        hosted = await cluster.host("space/x")
+        await hosted.until(lambda view: view.state == "running")
+        await hosted.stop()
+        answers = threading.Event()
+        monkeypatch.setattr(assembly_module, "LOOK_S", 0.05)
+        monkeypatch.setattr(CheckpointStore, "prepare", lambda self: answers.wait(BOUND_S))
+        await hosted.start(hosted.journal.reopened())
+        await hosted.until(lambda view: view.state == "running" and view.controller_restarts == 1)
+        answers.set()
+        await cluster.close()
+
+    drive(scenario())
+
+
+def test_what_a_user_got_wrong_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        (tmp_path / "space-x").write_text("a file where the checkpoints should be")
+        journal = MemoryJournal()
+        with pytest.raises(UserError, match=r"spec\.checkpoint\.path"):
+            await cluster.host("space/x", journal)
+        assert journal.kept == journal.pending == []
+        await cluster.close()
+
+    drive(scenario())

@@ -1,0 +1,29 @@
+"""Watchers miss nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from holdfast.orchestrator.runtime.notifier import ChangeNotifier
+
+
+def test_a_change_that_comes_while_the_watcher_is_busy_is_not_missed() -> None:
+    async def story() -> None:
+        changes = ChangeNotifier()
+        seen = changes.count
+        changes.tell()
+        await asyncio.wait_for(changes.after(seen), 5)
+
+    asyncio.run(story())
+
+
+def test_a_change_wakes_everybody_who_waits_and_nobody_before() -> None:
+    async def story() -> None:
+        changes = ChangeNotifier()
+        waiting = [asyncio.create_task(changes.after(changes.count)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        changes.tell()
+        await asyncio.wait_for(asyncio.gather(*waiting), 5)
+
+    asyncio.run(story())

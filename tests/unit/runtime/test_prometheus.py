@@ -1,0 +1,170 @@
+"""/metrics: names, types and numbers."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.orchestrator.hosts.ray.host import export
+from holdfast.orchestrator.hosts.ray.metrics import NEARLY_NOTHING, RayMetrics
+from holdfast.orchestrator.runtime.observe.incidents import KINDS
+from holdfast.orchestrator.runtime.observe.prometheus import METRICS, MetricsServer
+from holdfast.orchestrator.runtime.observe.view import (
+    CheckpointView,
+    IncidentCount,
+    JobView,
+    NodeView,
+    PhaseTotal,
+    WorkerView,
+)
+
+from .harness import make_job
+
+
+def make_view() -> JobView:
+    workers = [WorkerView(rank=0, state="running", step=9), WorkerView(rank=1, state="hung")]
+    node = NodeView(name="node-0", state="member", heartbeat_age_s=0.25, workers=workers)
+    counts = [("infrastructure", "worker"), ("infrastructure", "node"), ("resize", "job")]
+    incident_counts = [
+        IncidentCount(failure_class=name, scope=scope, count=1) for name, scope in counts
+    ]
+    recovery = {"stop": PhaseTotal(count=2, seconds=0.4), "total": PhaseTotal(count=1, seconds=0.3)}
+    return JobView(
+        name="tiny", state="running", now_ns=10_000_000_000, step=9, loss=2.5, step_s=0.5,
+        tokens_per_s=1024.0, world_size=2, generation=3, restarts={"infrastructure": 2},
+        incident_counts=incident_counts, recovery=recovery, steps_lost=2,
+        nodes=[node], ledger={"productive": 6.0, "waiting": 4.0},
+        goodput=0.6, memory_step=9, commits=1,
+        checkpoints=[CheckpointView(step=5, generation=1, num_bytes=77, committed_ns=4 * 10**9)],
+    )  # fmt: skip
+
+
+def scrape(view: JobView, *, per_rank: bool = False) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(sample name, label values without the job's) -> value, over HTTP."""
+    server = MetricsServer(make_job(metrics={"perRank": per_rank}), lambda: view)
+    port = server.open(0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    server.close()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("job") == "tiny"
+            found[sample.name, tuple(labels.values())] = sample.value
+    return found
+
+
+def test_the_numbers_are_those_of_the_view() -> None:
+    found = scrape(make_view())
+    expected = {
+        ("holdfast_job_steps", ()): 10,
+        ("holdfast_job_loss", ()): 2.5,
+        ("holdfast_job_state", ("running",)): 1,
+        ("holdfast_job_state", ("failed",)): 0,
+        ("holdfast_job_nodes", ("member",)): 1,
+        ("holdfast_job_workers", ("hung",)): 1,
+        ("holdfast_job_restarts_total", ("infrastructure",)): 2,
+        ("holdfast_job_restarts_total", ("hang",)): 0,
+        ("holdfast_job_incidents_total", ("infrastructure", "worker")): 1,
+        ("holdfast_job_incidents_total", ("infrastructure", "node")): 1,
+        ("holdfast_job_incidents_total", ("resize", "job")): 1,
+        ("holdfast_job_recovery_duration_seconds_count", ("stop",)): 2,
+        ("holdfast_job_recovery_duration_seconds_sum", ("stop",)): 0.4,
+        ("holdfast_job_recovery_duration_seconds_count", ("total",)): 1,
+        ("holdfast_job_steps_lost_total", ()): 2,
+        ("holdfast_job_time_seconds", ("waiting",)): 4,
+        ("holdfast_goodput_ratio", ()): 0.6,
+        ("holdfast_checkpoint_age_seconds", ()): 6,
+        ("holdfast_checkpoint_storage_bytes", ()): 77,
+        ("holdfast_job_heartbeat_age_seconds", ()): 0.25,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_every_kind_of_incident_is_counted_from_zero_on() -> None:
+    found = scrape(JobView(name="tiny"))
+    name = "holdfast_job_incidents_total"
+    assert {key: value for key, value in found.items() if key[0] == name} == {
+        (name, kind): 0 for kind in KINDS
+    }
+    after = scrape(make_view())
+    assert len([key for key in after if key[0] == name]) == len(KINDS), "none is there twice"
+
+
+def test_an_incident_of_a_kind_that_nobody_has_thought_of_is_counted_too() -> None:
+    odd = IncidentCount(failure_class="user", scope="node", count=3)
+    found = scrape(JobView(name="tiny", incident_counts=[odd]))
+    assert found["holdfast_job_incidents_total", ("user", "node")] == 3
+
+
+def test_rays_exporter_counts_an_incident_once_and_from_next_to_nothing_on() -> None:
+    told: list[tuple[str, dict[str, str], float]] = []
+
+    class Counting(RayMetrics):
+        """Ray's own metrics, each of which is there once, without Ray."""
+
+        def _metric(self, kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
+            return Series(name)
+
+    class Series:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert value > 0, "Ray refuses it"
+            told.append((self.name, tags, value))
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            told.append((self.name, tags, value))
+
+    metrics, tags = Counting(), {"job": "tiny", "class": "hang", "scope": "worker"}
+    hang = IncidentCount(failure_class="hang", scope="worker", count=1)
+    hung = JobView(name="tiny", incident_counts=[hang])
+    for view in (JobView(name="tiny"), hung, hung):
+        export(metrics, "tiny", view)
+    counted = [
+        (labels, value)
+        for name, labels, value in told
+        if name == "holdfast_job_incidents_total" and labels["class"] == "hang"
+    ]
+    assert [value for labels, value in counted if labels == tags] == [NEARLY_NOTHING, 1.0]
+    assert len(counted) == 3, "the other scope has begun, too"
+
+
+def test_the_age_of_a_checkpoint_begins_with_the_first_step_where_there_is_none() -> None:
+    age = ("holdfast_checkpoint_age_seconds", ())
+    waiting = JobView(name="tiny", submitted_ns=1_000_000_000, now_ns=90_000_000_000)
+    assert age not in scrape(waiting), "nothing is at stake yet"
+    training = msgspec.structs.replace(waiting, first_step_s=30.0)
+    assert scrape(training)[age] == 59
+    committed = CheckpointView(step=5, generation=1, committed_ns=80 * 10**9)
+    assert scrape(msgspec.structs.replace(training, checkpoints=[committed]))[age] == 10
+
+
+def test_series_per_rank_are_opt_in() -> None:
+    assert ("holdfast_worker_step", ("node-0", "0")) not in scrape(make_view())
+    assert scrape(make_view(), per_rank=True)["holdfast_worker_step", ("node-0", "0")] == 9
+
+
+def test_what_is_not_known_has_no_series() -> None:
+    names = {name for name, _ in scrape(JobView(name="tiny"))}
+    assert "holdfast_job_loss" not in names
+    assert "holdfast_model_flops_utilization_ratio" not in names
+    assert "holdfast_job_recovery_duration_seconds_count" in names
+
+
+def test_names_follow_the_conventions() -> None:
+    units = ("seconds", "bytes", "ratio", "total", "info", "step", "steps", "size", "nodes")
+    for spec in METRICS:
+        assert re.fullmatch(r"holdfast_[a-z_]+", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        assert "rank" not in spec.labels or spec.per_rank
+        if spec.kind == "gauge" and spec.name.rpartition("_")[2] not in units:
+            assert spec.name.removeprefix("holdfast_job_") in (
+                "state", "generation", "workers", "loss", "holdfast_tokens_per_second",
+            )  # fmt: skip

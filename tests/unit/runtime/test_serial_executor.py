@@ -1,0 +1,94 @@
+"""Blocking calls of one job keep their order, and wait for nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import THREADS, SerialExecutor
+
+from .harness import BOUND_S, drive
+
+
+def test_calls_of_one_job_never_overtake_each_other() -> None:
+    async def scenario() -> None:
+        strand, done, running = SerialExecutor(), [], threading.Lock()
+
+        def work(number: int) -> int:
+            assert running.acquire(blocking=False), "two at once"
+            done.append(number)
+            running.release()
+            return number
+
+        assert await asyncio.gather(*(strand.call(work, n) for n in range(50))) == list(range(50))
+        assert done == list(range(50))
+
+    drive(scenario())
+
+
+def test_calls_that_hang_hold_up_their_own_jobs_only_and_leave_no_thread_behind() -> None:
+    """However many, and whether or not anybody still waits for them."""
+
+    async def scenario() -> None:
+        release, free = threading.Event(), SerialExecutor()
+        stuck = [SerialExecutor() for _ in range(50)]
+        hanging = [asyncio.create_task(one.call(release.wait)) for one in stuck]
+        behind = asyncio.create_task(stuck[0].call(str, 1))
+        assert await free.call(str, 2) == "2"
+        for task in hanging[1:]:
+            task.cancel()
+        assert await free.call(str, 3) == "3"
+        assert not behind.done()
+        release.set()
+        assert await hanging[0] and await behind == "1"
+        for one in stuck:
+            await one.settle()
+        async with asyncio.timeout(BOUND_S):
+            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+                await asyncio.sleep(0.01)
+
+    drive(scenario())
+
+
+def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
+    async def scenario() -> None:
+        strand, begun, release = SerialExecutor(), asyncio.Event(), threading.Event()
+        loop, over = asyncio.get_running_loop(), []
+
+        def work() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            release.wait()
+            over.append("work")
+
+        task = asyncio.create_task(strand.call(work))
+        await begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        following = asyncio.create_task(strand.call(lambda: over.append("next")))
+        never = asyncio.create_task(strand.call(lambda: over.append("never")))
+        settled = asyncio.create_task(strand.settle())
+        await asyncio.sleep(0)
+        never.cancel()
+        assert not settled.done() and over == []
+        release.set()
+        await following
+        await settled
+        assert over == ["work", "next"]
+
+    drive(scenario())
+
+
+def test_an_error_reaches_the_one_who_called() -> None:
+    async def scenario() -> None:
+        strand = SerialExecutor()
+
+        def fail() -> None:
+            raise OSError("no")
+
+        with pytest.raises(OSError, match="no"):
+            await strand.call(fail)
+        assert await strand.call(len, "abc") == 3
+
+    drive(scenario())

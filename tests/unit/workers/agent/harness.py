@@ -1,0 +1,113 @@
+"""One agent's machine with two workers, and a clock that only the test moves.
+
+Owns: builders of what the machine is told and the reading of what it wants. Must not: check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, WorkerSeat
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine.machine import AgentMachine
+
+NS = 1_000_000_000
+FACTS = NodeFacts(hostname="h", address="127.0.0.1", data_port=1, slots=2)
+
+
+class AgentHarness:
+    """One machine with two workers, and a clock that only the test moves."""
+
+    def __init__(self, *, joined: bool = True) -> None:
+        self.machine = AgentMachine(job="j", node="node-0", token="t", slots=2)
+        self.now_ns = 0
+        if joined:
+            self.join()
+
+    def give(self, given: f.Input) -> tuple[f.Output, ...]:
+        return self.machine.step(self.now_ns, given)
+
+    def tell(self, message: m.ToAgent) -> tuple[f.Output, ...]:
+        return self.give(f.Received(message))
+
+    def join(self) -> tuple[f.Output, ...]:
+        self.give(f.LinkUp(FACTS, 29500))
+        return self.tell(
+            m.Welcome(
+                spec={},
+                spec_directory="",
+                checkpoint_path="",
+                log_directory="",
+                heartbeat_interval_s=0.5,
+            )
+        )
+
+    def launch(self, generation: int = 1, **more: object) -> tuple[f.Output, ...]:
+        restore = more.pop("restore", None)
+        membership = Membership(
+            generation=generation,
+            mesh=Mesh(shard=2),
+            num_nodes=1,
+            workers_per_node=2,
+            master_address="127.0.0.1",
+            master_port=1,
+            restart_count=0,
+            restore=restore,  # type: ignore[arg-type]
+        )
+        seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
+        out = self.tell(
+            m.LaunchWorkers(
+                action_id=10 + generation,
+                membership=membership,
+                node_rank=0,
+                seats=seats,
+                **more,  # type: ignore[arg-type]
+            )
+        )
+        for rank in range(2):
+            out += self.give(f.WorkerForked(generation, rank, 100 + rank))
+        return out
+
+    def says(
+        self, rank: int, message: worker_protocol.FromWorker, generation: int = 1
+    ) -> tuple[f.Output, ...]:
+        return self.give(f.FromRank(generation, rank, message))
+
+    def ends(
+        self, rank: int, code: int | None = None, signal: int | None = None, generation: int = 1
+    ) -> tuple[f.Output, ...]:
+        return self.give(f.WorkerEnded(generation, rank, code, signal))
+
+    def stage(self, step: int, generation: int = 1) -> tuple[f.Output, ...]:
+        """Both workers stage a step, into whichever buffers they may write."""
+        out: tuple[f.Output, ...] = ()
+        for rank in range(2):
+            free = [
+                b for b in self.machine.tiers.buffers.of_slot(rank) if b.writable
+            ]  # fmt: skip
+            staged = worker_protocol.Staged(buffer=free[0].number, step=step, num_bytes=100)
+            out += self.says(rank, staged, generation)
+        return out
+
+    def staged(self) -> set[tuple[int, int, int]]:
+        return {(s.generation, s.step, s.shard) for s in self.machine.tiers.inventory()}
+
+
+T = TypeVar("T")
+
+
+def of(kind: type[T], outputs: Iterable[object]) -> list[T]:
+    found = [o.message if isinstance(o, f.Send) else o for o in outputs]
+    return [o for o in found if isinstance(o, kind)]
+
+
+def request_buffers(bench: AgentHarness, generation: int = 1) -> tuple[f.Output, ...]:
+    out: tuple[f.Output, ...] = ()
+    for rank in range(2):
+        for _ in range(3):
+            out += bench.says(rank, worker_protocol.BufferRequest(num_bytes=100), generation)
+    return out

@@ -1,0 +1,96 @@
+"""Limits of a container as its files say them, on both versions of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.workers.agent.linux import cgroup
+
+
+def tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def proc(root: Path, groups: str, mounts: list[str]) -> Path:
+    """A /proc/self with these groups and mounts."""
+    tree(root, {"self/cgroup": groups, "self/mountinfo": "\n".join(mounts)})
+    return root / "self"
+
+
+def unified(root: Path, inside: str = "/") -> str:
+    return f"30 23 0:26 {inside} {root}/fs rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
+
+
+def test_a_container_on_version_2_sees_its_own_limits(tmp_path: Path) -> None:
+    files = {
+        "fs/memory.max": "1073741824",
+        "fs/cpu.max": "250000 100000",
+        "fs/memory.events": "low 0\nhigh 0\nmax 7\noom 2\noom_kill 2",
+    }
+    tree(tmp_path, files)
+    where = proc(tmp_path, "0::/", [unified(tmp_path)])
+    memory, cpu = cgroup.find("memory", where), cgroup.find("cpu", where)
+    assert cgroup.memory_limit_bytes(memory) == 2**30
+    assert cgroup.cpu_limit(cpu) == 2.5
+    assert cgroup.memory_kills(memory) == 2
+
+
+def test_the_smallest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
+    files = {
+        "fs/pods/memory.max": "5000",
+        "fs/pods/one/memory.max": "max",
+        "fs/pods/one/cpu.max": "max 100000",
+    }
+    tree(tmp_path, files)
+    where = proc(tmp_path, "0::/pods/one", [unified(tmp_path)])
+    assert cgroup.memory_limit_bytes(cgroup.find("memory", where)) == 5000
+    assert cgroup.cpu_limit(cgroup.find("cpu", where)) is None
+
+
+@pytest.mark.parametrize("inside", ["/kubepods/pod1/abc", "/"])
+def test_on_version_1_a_container_is_found_under_the_mount_that_it_sees(
+    tmp_path: Path, inside: str
+) -> None:
+    """With the group itself mounted, or with the whole hierarchy of which only a part is there."""
+    files = {
+        "fs/memory/memory.limit_in_bytes": "9663676416",
+        "fs/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+        "fs/cpu/cpu.cfs_quota_us": "150000",
+        "fs/cpu/cpu.cfs_period_us": "100000",
+    }
+    tree(tmp_path, files)
+    mounts = [
+        f"31 23 0:27 {inside} {tmp_path}/fs/memory ro - cgroup cgroup rw,memory",
+        f"32 23 0:28 {inside} {tmp_path}/fs/cpu ro - cgroup cgroup rw,cpu,cpuacct",
+        unified(tmp_path),
+    ]
+    groups = "9:memory:/kubepods/pod1/abc\n4:cpu,cpuacct:/kubepods/pod1/abc\n0::/"
+    where = proc(tmp_path, groups, mounts)
+    assert cgroup.memory_limit_bytes(cgroup.find("memory", where)) == 9663676416
+    assert cgroup.cpu_limit(cgroup.find("cpu", where)) == 1.5
+    assert cgroup.memory_kills(cgroup.find("memory", where)) == 1
+
+
+def test_no_limit_is_no_number(tmp_path: Path) -> None:
+    files = {
+        "fs/memory.limit_in_bytes": "9223372036854771712",
+        "fs/cpu.cfs_quota_us": "-1",
+        "fs/cpu.cfs_period_us": "100000",
+    }
+    tree(tmp_path, files)
+    mount = f"31 23 0:27 / {tmp_path}/fs rw - cgroup cgroup rw,memory,cpu"
+    where = proc(tmp_path, "3:memory,cpu:/", [mount])
+    assert cgroup.memory_limit_bytes(cgroup.find("memory", where)) is None
+    assert cgroup.cpu_limit(cgroup.find("cpu", where)) is None
+
+
+def test_without_control_groups_nothing_is_limited(tmp_path: Path) -> None:
+    assert cgroup.find("memory", tmp_path) is None
+    assert cgroup.memory_limit_bytes(None) is None
+    assert cgroup.cpu_limit(None) is None
+    assert cgroup.memory_kills(None) == 0

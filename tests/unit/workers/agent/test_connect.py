@@ -1,0 +1,229 @@
+"""Getting to a controller: of several addresses the one that listens, with the right key only."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol import tls
+from holdfast.orchestrator.protocol.endpoints import Endpoint, parse_endpoints
+from holdfast.workers.agent.process.connect import Connector, endpoint_in
+from holdfast.workers.agent.process.controller_link import ControllerLink
+from tests.unit.runtime.certificates import make
+
+BOUND_S = 20.0
+NAME = "job.jobs.holdfast.dev"
+
+
+def drive(scene: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(scene, BOUND_S)
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    """A port that nobody listens on, and nobody else can get."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
+async def serve(
+    on_connection: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    context: ssl.SSLContext | None = None,
+    address: str = "127.0.0.1",
+) -> tuple[asyncio.Server, int]:
+    server = await asyncio.start_server(on_connection, address, 0, ssl=context)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def dial(
+    where: tuple[Endpoint, ...], context: ssl.SSLContext | None, name: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await Connector(lambda: where, context, name).dial()
+
+
+async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"here")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("holdfast.svc:7077", (("holdfast.svc", 7077),)),
+        ("10.0.0.1:1, [fd00::1]:2", (("10.0.0.1", 1), ("fd00::1", 2))),
+    ],
+)
+def test_endpoints_are_names_or_addresses_with_ports(text: str, expected: object) -> None:
+    assert parse_endpoints(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":7077", "host:0", "host:70000", "fd00::1:2"]
+)
+def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UserError, match=r"--endpoint: got .*; expected HOST:PORT"):
+        parse_endpoints(text)
+
+
+def test_addresses_that_refuse_are_passed_over(refusing: int) -> None:
+    async def scene() -> bytes:
+        server, port = await serve(greet)
+        async with server:
+            where = (("127.0.0.1", refusing), ("127.0.0.1", refusing), ("localhost", port))
+            reader, writer = await dial(where, None, "")
+            heard = await reader.read()
+            writer.close()
+            return heard
+
+    assert drive(scene()) == b"here"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+def test_an_ipv6_address_is_an_address_like_others() -> None:
+    async def scene() -> bytes:
+        try:
+            server, port = await serve(greet, address="::1")
+        except OSError as error:
+            pytest.skip(f"::1 cannot be used here: {error}")
+        async with server:
+            reader, writer = await dial((("::1", port),), None, "")
+            heard = await reader.read()
+            writer.close()
+            return heard
+
+    assert drive(scene()) == b"here"
+
+
+def test_an_address_that_says_nothing_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    async def silence(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def scene() -> bytes:
+        files = make(tmp_path, NAME)
+        silent, silent_port = await serve(silence)
+        server, port = await serve(greet, tls.server_context(*files))
+        async with server:
+            where = (("127.0.0.1", silent_port), ("127.0.0.1", port))
+            reader, writer = await dial(where, tls.client_context(*files), NAME)
+            heard = await reader.read()
+            writer.close()
+        silent.close()
+        return heard
+
+    assert drive(scene()) == b"here"
+
+
+def test_while_names_cannot_be_resolved_their_last_addresses_are_used() -> None:
+    async def scene() -> bytes:
+        server, port = await serve(greet)
+        answers: list[list[Endpoint]] = [[("127.0.0.1", port)]]
+
+        def resolve(host: str, _port: int) -> list[Endpoint]:
+            if not answers:
+                raise socket.gaierror(socket.EAI_AGAIN, "the name server is down")
+            return answers.pop()
+
+        dialler = Connector(lambda: (("operator", 7077),), resolve=resolve)
+        heard = b""
+        async with server:
+            for _ in range(2):
+                reader, writer = await dialler.dial()
+                heard += await reader.read()
+                writer.close()
+        return heard
+
+    assert drive(scene()) == b"herehere"
+
+
+def test_a_name_without_an_address_is_said_to_have_none() -> None:
+    async def scene() -> None:
+        with pytest.raises(OSError, match=r"nowhere\.invalid: .+"):
+            await dial((("nowhere.invalid", 1),), None, "")
+
+    drive(scene())
+
+
+def test_a_failure_names_every_address_and_its_reason(refusing: int) -> None:
+    async def scene() -> None:
+        with pytest.raises(OSError, match=r"127\.0\.0\.1: .*refused.*127\.0\.0\.1: .*refused"):
+            await dial((("127.0.0.1", refusing), ("127.0.0.1", refusing - 1)), None, "")
+
+    drive(scene())
+
+
+@pytest.mark.parametrize("wrong", ["certificate", "name"])
+def test_a_server_without_the_jobs_key_or_name_is_no_controller(tmp_path: Path, wrong: str) -> None:
+    async def scene() -> None:
+        ours = make(tmp_path / "ours", NAME)
+        theirs = make(tmp_path / "theirs", NAME) if wrong == "certificate" else ours
+        server, port = await serve(greet, tls.server_context(*theirs))
+        async with server:
+            context = tls.client_context(*ours)
+            name = NAME if wrong == "certificate" else "other.jobs.holdfast.dev"
+            with pytest.raises(OSError, match="certificate"):
+                await dial((("127.0.0.1", port),), context, name)
+
+    drive(scene())
+
+
+def test_the_token_never_leaves_the_machine_in_clear() -> None:
+    async def scene() -> None:
+        with pytest.raises(OSError, match="not dialled: without TLS"):
+            await dial((("192.0.2.1", 7077),), None, "")
+
+    drive(scene())
+
+
+def test_a_link_follows_the_controller_to_a_new_port(tmp_path: Path) -> None:
+    """Two controllers, one after the other; the file says where each listens."""
+    file = tmp_path / "controller.json"
+    welcome = m.Welcome(
+        spec={}, spec_directory="", checkpoint_path="", log_directory="", heartbeat_interval_s=1.0
+    )
+
+    async def scene() -> list[str]:
+        news: list[str] = []
+        changed = asyncio.Event()
+
+        def tell(text: str) -> None:
+            news.append(text)
+            changed.set()
+
+        async def controller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(m.encode(welcome))
+            await reader.read()
+
+        link = ControllerLink(
+            Connector(endpoint_in(file)),
+            lambda _: tell("up"),
+            lambda _: tell("welcome"),
+            lambda: tell("down"),
+        )
+        running = asyncio.create_task(link.run())
+        for _ in range(2):
+            server, port = await serve(controller)
+            file.write_text(f'{{"address": "127.0.0.1", "port": {port}}}')
+            while news[-1:] != ["welcome"]:
+                changed.clear()
+                await changed.wait()
+            server.close()
+            link.close("the test says so")
+            while news[-1:] != ["down"]:
+                changed.clear()
+                await changed.wait()
+        running.cancel()
+        return news
+
+    assert drive(scene()) == ["up", "welcome", "down"] * 2

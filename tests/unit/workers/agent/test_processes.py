@@ -1,0 +1,39 @@
+"""What Linux is asked for directly: zombies that nobody else will wait for."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+
+from holdfast.workers.agent.linux import processes
+from holdfast.workers.agent.storage.memfd import CROWDED_SHARE, crowding
+
+
+def test_a_zombie_is_reaped_the_second_time_that_it_is_seen() -> None:
+    """The first time it may still be somebody's who is about to wait for it."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    pidfd = os.pidfd_open(pid)
+    select.select([pidfd], [], [])
+    os.close(pidfd)
+    assert pid in processes.reap_strays(set())
+    assert processes.state_of(pid) == "Z"
+    assert pid not in processes.reap_strays({pid})
+    assert processes.state_of(pid) == ""
+
+
+def test_children_that_live_are_left_alone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.pid not in processes.reap_strays({child.pid})
+    child.communicate(b"\n")
+    assert child.returncode == 0
+
+
+def test_buffers_that_crowd_out_the_workers_are_named_with_the_fix() -> None:
+    limit = 10 * 10**9
+    assert crowding(int(CROWDED_SHARE * limit), limit) == ""
+    text = crowding(9 * 10**9, limit)
+    assert "9.0 GB of the 10.0 GB" in text and "spec.resources.memory" in text

@@ -1,0 +1,107 @@
+"""The staging rule under any interleaving: what a restore may need is never overwritten."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.workers.agent.machine.staging_buffers import Drop, Give, StagingBuffers, version
+
+SLOTS = 2
+
+
+class Story:
+    """Two workers that stage step after step, one at most a step ahead of the other."""
+
+    def __init__(self) -> None:
+        self.buffers = StagingBuffers(itertools.count(1))
+        self.generation = 0
+        self.free: dict[int, list[int]] = {}
+        self.step: dict[int, int] = {}
+        self.pins: list[int] = []
+        self.whole: list[tuple[int, int]] = []
+        """Versions that both have staged, oldest first."""
+        self.launch()
+
+    def launch(self) -> None:
+        self.buffers.stop()
+        self.generation += 1
+        restored = self.whole[-1] if self.whole else None
+        self.take(self.buffers.launch(self.generation, SLOTS, restored))
+        after = restored[1] if restored else -1
+        self.whole = self.whole[-1:]
+        self.free = {slot: [] for slot in range(SLOTS)}
+        self.step = dict.fromkeys(range(SLOTS), after)
+        for slot in range(SLOTS):
+            for _ in range(3):
+                self.take(self.buffers.request(slot, 100))
+
+    def take(self, changes: list[Give | Drop]) -> None:
+        for change in changes:
+            if isinstance(change, Give):
+                self.free[change.slot].append(change.buffer)
+
+    def stage(self, slot: int) -> None:
+        if self.step[slot] > self.step[1 - slot]:
+            return  # the collectives of the next step hold it back
+        assert self.free[slot], f"slot {slot} waits for a buffer: training stands still"
+        number, step = self.free[slot].pop(0), self.step[slot] + 1
+        self.step[slot] = step
+        self.buffers.staged(slot, number, StagedShard(step, self.generation, slot, SLOTS, 100))
+        if self.step[1 - slot] == step:
+            self.whole.append((self.generation, step))
+        self.take(self.buffers.settle())
+
+    def pin(self, slot: int) -> None:
+        """An upload of the newest begins; one at a time, as the agent does it."""
+        held = [b for b in self.buffers.of_slot(slot) if b.content]
+        if held and not self.pins:
+            newest = max(held, key=lambda b: version(b.content) if b.content else (0, 0))
+            self.buffers.pin(newest.number)
+            self.pins.append(newest.number)
+
+    def unpin(self) -> None:
+        if self.pins:
+            self.take(self.buffers.unpin(self.pins.pop()))
+
+    def check(self) -> None:
+        held = {(*version(s), s.shard) for s in self.buffers.inventory()}
+        for generation, step in self.whole[-2:]:
+            for shard in range(SLOTS):
+                assert (generation, step, shard) in held
+        assert len(self.buffers.buffers) <= 4 * SLOTS
+        for number in self.pins:
+            assert not self.buffers.buffers[number].writable
+
+
+STALLS = [
+    # Two steps kept, the third buffer still being uploaded: the new worker of slot 1 got none.
+    ["stage 0", "stage 1", "stage 0", "stage 1", "stage 1", "pin 1", "die", "stage 1"],
+    # A fourth buffer was made for a request, so the old one that came free later was nobody's.
+    [
+        "stage 0", "stage 1", "die", "stage 1", "pin 1", "stage 0", "stage 1", "stage 0", "stage 0",
+        "stage 1", "stage 1",
+    ],
+]  # fmt: skip
+
+
+@settings(max_examples=150)
+@example(STALLS[0])
+@example(STALLS[1])
+@given(st.lists(st.sampled_from(["stage 0", "stage 1"] * 6 + ["pin 0", "pin 1", "unpin", "die"])))
+def test_the_two_newest_complete_steps_survive_whatever_happens(acts: list[str]) -> None:
+    story = Story()
+    for act in acts:
+        match act.split():
+            case ["stage", slot]:
+                story.stage(int(slot))
+            case ["pin", slot]:
+                story.pin(int(slot))
+            case ["unpin"]:
+                story.unpin()
+            case _:
+                story.launch()
+        story.check()

@@ -1,0 +1,144 @@
+"""Uploads to a store that does not answer hold up no buddy copy, no restore and no staging."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import ShardLocation, StagedShard
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.pool import fork_protocol
+from holdfast.workers.agent.process.node import AgentProcess, NodeOptions
+from holdfast.workers.agent.process.thread_pools import AT_LEAST, ThreadPools
+
+from .harness import FACTS
+from .test_data_port import BOUND_S, DATA, SHARD, Agent
+from .test_worker_pool import ASSIGN
+
+SLOTS = 8
+
+
+class StuckStore(MemoryFileSystem):
+    """Uploads wait in it until they may go on."""
+
+    protocol = "stuck"
+    may_go_on = threading.Event()
+    waiting = threading.Semaphore(0)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self.waiting.release()
+        assert self.may_go_on.wait(BOUND_S)
+        return super().open(path, mode, **options)
+
+
+@pytest.fixture(autouse=True)
+def store() -> Iterator[None]:
+    fsspec.register_implementation("stuck", StuckStore, clobber=True)
+    yield
+    StuckStore.may_go_on.set()
+
+
+class Heard:
+    """What the machine of a node is told."""
+
+    def __init__(self, node: AgentProcess) -> None:
+        self._queue: asyncio.Queue[f.Input] = asyncio.Queue()
+        node._give = self._queue.put_nowait  # type: ignore[method-assign]
+
+    async def wait(self) -> f.Input:
+        return await asyncio.wait_for(self._queue.get(), BOUND_S)
+
+
+def make_node(directory: Path, server: socket.socket) -> AgentProcess:
+    (directory / "token").write_text("secret")
+    options = NodeOptions(
+        job="j", node="node-0", slots=SLOTS, token_file=directory / "token",
+        bind_address="127.0.0.1",
+    )  # fmt: skip
+    node = AgentProcess(options, server)
+    welcome = m.Welcome(
+        spec={}, spec_directory="", checkpoint_path="stuck://place", log_directory="",
+        heartbeat_interval_s=0.5,
+    )  # fmt: skip
+    node._machine.step(0, f.LinkUp(FACTS, 1))
+    node._machine.step(0, f.Received(welcome))
+    return node
+
+
+def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Path) -> None:
+    async def scene() -> None:
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        node = make_node(tmp_path, ours)
+        heard = Heard(node)
+        peer = Agent(node._credentials, "127.0.0.1")
+        serving = asyncio.create_task(peer.port.run())
+        for number in range(SLOTS + 1):
+            os.write(node._memory.make(number, len(DATA)), DATA)
+        for number in range(SLOTS):
+            staged = StagedShard(4, 2, number, SLOTS, len(DATA))
+            node._carry_out(f.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}"))
+        for _ in range(SLOTS):
+            assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
+
+        node._carry_out(f.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
+        assert await heard.wait() == f.PushDone(SLOTS, "")
+        assert peer.taken == DATA
+
+        node._crew.seat(ASSIGN, None)
+        _, fds = fork_protocol.receive(server)
+        source = ShardLocation(SHARD.shard, "node-1", "127.0.0.1", peer.port.port)
+        node._carry_out(f.FetchFromPeer(1, 0, SHARD, (source,)))
+        with socket.socket(fileno=fds[0]) as link:
+            link.settimeout(BOUND_S)
+            assert isinstance(
+                (await asyncio.to_thread(worker_protocol.receive, link))[0], worker_protocol.Assign
+            )
+            message, fd = await asyncio.to_thread(worker_protocol.receive, link)
+        assert (
+            message == worker_protocol.Shard(shard=SHARD.shard, num_bytes=len(DATA))
+            and fd is not None
+        )
+        assert os.pread(fd, len(DATA), 0) == DATA
+        os.close(fd)
+
+        StuckStore.may_go_on.set()
+        for _ in range(SLOTS):
+            done = await heard.wait()
+            assert isinstance(done, f.WriteDone) and done.checksum and not done.detail
+        serving.cancel()
+        server.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("stuck", ["upload", "push", "fetch", "touch"])
+def test_no_kind_of_work_waits_for_another(stuck: Any) -> None:
+    async def scene() -> None:
+        pools, free = ThreadPools(asyncio.get_running_loop(), slots=1), threading.Event()
+        held = [asyncio.create_task(pools.run(stuck, free.wait, BOUND_S)) for _ in range(AT_LEAST)]
+        for kind in ("upload", "push", "fetch", "touch"):
+            if kind != stuck:
+                assert await asyncio.wait_for(pools.run(kind, lambda: "done"), BOUND_S) == "done"
+        free.set()
+        assert all(await asyncio.gather(*held))
+
+    asyncio.run(scene())
+
+
+def test_all_workers_of_a_large_node_have_their_turn_at_once() -> None:
+    async def scene() -> None:
+        pools, met = ThreadPools(asyncio.get_running_loop(), slots=16), threading.Barrier(16)
+        await asyncio.gather(*(pools.run("fetch", met.wait, BOUND_S) for _ in range(16)))
+
+    asyncio.run(scene())

@@ -1,0 +1,107 @@
+"""The rehearsal of a first step: whom it is for, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.workers.agent.pool.warmup import calls_session
+
+ROOT = Path(__file__).parents[4]
+
+
+def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "nodes": {"min": 2, "max": 2},
+                "workersPerNode": 2,
+                "entrypoint": entrypoint,
+                **spec,
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from holdfast import session", True),
+        ("from holdfast import TrainingJob, session as s", True),
+        ("import holdfast.session", True),
+        ("import holdfast.session as core", True),
+        ("from holdfast.session import init", True),
+        ("def main():\n    from holdfast import session\n", True),
+        ("import torch\nimport torch.distributed as dist", False),
+        ("from holdfast.workers.training.data import share", False),
+        ("from . import session", False),
+        ("import session", False),
+        ("# from holdfast import session", False),
+        ("import holdfast.sessions", False),
+        ("this is no python", False),
+        ("\0", False),
+    ],
+)
+def test_a_script_calls_the_session_when_its_own_file_imports_it(
+    text: str, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(text)
+    script = job({"script": "train.py"}, workingDirectory="src")
+    module = job({"module": "src.train"})
+    assert calls_session(script, str(tmp_path)) is expected
+    assert calls_session(module, str(tmp_path)) is expected
+
+
+def test_a_script_that_is_not_there_does_not_call_the_session(tmp_path: Path) -> None:
+    assert not calls_session(job({"script": "missing.py"}), str(tmp_path))
+
+
+AROUND_A_REHEARSAL = """
+import sys
+import torch
+import torch.distributed as dist
+from tests.unit.workers.agent.test_warmup import job
+from holdfast.workers.agent.pool import warmup as warm
+
+torch.manual_seed(11)
+threads, expected = torch.get_num_threads(), torch.rand(3)
+torch.manual_seed(11)
+built = []
+make = warm.{counted}
+warm.{counted} = lambda *given: built.append(given) or make(*given)
+warm.warm(job({entrypoint!r}), {directory!r})
+print("rehearsed", len(built))
+assert not dist.is_initialized()
+assert torch.equal(torch.rand(3), expected), "the random state has changed"
+assert torch.get_num_threads() == threads
+torch.set_num_interop_threads(2)  # raises when the pool has started
+"""
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "counted", "rehearsals"),
+    [
+        ({"recipe": {"name": "pretrain"}}, "_rehearse_recipe", 1),
+        ({"script": "examples/session_loop.py"}, "_rehearse_loop", 1),
+        ({"script": "tests/unit/workers/training/test_samples.py"}, "_rehearse_loop", 0),
+    ],
+)
+def test_a_rehearsal_leaves_no_group_no_random_numbers_and_no_threads_behind(
+    entrypoint: dict[str, Any], counted: str, rehearsals: int
+) -> None:
+    program = AROUND_A_REHEARSAL.format(entrypoint=entrypoint, counted=counted, directory=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"rehearsed {rehearsals}"]
+    assert "Traceback" not in done.stderr, done.stderr

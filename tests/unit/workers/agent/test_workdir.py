@@ -1,0 +1,128 @@
+"""Where a worker runs its entrypoint on a node that lacks the directory of the spec."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.pool.warmup import calls_session
+from holdfast.workers.agent.process import workdir
+from holdfast.workers.session.core import working_directory
+from holdfast.workers.training.data import load
+
+from .test_worker_pool import ASSIGN
+
+RECIPE = {"recipe": {"name": "pretrain"}}
+
+
+def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {"entrypoint": entrypoint, **spec},
+        }
+    )
+
+
+@pytest.fixture
+def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker_protocol.Assign:
+    """Of a spec from elsewhere; this process comes back to its directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    where = {"spec_directory": str(tmp_path / "elsewhere"), "log_file": f"{tmp_path}/logs/rank.log"}
+    return msgspec.structs.replace(ASSIGN, **where)
+
+
+def test_the_directory_of_the_spec_is_entered_where_it_is(
+    assign: worker_protocol.Assign, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere" / "src").mkdir(parents=True)
+    assert workdir.enter(assign, job(RECIPE)) is None
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert workdir.enter(assign, job(RECIPE, workingDirectory="src")) is None
+    assert Path.cwd() == tmp_path / "elsewhere" / "src"
+
+
+def test_a_recipe_without_it_runs_beside_its_logs_and_takes_no_data_from_there(
+    assign: worker_protocol.Assign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = job(RECIPE)
+    (tmp_path / "logs" / "text").write_text("not this one")
+    assert workdir.enter(assign, recipe) is None
+    assert Path.cwd() == tmp_path / "logs"
+    assert str(tmp_path / "elsewhere") in capsys.readouterr().err
+    ours, _ = worker_protocol.pair()
+    directory = working_directory(worker_protocol.Attached(link=ours, assign=assign, job=recipe))
+    with pytest.raises(UserError, match=f"{tmp_path}/elsewhere/text: No such file"):
+        load("text", directory)
+
+
+def test_a_directory_that_the_spec_names_is_never_replaced(assign: worker_protocol.Assign) -> None:
+    problem = workdir.enter(assign, job(RECIPE, workingDirectory="src"))
+    assert problem is not None and problem.field == "spec.workingDirectory"
+    assert f"src ({assign.spec_directory}/src: No such file or directory" in problem.got
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no directory", "no script in it"])
+def test_a_script_that_is_missing_is_named_with_what_is_not_there(
+    assign: worker_protocol.Assign, tmp_path: Path, there: bool
+) -> None:
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    problem = workdir.enter(assign, job({"script": "train.py"}))
+    assert problem is not None and problem.field == "spec.entrypoint.script"
+    missing = f"{assign.spec_directory}/train.py" if there else assign.spec_directory
+    assert f"train.py ({missing}: No such file" in problem.got
+    assert "holdfast submit" in problem.fix
+
+
+def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
+    assign: worker_protocol.Assign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before a job starts takes it so, too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "train.py").write_text("import holdfast.session")
+    at_home = job({"script": "~/train.py"}, workingDirectory="~/src")
+    assert workdir.enter(assign, at_home) is None
+    assert Path.cwd() == tmp_path / "src"
+    with socket.socket() as link:
+        attached = worker_protocol.Attached(link, assign, at_home)
+        assert working_directory(attached) == str(tmp_path / "src")
+    assert calls_session(at_home, "/nowhere")
+    assert bytes(load("~/text", "/nowhere")) == b"some text"
+
+
+@pytest.mark.parametrize(
+    ("field", "entrypoint", "spec"),
+    [
+        ("spec.workingDirectory", RECIPE, {"workingDirectory": "~nobody-here/x"}),
+        ("spec.entrypoint.script", {"script": "~nobody-here/x"}, {}),
+    ],
+)
+def test_a_home_that_this_node_does_not_know_is_no_traceback(
+    field: str,
+    entrypoint: dict[str, Any],
+    spec: dict[str, Any],
+    assign: worker_protocol.Assign,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    problem = workdir.enter(assign, job(entrypoint, **spec))
+    assert problem is not None and problem.field == field
+    assert "~nobody-here/x: no home is known here for its ~ on this node" in problem.got
+
+
+def test_nor_is_data_there() -> None:
+    with pytest.raises(UserError, match=r"got '~nobody-here/x', .*no home is known here for its ~"):
+        load("~nobody-here/x", "/")

@@ -1,0 +1,95 @@
+"""What a worker's end means: exit codes, and whether an error is a consequence of another's."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.workers.agent.pool.stacks import in_collective, shorten
+from holdfast.workers.agent.pool.worker_main import is_secondary
+
+
+class DistNetworkError(RuntimeError):
+    pass
+
+
+class DistBackendError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+            "[127.0.0.1]:40912"
+        ),
+        RuntimeError(
+            "[gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer"
+        ),
+        DistNetworkError("The client socket has failed to connect to any network address"),
+        DistBackendError(
+            "NCCL error: remote process exited or there was a network error, NCCL 2.28"
+        ),
+    ],
+)
+def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
+    assert is_secondary(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad shape"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ConnectionResetError("Connection reset by peer"),
+        RuntimeError("loading the dataset failed: Connection reset by peer"),
+        DistBackendError("Tensors must be CUDA and dense"),
+    ],
+)
+def test_an_error_of_the_code_itself_is_a_cause(error: Exception) -> None:
+    assert not is_secondary(error)
+
+
+FAULTHANDLER = """Thread 0x00007f12 (most recent call first):
+  File "/x/session/link.py", line 68 in _beat
+
+Current thread 0x00007f34 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 2800 in all_reduce
+  File "/x/train.py", line 10 in <module>
+"""
+PY_SPY = """Process 12: python -m holdfast.workers.agent.process.node_launcher
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 12 (idle): "MainThread"
+    load (train.py:12)
+    <module> (train.py:20)
+Thread 14 (idle): "holdfast-pulse"
+    barrier (torch/distributed/distributed_c10d.py:4000)
+"""
+
+
+def test_a_main_thread_in_a_collective_is_a_victim() -> None:
+    assert in_collective(FAULTHANDLER)
+
+
+def test_a_main_thread_elsewhere_is_not_whatever_other_threads_do() -> None:
+    assert not in_collective(PY_SPY)
+    assert in_collective(PY_SPY.replace("load (train.py:12)", "barrier (torch/distributed/c.py:1)"))
+
+
+def test_a_stack_shows_the_users_frames_and_not_how_the_worker_was_started() -> None:
+    text = PY_SPY.replace(
+        "Thread 14",
+        "    _run_code (<frozen runpy>:88)\n"
+        "    _run_entrypoint (workers/agent/pool/worker_main.py:119)\n"
+        "    serve (workers/agent/process/node_launcher.py:95)\n"
+        "Thread 13 (idle)\n"
+        "Thread 14",
+    )
+    assert shorten(text).splitlines()[2:] == [
+        'Thread 12 (idle): "MainThread"',
+        "    load (train.py:12)",
+        "    <module> (train.py:20)",
+        'Thread 14 (idle): "holdfast-pulse"',
+        "    barrier (torch/distributed/distributed_c10d.py:4000)",
+    ]

@@ -1,0 +1,64 @@
+"""The order of news about a worker, with real sockets and a forkserver played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.pool import fork_protocol
+from holdfast.workers.agent.pool.worker_pool import WorkerPool
+
+MEMBERSHIP = Membership(
+    generation=1,
+    mesh=Mesh(),
+    num_nodes=1,
+    workers_per_node=1,
+    master_address="127.0.0.1",
+    master_port=1,
+    restart_count=0,
+)
+ASSIGN = worker_protocol.Assign(
+    membership=MEMBERSHIP, seat=WorkerSeat(0, 0, 0, True), node_rank=0, environment={}
+)
+
+
+def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> None:
+    """The kernel reports the unread Assign as ECONNRESET ahead of the worker's own messages."""
+
+    async def scene() -> list[f.Input]:
+        heard: list[f.Input] = []
+        ended = asyncio.Event()
+
+        def tell(given: f.Input) -> None:
+            heard.append(given)
+            if isinstance(given, f.WorkerEnded):
+                ended.set()
+
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        crew = WorkerPool(asyncio.get_running_loop(), tell)
+        crew.attach(ours)
+        crew.seat(ASSIGN, None)
+        request, fds = fork_protocol.receive(server)
+        assert isinstance(request, fork_protocol.ForkWorker)
+        fork_protocol.send(server, fork_protocol.Forked(worker=request.worker, pid=1))
+        with socket.socket(fileno=fds[0]) as link:
+            worker_protocol.send(link, worker_protocol.Staged(buffer=1, step=4, num_bytes=8))
+            worker_protocol.send(link, worker_protocol.Progress(step=4))
+        fork_protocol.send(
+            server, fork_protocol.ProcessEnded(worker=request.worker, code=None, signal=9)
+        )
+        await asyncio.wait_for(ended.wait(), 30)
+        server.close()
+        return heard
+
+    heard = asyncio.run(scene())
+    kinds = [x.message if isinstance(x, f.FromRank) else x for x in heard]
+    assert [type(kind) for kind in kinds[-3:]] == [
+        worker_protocol.Staged,
+        worker_protocol.Progress,
+        f.WorkerEnded,
+    ]

@@ -1,0 +1,197 @@
+"""State that is no tensor comes back as it was, or is refused before it is written."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers.checkpoint import layout
+from holdfast.workers.checkpoint.json_values import pack, unpack
+from holdfast.workers.checkpoint.layout import parse_header
+from holdfast.workers.checkpoint.state import TrainingState
+from tests.unit.workers.checkpoint.fake_ranks import restore_alone, staged_alone
+
+Schedule = Callable[[torch.optim.Optimizer], Any]
+
+SCHEDULES: dict[str, Schedule] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 4),
+    "multi-step": lambda o: lr_scheduler.MultiStepLR(o, [5, 5, 10], gamma=0.1),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, total_iters=6),
+    "linear": lambda o: lr_scheduler.LinearLR(o, total_iters=10),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, total_iters=15, power=2.0),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=9),
+    "warm-restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=5),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=4, cycle_momentum=False),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=2.0, total_steps=30),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=2),
+    "swa": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=8),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.MultiStepLR(o, [3, 6])], [2]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, total_iters=6), lr_scheduler.MultiStepLR(o, [5, 10])]
+    ),
+}
+
+
+def made(schedule: Schedule) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    return model, optimizer, schedule(optimizer)
+
+
+def rates(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, n: int) -> list[float]:
+    """The learning rates of the next n steps, of a loss that does not improve."""
+    out = []
+    for _ in range(n):
+        out.append(optimizer.param_groups[0]["lr"])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        plateau = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+        schedule.step(*([1.0] if plateau else []))
+    return out
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_schedule_goes_on_as_if_nothing_had_happened(name: str, after: int) -> None:
+    model, optimizer, schedule = made(SCHEDULES[name])
+    rates(model, optimizer, schedule, after)
+    file = staged_alone(model, optimizer, schedule)
+    again = made(SCHEDULES[name])
+    restore_alone(file, *again)
+    assert rates(*again, 10) == rates(model, optimizer, schedule, 10)
+    state = again[2].state_dict()
+    assert {k: type(v) for k, v in state.items()} == {
+        k: type(v) for k, v in schedule.state_dict().items()
+    }
+
+
+def test_a_plateau_that_has_seen_no_loss_yet_comes_back() -> None:
+    model, optimizer, schedule = made(SCHEDULES["plateau"])
+    again = made(SCHEDULES["plateau"])
+    again[2].best = 0.0
+    restore_alone(staged_alone(model, optimizer, schedule), *again)
+    assert again[2].best == math.inf
+
+
+def test_numbers_that_are_none_and_tuples_come_back() -> None:
+    extra = {
+        "best": math.inf, "worst": -math.inf, "nan": math.nan, "where": (1, (2.5, None)),
+        "seen": {5: "a", (1, True): "b"}, "drawn": Counter({5: 2}), 7: "a key of its own",
+    }  # fmt: skip
+    model, optimizer, _ = made(SCHEDULES["step"])
+    got: dict[Any, Any] = {}
+    restore_alone(staged_alone(model, optimizer, extra), model, optimizer, got)
+    assert math.isnan(got.pop("nan")) and math.isnan(extra.pop("nan"))
+    assert got == extra
+    assert type(got["drawn"]) is Counter
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, -(2**70), 5e-324, -0.0, "\ud800 \u0000 ü", [], {}, (), [[()]],
+        {"__float__": "inf"}, {"__tuple__": [1]}, {"__pairs__": []}, {"__counter__": 1, "b": 2},
+        {"": {"__pairs__": 3}}, {None: 1, 1.5: 2, True: 3}, Counter("aab"),
+        OrderedDict(b=1, a=(2,)), np.float64(0.1), enum.IntEnum("E", "A").A, {math.inf: math.inf},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_unpacked_equals_what_was_packed(value: Any) -> None:
+    file = layout.make_layout(
+        [], generation=1, shard=0, num_shards=1, extra=layout.encode_extra({"x": pack(value)})
+    )
+    start = bytes(file.render(0, [], layout.encode_extra({"x": pack(value)})))
+    got = unpack(parse_header(start, "file").extra["x"])
+    assert got == value
+    assert repr(got) == repr(value) or isinstance(value, OrderedDict | np.floating | enum.Enum)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({"deep": [torch.zeros(2)]}, "Tensor"),
+        ({1, 2}, "set"),
+        ({object(): 1}, "object"),
+        (np.int64(3), "int64"),
+        (b"abc", "bytes"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_would_not_come_back_is_refused_by_name_before_it_is_written(
+    value: Any, what: str
+) -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    with pytest.raises(UserError, match=rf"extra\['mine'\]: got {what}; expected numbers"):
+        staged_alone(model, optimizer, {"fine": 1, "mine": value})
+
+
+def test_a_value_that_holds_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    model, optimizer, _ = made(SCHEDULES["step"])
+    with pytest.raises(UserError, match=r"extra\['mine'\]: got a value that holds itself"):
+        staged_alone(model, optimizer, {"mine": loop})
+
+
+def test_what_an_optimizer_keeps_beside_tensors_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"history": [torch.zeros(2)]}
+    with pytest.raises(UserError, match=r"optimizer.state\['weight'\]\['history'\]: got Tensor"):
+        staged_alone(model, optimizer)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["rates"] = (torch.zeros(()),)
+    with pytest.raises(UserError, match=r"optimizer.param_groups\[0\]\['rates'\]: got Tensor"):
+        staged_alone(model, optimizer)
+
+
+def test_infinities_in_the_settings_of_an_optimizer_come_back() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+    optimizer.param_groups[0]["limit"] = math.inf
+    file = staged_alone(model, optimizer)
+    again = torch.optim.AdamW(model.parameters())
+    restore_alone(file, model, again)
+    assert again.param_groups[0]["limit"] == math.inf
+    assert again.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_files_of_before_are_read_and_so_are_those_with_infinities() -> None:
+    text = """{"optimizer":{"class":"AdamW","groups":[{"lr":0.5,"betas":[0.8,0.9]}],"scalars":{}},
+        "user":{"best":Infinity,"worst":-Infinity,"nan":NaN,"list":[1,"a",null]}}"""
+    extra = json.dumps(text)[1:-1].replace("\\n", " ").encode()
+    file = layout.make_layout([], generation=1, shard=0, num_shards=1, extra=extra)
+    header = parse_header(bytes(file.render(0, [], extra)), "file")
+    model, optimizer, _ = made(SCHEDULES["step"])
+    got: dict[str, Any] = {}
+    TrainingState(model, optimizer, got).import_extra(header.extra)
+    assert math.isnan(got.pop("nan"))
+    assert got == {"best": math.inf, "worst": -math.inf, "list": [1, "a", None]}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_files_are_json_that_every_reader_takes() -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    file = staged_alone(model, optimizer, {"best": math.inf})
+    header = msgspec.json.decode(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    inner = msgspec.json.decode(header["__metadata__"]["holdfast"])
+    assert unpack(inner["extra"]["user"]) == {"best": math.inf}

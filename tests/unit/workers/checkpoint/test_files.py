@@ -1,0 +1,251 @@
+"""The file format, and listing, verifying and exporting committed checkpoints without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.checkpoint import __main__ as command
+from holdfast.workers.checkpoint import inspect
+from holdfast.workers.checkpoint.hashing import CHUNK_BYTES, copy_and_hash
+from holdfast.workers.checkpoint.layout import (
+    Box,
+    DamagedCheckpoint,
+    Entry,
+    encode_extra,
+    make_layout,
+    parse_header,
+)
+from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
+from tests.unit.workers.checkpoint.fake_ranks import staged
+
+
+def write(path: Path, files: dict[int, bytes], step: int = 1, generation: int = 1) -> Manifest:
+    """A committed checkpoint, as agents and controller leave it."""
+    count = len(files)
+    shard_files = tuple(
+        ShardFile(
+            step=step, generation=generation, shard=shard, num_shards=count,
+            file=shard_file_name(shard, count), num_bytes=len(content),
+            checksum=xxhash.xxh3_128_hexdigest(content),
+        )
+        for shard, content in sorted(files.items())
+    )  # fmt: skip
+    manifest = Manifest(
+        job="tiny", step=step, generation=generation, mesh=Mesh(shard=count), files=shard_files,
+        committed_at="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+    directory = path / manifest.directory
+    directory.mkdir(parents=True)
+    for file in shard_files:
+        (directory / file.file).write_bytes(files[file.shard])
+    (directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    return manifest
+
+
+def flip_bit(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+
+
+# -- format -----------------------------------------------------------------------------------
+def test_a_header_says_what_was_put_in_and_keeps_its_length() -> None:
+    entries = [
+        Entry("model.a", "BF16", Box((5, 2), (3, 0), (2, 2))),
+        Entry('model."b"', "F32", Box((), (), ())),
+        Entry("model.none", "F32", Box((1, 4), (0, 0), (0, 4))),
+    ]
+    extra = {"text": 'quotes " and \\ and ümlauts'}
+    layout = make_layout(entries, generation=7, shard=1, num_shards=3, extra=encode_extra(extra))
+    lengths = set()
+    for step, checksum in ((0, 0), (12345, 2**64 - 1)):
+        start = bytes(layout.render(step, [checksum] * 3, encode_extra(extra)))
+        header = parse_header(start, "file")
+        assert (header.step, header.generation, header.shard, header.num_shards) == (step, 7, 1, 3)
+        assert header.extra == extra
+        assert header.entries["model.a"].box == Box((5, 2), (3, 0), (2, 2))
+        assert header.entries["model.a"].checksum == f"{checksum:016x}"
+        assert header.entries['model."b"'].num_bytes == 4
+        assert header.num_bytes == layout.num_bytes
+        lengths.add(len(start))
+    assert len(lengths) == 1
+    assert layout.data_start % 64 == 0
+    assert not layout.fits(encode_extra({"text": "x" * 5000}))
+
+
+def test_any_safetensors_reader_reads_a_shard(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    (tmp_path / "shard.safetensors").write_bytes(staged(1, 2)[1])
+    tensors = load_file(tmp_path / "shard.safetensors")
+    assert tensors["model.first.weight"].shape == (3, 3)
+    assert tensors["optim.first.weight.exp_avg"].shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        pytest.param(b"", "no safetensors header", id="empty"),
+        pytest.param(b"\xff" * 64, "no safetensors header", id="garbage"),
+        pytest.param((40).to_bytes(8, "little") + b"{}", "within its header", id="cut"),
+        pytest.param((4).to_bytes(8, "little") + b"{xx}", "cannot be read", id="no-json"),
+        pytest.param((2).to_bytes(8, "little") + b"{}", "not a shard of Holdfast", id="foreign"),
+    ],
+)
+def test_what_is_no_shard_is_refused_with_its_name(content: bytes, what: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match=f"some-file: damaged checkpoint: .*{what}"):
+        parse_header(content, "some-file")
+
+
+def test_a_copy_and_its_checksum_agree_at_every_length() -> None:
+    for num_bytes in (0, 1, 4, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 17):
+        source = np.arange(num_bytes, dtype=np.uint64).astype(np.uint8)
+        target = np.zeros(num_bytes, dtype=np.uint8)
+        assert copy_and_hash(target, source) == xxhash.xxh3_64_intdigest(source.tobytes())
+        assert np.array_equal(target, source)
+
+
+# -- list and verify --------------------------------------------------------------------------
+def test_only_what_a_manifest_names_counts_as_committed(tmp_path: Path) -> None:
+    files = staged(1, 2)
+    write(tmp_path, files)
+    attempt = tmp_path / "step-00000009.gen-2"
+    attempt.mkdir()
+    (attempt / shard_file_name(0, 2)).write_bytes(files[0])
+    (tmp_path / "notes").mkdir()
+    listed = inspect.list_checkpoints(str(tmp_path))
+    assert [(c.step, c.committed, c.problem) for c in listed] == [
+        (9, False, "no manifest"),
+        (1, True, ""),
+    ]
+    assert inspect.find(str(tmp_path)).step == 1
+    with pytest.raises(UserError, match=r"no committed checkpoint of step 9.*committed steps: 1"):
+        inspect.find(str(tmp_path), 9)
+
+
+def test_a_whole_checkpoint_verifies(tmp_path: Path) -> None:
+    manifest = write(tmp_path, staged(1, 3))
+    verdict = inspect.verify(str(tmp_path), manifest)
+    assert (verdict.ok, verdict.num_files, verdict.num_tensors) == (True, 3, 21)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        pytest.param(lambda f: flip_bit(f, -5), "do not match its checksum", id="data"),
+        pytest.param(lambda f: flip_bit(f, 60), "damaged checkpoint", id="header"),
+        pytest.param(lambda f: f.write_bytes(f.read_bytes()[:-1]), "its manifest says", id="short"),
+        pytest.param(lambda f: f.unlink(), "the file is missing", id="missing"),
+    ],
+)
+def test_damage_is_found_and_its_file_named(tmp_path: Path, damage, problem: str) -> None:
+    manifest = write(tmp_path, staged(1, 2))
+    damage(tmp_path / manifest.directory / shard_file_name(1, 2))
+    verdict = inspect.verify(str(tmp_path), manifest)
+    assert not verdict.ok
+    assert "shard-00001-of-00002.safetensors" in verdict.problems[0]
+    assert problem in verdict.problems[0]
+
+
+def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    manifest = write(tmp_path, staged(1, 1))
+    (tmp_path / manifest.directory / "manifest.json").write_text('{"format": 3}')
+    listed = inspect.list_checkpoints(str(tmp_path))
+    assert not listed[0].committed
+    assert "not a manifest" in listed[0].problem
+
+
+def test_object_stores_are_read_as_local_directories_are(tmp_path: Path) -> None:
+    import fsspec
+
+    manifest = write(tmp_path, staged(1, 2))
+    remote = fsspec.filesystem("memory")
+    remote.put(str(tmp_path), "/bucket-of-test", recursive=True)
+    try:
+        path = "memory://bucket-of-test"
+        assert inspect.verify(path, inspect.find(path)).ok
+        source = CheckpointFiles(path).open(manifest.directory, manifest.files[1])
+        local = CheckpointFiles(str(tmp_path)).open(manifest.directory, manifest.files[1])
+        entry = source.header().entries["model.first.weight"]
+        assert np.array_equal(
+            source.data(entry.begin, entry.end), local.data(entry.begin, entry.end)
+        )
+    finally:
+        remote.rm("/bucket-of-test", recursive=True)
+
+
+# -- export -----------------------------------------------------------------------------------
+def test_export_writes_whole_tensors_under_their_own_names(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    manifest = write(tmp_path / "in", staged(1, 3))
+    whole = write(tmp_path / "one", staged(1, 1))
+    files = inspect.export(str(tmp_path / "in"), manifest, tmp_path / "out")
+    expected = inspect.export(str(tmp_path / "one"), whole, tmp_path / "expected")
+    assert [file.name for file in files] == ["model.safetensors"]
+    got, want = load_file(files[0]), load_file(expected[0])
+    assert sorted(got) == [
+        "first.bias", "first.weight", "second.weight", "seen", "third.bias", "third.weight",
+    ]  # fmt: skip
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_export_splits_large_models_and_writes_the_index(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    manifest = write(tmp_path / "in", staged(1, 2))
+    files = inspect.export(
+        str(tmp_path / "in"), manifest, tmp_path / "out", optimizer=True, max_file_bytes=300
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(files) > 1
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    assert "optim.first.weight.exp_avg_sq" in index["weight_map"]
+
+
+def test_export_of_a_damaged_checkpoint_leaves_no_file(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "in", staged(1, 2))
+    directory = tmp_path / "in" / manifest.directory
+    header = parse_header((directory / shard_file_name(0, 2)).read_bytes(), "file")
+    entry = header.entries["model.second.weight"]
+    flip_bit(directory / shard_file_name(0, 2), header.data_start + entry.begin)
+    with pytest.raises(DamagedCheckpoint, match=r"second\.weight"):
+        inspect.export(str(tmp_path / "in"), manifest, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# -- the command ------------------------------------------------------------------------------
+def test_the_command_speaks_json_and_imports_no_torch(tmp_path: Path) -> None:
+    write(tmp_path, staged(1, 2))
+    code = (
+        "import sys; from holdfast.workers.checkpoint.__main__ import main; "
+        f"code = main(['verify', {str(tmp_path)!r}]); assert 'torch' not in sys.modules; "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+
+
+def test_the_command_ends_with_1_for_damage_and_2_for_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "expected one" in json.loads(capsys.readouterr().out)["error"]
+    manifest = write(tmp_path, staged(1, 1))
+    flip_bit(tmp_path / manifest.directory / shard_file_name(0, 1), -1)
+    assert command.main(["verify", str(tmp_path)]) == 1
+    assert command.main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
+    assert command.main(["list", str(tmp_path)]) == 0

@@ -1,0 +1,362 @@
+"""The session outside Holdfast, and what it says to a loop that uses it wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from holdfast import session
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
+from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
+from holdfast.workers.session.core import Session
+from holdfast.workers.session.distributed import DeviceMissing, RankEnv, pick_device, place
+
+
+@pytest.fixture
+def alone() -> Iterator[Session]:
+    """A session of a single process without an agent."""
+    yield session.init()
+    session.leave()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
+    """The agent's end of a wire and the worker's."""
+    ours, theirs = worker_protocol.pair()
+    with ours, theirs:
+        yield ours, AgentChannel(theirs)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_loop_runs_without_an_agent(alone: Session) -> None:
+    model, optimizer = build()
+    assert alone.restore(model, optimizer) == 0
+    for step in range(3):
+        with alone.phase("evaluate"):
+            loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+        alone.step(step, loss=loss)
+    alone.save()
+    alone.tick()
+    alone.finish()
+    assert (alone.rank, alone.world_size, alone.data_parallel_size) == (0, 1, 1)
+    assert alone.device.type in ("cpu", "cuda")
+    assert alone.mesh.mesh_dim_names == ("replicate", "shard")
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_only(alone: Session) -> None:
+    alone.seed(1, 2)
+    first = torch.rand(3)
+    torch.rand(100)
+    alone.seed(1, 2)
+    assert torch.equal(torch.rand(3), first)
+    alone.seed(1, 3)
+    assert not torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "fix"),
+    [
+        pytest.param(lambda s, m, o: s.step(0), r"s.restore\(model, optimizer\)", id="no-restore"),
+        pytest.param(lambda s, m, o: s.save(), "expected restore and step before", id="early-save"),
+        pytest.param(
+            lambda s, m, o: (s.restore(m, o), s.step(4)), "got 4; expected 0", id="wrong-step"
+        ),
+        pytest.param(
+            lambda s, m, o: (s.restore(m, o), s.restore(m, o)), "got a second call", id="twice"
+        ),
+        pytest.param(lambda s, m, o: s.restore(m.to("meta"), o), "to_empty", id="no-memory"),
+        pytest.param(
+            lambda s, m, o: s.phase("lunch").__enter__(), "expected one of build", id="no-phase"
+        ),
+    ],
+)
+def test_misuse_is_answered_with_the_fix(alone: Session, misuse, fix: str) -> None:
+    with pytest.raises(UserError, match=fix):
+        misuse(alone, *build())
+
+
+def test_a_parameter_that_is_a_partial_sum_is_refused(alone: Session) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Partial()]))
+    with pytest.raises(UserError, match=r"shards: got a parameter of shape \(2, 3\) placed as"):
+        alone.shards(model)
+
+
+def test_a_shard_count_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="got shard=2; expected a divisor of 1 ranks"):
+        session.init(shard=2)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """So many are seen by torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def eight_workers(gpu: int, **env: str) -> TrainingJob:
+    spec = {
+        "entrypoint": {"recipe": {"name": "pretrain"}}, "env": env,
+        "workersPerNode": 8, "resources": {"gpu": gpu},
+    }  # fmt: skip
+    head = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}}
+    return job_from_mapping({**head, "spec": spec})
+
+
+@pytest.mark.parametrize("gpus", [0, 7], indirect=True)
+def test_a_gpu_that_the_node_was_to_have_is_missed_and_the_cpu_does_not_stand_in(
+    gpus: None,
+) -> None:
+    told = r"resources.gpu: got [07] GPUs that torch can use on this node; expected 8, one for each"
+    for job in (eight_workers(1), eight_workers(1, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")):
+        with pytest.raises(DeviceMissing, match=told):
+            pick_device(7, job)
+
+
+@pytest.mark.parametrize("gpus", [7], indirect=True)
+def test_more_workers_than_gpus_that_the_user_chose_are_his_mistake(gpus: None) -> None:
+    assert pick_device(6) == torch.device("cuda", 6)
+    with pytest.raises(UserError, match=r"workersPerNode: got .* rank 7; expected at most 7"):
+        pick_device(7)
+    for gpu in (0, 1):
+        with pytest.raises(UserError, match=r"env.CUDA_VISIBLE_DEVICES: got '0,1,2,3,4,5,6' for"):
+            pick_device(7, eight_workers(gpu, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6"))
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+def test_who_asks_for_no_gpu_gets_the_cpu(gpus: None) -> None:
+    assert pick_device(7) == pick_device(7, eight_workers(0)) == torch.device("cpu")
+
+
+def test_a_worker_tells_its_session_whether_it_was_to_have_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, AgentChannel]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    membership = Membership(
+        generation=1, restart_count=0, num_nodes=1, workers_per_node=1, mesh=Mesh(),
+        master_address="127.0.0.1", master_port=1,
+    )  # fmt: skip
+    seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
+    assign = worker_protocol.Assign(membership=membership, seat=seat, node_rank=0, environment={})
+    attached = worker_protocol.Attached(link=ends[0], assign=assign, job=eight_workers(1))
+    monkeypatch.setattr(worker_protocol, "attached", attached)
+    with pytest.raises(DeviceMissing):
+        session.init()
+    assert not dist.is_initialized()
+
+
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UserError, match="RANK: got 'first'; expected a number"):
+        place()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "every"),
+    [
+        pytest.param({}, 1, id="default"),
+        pytest.param({"memory": {"everySteps": 5}}, 5, id="memory"),
+        pytest.param({"memory": {"everySteps": 0}}, 100, id="storage-default"),
+        pytest.param(
+            {"memory": {"everySteps": 0}, "storage": {"everySteps": 7}}, 7, id="storage-steps"
+        ),
+        pytest.param(
+            {"memory": {"everySteps": 0}, "storage": {"everySeconds": 60}}, 1, id="storage-time"
+        ),
+    ],
+)
+def test_staging_follows_the_spec(checkpoint: dict[str, object], every: int) -> None:
+    spec = {"entrypoint": {"recipe": {"name": "pretrain"}}, "checkpoint": checkpoint}
+    document = {
+        "apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
+        "metadata": {"name": "a"}, "spec": spec,
+    }  # fmt: skip
+    assert job_from_mapping(document).spec.checkpoint.staging_interval == every
+
+
+def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, AgentChannel]) -> None:
+    agent, link = ends
+    link.start_pulse()
+    agent.settimeout(10)
+    assert worker_protocol.receive(agent)[0] == worker_protocol.Pulse()
+    link.enter("build")  # any thread may send: a message is one packet
+    while (message := worker_protocol.receive(agent)[0]) == worker_protocol.Pulse():
+        pass
+    assert message == worker_protocol.PhaseChanged(phase="build")
+    link.stop_pulse()
+
+
+def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, AgentChannel]) -> None:
+    agent, link = ends
+    worker_protocol.send(agent, worker_protocol.NoShard(shard=3, detail="node-1 was lost"))
+    with pytest.raises(UnreadableCheckpoint, match="shard 3 is in no memory: node-1 was lost"):
+        link.fetch(3)
+
+
+@pytest.fixture
+def attached(
+    ends: tuple[socket.socket, AgentChannel], monkeypatch: pytest.MonkeyPatch
+) -> tuple[socket.socket, Session]:
+    """A session that stages every 100th step, in its loop, and the agent's end of its wire."""
+    agent, link = ends
+    agent.settimeout(10)
+    found = Session(RankEnv(), torch.device("cpu"), Mesh())
+    found._link, found._stage_every = link, 100
+    found.restore(*build())
+    for number in range(3):
+        fd = os.memfd_create("buffer")
+        os.truncate(fd, 1 << 20)
+        worker_protocol.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
+        os.close(fd)
+    monkeypatch.setattr(limits, "HOLD_S", 0.2)
+    return agent, found
+
+
+def said(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
+    """What the worker has said until now."""
+    agent.setblocking(False)
+    found: list[worker_protocol.WorkerMessage] = []
+    with contextlib.suppress(BlockingIOError):
+        while (message := worker_protocol.receive(agent)[0]) is not None:
+            found.append(message)
+    return found
+
+
+def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    worker_protocol.send(agent, worker_protocol.StageAt(step=1, hold=True))
+    for step in range(3):
+        found.step(step)
+    words = [
+        m
+        for m in said(agent)
+        if isinstance(
+            m, worker_protocol.Staged | worker_protocol.Progress | worker_protocol.PhaseChanged
+        )
+    ]
+    kinds = [
+        m.phase if isinstance(m, worker_protocol.PhaseChanged) else (type(m).__name__, m.step)
+        for m in words
+    ]
+    assert kinds[kinds.index("train") + 1 :] == [
+        ("Progress", 0), ("Staged", 1), ("Progress", 1), "save", "train", ("Progress", 2),
+    ]  # fmt: skip
+    held, after = words[-4], words[-1]
+    assert isinstance(held, worker_protocol.Progress) and isinstance(
+        after, worker_protocol.Progress
+    )
+    assert held.step == 1 and after.step_s < 0.2, "the wait is no part of a step"
+
+
+def test_who_only_wants_a_checkpoint_holds_nobody_up(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    for step in (2, 1):  # orders of two, in any order
+        worker_protocol.send(agent, worker_protocol.StageAt(step=step))
+    for step in range(4):
+        found.step(step)
+    words = said(agent)
+    assert [m.step for m in words if isinstance(m, worker_protocol.Staged)] == [1, 2]
+    assert "save" not in [m.phase for m in words if isinstance(m, worker_protocol.PhaseChanged)]
+
+
+def test_a_step_that_is_ordered_too_late_changes_nothing(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found.step(0)
+    worker_protocol.send(agent, worker_protocol.StageAt(step=0))
+    found.step(1)
+    assert not [m for m in said(agent) if isinstance(m, worker_protocol.Staged)]
+
+
+def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, AgentChannel]) -> None:
+    agent, link = ends
+    agent.close()
+    with pytest.raises(AgentGone, match="the node's agent is gone"):
+        link.send(worker_protocol.Tick())
+    with pytest.raises(AgentGone):
+        link.take_buffer()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_forward_on_a_gpu_does_not_write_into_what_is_being_staged() -> None:
+    from holdfast.workers.checkpoint.layout import parse_header
+    from holdfast.workers.checkpoint.stage import Stager
+    from holdfast.workers.checkpoint.state import TrainingState
+    from tests.unit.workers.checkpoint.fake_ranks import Memory
+
+    device = torch.device("cuda", 0)
+    model = nn.Linear(8192, 8192, device=device)
+    model.register_buffer("seen", torch.zeros(4096, device=device))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = Memory()
+    state = TrainingState(model, optimizer, None)
+    stager = Stager(state, memory, generation=1, shard=0, num_shards=1, device=device)
+    for step in range(3):
+        model.seen.fill_(step)
+        stager.stage(step)
+        model.seen.fill_(1000 + step)  # as the next forward
+        stager.finish()
+        header = parse_header(memory.file, "file")
+        entry = header.entries["model.seen"]
+        data = memory.file[header.data_start + entry.begin : header.data_start + entry.end]
+        got = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        assert torch.equal(got, torch.full((4096,), float(step)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_staging_on_a_gpu_overlaps_and_holds_the_next_optimizer_step_back() -> None:
+    from holdfast.workers.checkpoint.layout import parse_header
+    from holdfast.workers.checkpoint.stage import Stager
+    from holdfast.workers.checkpoint.state import TrainingState
+    from tests.unit.workers.checkpoint.fake_ranks import Memory
+
+    device = torch.device("cuda", 0)
+    model = nn.Linear(4096, 4096, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = Memory()
+    state = TrainingState(model, optimizer, None)
+    stager = Stager(state, memory, generation=1, shard=0, num_shards=1, device=device)
+    for step in range(3):
+        model(torch.ones(8, 4096, device=device)).sum().backward()
+        optimizer.step()
+        wanted = model.weight.detach().cpu()
+        stager.stage(step)
+        optimizer.step()  # overwrites what is being copied, unless it waits
+        stager.finish()
+        header = parse_header(memory.file, "file")
+        entry = header.entries["model.weight"]
+        data = memory.file[header.data_start + entry.begin : header.data_start + entry.end]
+        got = torch.frombuffer(bytearray(data), dtype=torch.float32).view(4096, 4096)
+        assert header.step == step
+        assert torch.equal(got, wanted)

@@ -1,0 +1,157 @@
+"""Data as a pure function of (seed, step), and the recipe's rules that depend on the step alone."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.orchestrator.api.v1alpha1.recipe import Model, Optimizer
+from holdfast.orchestrator.api.v1alpha1.workload import Parallelism
+from holdfast.orchestrator.errors import SpecError, UserError
+from holdfast.workers.training.data import MAX_STDLIB_BYTES, Text, load, mix, share
+from holdfast.workers.training.models.transformer import (
+    Transformer,
+    flops_per_token,
+    num_parameters,
+)
+from holdfast.workers.training.parallel import expect_data_parallel, fill
+from holdfast.workers.training.recipes.pretrain import learning_rate, micro_batches
+
+
+@pytest.mark.parametrize("global_batch", [1, 4, 7, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
+def test_every_world_size_sees_each_sample_of_a_batch_once(
+    global_batch: int, num_ranks: int
+) -> None:
+    for step in (0, 5):
+        parts = [share(step, global_batch, rank, num_ranks) for rank in range(num_ranks)]
+        assert len({len(part.indices) for part in parts}) == 1
+        seen = [
+            index
+            for part in parts
+            for index, weight in zip(part.indices, part.weights, strict=True)
+            if weight
+        ]
+        assert seen == list(range(step * global_batch, (step + 1) * global_batch))
+
+
+def test_micro_batches_are_as_many_on_every_rank() -> None:
+    parts = [micro_batches(share(0, 7, rank, 3), 2) for rank in range(3)]
+    assert {len(batches) for batches in parts} == {2}
+    assert sum(sum(b.weights) for batches in parts for b in batches) == 7
+    assert len(micro_batches(share(0, 7, 0, 3), "auto")) == 1
+
+
+def test_a_sample_depends_on_seed_and_index_only() -> None:
+    text = Text("stdlib", ".", sequence_length=32, seed=3)
+    inputs, targets = text.batch((4, 5))
+    again, _ = text.batch((5,))
+    assert torch.equal(inputs[1], again[0])
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    other, _ = Text("stdlib", ".", sequence_length=32, seed=4).batch((4, 5))
+    assert not torch.equal(inputs, other)
+    held_out, _ = text.held_out_batch((4, 5))
+    assert not torch.equal(inputs, held_out)
+
+
+def test_the_standard_library_is_text_enough() -> None:
+    text = load("stdlib", ".")
+    assert 1_000_000 < len(text) <= MAX_STDLIB_BYTES
+    assert b"import" in text[:100_000].tobytes()
+
+
+def test_text_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"world")
+    (tmp_path / "a.txt").write_bytes(b"hello ")
+    assert load("a.txt", str(tmp_path)).tobytes() == b"hello "
+    assert load(".", str(tmp_path)).tobytes() == b"hello world"
+
+
+def test_text_that_is_missing_or_too_short_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.source: got 'gone'.*expected stdlib, or a file"):
+        load("gone", str(tmp_path))
+    (tmp_path / "short").write_bytes(b"x" * 10)
+    with pytest.raises(UserError, match="got 10 bytes in short; expected at least 132"):
+        Text("short", str(tmp_path), sequence_length=32, seed=0)
+
+
+def test_mixed_numbers_are_spread_and_order_counts() -> None:
+    values = {mix(a, b) for a in range(50) for b in range(50)}
+    assert len(values) == 2500
+    assert all(0 <= value < 2**63 for value in values)
+    halves = [value >> 62 for value in values]
+    assert 1100 < sum(halves) < 1400
+
+
+def test_first_values_do_not_depend_on_how_a_tensor_is_cut() -> None:
+    whole = torch.empty(1500, 1000)
+    fill(whole, 1, "some.weight", 0.02)
+    again = torch.empty(1500, 1000)
+    fill(again, 1, "some.weight", 0.02)
+    assert torch.equal(whole, again)
+    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
+    fill(again, 1, "other.weight", 0.02)
+    assert not torch.equal(whole, again)
+
+
+def test_no_two_matrices_of_a_model_begin_alike() -> None:
+    model = Transformer(Model(dim=32, num_layers=12, num_heads=2))
+    begins: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        deviation = model.standard_deviation(name)
+        if deviation is not None:
+            fill(parameter, 0, name, deviation)
+            begins[name] = parameter.detach().flatten()[:1024] / deviation
+    for (name, values), (other, others) in combinations(begins.items(), 2):
+        # Those drawn from one seed differ by rounding; independent ones correlate by 1/32.
+        both = torch.stack([values, others])
+        assert torch.corrcoef(both)[0, 1].abs() < 0.25, f"{name} and {other}"
+
+
+def test_the_learning_rate_is_a_function_of_the_step() -> None:
+    config = Optimizer(learning_rate=1.0, warmup_steps=4, min_learning_rate_ratio=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert all(a > b for a, b in pairwise(rates[4:]))
+    assert learning_rate(config, 20, 20) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+def test_the_parameter_count_is_that_of_the_model(kv_heads: int | None) -> None:
+    config = Model(dim=32, num_layers=2, num_heads=4, num_kv_heads=kv_heads)
+    model = Transformer(config)
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_per_token_are_those_of_the_published_formula() -> None:
+    config = Model(dim=256, num_layers=4, num_heads=4)
+    dense = num_parameters(config) - 256 * 256
+    assert flops_per_token(config, 128) == 6 * dense + 6 * 4 * 4 * (64 + 64) * 128
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_transformer_cannot_look_ahead(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    config = Model(dim=32, num_layers=2, num_heads=4, num_kv_heads=kv_heads)
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        fill(parameter, 0, name, model.standard_deviation(name))
+    tokens = torch.randint(0, 256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8:] = (changed[0, 8:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[0, :8], after[0, :8], atol=1e-6)
+    assert not torch.allclose(before[0, 8:], after[0, 8:])
+
+
+def test_the_recipe_refuses_axes_that_it_does_not_use() -> None:
+    with pytest.raises(SpecError) as error:
+        expect_data_parallel(Parallelism(tensor=2, pipeline=4), "pretrain")
+    text = str(error.value)
+    assert "spec.parallelism.tensor: got 2; expected 1 for the recipe pretrain" in text
+    assert "spec.parallelism.pipeline: got 4" in text
+    assert "use session.mesh for this axis" in text

@@ -1,0 +1,1 @@
+"""Linux interfaces: processes, cgroups, malloc, hardware inventory."""

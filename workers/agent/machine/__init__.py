@@ -1,0 +1,1 @@
+"""The agent's state machine. Pure: no clock, no I/O."""

@@ -1,0 +1,250 @@
+"""Which staging buffer may be written and which must be kept. Pure bookkeeping, no memory.
+
+Owns: the rule. A version is (generation, step). Kept are the two newest versions that are complete
+on this node, everything newer that can still become complete, and whatever is pinned (being
+uploaded, pushed or served). Two, because nodes may differ by one step when a failure strikes, and a
+restore needs the same step everywhere. Must not: know workers' processes or messages.
+
+A buffer belongs to one slot (local rank) for good, so a quick worker cannot starve its neighbour of
+the buffers that the previous generation left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.protocol.facts import StagedShard
+
+Version = tuple[int, int]
+"""(generation, step), in the order of their making."""
+
+
+@dataclass
+class StagingBuffer:
+    number: int
+    slot: int
+    num_bytes: int
+    holder: int = 0
+    """Generation whose worker of this slot has the descriptor; 0: none."""
+    writable: bool = False
+    """That worker may write it now."""
+    content: StagedShard | None = None
+    pins: int = 0
+    pushed: Version | None = None
+    """The last content that was sent to the buddy."""
+
+
+@dataclass
+class Slot:
+    """One local rank of the generation that runs."""
+
+    generation: int = 0
+    wanted: list[int] = field(default_factory=list)
+    """Sizes of requests that are not answered yet."""
+    latest: Version | None = None
+    """Newest version that this generation's worker staged."""
+
+
+@dataclass(frozen=True)
+class Give:
+    """Hand a buffer to its slot's worker; `fresh`: it must be allocated first; `known`: the worker
+    has the descriptor already."""
+
+    buffer: int
+    slot: int
+    num_bytes: int
+    fresh: bool
+    known: bool
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Give the memory back."""
+
+    buffer: int
+
+
+def _idle(buffer: StagingBuffer) -> bool:
+    """Nobody's: empty, not in use, and no worker has it."""
+    return buffer.content is None and not buffer.pins and not buffer.holder
+
+
+def version(staged: StagedShard) -> Version:
+    return (staged.generation, staged.step)
+
+
+class StagingBuffers:
+    """All staging buffers of a node. Every change returns what is to be done about it."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.buffers: dict[int, StagingBuffer] = {}
+        self.slots: dict[int, Slot] = {}
+        self._seats: dict[int, int] = {}
+        self._numbers = numbers
+        self._restored: Version | None = None
+
+    # -- generations --------------------------------------------------------------------------
+    def launch(
+        self, generation: int, num_slots: int, restored: Version | None
+    ) -> list[Give | Drop]:
+        """A generation starts that resumes from `restored`: later steps are abandoned."""
+        after_step = restored[1] if restored else -1
+        self._restored = restored
+        self.slots = {slot: Slot(generation) for slot in range(num_slots)}
+        self._seats[generation] = num_slots
+        done: list[Give | Drop] = []
+        for buffer in list(self.buffers.values()):
+            buffer.holder, buffer.writable = 0, False
+            if buffer.content is not None and buffer.content.step > after_step:
+                buffer.content = None
+            if buffer.slot not in self.slots and buffer.content is None and not buffer.pins:
+                done.append(self._drop(buffer))
+        present = {version(b.content)[0] for b in self.buffers.values() if b.content}
+        self._seats = {g: n for g, n in self._seats.items() if g in present or g == generation}
+        return done
+
+    def stop(self) -> None:
+        """The workers are gone: nobody writes any more."""
+        self.slots = {}
+        for buffer in self.buffers.values():
+            buffer.holder, buffer.writable = 0, False
+
+    # -- workers ------------------------------------------------------------------------------
+    def request(self, slot: int, num_bytes: int) -> list[Give | Drop]:
+        """A worker wants one more buffer."""
+        self.slots[slot].wanted.append(num_bytes)
+        return self.settle()
+
+    def staged(self, slot: int, number: int, content: StagedShard) -> None:
+        """A worker has filled a buffer; pin it if need be, then settle. Raises ValueError when it
+        is not its own to write."""
+        buffer = self.buffers.get(number)
+        if buffer is None or buffer.slot != slot or not buffer.writable:
+            raise ValueError(f"buffer {number} is not slot {slot}'s to write")
+        buffer.content, buffer.writable = content, False
+        self.slots[slot].latest = version(content)
+
+    # -- pins ---------------------------------------------------------------------------------
+    def pin(self, number: int) -> None:
+        self.buffers[number].pins += 1
+
+    def unpin(self, number: int) -> list[Give | Drop]:
+        buffer = self.buffers.get(number)
+        if buffer is None:
+            return []
+        buffer.pins -= 1
+        assert buffer.pins >= 0
+        return self.settle()
+
+    # -- what there is ------------------------------------------------------------------------
+    def inventory(self) -> tuple[StagedShard, ...]:
+        found = {b.content for b in self.buffers.values() if b.content is not None}
+        return tuple(sorted(found, key=lambda s: (s.generation, s.step, s.shard)))
+
+    def find(self, step: int, generation: int, shard: int) -> StagingBuffer | None:
+        for buffer in self.buffers.values():
+            content = buffer.content
+            if content and (content.step, content.generation, content.shard) == (
+                step, generation, shard,
+            ):  # fmt: skip
+                return buffer
+        return None
+
+    def of_slot(self, slot: int) -> Iterator[StagingBuffer]:
+        return (buffer for buffer in self.buffers.values() if buffer.slot == slot)
+
+    def complete(self) -> list[Version]:
+        """Versions that every worker of this node has staged, newest first."""
+        count: dict[Version, int] = {}
+        for buffer in self.buffers.values():
+            if buffer.content is not None:
+                key = version(buffer.content)
+                count[key] = count.get(key, 0) + 1
+        # What a generation resumed from is whole over all nodes, whatever this one has of it.
+        whole = [
+            v for v, n in count.items() if v == self._restored or n >= self._seats.get(v[0], 1)
+        ]
+        return sorted(whole, reverse=True)
+
+    # -- the rule -----------------------------------------------------------------------------
+    def settle(self) -> list[Give | Drop]:
+        """Release what need not be kept and answer what is waiting."""
+        self._forget()
+        done: list[Give | Drop] = []
+        for number, slot in self.slots.items():
+            for buffer in list(self.of_slot(number)):
+                if buffer.content is not None or buffer.pins or buffer.writable:
+                    continue
+                if buffer.holder == slot.generation:
+                    buffer.writable = True
+                    done.append(Give(buffer.number, number, buffer.num_bytes, False, known=True))
+            if not slot.wanted and self._stuck(number):
+                slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
+            done += self._answer(number, slot)
+        for buffer in list(self.buffers.values()):
+            idle = buffer.content is None and not buffer.pins and not buffer.writable
+            if idle and buffer.slot not in self.slots and self.slots:
+                done.append(self._drop(buffer))
+        return done
+
+    def _answer(self, number: int, slot: Slot) -> list[Give | Drop]:
+        done: list[Give | Drop] = []
+        while slot.wanted:
+            num_bytes = slot.wanted[0]
+            idle = [b for b in self.of_slot(number) if _idle(b)]
+            fitting = [b for b in idle if b.num_bytes >= num_bytes]
+            for buffer in idle:
+                if buffer not in fitting:
+                    done.append(self._drop(buffer))
+            if fitting:
+                buffer, fresh = min(fitting, key=lambda b: b.num_bytes), False
+            elif self._may_grow(number):
+                buffer, fresh = StagingBuffer(next(self._numbers), number, num_bytes), True
+                self.buffers[buffer.number] = buffer
+            else:
+                break
+            buffer.holder, buffer.writable = slot.generation, True
+            slot.wanted.pop(0)
+            done.append(Give(buffer.number, number, buffer.num_bytes, fresh, known=False))
+        return done
+
+    def _may_grow(self, number: int) -> bool:
+        return len(list(self.of_slot(number))) < limits.STAGING_BUFFERS or self._stuck(number)
+
+    def _stuck(self, number: int) -> bool:
+        """All that a slot's worker has is kept or pinned. Training must never wait for an upload,
+        so it gets one more, unasked; a new worker, which holds none yet, when it asks. That may be
+        one that an earlier generation left and nobody wanted."""
+        owned = list(self.of_slot(number))
+        return (
+            (len(owned) == limits.STAGING_BUFFERS or any(_idle(b) for b in owned))
+            and any(b.pins for b in owned)
+            and not any(b.writable for b in owned)
+            and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
+        )
+
+    def _forget(self) -> None:
+        whole = self.complete()
+        kept, newest = set(whole[:2]), whole[0] if whole else (0, -1)
+        for buffer in self.buffers.values():
+            if buffer.content is None:
+                continue
+            key = version(buffer.content)
+            if key in kept or (key > newest and self._may_complete(key)):
+                continue
+            buffer.content = None
+
+    def _may_complete(self, key: Version) -> bool:
+        """Whether each slot has staged this version or may still do so."""
+        for number, slot in self.slots.items():
+            passed = slot.latest is not None and slot.latest >= key
+            has = any(b.content and version(b.content) == key for b in self.of_slot(number))
+            if passed and not has:
+                return False
+        return True
+
+    def _drop(self, buffer: StagingBuffer) -> Drop:
+        del self.buffers[buffer.number]
+        return Drop(buffer.number)

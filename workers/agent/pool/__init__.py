@@ -1,0 +1,1 @@
+"""Worker processes of a node: forkserver, start-up, log lines, stacks."""

@@ -1,0 +1,77 @@
+"""Agent <-> forkserver, over a SOCK_SEQPACKET socket pair. One packet is one msgpack message.
+
+Owns: the messages, and passing descriptors beside them. Must not: fork.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from typing import Any
+
+import msgspec
+
+MAX_PACKET_BYTES = 128 * 1024
+_MAX_FDS = 4
+
+
+class ForkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class ConfigureForkserver(ForkMessage, frozen=True, kw_only=True, tag="configure"):
+    """The job, parsed once here and inherited by every worker."""
+
+    spec: dict[str, Any]
+    directory: str
+    """What the spec's relative paths are relative to."""
+
+
+class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
+    """Fork a worker that waits for Assign. Descriptors: its end of the wire, its stack file."""
+
+    worker: int
+
+
+class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):
+    """Signal a worker's process group."""
+
+    worker: int
+    signal: int
+
+
+class Forked(ForkMessage, frozen=True, kw_only=True, tag="forked"):
+    worker: int
+    pid: int
+
+
+class NotForked(ForkMessage, frozen=True, kw_only=True, tag="not-forked"):
+    worker: int
+    detail: str
+
+
+class ProcessEnded(ForkMessage, frozen=True, kw_only=True, tag="ended"):
+    worker: int
+    code: int | None
+    signal: int | None
+
+
+ToForkserver = ConfigureForkserver | ForkWorker | SignalWorker
+FromForkserver = Forked | NotForked | ProcessEnded
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ToForkserver | FromForkserver)
+
+
+def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -> None:
+    """Raises OSError when the peer is gone."""
+    data = _ENCODER.encode(message)
+    assert len(data) <= MAX_PACKET_BYTES, f"{type(message).__name__}: {len(data)} bytes"
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    link.sendmsg([data], rights)
+
+
+def receive(link: socket.socket) -> tuple[ToForkserver | FromForkserver | None, list[int]]:
+    """The next message and its descriptors; (None, []) when the peer has closed."""
+    data, fds, _flags, _address = socket.recv_fds(link, MAX_PACKET_BYTES, _MAX_FDS)
+    return (_DECODER.decode(data) if data else None), fds

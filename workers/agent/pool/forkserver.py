@@ -1,0 +1,191 @@
+"""Forks workers from a warm, single-threaded process and reports how each one ends, at once.
+
+Owns: the worker processes: their fork, their process groups, their exit status, and whatever they
+leave behind. Must not: start a thread, import lazily, or know generations. It dies with its agent,
+and its workers die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+
+from ..linux import processes
+from . import fork_protocol, preload, worker_main
+
+
+def start() -> tuple[int, socket.socket]:
+    """Fork the forkserver: (pid, our end of the link). Only a process without threads may call."""
+    assert preload.num_threads() == 1, f"{preload.num_threads()} threads: a fork is not safe"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            processes.die_with(parent)
+            processes.name_process("forkserver")
+            ours.close()
+            Forkserver(theirs).serve()
+        finally:
+            os._exit(1)
+    theirs.close()
+    return pid, ours
+
+
+class Forkserver:
+    """The loop. Everything it waits for is a descriptor."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, int] = {}
+        """Worker number -> pid."""
+        self._job: TrainingJob | None = None
+        self._directory = "."
+
+    def serve(self) -> NoReturn:
+        os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the command line only
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        processes.adopt_orphans()
+        self._selector.register(self._link, selectors.EVENT_READ, None)
+        while True:
+            for event, _mask in self._selector.select():
+                if event.data is None:
+                    self._obey()
+                else:
+                    self._reap(*event.data)
+
+    # -- requests -----------------------------------------------------------------------------
+    def _obey(self) -> None:
+        message, fds = fork_protocol.receive(self._link)
+        match message:
+            case None:
+                self._end()
+            case fork_protocol.ConfigureForkserver():
+                self._job = job_from_mapping(message.spec)
+                self._directory = message.directory
+            case fork_protocol.ForkWorker():
+                self._fork(message.worker, *fds)
+            case fork_protocol.SignalWorker():
+                pid = self._workers.get(message.worker)
+                if pid is not None:
+                    _signal_group(pid, message.signal)
+            case _:
+                raise AssertionError(f"the agent sent {type(message).__name__}")
+
+    def _fork(self, worker: int, wire_fd: int, stack_fd: int) -> None:
+        assert self._job is not None, "Configure comes before the first fork"
+        assert preload.num_threads() == 1, "a library has started a thread in the forkserver"
+        _flush()
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(wire_fd)
+            os.close(stack_fd)
+            detail = f"fork: {error.strerror}"
+            fork_protocol.send(self._link, fork_protocol.NotForked(worker=worker, detail=detail))
+            return
+        if pid == 0:
+            try:
+                processes.die_with(server)
+                processes.name_process("standby")
+                os.setsid()
+                _close_all_but(wire_fd, stack_fd)
+                worker_main.run(wire_fd, stack_fd, self._job, self._directory)
+            finally:
+                os._exit(1)
+        os.close(wire_fd)
+        os.close(stack_fd)
+        self._workers[worker] = pid
+        self._watch(pid, worker)
+        fork_protocol.send(self._link, fork_protocol.Forked(worker=worker, pid=pid))
+
+    # -- ends ---------------------------------------------------------------------------------
+    def _watch(self, pid: int, worker: int) -> None:
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, (pid, worker, pidfd))
+
+    def _reap(self, pid: int, worker: int, pidfd: int) -> None:
+        # The group first: while its leader is a zombie, its number cannot belong to another.
+        _signal_group(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        if worker < 0:
+            return
+        del self._workers[worker]
+        self._end_orphans()
+        code = os.waitstatus_to_exitcode(status)
+        ended = fork_protocol.ProcessEnded(
+            worker=worker, code=code if code >= 0 else None, signal=-code if code < 0 else None
+        )
+        fork_protocol.send(self._link, ended)
+
+    def _end_orphans(self) -> None:
+        """Kill what a worker left behind in other process groups: its orphans are our children."""
+        known = set(self._workers.values())
+        known |= {key.data[0] for key in self._selector.get_map().values() if key.data}
+        for pid in processes.children():
+            if pid not in known:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self._watch(pid, -1)
+
+    def _end(self) -> NoReturn:
+        """The agent has closed the link: nobody is left to run workers for."""
+        for pid in self._workers.values():
+            _signal_group(pid, signal.SIGKILL)
+        for pid in self._workers.values():
+            os.waitpid(pid, 0)
+        self._workers.clear()
+        for pid in processes.children():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        os._exit(0)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Signal a worker and its children. The worker may not have its group yet."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _close_all_but(*keep: int) -> None:
+    """Close every descriptor but the standard ones and `keep`."""
+    low = 3
+    for fd in sorted(keep):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def _flush() -> None:
+    """What is buffered would be written by both processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Start cold, for an agent whose forkserver was killed: `python -m ... FD PARENT_PID`."""
+    link = socket.socket(fileno=int(arguments[0]))
+    processes.die_with(int(arguments[1]))
+    preload.preload()
+    Forkserver(link).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

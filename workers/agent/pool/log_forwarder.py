@@ -1,0 +1,92 @@
+"""Workers' output in the output of the agent, each line with its rank: what `kubectl logs` shows.
+
+Owns: the pipes and the thread that reads them. Must not: block the agent: if whoever collects the
+container's output does not read it, this thread waits, and then the workers that print do.
+
+Used where the controller names no directory for logs (Welcome.log_directory is "-"). In a pod that
+is the rule: the kubelet keeps and rotates what is printed, files would fill the pod's disk or, on
+tmpfs, its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+
+TO_OUTPUT = "-"
+"""As log directory: no files."""
+READ_BYTES = 64 * 1024
+MAX_LINE_BYTES = 16 * 1024
+"""Longer ones (a progress bar that never ends its line) are cut: containerd does so there too."""
+FINISH_S = 1.0
+
+
+class LogForwarder:
+    """Copies from pipes to a descriptor, line by line."""
+
+    def __init__(self, target: int = 1) -> None:
+        self._target = target
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._new: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+        self._rests: dict[int, bytes] = {}
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-echo", daemon=True)
+        self._thread.start()
+
+    def pipe(self, prefix: str) -> int:
+        """The writing end of a new pipe; the caller closes it when it has handed it on."""
+        read, write = os.pipe2(os.O_CLOEXEC)
+        with self._lock:
+            self._new.append((read, prefix.encode()))
+        os.write(self._wake, b"x")
+        return write
+
+    def finish(self) -> None:
+        """Nobody prints any more: wait until what was printed is through, but not for ever."""
+        self._ending = True
+        os.write(self._wake, b"x")
+        self._thread.join(FINISH_S)
+
+    def _run(self) -> None:
+        while True:
+            for key, _mask in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_read, READ_BYTES)
+                    self._adopt()
+                else:
+                    self._copy(key.fd, key.data)
+            if self._ending and not self._rests:
+                return
+
+    def _adopt(self) -> None:
+        with self._lock:
+            new, self._new = self._new, []
+        for fd, prefix in new:
+            self._rests[fd] = b""
+            self._selector.register(fd, selectors.EVENT_READ, prefix)
+
+    def _copy(self, fd: int, prefix: bytes) -> None:
+        part = os.read(fd, READ_BYTES)
+        lines = (self._rests[fd] + part).split(b"\n")
+        rest = lines.pop()
+        if len(rest) > MAX_LINE_BYTES or (not part and rest):
+            lines.append(rest)
+            rest = b""
+        if lines:
+            _write_all(self._target, b"".join(prefix + line + b"\n" for line in lines))
+        if part:
+            self._rests[fd] = rest
+        else:
+            self._selector.unregister(fd)
+            os.close(fd)
+            del self._rests[fd]
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,89 @@
+"""What is imported once per machine, before any fork, so that a worker imports nothing.
+
+Owns: the list. Found by comparing sys.modules before and after a first HSDP step and a first DCP
+save in a forked child; tests/e2e/agent/test_preload.py repeats that. Must not: start a thread, open
+CUDA, or be imported by anything that wants to start quickly.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+"""Without it numpy's OpenBLAS starts threads at import, and a process with threads must not be
+forked. Workers set their own number of threads after the fork."""
+
+MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.optim.lr_scheduler",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+    # Imported lazily when FSDP2 first wraps a module and at the first step.
+    "torch._dynamo",
+    "torch._dynamo.polyfills.loader",
+    "torch.utils.serialization",
+    # What the session reads and writes with.
+    "fsspec.implementations.local",
+    "msgspec",
+    "runpy",
+    "safetensors",
+    "xxhash",
+)
+"""Missing ones are passed over: the list serves torch 2.11 and later."""
+
+OURS = (
+    "holdfast.workers.worker_protocol",
+    "holdfast.workers.session",
+    "holdfast.workers.training.parallel",
+    "holdfast.workers.training.data",
+    "holdfast.workers.checkpoint",
+    "holdfast.workers.checkpoint.stage",
+    "holdfast.workers.checkpoint.restore",
+    "holdfast.workers.checkpoint.state",
+    "holdfast.workers.training.models",
+    "holdfast.workers.training.recipes.pretrain",
+    "holdfast.workers.agent.pool.warmup",
+)
+"""Holdfast's own training side, as far as it is installed."""
+
+
+def preload() -> None:
+    """Import everything, then freeze it: the collector never touches (and so never copies) the
+    pages that children share."""
+    for name, value in SINGLE_THREADED.items():
+        assert os.environ.get(name) == value, f"{name} must be set before the interpreter starts"
+    for name in (*MODULES, *OURS):
+        import_if_there(name)
+    gc.collect()
+    gc.freeze()
+    assert num_threads() == 1, f"{num_threads()} threads after preloading: a fork is not safe"
+
+
+def import_if_there(name: str) -> None:
+    """Import a module if that is possible. One that is broken is imported again, and fails with
+    its traceback, in the worker that needs it; the others must not suffer."""
+    try:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    except ImportError as error:
+        print(f"preload: {name}: {error}", file=sys.stderr)
+
+
+def num_threads() -> int:
+    """Threads of this process, from the kernel."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.split("Threads:")[1].split()[0])

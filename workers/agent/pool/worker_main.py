@@ -1,0 +1,221 @@
+"""First code of a forked worker: wait for the seat, become that worker, run the entrypoint.
+
+Owns: the worker's process state (environment, streams, directory, threads) and how its end is told.
+Must not: return; every path leaves through os._exit, because interpreter teardown with torch loaded
+takes tenths of a second and can only fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import importlib.util
+import os
+import re
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TextIO
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import paths
+from holdfast.workers import worker_protocol
+
+from ..linux import malloc, processes
+from ..process import process_env, workdir
+
+_PEER_GONE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
+    r"|remote peer|Socket closed|Connection was likely closed|Timed out waiting|recvValue failed"
+    r"|failed to recv|NCCL communicator was aborted|ncclRemoteError|ncclSystemError"
+    r"|Connection refused|Connection timed out|wait timeout|unexpected EOF",
+    re.IGNORECASE,
+)
+_TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog", re.IGNORECASE)
+_NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
+
+
+def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoReturn:
+    """Everything from the fork to the end of the process."""
+    link = socket.socket(fileno=wire_fd)
+    code = 1
+    try:
+        _reset_signals()
+        faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
+        if not select.select([link], [], [], 0)[0]:  # a standby: its seat is not waiting yet
+            _warm(job, directory)
+        assign, output = worker_protocol.receive(link)
+        if assign is None:  # the agent ended, or has no use for this standby
+            os._exit(0)
+        assert isinstance(assign, worker_protocol.Assign)
+        _become(assign, job, wire_fd, output)
+        worker_protocol.attached = worker_protocol.Attached(link=link, assign=assign, job=job)
+        _run_entrypoint(job)
+        code = _leave(0)
+    except SystemExit as error:
+        code = _leave(_exit_code(error))
+    except BaseException as error:
+        error.__traceback__ = _without_launcher(error.__traceback__)
+        if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
+            error.__traceback__ = None  # the script was never run; the error says where it is
+        _tell(link, error)
+        traceback.print_exception(error)
+        _flush()
+    finally:
+        os._exit(code)
+
+
+# -- becoming the worker ----------------------------------------------------------------------
+def _reset_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _warm(job: TrainingJob, directory: str) -> None:
+    """Work of a standby that can be done before it has a seat: see warmup.py."""
+    if importlib.util.find_spec("holdfast.workers.agent.pool.warmup") is not None:
+        importlib.import_module("holdfast.workers.agent.pool.warmup").warm(job, directory)
+
+
+def _become(
+    assign: worker_protocol.Assign, job: TrainingJob, wire_fd: int, output: int | None
+) -> None:
+    processes.name_process(f"rank-{assign.seat.rank}")
+    _open_streams(assign.log_file, output)
+    process_env.adopt(assign.environment)
+    malloc.adopt(os.environ)
+    os.environ[worker_protocol.AGENT_FD] = str(wire_fd)
+    if problem := workdir.enter(assign, job):
+        raise UserError(str(problem))
+    if "torch" in sys.modules:
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit():
+            sys.modules["torch"].set_num_threads(max(1, int(threads)))
+    if "numpy" in sys.modules:
+        # Forked siblings would draw the same numbers; fresh interpreters do not.
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(log_file: str, output: int | None) -> None:
+    """stdout and stderr to one file, appended line by line, or to `output`; nothing on stdin."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if output is not None:
+        target = output
+    elif log_file:
+        target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    else:
+        target = null
+    os.dup2(null, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    for fd in {null, target}:
+        os.close(fd)
+    # New objects: whoever started the server may have replaced or captured the inherited ones.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = _stream(1, "strict")
+    sys.stderr = _stream(2, "backslashreplace")
+    faulthandler.enable(file=2)
+
+
+def _stream(fd: int, errors: str) -> TextIO:
+    return open(fd, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False)
+
+
+# -- the entrypoint ---------------------------------------------------------------------------
+def _run_entrypoint(job: TrainingJob) -> None:
+    entry = job.spec.entrypoint
+    if entry.recipe is not None:
+        importlib.import_module(f"holdfast.workers.training.recipes.{entry.recipe.name}").main(job)
+    elif entry.script is not None:
+        script = str(paths.resolve(Path.cwd(), entry.script).resolve())
+        sys.argv = [entry.script, *entry.args]
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        assert entry.module is not None
+        sys.argv = [entry.module, *entry.args]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(entry.module, run_name="__main__", alter_sys=True)
+
+
+# -- the end ----------------------------------------------------------------------------------
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter does it."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _leave(code: int) -> int:
+    """What the interpreter would do at its end, without tearing it down."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    _flush()
+    return code
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # a full disk or a closed stream must not change the exit code
+
+
+def _tell(link: socket.socket, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    failed = worker_protocol.Failed(
+        error_type=type(error).__qualname__,
+        message=str(error)[: limits.MAX_TRACEBACK_BYTES // 4],
+        traceback=text.encode()[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
+        secondary=is_secondary(error),
+    )
+    try:
+        worker_protocol.send(link, failed)
+    except OSError:
+        return  # the agent is gone, and so will this process be
+
+
+def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's first frame on: how we came to run it helps nobody."""
+    frame = begin
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file != __file__ and "runpy" not in file:
+            return frame
+        frame = frame.tb_next
+    return begin
+
+
+def _is_ours(begin: TracebackType | None) -> bool:
+    return begin is not None and begin.tb_frame.f_code.co_filename == __file__
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error says that a peer or the network went away: a consequence, not a cause."""
+    seen: BaseException | None = error
+    while seen is not None:
+        kind, message = type(seen).__name__, str(seen)
+        if kind in _NETWORK_ERRORS:
+            # The backend also reports wrong use under this name; then no peer is mentioned.
+            if kind != "DistBackendError" or _PEER_GONE.search(message):
+                return True
+        elif isinstance(seen, RuntimeError) and _PEER_GONE.search(message):
+            return bool(_TORCH_DISTRIBUTED.search(message))
+        seen = seen.__cause__
+    return False

@@ -1,0 +1,1 @@
+"""The agent's process: event loop, connections, working directory."""

@@ -1,0 +1,252 @@
+"""One warm process per machine and job that forks agents.
+
+Owns: the agents of this machine: their fork and their end. Must not: start a thread or know jobs.
+It outlives the controller; it ends when it has neither a node nor a connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.protocol import launcher_protocol as p
+from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
+
+from ..linux import processes
+from ..pool import preload
+from .node import NodeOptions, run_node
+
+LINGER_S = 10.0
+"""A host without node and connection waits this long for one: a controller may be restarting."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[p.ToHost] = msgspec.msgpack.Decoder(p.ToHost)
+
+
+class LauncherConnection:
+    """One backend. Frames are small, so a blocking send never waits for long."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._data = b""
+
+    def messages(self) -> list[p.ToHost] | None:
+        """What has come; None when the backend has closed or does not speak our protocol."""
+        try:
+            part = self.sock.recv(65536)
+        except ConnectionResetError:
+            return None
+        if not part:
+            return None
+        self._data += part
+        found: list[p.ToHost] = []
+        while len(self._data) >= 4:
+            length = int.from_bytes(self._data[:4], "big")
+            if length > limits.MAX_FRAME_BYTES:
+                return None
+            if len(self._data) < 4 + length:
+                break
+            try:
+                found.append(_DECODER.decode(self._data[4 : 4 + length]))
+            except msgspec.MsgspecError as error:
+                print(f"host: {error}", file=sys.stderr)
+                return None
+            self._data = self._data[4 + length :]
+        return found
+
+    def send(self, message: p.FromHost) -> None:
+        body = _ENCODER.encode(message)
+        with contextlib.suppress(OSError):  # a backend that is gone is noticed by its next read
+            self.sock.sendall(len(body).to_bytes(4, "big") + body)
+
+
+class NodeLauncher:
+    def __init__(self, socket_path: Path) -> None:
+        self._path = socket_path
+        self._selector = selectors.DefaultSelector()
+        self._connections: list[LauncherConnection] = []
+        self._nodes: dict[str, int] = {}
+        self._pidfds: dict[str, int] = {}
+        self._orphans: set[int] = set()
+        self._devices: dict[str, tuple[str, ...]] = {}
+        """GPUs that a node has for itself."""
+        self._waiting: dict[str, p.StartNode] = {}
+        """For GPUs of nodes that have not ended yet."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def serve(self) -> NoReturn:
+        self._path.unlink(missing_ok=True)
+        mask = os.umask(0o177)  # the socket is for its owner only
+        self._listener.bind(str(self._path))
+        os.umask(mask)
+        self._listener.listen(16)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        while True:
+            idle = not self._nodes and not self._connections
+            events = self._selector.select(LINGER_S if idle else None)
+            if idle and not events:
+                self._leave()
+            for key, _mask in events:
+                if key.fileobj in self._selector.get_map():
+                    key.data()
+
+    # -- connections --------------------------------------------------------------------------
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        connection = LauncherConnection(sock)
+        self._connections.append(connection)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
+        connection.send(p.NodeList(nodes=dict(self._nodes)))
+
+    def _read(self, connection: LauncherConnection) -> None:
+        messages = connection.messages()
+        if messages is None:
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+            self._connections.remove(connection)
+            return
+        for message in messages:
+            match message:
+                case p.StartNode():
+                    self._start(message)
+                    self._tell(p.NodeList(nodes=dict(self._nodes)))
+                case p.StopNode():
+                    self._waiting.pop(message.node, None)
+                    self._kill(message.node)
+                case p.StopLauncher():
+                    self._waiting.clear()
+                    for node in list(self._nodes):
+                        self._kill(node)
+                    for node, pid in list(self._nodes.items()):
+                        self._reap(node, pid)
+                    self._wait_for_orphans()
+                    self._leave()
+
+    def _tell(self, message: p.FromHost) -> None:
+        for connection in self._connections:
+            connection.send(message)
+
+    # -- nodes --------------------------------------------------------------------------------
+    def _start(self, order: p.StartNode) -> None:
+        if order.node in self._nodes:
+            return
+        if order.devices is not None:
+            taken = {device for held in self._devices.values() for device in held}
+            free = [device for device in order.devices if device not in taken]
+            if len(free) < order.slots:
+                self._waiting[order.node] = order
+                return
+            self._devices[order.node] = tuple(free[: order.slots])
+        assert preload.num_threads() == 1, "a library has started a thread in the host"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                processes.die_with(parent)
+                self._become(order)
+            finally:
+                os._exit(1)
+        self._nodes[order.node] = pid
+        pidfd = self._pidfds[order.node] = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(order.node, pid))
+
+    def _become(self, order: p.StartNode) -> NoReturn:
+        """In the child: close what is the host's, and be an agent."""
+        log = os.open(order.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.setsid()
+        if order.node in self._devices:
+            os.environ[VISIBLE_DEVICES] = ",".join(self._devices[order.node])
+        run_node(
+            NodeOptions(
+                job=order.job,
+                node=order.node,
+                slots=order.slots,
+                token_file=Path(order.token_file),
+                endpoint_file=Path(order.endpoint_file),
+                bind_address="127.0.0.1",
+            )
+        )
+
+    def _kill(self, node: str) -> None:
+        pid = self._nodes.get(node)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)  # ours and not reaped: the number is still its own
+
+    def _reap(self, node: str, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        pidfd = self._pidfds.pop(node)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        del self._nodes[node]
+        self._end_orphans()
+        code = os.waitstatus_to_exitcode(status)
+        end = processes.describe_end(code if code >= 0 else None, -code if code < 0 else None)
+        self._tell(p.NodeEnded(node=node, detail=end))
+        self._devices.pop(node, None)
+        waiting, self._waiting = self._waiting, {}
+        for order in waiting.values():
+            self._start(order)
+        if waiting:
+            self._tell(p.NodeList(nodes=dict(self._nodes)))
+
+    def _end_orphans(self) -> None:
+        """What an agent leaves behind becomes our child. Its workers die by themselves, what they
+        had started may not; and the children of those come to us when they end."""
+        for pid in set(processes.children()) - set(self._nodes.values()) - self._orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._orphans.add(pid)
+                self._watch_orphan(pid, os.pidfd_open(pid))
+
+    def _watch_orphan(self, pid: int, pidfd: int) -> None:
+        def ended() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            os.waitpid(pid, 0)
+            self._orphans.discard(pid)
+            self._end_orphans()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+
+    def _wait_for_orphans(self) -> None:
+        while self._orphans:
+            for key, _mask in self._selector.select():
+                if isinstance(key.fileobj, int) and key.fileobj in self._selector.get_map():
+                    key.data()
+
+    def _leave(self) -> NoReturn:
+        self._path.unlink(missing_ok=True)
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.workers.agent.process.node_launcher", description=__doc__
+    )
+    parser.add_argument("--socket", type=Path, required=True, help="where to listen")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.adopt_orphans()
+    processes.name_process("host")
+    preload.preload()
+    NodeLauncher(arguments.socket).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Bytes of checkpoints on a node: memory files, uploads, transfers between nodes."""

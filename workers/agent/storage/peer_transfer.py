@@ -1,0 +1,354 @@
+"""The data port: shards between agents, from memory to memory.
+
+Owns: the protocol. A frame (4-byte length, msgpack) asks with the job's token, a frame answers, raw
+bytes follow. Bytes move in threads, so the event loop keeps beating. Must not: decide what is kept
+or served; it asks.
+
+Between machines everything goes through TLS in which both sides present the job's certificate; the
+token is the second factor and never leaves a machine in clear. In clear, on loopback, bytes go from
+the page cache to the socket (sendfile). Python's ssl has no such way: the memory is mapped and
+encrypted record by record (16 KiB), without a copy of our own. That costs about twice the CPU of
+clear (bench/results/data_port.md); on two cores that both sides share, half of the throughput.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import mmap
+import os
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.orchestrator.protocol import tls
+from holdfast.orchestrator.protocol.fabric import is_loopback
+from holdfast.orchestrator.protocol.facts import StagedShard
+
+R = TypeVar("R")
+
+GREETING_TIMEOUT_S = 5.0
+"""Whoever dials must have shown its certificate and asked within this."""
+TIMEOUT_S = 30.0
+"""Between two parts of a transfer; a dead peer must not hold a buffer for ever."""
+
+MAX_REQUEST_BYTES = 4096
+SEND_BYTES = 8 * 2**20
+TRANSFERS = 32
+"""At once; a restore after a loss of nodes asks one node for all its shards."""
+
+
+class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Get(PeerMessage, frozen=True, kw_only=True, tag="get"):
+    token: str
+    step: int
+    generation: int
+    shard: int
+
+
+class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
+    token: str
+    staged: StagedShard
+
+
+class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
+    """After Get: `num_bytes` follow. After Put: send the bytes; a second Yes says they are here."""
+
+    num_bytes: int = 0
+    num_shards: int = 0
+
+
+class No(PeerMessage, frozen=True, kw_only=True, tag="no"):
+    detail: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Get | Put | Yes | No] = msgspec.msgpack.Decoder(
+    Get | Put | Yes | No
+)
+
+
+class PeerError(Exception):
+    """The transfer did not happen; the message says why."""
+
+
+@dataclass(frozen=True)
+class PeerCredentials:
+    """What agents of one job show each other."""
+
+    token: str
+    name: str = ""
+    """The name in the job's certificate."""
+    client: ssl.SSLContext | None = None
+    server: ssl.SSLContext | None = None
+    """Both None: in clear, and then on loopback only."""
+
+
+def credentials(token: str, directory: Path | None, name: str) -> PeerCredentials:
+    """From the directory with the job's tls.crt and tls.key. Raises TlsUnusable."""
+    if directory is None:
+        return PeerCredentials(token)
+    files = tls.files(directory)
+    return PeerCredentials(token, name, tls.client_context(*files), tls.server_context(*files))
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Something that a transfer may use: a descriptor of its own (closed by the transfer), and
+    what to call when it is over."""
+
+    fd: int
+    num_bytes: int
+    num_shards: int
+    done: Callable[[bool], None]
+
+
+Answer = Hold | str
+"""What the agent says to a request: go on, or why not."""
+
+
+class DataPort:
+    """Listens; `on_get` and `on_put` decide, each answering with Hold or the reason for a no.
+
+    `address`: where to listen; empty: on all interfaces (IPv4 and IPv6), in clear on loopback.
+    """
+
+    def __init__(
+        self,
+        credentials: PeerCredentials,
+        on_get: Callable[[Get], Awaitable[Answer]],
+        on_put: Callable[[Put], Awaitable[Answer]],
+        *,
+        address: str = "",
+    ) -> None:
+        self._credentials = credentials
+        self._on_get, self._on_put = on_get, on_put
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Of its own: uploads and names that nobody resolves must not keep memory from being served.
+        self._threads = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="holdfast-port")
+        if not address and credentials.server is None:
+            address = "127.0.0.1"
+        self._listener = _listen(address)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            task = loop.create_task(self._serve(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, bare: socket.socket) -> None:
+        with contextlib.suppress(OSError, PeerError):
+            sock, request = await self._in_thread(self._greet, bare)
+            with sock:
+                await self._answer(sock, request)
+
+    def _greet(self, bare: socket.socket) -> tuple[socket.socket, PeerMessage]:
+        """In a thread: the handshake and the request."""
+        sock = bare
+        try:
+            bare.setblocking(True)
+            bare.settimeout(GREETING_TIMEOUT_S)
+            if self._credentials.server is not None:
+                sock = self._credentials.server.wrap_socket(bare, server_side=True)
+            request = _receive(sock)
+            sock.settimeout(TIMEOUT_S)
+        except BaseException:
+            sock.close()
+            bare.close()
+            raise
+        return sock, request
+
+    async def _in_thread(self, work: Callable[..., R], *arguments: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def _answer(self, sock: socket.socket, request: PeerMessage) -> None:
+        if not isinstance(request, Get | Put):
+            return
+        if not hmac.compare_digest(request.token.encode(), self._credentials.token.encode()):
+            await self._in_thread(_send, sock, No(detail="wrong token"))
+            return
+        if isinstance(request, Get):
+            answer = await self._on_get(request)
+            work = _send_bytes
+        else:
+            answer = await self._on_put(request)
+            work = _take_bytes
+        if isinstance(answer, str):
+            await self._in_thread(_send, sock, No(detail=answer))
+            return
+        ok = False
+        try:
+            await self._in_thread(work, sock, answer)
+            ok = True
+        finally:
+            os.close(answer.fd)
+            answer.done(ok)
+        if isinstance(request, Put):
+            await self._in_thread(_send, sock, Yes())
+
+
+def fetch(
+    address: str, port: int, credentials: PeerCredentials, wanted: StagedShard
+) -> tuple[int, int]:
+    """(memfd, bytes) of a shard in another agent's memory. Blocks: call it in a thread. Raises
+    PeerError."""
+    get = Get(
+        token=credentials.token,
+        step=wanted.step,
+        generation=wanted.generation,
+        shard=wanted.shard,
+    )
+    try:
+        with _connect(address, port, credentials) as sock:
+            _send(sock, get)
+            answer = _expect_yes(_receive(sock))
+            if answer.num_shards != wanted.num_shards:
+                raise PeerError(f"it has one of {answer.num_shards} shards")
+            fd = os.memfd_create(f"holdfast-shard-{wanted.shard}", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(fd, answer.num_bytes)
+                _receive_into(sock, fd, answer.num_bytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd, answer.num_bytes
+    except OSError as error:
+        raise PeerError(f"{address}:{port}: {error}") from None
+
+
+def push(
+    address: str, port: int, credentials: PeerCredentials, staged: StagedShard, fd: int
+) -> None:
+    """Copy a shard to another agent's memory. Takes over `fd`. Blocks. Raises PeerError."""
+    try:
+        with _connect(address, port, credentials) as sock:
+            _send(sock, Put(token=credentials.token, staged=staged))
+            _expect_yes(_receive(sock))
+            _send_file(sock, fd, staged.num_bytes)
+            _expect_yes(_receive(sock))
+    except OSError as error:
+        raise PeerError(f"{address}:{port}: {error}") from None
+    finally:
+        os.close(fd)
+
+
+# -- connections ------------------------------------------------------------------------------
+def _listen(address: str) -> socket.socket:
+    """On one address, or on all of both families where the kernel has both."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=128)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True
+        )
+    return socket.create_server(("", 0), backlog=128)
+
+
+def _connect(address: str, port: int, credentials: PeerCredentials) -> socket.socket:
+    """Raises OSError (a wrong certificate too) or PeerError."""
+    if credentials.client is None and not is_loopback(address):
+        raise PeerError(
+            f"{address}:{port}: not dialled: without TLS the job's token would go over the "
+            f"network in clear"
+        )
+    bare = socket.create_connection((address, port), TIMEOUT_S)
+    if credentials.client is None:
+        return bare
+    try:
+        return credentials.client.wrap_socket(bare, server_hostname=credentials.name)
+    except BaseException:
+        bare.close()
+        raise
+
+
+# -- bytes ------------------------------------------------------------------------------------
+def _expect_yes(message: PeerMessage) -> Yes:
+    if isinstance(message, Yes):
+        return message
+    raise PeerError(message.detail if isinstance(message, No) else f"got {message!r}")
+
+
+def _send_bytes(sock: socket.socket, hold: Hold) -> None:
+    _send(sock, Yes(num_bytes=hold.num_bytes, num_shards=hold.num_shards))
+    _send_file(sock, hold.fd, hold.num_bytes)
+
+
+def _take_bytes(sock: socket.socket, hold: Hold) -> None:
+    _send(sock, Yes())
+    _receive_into(sock, hold.fd, hold.num_bytes)
+
+
+def _send_file(sock: socket.socket, fd: int, num_bytes: int) -> None:
+    """From the page cache to the socket. The socket has a timeout, so it may be momentarily full:
+    socket.sendfile waits then."""
+    if isinstance(sock, ssl.SSLSocket):
+        _send_mapped(sock, fd, num_bytes)
+        return
+    at = 0
+    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+        while at < num_bytes:
+            at += sock.sendfile(file, at, min(SEND_BYTES, num_bytes - at))
+
+
+def _send_mapped(sock: ssl.SSLSocket, fd: int, num_bytes: int) -> None:
+    """SSLSocket.sendfile would read the file in pieces of 8 KiB; this encrypts from its pages."""
+    with (
+        mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory,
+        memoryview(memory) as view,
+    ):
+        at = 0
+        while at < num_bytes:
+            with view[at : at + SEND_BYTES] as part:
+                sock.sendall(part)
+                at += len(part)
+
+
+def _receive_into(sock: socket.socket, fd: int, num_bytes: int) -> None:
+    with mmap.mmap(fd, num_bytes) as memory, memoryview(memory) as view:
+        at = 0
+        while at < num_bytes:
+            with view[at:] as rest:
+                got = sock.recv_into(rest)
+            if got == 0:
+                raise PeerError(f"the connection ended at byte {at} of {num_bytes}")
+            at += got
+
+
+def _send(sock: socket.socket, message: PeerMessage) -> None:
+    body = _ENCODER.encode(message)
+    sock.sendall(len(body).to_bytes(4, "big") + body)
+
+
+def _receive(sock: socket.socket) -> PeerMessage:
+    length = int.from_bytes(_exactly(sock, 4), "big")
+    if length > MAX_REQUEST_BYTES:
+        raise PeerError(f"a frame of {length} bytes; at most {MAX_REQUEST_BYTES}")
+    try:
+        return _DECODER.decode(_exactly(sock, length))
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"not our protocol: {error}") from None
+
+
+def _exactly(sock: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = sock.recv(length - len(data))
+        if not part:
+            raise PeerError("the connection ended")
+        data += part
+    return data

@@ -1,0 +1,70 @@
+"""The storage tier: copy a staged buffer to a durable file, hashing it on the way.
+
+Owns: that a file is complete and durable before it is reported. Runs in a thread of the agent, so
+training never waits for storage. Must not: decide what is written; never writes a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+from holdfast.orchestrator.protocol.atomic_files import replacing, sync_directory, write_all
+from holdfast.orchestrator.protocol.fsspec_compat import is_local, make_directory
+
+CHUNK_BYTES = 4 * 2**20
+
+
+def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, name: str) -> str:
+    """Copy the first `num_bytes` of `fd`; returns the xxh3_128 of the file, hex. Takes over `fd`.
+
+    Raises OSError, or what the store's library raises, when the file is not durable.
+    """
+    try:
+        system, root = fsspec.url_to_fs(checkpoint_path)
+        if is_local(system):
+            return _write_local(fd, num_bytes, Path(root) / directory, name)
+        return _write_store(fd, num_bytes, system, f"{root.rstrip('/')}/{directory}/{name}")
+    finally:
+        os.close(fd)
+
+
+def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    with replacing(directory / name) as file:
+        checksum = _copy(fd, num_bytes, file)
+    sync_directory(directory.parent)
+    return checksum
+
+
+def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:
+    """Object stores show an object when its upload is complete."""
+    make_directory(system, path.rsplit("/", 1)[0])
+    file = system.open(path, "wb")
+    try:
+        checksum = _copy(fd, num_bytes, file)
+    except BaseException:
+        # Closing would complete the upload of half a shard.
+        with contextlib.suppress(Exception):
+            file.discard()
+        raise
+    file.close()
+    return checksum
+
+
+def _copy(fd: int, num_bytes: int, file: Any) -> str:
+    digest = xxhash.xxh3_128()
+    at = 0
+    while at < num_bytes:
+        chunk = os.pread(fd, min(CHUNK_BYTES, num_bytes - at), at)
+        if not chunk:
+            raise OSError(f"the buffer ends at byte {at} of {num_bytes}")
+        digest.update(chunk)
+        write_all(file, chunk)
+        at += len(chunk)
+    return digest.hexdigest()

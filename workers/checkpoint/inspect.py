@@ -1,0 +1,252 @@
+"""Committed checkpoints below a path: list them, verify them, export them to plain safetensors.
+
+Owns: these three. Must not: import torch, or believe anything that no manifest names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.protocol.manifest import Manifest, parse_directory_name
+
+from .hashing import hash_bytes
+from .layout import DTYPE_BYTES, MODEL, Box, DamagedCheckpoint, Entry
+from .shard_sources import CheckpointFiles, ShardSource
+
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One directory below the checkpoint path."""
+
+    directory: str
+    step: int
+    generation: int
+    committed: bool
+    manifest: Manifest | None = None
+    problem: str = ""
+    """Why it cannot be used, for a broken manifest."""
+
+
+@dataclass
+class VerifyResult:
+    """What verifying one checkpoint found."""
+
+    directory: str
+    num_files: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def list_checkpoints(path: str) -> list[Listed]:
+    """Newest first, attempts without a manifest included (and marked)."""
+    store = CheckpointFiles(path)
+    found = []
+    for name in store.directories():
+        parsed = parse_directory_name(name)
+        if parsed is None:
+            continue
+        try:
+            found.append(Listed(name, *parsed, committed=True, manifest=store.manifest(name)))
+        except DamagedCheckpoint as error:
+            found.append(Listed(name, *parsed, committed=False, problem=str(error)))
+        except HoldfastError:
+            found.append(Listed(name, *parsed, committed=False, problem="no manifest"))
+    return sorted(found, key=lambda c: (c.step, c.generation), reverse=True)
+
+
+def find(path: str, step: int | None = None) -> Manifest:
+    """The newest committed checkpoint, or that of a step. Raises UserError when there is none."""
+    committed = [c.manifest for c in list_checkpoints(path) if c.manifest is not None]
+    for manifest in committed:
+        if step is None or manifest.step == step:
+            return manifest
+    have = ", ".join(str(m.step) for m in committed) or "none"
+    raise UserError(
+        f"{path}: got no committed checkpoint{'' if step is None else f' of step {step}'}; "
+        f"expected one (committed steps: {have})"
+    )
+
+
+def verify(path: str, manifest: Manifest) -> VerifyResult:
+    """Reads every byte: lengths, checksums of files and of tensors, and that the shards together
+    hold every value of every tensor."""
+    store = CheckpointFiles(path)
+    verdict = VerifyResult(manifest.directory, num_files=len(manifest.files))
+    volumes: dict[str, tuple[int, int]] = {}
+    for file in manifest.files:
+        try:
+            checksum = store.whole_file_checksum(manifest.directory, file)
+            source = store.open(manifest.directory, file)
+            entries = source.header().entries.values()
+        except HoldfastError as error:
+            verdict.problems.append(str(error))
+            continue
+        damaged = [entry.name for entry in entries if not _intact(source, entry)]
+        for name in damaged:
+            what = "its bytes do not match its checksum"
+            verdict.problems.append(str(DamagedCheckpoint(source.name, what, name)))
+        if checksum != file.checksum and not damaged:
+            what = f"checksum {checksum}; its manifest says {file.checksum}"
+            verdict.problems.append(str(DamagedCheckpoint(source.name, what)))
+        verdict.num_bytes += file.num_bytes
+        _add_volumes(volumes, entries)
+    verdict.num_tensors = len(volumes)
+    if verdict.ok:
+        verdict.problems += [
+            f"{manifest.directory}: {name}: {got} of {want} values in all shards"
+            for name, (got, want) in volumes.items()
+            if got < want
+        ]
+    return verdict
+
+
+def _intact(source: ShardSource, entry: Entry) -> bool:
+    return f"{hash_bytes(source.data(entry.begin, entry.end)):016x}" == entry.checksum
+
+
+def _add_volumes(volumes: dict[str, tuple[int, int]], entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        got, _ = volumes.get(entry.name, (0, 0))
+        want = Box(entry.box.global_shape, (), entry.box.global_shape).num_elements
+        volumes[entry.name] = (got + entry.box.num_elements, want)
+
+
+# -- export -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[ShardSource, Entry], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return Box(self.shape, (), self.shape).num_elements * DTYPE_BYTES[self.dtype]
+
+
+def export(
+    path: str,
+    manifest: Manifest,
+    target: Path,
+    *,
+    optimizer: bool = False,
+    max_file_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Whole tensors as plain safetensors: `model.safetensors`, or several files and an index.
+
+    Weights only, under their own names; with `optimizer`, everything, as `model.*` and `optim.*`.
+    One tensor is in memory at a time. Every byte is checked on the way; raises DamagedCheckpoint.
+    """
+    store = CheckpointFiles(path)
+    sources = [store.open(manifest.directory, file) for file in manifest.files]
+    tensors = _collect(sources, optimizer)
+    files = _split(tensors, max_file_bytes)
+    target.mkdir(parents=True, exist_ok=True)
+    names = _file_names(len(files))
+    for name, content in zip(names, files, strict=True):
+        _write_file(target / name, content, manifest)
+    if len(files) > 1:
+        _write_index(target, names, files)
+    return [target / name for name in names]
+
+
+def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_Tensor]:
+    found: dict[str, list[tuple[ShardSource, Entry]]] = {}
+    for source in sources:
+        for name, entry in source.header().entries.items():
+            if optimizer or name.startswith(MODEL):
+                found.setdefault(name, []).append((source, entry))
+    tensors = []
+    for name, parts in sorted(found.items()):
+        entry = parts[0][1]
+        short = name if optimizer else name.removeprefix(MODEL)
+        tensors.append(_Tensor(short, entry.dtype, entry.box.global_shape, tuple(parts)))
+    # safetensors wants no gaps; widest elements first keeps each tensor aligned.
+    return sorted(tensors, key=lambda t: -DTYPE_BYTES[t.dtype])
+
+
+def _split(tensors: list[_Tensor], max_file_bytes: int) -> list[list[_Tensor]]:
+    files: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.num_bytes
+    return files
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _write_file(path: Path, tensors: list[_Tensor], manifest: Manifest) -> None:
+    about = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
+    header: dict[str, Any] = {"__metadata__": about}
+    at = 0
+    for tensor in tensors:
+        offsets = [at, at + tensor.num_bytes]
+        header[tensor.name] = {
+            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets,
+        }  # fmt: skip
+        at = offsets[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors:
+                _write_tensor(stream, tensor)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_tensor(stream: BinaryIO, tensor: _Tensor) -> None:
+    integers = _INTEGERS[DTYPE_BYTES[tensor.dtype]]
+    whole = np.empty(tensor.shape, integers)
+    filled, seen = 0, set()
+    for source, entry in tensor.parts:
+        place = (entry.box.offset, entry.box.shape)
+        if entry.dtype != tensor.dtype or entry.box.global_shape != tensor.shape:
+            raise DamagedCheckpoint(source.name, "shards disagree about it", tensor.name)
+        if place in seen:
+            continue
+        seen.add(place)
+        data = source.data(entry.begin, entry.end)
+        if f"{hash_bytes(data):016x}" != entry.checksum:
+            what = "its bytes do not match its checksum"
+            raise DamagedCheckpoint(source.name, what, tensor.name)
+        at = tuple(slice(o, o + n) for o, n in zip(*place, strict=True))
+        whole[at] = data.view(integers).reshape(entry.box.shape)
+        filled += entry.box.num_elements
+    if filled < whole.size:
+        what = f"{filled} of {whole.size} values in all shards"
+        raise DamagedCheckpoint("the checkpoint", what, tensor.name)
+    stream.write(whole.reshape(-1).view(np.uint8).data)
+
+
+def _write_index(target: Path, names: list[str], files: list[list[_Tensor]]) -> None:
+    """The index that Hugging Face's loaders read for weights in several files."""
+    where = {t.name: name for name, content in zip(names, files, strict=True) for t in content}
+    total = sum(t.num_bytes for content in files for t in content)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

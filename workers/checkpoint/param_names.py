@@ -1,0 +1,99 @@
+"""Names of a model's parameters and buffers that no wrapping changes.
+
+Owns: which parts of torch's names wrappers have added, in these names and in those of old files.
+Must not: know what is stored under a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.orchestrator.errors import UserError
+
+_MARKS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+"""Children of torch.compile, activation checkpointing and FSDP1: nobody else calls one so. DDP's is
+called `module`, as a model's own may be: there the parent's type decides."""
+_DDP_CHILD = "module"
+
+
+def plain_name(name: str) -> str:
+    """A name of a model that is not wrapped in DDP, without what other wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _MARKS)
+
+
+class ParamNames:
+    """All parameters, each once, and persistent buffers of a model.
+
+    Raises UserError when two have one name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, tuple[nn.Module, str]] = {}
+        """Where each is held: modules replace their buffers."""
+        seen: set[int] = set()
+        for prefix, module in _modules(model):
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self._expect_free(prefix + key)
+                    self.parameters[prefix + key] = parameter
+            for key in module._buffers:
+                if key not in module._non_persistent_buffers_set:
+                    self._expect_free(prefix + key)
+                    self.buffers[prefix + key] = (module, key)
+
+    def _expect_free(self, name: str) -> None:
+        if name in self.parameters or name in self.buffers:
+            raise UserError(
+                f"model: got two tensors named {name}, the parts left out that wrappers add "
+                f"({', '.join(sorted(_MARKS))}, and `{_DDP_CHILD}` of DDP); expected one; rename "
+                "the child module of that name"
+            )
+
+    def of_old_files(self, stored: Iterable[str]) -> dict[str, str]:
+        """By the names in a file, those here, for what has another name here.
+
+        Files once kept the `module` of a DDP within another wrapper or model, and left out a
+        `module` of the model's own at the beginning of a name.
+        """
+        here, stored = self.parameters.keys() | self.buffers.keys(), set(stored)
+        if stored <= here:
+            return {}
+        old, new = _by_bare_name(stored - here), _by_bare_name(here - stored)
+        return {
+            names[0]: new[bare][0]
+            for bare, names in old.items()
+            if len(names) == 1 and len(new.get(bare, ())) == 1
+        }
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for name in names:
+        bare = ".".join(part for part in name.split(".") if part != _DDP_CHILD)
+        out.setdefault(bare, []).append(name)
+    return out
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with what stands before the names of what it holds."""
+    modules: dict[str, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        prefix = ""
+        if path:
+            parent_path, _, child = path.rpartition(".")
+            prefix, parent = modules[parent_path]
+            if not _is_added(parent, child):
+                prefix += f"{child}."
+        modules[path] = prefix, module
+        yield prefix, module
+
+
+def _is_added(parent: nn.Module, child: str) -> bool:
+    if child == _DDP_CHILD:
+        return isinstance(parent, DistributedDataParallel | DataParallel)
+    return child in _MARKS

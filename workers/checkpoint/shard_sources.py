@@ -1,0 +1,177 @@
+"""Where the bytes of a shard come from: a memory file of the agent, or a file of the storage tier.
+
+Owns: reading parts of one shard file. Must not: import torch, or interpret tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+import numpy as np
+import xxhash
+
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, Manifest, decode_manifest
+
+from .hashing import Bytes
+from .layout import DamagedCheckpoint, Header, header_length, parse_header
+
+
+class UnreadableCheckpoint(HoldfastError):
+    """A checkpoint that should be there cannot be read."""
+
+
+class ShardSource(Protocol):
+    """One shard file."""
+
+    name: str
+
+    def header(self) -> Header: ...
+
+    def data(self, begin: int, end: int) -> Bytes:
+        """Bytes from begin to end after the header."""
+
+
+class MappedShard:
+    """A shard in memory or in a local file: nothing is read but what is touched."""
+
+    def __init__(self, fd: int, num_bytes: int, name: str) -> None:
+        """Takes the file descriptor over. Raises DamagedCheckpoint when the file is shorter."""
+        self.name = name
+        try:
+            size = os.fstat(fd).st_size
+            if size < num_bytes:
+                raise DamagedCheckpoint(name, f"{size} bytes; expected {num_bytes}")
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._memory = mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self.bytes: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._header: Header | None = None
+
+    def header(self) -> Header:
+        if self._header is None:
+            header = parse_header(memoryview(self._memory), self.name)
+            if header.num_bytes > len(self.bytes):
+                what = f"{len(self.bytes)} bytes; its header speaks of {header.num_bytes}"
+                raise DamagedCheckpoint(self.name, what)
+            self._header = header
+        return self._header
+
+    def data(self, begin: int, end: int) -> Bytes:
+        at = self.header().data_start
+        return self.bytes[at + begin : at + end]
+
+
+class RemoteShard:
+    """A shard in an object store: the header is one request, each range another."""
+
+    def __init__(self, filesystem: Any, path: str, name: str) -> None:
+        self._filesystem, self._path, self.name = filesystem, path, name
+        self._header: Header | None = None
+
+    def header(self) -> Header:
+        if self._header is None:
+            start = self._read(0, 8)
+            self._header = parse_header(self._read(0, header_length(start, self.name)), self.name)
+        return self._header
+
+    def data(self, begin: int, end: int) -> Bytes:
+        at = self.header().data_start
+        raw = self._read(at + begin, at + end) if end > begin else b""
+        if len(raw) != end - begin:
+            raise DamagedCheckpoint(self.name, f"it ends before byte {at + end}")
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        try:
+            data: bytes = self._filesystem.cat_file(self._path, start=begin, end=end)
+        except (OSError, ValueError) as error:
+            raise UnreadableCheckpoint(f"{self.name}: cannot be read: {error}") from None
+        return data
+
+
+class CheckpointFiles:
+    """The storage tier below one path or URL. Trusts only what a manifest names."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.filesystem, self.root = fsspec.core.url_to_fs(path)
+        except (ImportError, ValueError) as error:
+            raise UnreadableCheckpoint(f"{path}: cannot be opened: {error}") from None
+        protocol = self.filesystem.protocol
+        self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def manifest(self, directory: str) -> Manifest:
+        """Raises UnreadableCheckpoint where there is none, DamagedCheckpoint for a broken one."""
+        name = f"{directory}/{MANIFEST_NAME}"
+        try:
+            data: bytes = self.filesystem.cat_file(f"{self.root}/{name}")
+        except FileNotFoundError:
+            raise UnreadableCheckpoint(
+                f"{self.path}: {directory} is not a committed checkpoint (no {MANIFEST_NAME}); "
+                "`holdfast checkpoint list` shows those that are"
+            ) from None
+        except OSError as error:
+            raise UnreadableCheckpoint(f"{name}: cannot be read: {error}") from None
+        try:
+            return decode_manifest(data)
+        except ValueError as error:
+            raise DamagedCheckpoint(name, str(error)) from None
+
+    def directories(self) -> list[str]:
+        """Names below the path, committed or not, oldest step first; none when it is not there."""
+        try:
+            found = self.filesystem.ls(self.root, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {error}") from None
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
+
+    def open(self, directory: str, file: ShardFile) -> ShardSource:
+        """Raises DamagedCheckpoint when the length is not what the manifest says."""
+        name = f"{directory}/{file.file}"
+        path = f"{self.root}/{name}"
+        if not self.is_local:
+            self._expect_length(name, self._length(path, name), file)
+            return RemoteShard(self.filesystem, path, name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _cannot_open(name, error) from None
+        self._expect_length(name, Path(path).stat().st_size, file)
+        return MappedShard(fd, file.num_bytes, name)
+
+    def whole_file_checksum(self, directory: str, file: ShardFile) -> str:
+        """xxh3_128 of the file as it lies there, and its length checked."""
+        name = f"{directory}/{file.file}"
+        path = f"{self.root}/{name}"
+        self._expect_length(name, self._length(path, name), file)
+        state = xxhash.xxh3_128()
+        with self.filesystem.open(path, "rb") as stream:
+            while chunk := stream.read(4 * 2**20):
+                state.update(chunk)
+        return state.hexdigest()
+
+    def _length(self, path: str, name: str) -> int:
+        try:
+            return int(self.filesystem.size(path))
+        except OSError as error:
+            raise _cannot_open(name, error) from None
+
+    def _expect_length(self, name: str, got: int, file: ShardFile) -> None:
+        if got != file.num_bytes:
+            raise DamagedCheckpoint(name, f"{got} bytes; its manifest says {file.num_bytes}")
+
+
+def _cannot_open(name: str, error: OSError) -> HoldfastError:
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpoint(name, "the file is missing, though the manifest names it")
+    return UnreadableCheckpoint(f"{name}: cannot be read: {error}")

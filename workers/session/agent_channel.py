@@ -1,0 +1,157 @@
+"""The worker's end of the wire: reports, staging buffers, shards.
+
+Owns: the socket to the agent, the mapped buffers and the pulse thread. Any thread may send (one
+message is one packet, which the kernel keeps whole); only the training thread receives. Must not:
+know models, or decide when to stage.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.protocol.facts import WorkerPhase
+from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
+
+_SAY_WAITING_AFTER_S = 1.0
+"""Waiting longer than this for a buffer is told as phase `save`, so it is not taken for a hang."""
+
+
+class AgentGone(HoldfastError):
+    """The node's agent has closed the wire: this worker has lost its node."""
+
+
+class AgentChannel:
+    """Connection of one worker to its agent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._memory: dict[int, mmap.mmap] = {}
+        self._unmapped: dict[int, tuple[int, int]] = {}
+        self._free: deque[int] = deque()
+        self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
+        self._ended = threading.Event()
+        self._ordered: dict[int, bool] = {}
+        self.phase: WorkerPhase = "start"
+
+    # -- reports ------------------------------------------------------------------------------
+    def send(self, message: worker_protocol.WorkerMessage) -> None:
+        """Raises AgentGone."""
+        try:
+            worker_protocol.send(self._connection, message)
+        except OSError as error:
+            raise AgentGone(f"the node's agent is gone ({error.strerror})") from None
+
+    def enter(self, phase: WorkerPhase) -> None:
+        self.phase = phase
+        self.send(worker_protocol.PhaseChanged(phase=phase))
+
+    def start_pulse(self) -> None:
+        """Says every limits.PULSE_INTERVAL_S that the interpreter runs, whatever it does."""
+        threading.Thread(target=self._beat, name="holdfast-pulse", daemon=True).start()
+
+    def stop_pulse(self) -> None:
+        self._ended.set()
+
+    def _beat(self) -> None:
+        pulse = worker_protocol.Pulse()
+        try:
+            while True:
+                self.send(pulse)
+                if self._ended.wait(limits.PULSE_INTERVAL_S):
+                    return
+        except AgentGone:
+            return  # the training thread meets the same closed socket, and says so
+
+    # -- staging (checkpoint.stage.BufferSource) ----------------------------------------------
+    def request_buffers(self, num_bytes: int) -> None:
+        for _ in range(limits.STAGING_BUFFERS):
+            self.send(worker_protocol.BufferRequest(num_bytes=num_bytes))
+
+    def take_buffer(self) -> tuple[int, mmap.mmap]:
+        while self._receive(timeout_s=0):
+            pass
+        if not self._free and not self._receive(timeout_s=_SAY_WAITING_AFTER_S):
+            phase = self.phase
+            self.enter("save")
+            while not self._free:
+                self._receive(timeout_s=None)
+            self.enter(phase)
+        while not self._free:
+            self._receive(timeout_s=None)
+        buffer = self._free.popleft()
+        if buffer in self._unmapped:  # not on arrival: a first step needs one buffer, not three
+            fd, num_bytes = self._unmapped.pop(buffer)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=flags)
+            os.close(fd)
+        return buffer, self._memory[buffer]
+
+    def staged(self, buffer: int, step: int, num_bytes: int) -> None:
+        self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
+
+    def ordered(self, step: int) -> bool | None:
+        """Whether to hold after this step, which is to be staged whatever the cadence says; None:
+        nobody has asked for it."""
+        while self._receive(timeout_s=0):
+            pass
+        hold = self._ordered.get(step)
+        self._ordered = {at: known for at, known in self._ordered.items() if at > step}
+        return hold
+
+    def hold(self) -> None:
+        """Waits for the end that was announced: what is trained until then would be lost. It may
+        have been called off, or its controller may be away: not for long."""
+        phase, until = self.phase, time.monotonic() + limits.HOLD_S
+        self.enter("save")
+        while (left_s := until - time.monotonic()) > 0:
+            self._receive(timeout_s=left_s)
+        self.enter(phase)
+
+    # -- restoring ----------------------------------------------------------------------------
+    def fetch(self, shard: int) -> MappedShard:
+        """A shard of the membership's Restore. Raises UnreadableCheckpoint when none has it."""
+        self.send(worker_protocol.FetchShard(shard=shard))
+        while not self._answers:
+            self._receive(timeout_s=None)
+        answer = self._answers.popleft()
+        if isinstance(answer, worker_protocol.NoShard):
+            raise UnreadableCheckpoint(f"shard {shard} is in no memory: {answer.detail}")
+        message, fd = answer
+        return MappedShard(fd, message.num_bytes, f"memory, shard {message.shard}")
+
+    # -- receiving ----------------------------------------------------------------------------
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Takes one message in; False when none came in time. Raises AgentGone."""
+        if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            return False
+        message, fd = worker_protocol.receive(self._connection)
+        match message:
+            case None:
+                raise AgentGone("the node's agent is gone (it closed the connection)")
+            case worker_protocol.StageAt():
+                self._ordered[message.step] = message.hold
+            case worker_protocol.Buffer():
+                assert fd is not None
+                self._unmapped[message.buffer] = (fd, message.num_bytes)
+                self._free.append(message.buffer)
+            case worker_protocol.BufferFree():
+                self._free.append(message.buffer)
+            case worker_protocol.Shard():
+                assert fd is not None
+                self._answers.append((message, fd))
+            case worker_protocol.NoShard():
+                self._answers.append(message)
+            case _:
+                raise AssertionError(f"the agent sent {type(message).__name__}")
+        return True

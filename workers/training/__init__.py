@@ -1,0 +1,1 @@
+"""Parallelism, data, models and the recipes."""

@@ -1,0 +1,153 @@
+"""A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Owns: the model and its FLOPs. Must not: know meshes, data or optimizers.
+
+Shapes in names: B batch, T sequence, D dim, H heads, K key/value heads, E dim of a head, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
+from torch import Tensor, nn
+
+from holdfast.orchestrator.api.v1alpha1.recipe import Model
+
+Fill = Callable[[Tensor], None]
+
+
+class RMSNorm(nn.Module):
+    """Source: Zhang, Sennrich, "Root mean square layer normalization", 2019."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return F.rms_norm(x_btd, self.weight.shape, self.weight, 1e-5)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (Su et al., "RoFormer", 2021)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
+        self.head_dim = config.dim // config.num_heads
+        self.query = nn.Linear(config.dim, self.num_heads * self.head_dim, bias=False)
+        self.key = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.output = nn.Linear(self.num_heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x_btd: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
+        batch, length, _ = x_btd.shape
+        q_bhte = self.query(x_btd).view(batch, length, self.num_heads, -1).transpose(1, 2)
+        k_bkte = self.key(x_btd).view(batch, length, self.kv_heads, -1).transpose(1, 2)
+        v_bkte = self.value(x_btd).view(batch, length, self.kv_heads, -1).transpose(1, 2)
+        q_bhte, k_bkte = _rotate(q_bhte, cos_te, sin_te), _rotate(k_bkte, cos_te, sin_te)
+        out_bhte = F.scaled_dot_product_attention(
+            q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=self.kv_heads != self.num_heads
+        )
+        out_btd: Tensor = self.output(out_bhte.transpose(1, 2).reshape(batch, length, -1))
+        return out_btd
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.dim, bias=False)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        out_btd: Tensor = self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+        return out_btd
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x_btd: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
+        x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_te, sin_te)
+        out_btd: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
+        return out_btd
+
+
+class Transformer(nn.Module):
+    """Tokens (B, T) to logits (B, T, V)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        x_btd = self.embedding(tokens_bt)
+        head_dim = self.config.dim // self.config.num_heads
+        length = tokens_bt.shape[1]
+        cos_te, sin_te = _angles(length, head_dim, self.config.rope_theta, x_btd)
+        for block in self.blocks:
+            x_btd = block(x_btd, cos_te, sin_te)
+        logits_btv: Tensor = self.head(self.norm(x_btd))
+        return logits_btv
+
+    def standard_deviation(self, name: str) -> float | None:
+        """How a parameter begins: normal with this deviation, or ones (None, of norms).
+
+        0.02, and layers that write to the residual stream scaled down by the number of such
+        layers. Source: Radford et al., "Language models are unsupervised multitask learners", 2019.
+        """
+        if "norm" in name:
+            return None
+        if name.endswith(("attention.output.weight", "ffn.down.weight")):
+            return 0.02 / math.sqrt(2 * self.config.num_layers)
+        return 0.02
+
+
+def _angles(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of all rotations, (T, E). Computed, not stored: nothing to restore or to move."""
+    half = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
+    angles_te = torch.outer(
+        torch.arange(length, device=like.device, dtype=torch.float32), theta ** (-half / head_dim)
+    ).repeat(1, 2)
+    return angles_te.cos().to(like.dtype), angles_te.sin().to(like.dtype)
+
+
+def _rotate(x_bhte: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
+    first, second = x_bhte.chunk(2, dim=-1)
+    return x_bhte * cos_te + torch.cat((-second, first), dim=-1) * sin_te
+
+
+def num_parameters(config: Model) -> int:
+    head_dim = config.dim // config.num_heads
+    attention = config.dim * head_dim * 2 * (config.num_heads + config.kv_heads)
+    block = attention + 3 * config.dim * config.ffn + 2 * config.dim
+    return config.num_layers * block + 2 * config.vocab_size * config.dim + config.dim
+
+
+def flops_per_token(config: Model, sequence_length: int) -> float:
+    """Model FLOPs of forward and backward for one token.
+
+    6 (P - P_embedding) + 6 L heads (d_qk + d_v) T, the causal half not taken off. Source:
+    TorchTitan's get_nparams_and_flops, after Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    dense = num_parameters(config) - config.vocab_size * config.dim
+    head_dim = config.dim // config.num_heads
+    attention = config.num_layers * config.num_heads * 2 * head_dim * sequence_length
+    return 6.0 * (dense + attention)

@@ -1,0 +1,240 @@
+"""Mesh and spec -> a model that is wrapped for DDP, FSDP2 or HSDP, and what a step needs of it.
+
+Owns: wrapping, precision, activation checkpointing, offload, first values, gradient accumulation
+and clipping. Must not: know the recipe's loop, or agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.orchestrator.api.v1alpha1 import Parallelism
+from holdfast.orchestrator.errors import Problem, SpecError
+from holdfast.workers.checkpoint.state import box_of, empty_like, local_of, plain_name
+from holdfast.workers.session import Session
+from holdfast.workers.training.data import mix
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INIT_BLOCK = 2**20
+"""Values drawn from one seed. Blocks let a rank draw its own part of a huge tensor only."""
+
+Deviation = Callable[[str], float | None]
+
+
+def parameter_dtype(parallelism: Parallelism, device: torch.device) -> torch.dtype:
+    """Format of parameters in forward and backward; auto is bfloat16 on GPUs, float32 on CPUs."""
+    name = parallelism.precision.parameters
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[name]
+
+
+def expect_data_parallel(parallelism: Parallelism, recipe: str) -> None:
+    """Raises SpecError when the spec asks for axes that a recipe does not use."""
+    problems = [
+        Problem(
+            f"spec.parallelism.{axis}",
+            str(getattr(parallelism, axis)),
+            f"1 for the recipe {recipe}, which shards data and parameters only",
+            "write your own loop with holdfast.workers.session and use session.mesh for this axis",
+        )
+        for axis in ("tensor", "context", "pipeline")
+        if getattr(parallelism, axis) > 1
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+class Parallel:
+    """A model on the mesh of a session. `module` is what to call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        edges: Iterable[nn.Module | list[nn.Module]],
+        session: Session,
+        parallelism: Parallelism,
+        compile_blocks: bool = False,
+    ) -> None:
+        """`model` is on the meta device. `blocks` are wrapped one by one; `edges` (embedding;
+        norm and head) as groups of their own, so that the root gathers nothing for long."""
+        self.session, self.parallelism = session, parallelism
+        self.refuse_non_finite = True
+        """Off in a rehearsal, whose collectives leave in their outputs what the memory held."""
+        self.model = model
+        self.dtype = parameter_dtype(parallelism, session.device)
+        self.blocks = list(blocks)
+        self._checkpoint_activations()
+        if compile_blocks:
+            for block in self.blocks:
+                block.compile()
+        if session.shape.shard > 1:
+            self._fully_shard(edges)
+        self.offloaded = parallelism.offload == "cpu" and session.shape.shard > 1
+        self.module: nn.Module = model
+
+    # -- wrapping -----------------------------------------------------------------------------
+    def _checkpoint_activations(self) -> None:
+        settings = self.parallelism.activation_checkpointing
+        if settings.mode == "full":
+            chosen = self.blocks[settings.every_nth_block - 1 :: settings.every_nth_block]
+            ids = {id(block) for block in chosen}
+            for parent in list(self.model.modules()):
+                for name, child in list(parent.named_children()):
+                    if id(child) in ids:
+                        wrapped = checkpoint_wrapper(child)
+                        parent.register_module(name, wrapped)
+                        self.blocks[self.blocks.index(child)] = wrapped
+
+    def _fully_shard(self, edges: Iterable[nn.Module | list[nn.Module]]) -> None:
+        reduce = _DTYPES[self.parallelism.precision.reduce]
+        on_gpu = self.session.device.type == "cuda"
+        offload: OffloadPolicy = OffloadPolicy()
+        if self.parallelism.offload == "cpu" and on_gpu:
+            offload = CPUOffloadPolicy(pin_memory=True)
+        options: dict[str, Any] = {
+            "mesh": self.session.fsdp_mesh,
+            "reshard_after_forward": self.parallelism.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce),
+            "offload_policy": offload,
+        }
+        with _quick_detach():
+            for part in [*self.blocks, *edges]:
+                fully_shard(part, **options)
+            fully_shard(self.model, **options)
+
+    def materialize(self, seed: int, deviation: Deviation) -> None:
+        """Real memory for all parameters, and first values unless a restore will fill them.
+
+        Values depend on (seed, name, position) only: any mesh begins with the same model.
+        """
+        on_host = self.offloaded or self.session.device.type == "cpu"
+        device = torch.device("cpu") if on_host else self.session.device
+        # Module.to_empty with a quicker empty_like; FSDP2 hooks _apply for both.
+        self.model._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: empty_like(tensor, device=device)
+        )
+        if not self.session.restoring:
+            for name, parameter in self.model.named_parameters():
+                plain = plain_name(name)
+                fill(parameter, seed, plain, deviation(plain))
+        self.shards = self.session.shards(self.model)
+        if self.session.shape.shard == 1 and self.session.shape.replicate > 1:
+            self.module = self._distributed_data_parallel()
+
+    def _distributed_data_parallel(self) -> nn.Module:
+        options: dict[str, Any] = {"gradient_as_bucket_view": True}
+        if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
+            options["init_sync"] = False  # all ranks hold the same values already
+        if self.session.device.type == "cuda":
+            options["device_ids"] = [self.session.device.index]
+        return DistributedDataParallel(self.model, **options)
+
+    # -- steps --------------------------------------------------------------------------------
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Around forward. FSDP2 casts parameters itself; DDP and one process use autocast."""
+        if self.session.shape.shard > 1 or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.session.device.type, dtype=self.dtype)
+
+    @contextlib.contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: gradients are summed over replicas only
+        with the last one. FSDP still reduces into shards each time, which keeps memory sharded."""
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            with self.module.no_sync():
+                yield
+            return
+        if isinstance(self.module, FSDPModule) and self.session.shape.replicate > 1:
+            self.module.set_requires_all_reduce(last)
+        yield
+
+    def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
+        """Clips gradients to `max_norm` (0: not) and sums `loss` over all data-parallel ranks;
+        to be called between backward and the optimizer's step.
+
+        Returns (summed loss, gradient norm). Raises FloatingPointError when the norm is not finite.
+        """
+        reduced = self.shards.reduce_and_clip(loss, max_norm)
+        total, norm = torch.stack(reduced).tolist()
+        if self.refuse_non_finite and not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
+        return total, norm
+
+
+@contextlib.contextmanager
+def _quick_detach() -> Iterator[None]:
+    """Within, DTensor.detach does not derive a layout that is the same by definition.
+
+    nn.Parameter detaches every shard that FSDP2 makes; for each new shape torch derives the layout
+    of the result: 50 ms of a recovery for a model with eight shapes.
+    """
+
+    def detach(self: DTensor) -> DTensor:
+        result: DTensor = DTensor(self._local_tensor.detach(), self._spec, requires_grad=False)
+        return result
+
+    if "detach" in vars(DTensor):  # a torch with one of its own: presumably quick
+        yield
+        return
+    DTensor.detach = detach  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del DTensor.detach
+
+
+def fill(parameter: Tensor, seed: int, name: str, deviation: float | None) -> None:
+    """First values of one parameter: ones, or normal ones from (seed, name, position).
+
+    Value number i of the whole tensor comes from block i // _INIT_BLOCK, so what a rank holds does
+    not depend on the mesh, and only the blocks that overlap it are drawn.
+    """
+    with torch.no_grad():
+        local = local_of(parameter)
+        if deviation is None:
+            local.fill_(1.0)
+            return
+        if local.numel() == 0:
+            return
+        flat = local.view(-1)
+        begin = _first_position(parameter)
+        end = begin + flat.numel()
+        key = xxhash.xxh3_64_intdigest(name.encode())
+        generator = torch.Generator(device=local.device)
+        total = parameter.numel()
+        for block in range(begin // _INIT_BLOCK, -(-end // _INIT_BLOCK)):
+            first = block * _INIT_BLOCK
+            size = min(_INIT_BLOCK, total - first)
+            generator.manual_seed(mix(seed, key, block))
+            values = torch.empty(size, device=local.device).normal_(
+                0.0, deviation, generator=generator
+            )
+            low, high = max(begin, first), min(end, first + size)
+            flat[low - begin : high - begin] = values[low - first : high - first]
+
+
+def _first_position(parameter: Tensor) -> int:
+    """Position of this rank's first value in the whole tensor; shards are slices of dimension 0."""
+    box = box_of(parameter)
+    row = math.prod(box.global_shape[1:])
+    return (box.offset[0] if box.offset else 0) * row

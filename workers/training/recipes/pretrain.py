@@ -1,0 +1,216 @@
+"""The pre-training recipe: next-byte prediction with a decoder-only transformer.
+
+Owns: the loop. Must not: know how state is kept, sharded or sent.
+
+The global batch is the same at any world size: ranks take slices of it, and the loss is normalised
+by the whole batch's tokens, so gradients differ between world sizes by float rounding only.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
+from torch import Tensor, nn
+
+from holdfast import session
+from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
+from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
+from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.workers.training.data import Share, Text, share
+from holdfast.workers.training.models.transformer import (
+    Transformer,
+    flops_per_token,
+    num_parameters,
+)
+from holdfast.workers.training.parallel import Parallel, expect_data_parallel
+
+_EVALUATION_SAMPLES = 8
+"""Held-out samples per data-parallel rank and evaluation."""
+
+
+@dataclass
+class Trainer:
+    """Everything a step needs."""
+
+    config: Pretrain
+    session: session.Session
+    parallel: Parallel
+    optimizer: torch.optim.Optimizer
+    text: Text
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.global_batch * self.config.data.sequence_length
+
+
+def main(job: TrainingJob) -> None:
+    """Trains until config.steps. Raises UserError for a spec that this recipe cannot serve."""
+    recipe = job.spec.entrypoint.recipe
+    if recipe is None:
+        raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
+    expect_data_parallel(job.spec.parallelism, recipe.name)
+    config = recipe.config
+    s = session.init(_shard_outside(job))
+    trainer = build(job, config, s)
+    start = s.restore(trainer.parallel.model, trainer.optimizer)
+    if s.rank == 0:
+        print(_opening(trainer, start), flush=True)
+    began = time.perf_counter()
+    for step in range(start, config.steps):
+        loss, norm = train_step(trainer, step)
+        if s.rank == 0:  # before it counts as done: a kill in between says it twice, not never
+            rate = trainer.tokens_per_step / (time.perf_counter() - began)
+            text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
+            print(text, flush=True)
+        began = time.perf_counter()
+        s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
+        every = config.evaluate_every_steps
+        if every and (step + 1) % every == 0:
+            with s.phase("evaluate"):
+                held_out = evaluate(trainer)
+            if s.rank == 0:
+                print(f"step {step} held-out loss {held_out:.4f}", flush=True)
+            began = time.perf_counter()
+    s.finish()
+    session.leave()
+
+
+def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
+    """Model, optimizer and text, ready for restore."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    parallel = Parallel(
+        model,
+        list(model.blocks),
+        [model.embedding, [model.norm, model.head]],
+        s,
+        job.spec.parallelism,
+        config.compile,
+    )
+    parallel.materialize(config.seed, model.standard_deviation)
+    text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
+    return Trainer(
+        config, s, parallel, make_optimizer(config.optimizer, parallel.shards.parameters()), text
+    )
+
+
+def make_optimizer(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only, as is usual."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+def learning_rate(config: Optimizer, step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to the minimum: a function of the step alone."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    span = max(steps - config.warmup_steps, 1)
+    done = min((step - config.warmup_steps) / span, 1.0)
+    low = config.min_learning_rate_ratio
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
+    """One optimizer step; returns (loss over the global batch, gradient norm)."""
+    config, s, parallel = trainer.config, trainer.session, trainer.parallel
+    s.seed(config.seed, step)
+    part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
+    batches = micro_batches(part, config.micro_batch)
+    total = torch.zeros((), device=s.device)
+    for number, batch in enumerate(batches):
+        with parallel.accumulating(last=number == len(batches) - 1):
+            loss = _loss(trainer, *trainer.text.batch(batch.indices), batch.weights)
+            # Data-parallel reduction averages over ranks; the sum over the batch is wanted.
+            (loss * s.data_parallel_size).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+        if len(batches) > 1:
+            s.tick()
+    value, norm = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
+    rate = learning_rate(config.optimizer, step, config.steps)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return value, norm
+
+
+def micro_batches(part: Share, size: int | str) -> list[Share]:
+    """Slices of a rank's share; as many on every rank, since each one communicates."""
+    width = len(part.indices) if isinstance(size, str) else size
+    return [
+        Share(part.indices[at : at + width], part.weights[at : at + width])
+        for at in range(0, len(part.indices), width)
+    ]
+
+
+def evaluate(trainer: Trainer) -> float:
+    """Loss on held-out text, the same samples every time and at every world size."""
+    s, parallel = trainer.session, trainer.parallel
+    part = share(0, _EVALUATION_SAMPLES, s.data_parallel_rank, s.data_parallel_size)
+    parallel.module.eval()
+    with torch.no_grad():
+        loss = _loss(trainer, *trainer.text.held_out_batch(part.indices), part.weights)
+    parallel.module.train()
+    loss = loss * (trainer.config.global_batch / _EVALUATION_SAMPLES)
+    if s.world_size > 1:
+        torch.distributed.all_reduce(loss)
+    return float(loss)
+
+
+def _loss(
+    trainer: Trainer, inputs_bt: Tensor, targets_bt: Tensor, weights: tuple[float, ...]
+) -> Tensor:
+    """This rank's part of the mean over all tokens of the global batch."""
+    device = trainer.session.device
+    inputs_bt, targets_bt = inputs_bt.to(device), targets_bt.to(device)
+    with trainer.parallel.precision():
+        logits_btv = trainer.parallel.module(inputs_bt)
+    losses_bt = F.cross_entropy(
+        logits_btv.float().flatten(0, 1), targets_bt.flatten(), reduction="none"
+    ).view_as(targets_bt)
+    weights_b = torch.tensor(weights, device=device)
+    return (losses_bt.sum(1) * weights_b).sum() / trainer.tokens_per_step
+
+
+def _shard_outside(job: TrainingJob) -> int | None:
+    """The spec's shard size, for a run without Holdfast, where no membership says it."""
+    shard = job.spec.parallelism.shard
+    return None if shard == "auto" else shard
+
+
+def _main_outside(arguments: list[str]) -> None:
+    """`torchrun ... -m holdfast.workers.training.recipes.pretrain job.yaml`: without Holdfast."""
+    if len(arguments) != 1:
+        raise SystemExit("usage: python -m holdfast.workers.training.recipes.pretrain JOB.yaml")
+    try:
+        main(load_job(arguments[0]))
+    except HoldfastError as error:
+        raise SystemExit(f"{error}") from None
+
+
+def _flops(trainer: Trainer) -> float:
+    config = trainer.config
+    return trainer.tokens_per_step * flops_per_token(config.model, config.data.sequence_length)
+
+
+def _opening(trainer: Trainer, start: int) -> str:
+    config, s = trainer.config, trainer.session
+    millions = num_parameters(config.model) / 1e6
+    return (
+        f"pretrain: {millions:.1f} M parameters, {s.shape.strategy} {s.shape.describe()}, "
+        f"{s.device.type}, global batch {config.global_batch} x {config.data.sequence_length} "
+        f"tokens; steps {start} to {config.steps - 1}, generation {s.generation}"
+    )
+
+
+if __name__ == "__main__":
+    _main_outside(sys.argv[1:])
