@@ -35,7 +35,8 @@ metadata:
 KUSTOMIZATION = """# chart: {digest}
 #
 # All namespaces, no monitoring; for anything else use the chart. Both images have to be yours: the
-# operator's, and that of jobs in its argument --worker-image. docs/kubernetes.md shows the patch.
+# operator's, and that of jobs in its argument --worker-image.
+# docs/operations/kubernetes.md shows the patch.
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources:

@@ -1,4 +1,4 @@
-"""What a training script calls: `from holdfast import session`; see docs/session.md."""
+"""What a training script calls: `from holdfast import session`; see docs/user/session.md."""
 
 from holdfast.workers.session import Session, init, leave
 

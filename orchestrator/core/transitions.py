@@ -61,7 +61,7 @@ def diagram() -> str:
 
 
 def page() -> str:
-    """docs/state-machine.md: `python -m holdfast.orchestrator.core.transitions > FILE`."""
+    """docs/concepts/job-phases.md: `python -m holdfast.orchestrator.core.transitions > FILE`."""
     rows = [f"| `{phase}` | {meaning} |" for phase, meaning in MEANING.items()]
     return "\n".join(
         [
@@ -69,7 +69,7 @@ def page() -> str:
             "",
             "Generated from `orchestrator/core/transitions.py`; a test compares the two. To change",
             "it: change the table, then run",
-            "`python -m holdfast.orchestrator.core.transitions > docs/state-machine.md`.",
+            "`python -m holdfast.orchestrator.core.transitions > docs/concepts/job-phases.md`.",
             "",
             "| phase | meaning |",
             "|---|---|",

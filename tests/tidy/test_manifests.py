@@ -152,8 +152,8 @@ def test_chart_and_operator_spell_labels_and_annotations_alike() -> None:
 
 
 def test_the_rights_of_the_operator_are_those_that_the_docs_list() -> None:
-    """docs/security.md: one row per resource, `| resource | verbs | why |`."""
-    page = (render.ROOT / "docs" / "security.md").read_text()
+    """docs/operations/security.md: one row per resource, `| resource | verbs | why |`."""
+    page = (render.ROOT / "docs/operations/security.md").read_text()
     table = page.partition("## What the operator may do")[2].partition("\n## ")[0]
     told = {
         resource: {verb.strip() for verb in verbs.split(",")}

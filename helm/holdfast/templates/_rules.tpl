@@ -1,5 +1,5 @@
 {{/*
-What the operator may do in the namespaces of jobs. docs/security.md explains each line, and a test
+What the operator may do in the namespaces of jobs. docs/operations/security.md explains each line, and a test
 compares the two. Secrets: by name only, no list and no watch.
 */}}
 {{- define "holdfast.jobRules" -}}

@@ -63,7 +63,7 @@ class Kubernetes(Part):
     gang: Literal["none", "kueue", "volcano", "coscheduling", "native"] = "none"
     """Who places nodes.min nodes together or not at all: kueue, volcano, coscheduling (of
     scheduler-plugins), native (Kubernetes 1.36 and newer); none: a gang that has only a part of its
-    nodes gives them back after a while. See docs/queues.md."""
+    nodes gives them back after a while. See docs/operations/queues.md."""
     workload_priority_class_name: str | None = Field(default=None, max_length=253)
     """With Kueue: the WorkloadPriorityClass that decides who is admitted before whom."""
     start_timeout_s: Seconds = START_TIMEOUT_S

@@ -65,7 +65,7 @@ class Checkpoint(Part):
     store's driver looks for them, or from spec.env. Without a path: on one machine a directory
     beside the job's journal; on Ray one in the home of each node's user; on Kubernetes one below
     the operator's --checkpoint-root, and without that the job is refused. One path holds the
-    checkpoints of one job only. See docs/storage.md."""
+    checkpoints of one job only. See docs/user/storage.md."""
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()

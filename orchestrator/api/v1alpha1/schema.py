@@ -21,7 +21,8 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 HEAD = f"""# The job spec
 
 This page is generated from the models in `orchestrator/api/v1alpha1`:
-`holdfast schema --markdown -o docs/spec.md`. `holdfast schema` prints the same as a JSON schema,
+`holdfast schema --markdown -o docs/user/job-spec.md`.
+`holdfast schema` prints the same as a JSON schema,
 which editors understand.
 
 A job is a YAML document with `apiVersion: {API_VERSION}`, `kind: {KIND}`, `metadata` and `spec`.

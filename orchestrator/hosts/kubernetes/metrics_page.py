@@ -1,4 +1,4 @@
-"""Generates docs/metrics.md: `python -m holdfast.orchestrator.hosts.kubernetes.metrics_page`.
+"""Generates docs/operations/metrics.md: `-m holdfast.orchestrator.hosts.kubernetes.metrics_page`.
 
 Owns: the page around the tables of runtime/observe/prometheus.py and metrics.py, and of the alerts
 of the chart; a test compares their names with the chart's. Must not: define a metric or an alert.
@@ -18,7 +18,7 @@ HEAD = """# Metrics
 Generated from `orchestrator/runtime/observe/prometheus.py` and
 `orchestrator/hosts/kubernetes/metrics.py`; a test
 compares them. To change it: change a table there, or the words in `metrics_page.py`, then run
-`python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/metrics.md`.
+`python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/operations/metrics.md`.
 
 | a job runs on | its metrics are at | labels and names |
 |---|---|---|
@@ -85,7 +85,8 @@ ALERTS = (
     Alert(
         "HoldfastNoLeader", "critical", "no replica has led for 2 minutes",
         "the operator's pods and its Lease; `/readyz` says why a replica cannot lead. Training "
-        "goes on [for 15 minutes](recovery.md#a-controller-that-dies), but nothing that breaks is "
+        "goes on [for 15 minutes](../concepts/recovery.md#a-controller-that-dies), but "
+        "nothing that breaks is "
         "repaired and no checkpoint is committed; then the pods of all jobs end",
     ),
     Alert(

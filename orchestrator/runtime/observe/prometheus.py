@@ -1,6 +1,6 @@
 """The /metrics endpoint: a JobView in Prometheus' text format.
 
-Owns: names, types and labels, in one table that docs/metrics.md is generated from. Must not: count;
+Owns: names, types and labels, in one table; metrics.md is generated from it. Does not count;
 every number is in the view, so a counter survives the controller and agrees with the report.
 
 Naming: https://prometheus.io/docs/practices/naming/ (base units, `_total` for counters). Labels are

@@ -146,9 +146,9 @@ def test_a_namespaced_operator_has_no_rights_elsewhere(chart: Helm) -> None:
 def test_the_docs_patch_of_the_manifests_gives_the_operator_a_place_for_checkpoints(
     binaries: programs.Binaries, tmp_path: Path
 ) -> None:
-    """As it stands in docs/kubernetes.md, beside manifests/."""
+    """As it stands in docs/operations/kubernetes.md, beside manifests/."""
     skip_without(binaries, ("kubectl",))
-    page = (render.ROOT / "docs" / "kubernetes.md").read_text()
+    page = (render.ROOT / "docs/operations/kubernetes.md").read_text()
     (text,) = re.findall(r"```yaml\n# mine/kustomization.yaml\n(.*?)```", page, re.DOTALL)
     shutil.copytree(render.MANIFESTS, tmp_path / "manifests")
     mine = tmp_path / "mine"
@@ -346,8 +346,8 @@ def test_the_operator_may_do_what_it_needs_and_no_more(
 
 
 def commands() -> list[str]:
-    """The kubectl lines of docs/kubernetes.md."""
-    page = (render.ROOT / "docs" / "kubernetes.md").read_text()
+    """The kubectl lines of docs/operations/kubernetes.md."""
+    page = (render.ROOT / "docs/operations/kubernetes.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("kubectl ")]
 

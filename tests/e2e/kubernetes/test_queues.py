@@ -1,5 +1,5 @@
 """Gangs and queues against the published APIs: what Holdfast makes is what Kueue, Volcano and
-scheduler-plugins define, and what a person reads in docs/queues.md can be applied as it stands.
+scheduler-plugins define, and docs/operations/queues.md can be applied as it stands.
 
 Owns these tests. The CRDs are those of the projects (published/get.py); an API server validates
 strictly against them. The systems themselves do not run here.
@@ -212,8 +212,8 @@ def test_a_queue_that_is_not_there_is_named_with_those_that_are(
 
 # -- the page ----------------------------------------------------------------------------------
 def documents() -> Iterator[Document]:
-    """Everything that docs/queues.md tells people to apply."""
-    text = (ROOT / "docs" / "queues.md").read_text()
+    """Everything that docs/operations/queues.md tells people to apply."""
+    text = (ROOT / "docs/operations/queues.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
         yield from yaml.safe_load_all(block)
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_the_one_that_the_table_gives() -> None:
-    assert (ROOT / "docs" / "state-machine.md").read_text() == page()
+    assert (ROOT / "docs/concepts/job-phases.md").read_text() == page()
 
 
 def test_the_views_know_the_same_phases() -> None:

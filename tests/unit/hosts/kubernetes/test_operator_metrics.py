@@ -158,6 +158,8 @@ def test_a_job_that_is_not_taken_up_yet_is_what_its_object_says() -> None:
 
 
 def test_the_page_of_the_metrics_is_up_to_date() -> None:
-    stored = Path(__file__).parents[4] / "docs/metrics.md"
-    fix = "python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/metrics.md"
+    stored = Path(__file__).parents[4] / "docs/operations/metrics.md"
+    fix = (
+        "python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/operations/metrics.md"
+    )
     assert stored.read_text() == page(), fix
