@@ -154,6 +154,8 @@ def _conclude(turn: StepContext) -> None:
     if stop.purpose == "finish" and state.intent == "run":
         completion.trained(turn, stop)
     elif state.intent == "run" and why_fail:
+        # Only now: a job that is suspended or cancelled does not end by this error.
+        state.traceback = state.incidents[-1].traceback
         budget = "budget is used up" in why_fail
         completion.end_early(turn, "failed", "budget" if budget else "user-error", why_fail)
     else:

@@ -298,7 +298,6 @@ def _same_mistake(turn: StepContext, failure: Failure) -> str:
     if failure.rule not in ("user-exception", "out-of-memory"):
         return ""
     if exit.error_type in HOPELESS_TYPES:
-        state.traceback = exit.traceback
         return f"{exit.error_type} {when(exit)}: {exit.error_message}"
     key = signature(exit)
     count = state.user_errors.get(key, 0) + 1
@@ -307,7 +306,6 @@ def _same_mistake(turn: StepContext, failure: Failure) -> str:
         del state.user_errors[next(iter(state.user_errors))]
     if count < 2:
         return ""
-    state.traceback = exit.traceback
     return f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
 
 
@@ -322,8 +320,6 @@ def _charge(turn: StepContext, failure_class: FailureClass, failure: Failure | N
     window = seconds(budget.window_s)
     recent = [at for at in state.charges.get(failure_class, []) if turn.now - at < window]
     if len(recent) >= budget.restarts:
-        if failure is not None and failure.exit is not None:
-            state.traceback = failure.exit.traceback
         state.charges[failure_class] = recent
         title = failure.title if failure is not None else failure_class
         return (

@@ -63,6 +63,7 @@ class Host:
         if self.journal:
             inflight = dict(self.controller.state.inflight)
             self._incarnation = self.controller.state.incarnation + 1
+            self.world.oracle.restarted(self.controller.state)
         else:
             self._incarnation = 1
             document = job_to_mapping(self.job)

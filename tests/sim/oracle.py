@@ -33,6 +33,9 @@ class Oracle:
         self._checked: dict[int, None] = {}
         self._orders: dict[int, a.StageStep] = {}
         self._members: dict[int, tuple[str, ...]] = {}
+        self._judged: set[int] = set()
+        self._uncharged: set[int] = set()
+        self._charged = 0
         self.ordered: dict[tuple[int, int], dict[str, None]] = {}
         """(generation, step) -> members that have staged it on order."""
 
@@ -120,14 +123,33 @@ class Oracle:
         committed = max((c.step for c in state.ledger.committed if not c.refused), default=-1)
         self.require(action.step > committed, f"commit of {action.step} after {committed}")
 
+    def restarted(self, state: JobState) -> None:
+        """A controller has replayed its journal, which may lack the last decisions."""
+        self._judged = _judged(state)
+        self._charged = sum(state.restarts.values())
+        self._uncharged &= self._judged
+
     def _budgets(self, state: JobState) -> None:
-        charged = sum(state.restarts.values())
-        classed = [i for i in state.incidents if i.failure_class is not None and not i.rehearsal]
-        over = 1 if state.outcome == "failed" else 0
+        """Every incident with a failure class costs one restart, except where no restart follows:
+        the job fails, or the user has requested that it is suspended or cancelled."""
+        judged, charged = _judged(state), sum(state.restarts.values())
+        new = judged - self._judged
+        if charged - self._charged < len(new):
+            ends = state.outcome == "failed" or state.intent != "run"
+            self.require(len(new) == 1 and ends, f"incident {new} is not charged")
+            self._uncharged |= new
+        self._judged, self._charged = judged, charged
         self.require(
-            charged in (len(classed), len(classed) - over) or state.num_incidents > 400,
-            f"{charged} restarts charged, {len(classed)} incidents with a class",
+            charged == len(judged) - len(self._uncharged) or state.num_incidents > 400,
+            f"{charged} restarts charged, {len(judged)} incidents with a class, "
+            f"{len(self._uncharged)} of them not followed by a restart",
         )
+
+
+def _judged(state: JobState) -> set[int]:
+    """Numbers of the incidents that have a failure class."""
+    incidents = [i for i in state.incidents if i.failure_class is not None and not i.rehearsal]
+    return {incident.number for incident in incidents}
 
 
 class Storage:
