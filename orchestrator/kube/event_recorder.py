@@ -35,7 +35,7 @@ log = logging.getLogger("holdfast.events")
 
 
 class EventRecorder:
-    """Of one job. `tell` never blocks; a lost event is a lost line in `describe`, no more."""
+    """Of one job. `record` never blocks; a lost event is a lost line in `describe`, no more."""
 
     def __init__(self, cluster: KubeClient, owner: Owner) -> None:
         self._cluster, self._owner = cluster, owner
@@ -46,7 +46,7 @@ class EventRecorder:
         self._order = asyncio.Lock()
         self._problem = ""
 
-    def tell(self, severity: Severity, reason: str, message: str) -> None:
+    def record(self, severity: Severity, reason: str, message: str) -> None:
         """`reason`: one CamelCase word."""
         level = logging.WARNING if severity == "Warning" else logging.INFO
         log.log(level, "%s: %s", reason, message, extra={"job": self._owner.key})
@@ -56,7 +56,7 @@ class EventRecorder:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Until everything told so far is written."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
@@ -21,7 +22,7 @@ import msgspec
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube import names
-from holdfast.orchestrator.kube.client import Document
+from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS, ApiError
 from holdfast.orchestrator.kube.informer import Backoff, Change
 from holdfast.orchestrator.kube.names import Owner
@@ -30,12 +31,13 @@ from holdfast.orchestrator.protocol.facts import NodeFacts
 from ..base import NodeGone, NoRoom, Starts
 from ..topology import coordinates
 from . import pod_conditions
-from .gang_arbiter import GangPriority
-from .operator_context import OperatorContext
+from .gang_arbiter import GangArbiter, GangPriority
+from .node_informer import NodeInformer
 from .pod_creation import CreatedPods, make
 from .pod_deletion import PodDeletion
+from .pod_informer import PodInformer
 from .pod_tracker import PodTracker, Refusal
-from .pods import pod_document
+from .pods import PodSettings, pod_document
 from .queues.admission import Admission
 from .startup_timeouts import StartupTimeouts
 
@@ -55,6 +57,17 @@ SETTLE_S = 0.05
 log = logging.getLogger("holdfast.kubernetes")
 
 
+@dataclass
+class OperatorContext:
+    """What the backends of all jobs of an operator share."""
+
+    cluster: KubeClient
+    pod_informer: PodInformer
+    node_informer: NodeInformer
+    gangs: GangArbiter
+    settings: PodSettings
+
+
 class KubernetesBackend:
     """Implements backends.base.Backend."""
 
@@ -70,7 +83,7 @@ class KubernetesBackend:
         ensure_secret: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`on_notice(node, detail)`: Kubernetes will take a node away, and says why. `on_change`:
-        `troubles()` may say something else now. `ensure_secret`: called before pods are made."""
+        `problems()` may say something else now. `ensure_secret`: called before pods are made."""
         self._job, self._owner, self._shared = job, owner, shared
         self._cluster = shared.cluster
         self._key = (owner.namespace, owner.name)
@@ -98,7 +111,7 @@ class KubernetesBackend:
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
-        await self._shared.feed.synced()
+        await self._shared.pod_informer.synced()
         for pod in self._pods().values():
             self._learn(pod)
             if pod_conditions.has_trained(pod):
@@ -106,7 +119,7 @@ class KubernetesBackend:
             if pod_conditions.is_over(pod):
                 self._known.told.add(pod["metadata"]["name"])
         self.queue.opened(self._pods())
-        self._shared.feed.subscribe(self._key, self._changed)
+        self._shared.pod_informer.subscribe(self._key, self._changed)
         self._open = True
         self._look()
 
@@ -198,7 +211,7 @@ class KubernetesBackend:
         if self._timer is not None:
             self._timer.cancel()
         if self._open:
-            self._shared.feed.unsubscribe(self._key)
+            self._shared.pod_informer.unsubscribe(self._key)
             self._open = False
         for task in self._tasks:
             task.cancel()
@@ -210,7 +223,7 @@ class KubernetesBackend:
         """Rehearsal: have no room for this long."""
         self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (rehearsal)")
 
-    def troubles(self) -> list[pod_conditions.PodProblem]:
+    def problems(self) -> list[pod_conditions.PodProblem]:
         """Why pods do not start, or could not even be made; the same only once."""
         found = [
             self.queue.trouble(pod) or pod_conditions.trouble(pod) for pod in self._pods().values()
@@ -224,7 +237,7 @@ class KubernetesBackend:
         place = self._known.place.get(node, "")
         if not place:
             return facts
-        labels = self._shared.places.labels(place)
+        labels = self._shared.node_informer.labels(place)
         keys = self._job.spec.kubernetes.topology_keys
         topology = (*coordinates(labels, keys), place)
         return msgspec.structs.replace(facts, failure_domain=place, topology=topology)
@@ -277,7 +290,7 @@ class KubernetesBackend:
     def _pods(self) -> dict[str, Document]:
         return {
             name: pod
-            for name, pod in self._shared.feed.pods(self._key).items()
+            for name, pod in self._shared.pod_informer.pods(self._key).items()
             if self._is_ours(pod)
         }
 
@@ -314,7 +327,7 @@ class KubernetesBackend:
         name, place = pod["metadata"]["name"], pod_conditions.place(pod)
         if place and self._known.place.get(name) != place:
             self._known.place[name] = place
-            self._spawn(self._shared.places.learn(place))
+            self._spawn(self._shared.node_informer.learn(place))
 
     def _notice(self, name: str, pod: Document) -> None:
         if name in self._known.noticed | self._known.released or self._closing:

@@ -35,7 +35,7 @@ class LeavingPod(NamedTuple):
 
 
 class OrphanPods:
-    """`look` is called for every change of a pod of ours."""
+    """`on_pod_change` is called for every change of a pod of ours."""
 
     def __init__(self, cluster: KubeClient, places: NodeInformer) -> None:
         self._cluster, self._places = cluster, places
@@ -43,7 +43,7 @@ class OrphanPods:
         """Place -> uid -> pod."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def look(self, change: Change, pod: Document) -> None:
+    def on_pod_change(self, change: Change, pod: Document) -> None:
         place, uid = pod_conditions.place(pod), str(pod["metadata"]["uid"])
         if change == "DELETED":
             self._forget(place, uid)

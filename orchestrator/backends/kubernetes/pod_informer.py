@@ -21,11 +21,11 @@ class PodInformer:
 
     def __init__(self, cluster: KubeClient, namespaces: Sequence[str] = ("",)) -> None:
         """`namespaces`: an empty one: all."""
-        self.watchers: list[Listener] = []
+        self.handlers: list[Listener] = []
         """Called for every change of any pod."""
         self._listeners: dict[Key, Listener] = {}
         self._by_job: dict[Key, dict[str, Document]] = {}
-        self.mirrors = [
+        self.informers = [
             Informer(
                 cluster,
                 PODS,
@@ -39,12 +39,12 @@ class PodInformer:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for mirror in self.mirrors:
-                group.create_task(mirror.run())
+            for informer in self.informers:
+                group.create_task(informer.run())
 
     async def synced(self) -> None:
-        for mirror in self.mirrors:
-            await mirror.synced.wait()
+        for informer in self.informers:
+            await informer.synced.wait()
 
     def pods(self, job: Key) -> dict[str, Document]:
         """Name -> pod, as of now."""
@@ -68,8 +68,8 @@ class PodInformer:
                 del self._by_job[job]
         else:
             pods[metadata["name"]] = pod
-        for watcher in self.watchers:
-            watcher(change, pod)
+        for handler in self.handlers:
+            handler(change, pod)
         listener = self._listeners.get(job)
         if listener is not None:
             listener(change, pod)

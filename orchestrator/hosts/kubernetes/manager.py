@@ -11,9 +11,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
-from holdfast.orchestrator.backends.kubernetes.operator_context import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.orphan_pods import OrphanPods
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
@@ -53,13 +53,16 @@ class Manager:
         self._options = options
         namespaces = options.namespaces or ("",)
         self.endpoint = AgentServer()
-        self.feed = PodInformer(cluster, namespaces)
+        self.pod_informer = PodInformer(cluster, namespaces)
         places = NodeInformer(cluster)
         self._finalizers = Finalizers(cluster)
         self._abandoned = OrphanPods(cluster, places)
-        self.feed.watchers += [self._finalizers.look, self._abandoned.look]
+        self.pod_informer.handlers += [
+            self._finalizers.on_pod_change,
+            self._abandoned.on_pod_change,
+        ]
         self.context = ReconcilerContext(
-            OperatorContext(cluster, self.feed, places, GangArbiter(), options.pods),
+            OperatorContext(cluster, self.pod_informer, places, GangArbiter(), options.pods),
             self.endpoint,
         )
         self.mirrors = [
@@ -74,7 +77,7 @@ class Manager:
     @property
     def ready(self) -> str:
         """Why not; empty: it is."""
-        for mirror in (*self.mirrors, *self.feed.mirrors):
+        for mirror in (*self.mirrors, *self.pod_informer.informers):
             if mirror.problem:
                 return mirror.problem
             if not mirror.synced.is_set():
@@ -85,7 +88,7 @@ class Manager:
         """Raises UserError when the agents' port cannot be had."""
         await self.endpoint.open(self._options.listen_address, self._options.listen_port, tls=True)
         log.info("agents dial in at port %d", self.endpoint.port)
-        work = [self.feed.run(), *(mirror.run() for mirror in self.mirrors)]
+        work = [self.pod_informer.run(), *(mirror.run() for mirror in self.mirrors)]
         try:
             async with asyncio.TaskGroup() as group:
                 for one in work:
@@ -113,7 +116,7 @@ class Manager:
         elif document["metadata"].get("deletionTimestamp"):
             # A finalizer of somebody else holds it: for us it is over.
             self._end(key)
-        elif selection.is_left_alone(document):
+        elif selection.has_other_manager(document):
             return
         elif key in self.jobs:
             self.jobs[key].update(document)

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend
+from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ensure_keys
-from holdfast.orchestrator.backends.kubernetes.operator_context import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.pods import LOGS, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.core.events import PreemptionNoticed
@@ -97,7 +96,7 @@ class JobReconciler:
             self.owner,
             before,
             self._status,
-            lambda text: self.events.tell("Warning", "StatusNotWritten", text),
+            lambda text: self.events.record("Warning", "StatusNotWritten", text),
         )
 
     @property
@@ -131,7 +130,7 @@ class JobReconciler:
         over_s = ended_s(self._document, self._final, self._clock.now_ns())
         await expire(
             self._context.cluster, self.owner, lambda: self._document, self._changed, over_s,
-            self._clock, lambda text: self.events.tell("Warning", "NotDeleted", text),
+            self._clock, lambda text: self.events.record("Warning", "NotDeleted", text),
         )  # fmt: skip
 
     async def _train(self) -> None:
@@ -167,7 +166,7 @@ class JobReconciler:
 
     def _say(self, verdict: ConditionState) -> None:
         self._verdict = verdict
-        self.events.tell("Warning", verdict.reason, verdict.message)
+        self.events.record("Warning", verdict.reason, verdict.message)
         self.reporter.dirty(urgent=True)
 
     async def _wait_for_change(self, verdict: ConditionState) -> None:
@@ -175,7 +174,7 @@ class JobReconciler:
         if verdict != self._verdict:
             self._verdict = verdict
             bad = verdict.state == "failed"
-            self.events.tell("Warning" if bad else "Normal", verdict.reason, verdict.message)
+            self.events.record("Warning" if bad else "Normal", verdict.reason, verdict.message)
         self.reporter.dirty(urgent=True)
         await self._changed.wait()
 
@@ -210,13 +209,13 @@ class JobReconciler:
                     "its Secret was gone and a new one was made: agents that still run cannot be "
                     "spoken to any more and are replaced",
                 )
-                self.events.tell("Warning", *self._remark)
+                self.events.record("Warning", *self._remark)
             self._keys = keys
             path = checkpoint_path(job, pods, place_in(journal) or past.place)
             assembly = self._assemble(job, keys, path)
         try:
             await (
-                self._context.shared.feed.synced()
+                self._context.shared.pod_informer.synced()
             )  # the backend needs it, and no store is to blame
             # Not among those that are starting: one store that does not answer is nobody else's.
             await self._store.prepare(assembly, path, fresh=fresh)
@@ -298,7 +297,7 @@ class JobReconciler:
             tls_context=server_context_from_pem(keys.certificate, keys.key),
             clock=self._clock,
             on_change=self._on_change,
-            on_note=lambda text: self.events.tell("Warning", "Note", text),
+            on_note=lambda text: self.events.record("Warning", "Note", text),
         )
 
     async def _check_pod(self, job: TrainingJob) -> None:
@@ -324,7 +323,7 @@ class JobReconciler:
             return
         _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
         if made:
-            self.events.tell("Warning", "SecretRestored", "its Secret was deleted; made again")
+            self.events.record("Warning", "SecretRestored", "its Secret was deleted; made again")
 
     def _noticed(self, node: str, detail: str) -> None:
         if self._assembly is not None:
@@ -345,7 +344,7 @@ class JobReconciler:
 
     def _tell(self, view: JobView) -> None:
         for one in new_events(self._told, view):
-            self.events.tell(*one)
+            self.events.record(*one)
         self._told = view
         if view.generation != self._labelled and view.state == "running" and self._backend:
             self._labelled = view.generation
@@ -366,7 +365,7 @@ class JobReconciler:
         return status
 
     def _about(self) -> About:
-        troubles = [*(self._backend.troubles() if self._backend is not None else ())]
+        troubles = [*(self._backend.problems() if self._backend is not None else ())]
         found = [(one.code, one.text) for one in troubles]
         if self._wishes is not None and self._wishes.refusal:
             found.append(("Refused", self._wishes.refusal))
@@ -388,7 +387,7 @@ class JobReconciler:
         while True:
             try:
                 await self.reporter.write()
-                await self.events.settle()
+                await self.events.flush()
                 return
             except ApiError as error:
                 log.warning("the final status: %s", error, extra={"job": self.owner.key})

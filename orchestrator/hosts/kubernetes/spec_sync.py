@@ -79,7 +79,7 @@ class SpecSync:
         generation = int(document["metadata"]["generation"])
         if generation != self._refused_generation:
             self._refused_generation, self.refusal = generation, text
-            self._events.tell("Warning", "InvalidSpec", f"the job goes on as it was: {text}")
+            self._events.record("Warning", "InvalidSpec", f"the job goes on as it was: {text}")
 
     async def _act(self, name: str, text: str) -> None:
         body = {"metadata": {"annotations": {name: None}}}
@@ -93,7 +93,7 @@ class SpecSync:
             given = {key: wanted[key] for key in CHAOS_ARGUMENTS if wanted.get(key) is not None}
             kind = str(wanted.get("kind", ""))
         except (ValueError, AttributeError, TypeError):
-            self._events.tell(
+            self._events.record(
                 "Warning", "Refused",
                 f"annotation {name}: got {text!r}; expected JSON such as "
                 f'{{"kind": "kill-worker", "rank": 1}}',
@@ -106,13 +106,13 @@ class SpecSync:
         try:
             reply = await self._assembly.control.perform(verb, arguments)
         except UserError as error:
-            self._events.tell("Warning", "Refused", f"{verb}: {error}")
+            self._events.record("Warning", "Refused", f"{verb}: {error}")
             if generation:
                 self._refused_generation, self.refusal = generation, f"{verb}: {error}"
             return
         by = arguments.get("by")
         text = f"{verb}: {reply.detail}" + (f" (asked for by {by})" if by else "")
-        self._events.tell("Normal", verb.capitalize(), text)
+        self._events.record("Normal", verb.capitalize(), text)
 
 
 def held(document: Document) -> ConditionState:

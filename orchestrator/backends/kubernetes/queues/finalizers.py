@@ -22,13 +22,13 @@ log = logging.getLogger("holdfast.kubernetes")
 
 
 class Finalizers:
-    """`look` is called for every change of a pod of ours."""
+    """`on_pod_change` is called for every change of a pod of ours."""
 
     def __init__(self, cluster: KubeClient) -> None:
         self._cluster = cluster
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    def look(self, change: Change, pod: Document) -> None:
+    def on_pod_change(self, change: Change, pod: Document) -> None:
         uid = str(pod["metadata"]["uid"])
         patch = None if change == "DELETED" else kueue.given_back(pod)
         if patch is None or uid in self._under_way:

@@ -72,7 +72,7 @@ def problems(job: TrainingJob) -> list[Problem]:
     return found
 
 
-def is_left_alone(document: dict[str, Any]) -> bool:
+def has_other_manager(document: dict[str, Any]) -> bool:
     """Another controller has the job, as with a batch/v1 Job's managedBy: we do nothing with it and
     say nothing of it."""
     return (document.get("spec") or {}).get("managedBy") not in (None, MANAGER)

@@ -16,10 +16,9 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.kubernetes import TOPOLOGY_KEYS
 from holdfast.orchestrator.backends.kubernetes import startup_timeouts
-from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend
+from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
-from holdfast.orchestrator.backends.kubernetes.operator_context import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.core.rank_assignment import order_newcomers
 from holdfast.orchestrator.kube import names

@@ -38,7 +38,7 @@ async def settled(seen: Seen) -> None:
 
 
 def told(seen: Seen) -> list[str]:
-    return [one.text for one in seen.backend.troubles()]
+    return [one.text for one in seen.backend.problems()]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.kubernetes.queues.base import PodGang, group_of, resources_of
 from holdfast.orchestrator.backends.kubernetes.queues.selection import (
+    has_other_manager,
     integration_of,
-    is_left_alone,
     problems,
 )
 from tests.unit.api.wrong_jobs import job, script
@@ -137,9 +137,9 @@ def test_a_gang_without_a_queue_has_no_problem(gang: str) -> None:
     ("manager", "left"),
     [(None, False), ("holdfast.dev/operator", False), ("kueue.x-k8s.io/multikueue", True)],
 )
-def test_a_job_of_another_manager_is_left_alone(manager: str | None, left: bool) -> None:
+def test_a_job_of_another_manager_is_ignored(manager: str | None, left: bool) -> None:
     document = job(script(**({"managedBy": manager} if manager else {})))
-    assert is_left_alone(document) is left
+    assert has_other_manager(document) is left
 
 
 # -- what is said of those that wait -----------------------------------------------------------

@@ -115,7 +115,7 @@ def test_pods_that_are_removed_by_force_are_told_with_their_job(
             },
             "spec": {"nodeName": "n1"},
         }
-        watcher.look("MODIFIED", pod)
+        watcher.on_pod_change("MODIFIED", pod)
         async with asyncio.timeout(BOUND_S):
             await gone.deleted.wait()
         watcher.close()
