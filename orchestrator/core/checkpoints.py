@@ -1,7 +1,5 @@
-"""The checkpoint ledger: shard reports -> committed; retention; what can be restored from where.
-
-Owns: state.ledger. Must not: know why a generation begins or ends. The memory tier is never written
-down here: what it holds is in the inventories of the nodes that live.
+"""The checkpoint catalog: committing complete sets of shards, retention, and the choice of what to
+restore. What the memory tier holds is not in the catalog but in the inventories of the nodes.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocati
 # -- the storage tier -------------------------------------------------------------------------
 def newest_committed(state: JobState) -> CommittedCheckpoint | None:
     """The newest that no reader has refused and nobody deletes."""
-    ledger = state.ledger
-    good = [c for c in ledger.committed if not c.refused and c.key not in ledger.deleting]
+    catalog = state.catalog
+    good = [c for c in catalog.committed if not c.refused and c.key not in catalog.deleting]
     return max(good, key=lambda c: c.key, default=None)
 
 
@@ -68,7 +66,7 @@ def choose_restore(state: JobState) -> Restore | None:
     for key, num_shards in in_memory(state):
         if committed is not None and key[0] < committed.step:
             break
-        if state.ledger.distrusted.get(key, 0) < DISTRUST_AFTER:
+        if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
             found = sources(state, key, num_shards)
             return Restore(step=key[0], generation=key[1], num_shards=num_shards, sources=found)
     if committed is None:
@@ -81,41 +79,41 @@ def choose_restore(state: JobState) -> Restore | None:
     )
 
 
-def shard_persisted(turn: StepContext, event: ShardPersisted) -> None:
+def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
     """Collect; a complete set is committed. Refuses every generation but the current one and the
     one that is being drained: a zombie must not commit."""
-    state, shard = turn.state, event.shard
+    state, shard = ctx.state, event.shard
     key = (shard.step, shard.generation)
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
     if shard.generation != state.generation and not drained:
-        turn.note(
+        ctx.note(
             f"refused shard {shard.shard} of step {shard.step} from {event.node}: written by "
             f"generation {shard.generation}, the current one is {state.generation}"
         )
-        if all(known.key != key for known in state.ledger.committed):
-            state.ledger.strays[key] = None
+        if all(known.key != key for known in state.catalog.committed):
+            state.catalog.late_writes[key] = None
         return
     newest = newest_committed(state)
     if newest is not None and newest.step >= shard.step:
         return
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
-        turn.note(f"refused shard {shard.shard} of {shard.num_shards}: not of the mesh {mesh}")
+        ctx.note(f"refused shard {shard.shard} of {shard.num_shards}: not of the mesh {mesh}")
         return
-    pending = state.ledger.pending.get(key)
+    pending = state.catalog.pending.get(key)
     if pending is None:
         pending = PendingCheckpoint(shard.step, shard.generation, mesh)
-        state.ledger.pending[key] = pending
+        state.catalog.pending[key] = pending
     pending.files.setdefault(shard.shard, shard)
     if len(pending.files) == shard.num_shards and pending.commit_action is None:
-        _commit(turn, pending)
+        _commit(ctx, pending)
 
 
-def _commit(turn: StepContext, pending: PendingCheckpoint) -> None:
+def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
     files = tuple(pending.files[shard] for shard in sorted(pending.files))
     size = sum(file.num_bytes for file in files)
     pending.attempts += 1
-    pending.commit_action = turn.emit(
+    pending.commit_action = ctx.emit(
         CommitManifest,
         Reason("checkpoint", f"all {len(files)} shards of step {pending.step}, {size} bytes"),
         pending.generation,
@@ -125,120 +123,120 @@ def _commit(turn: StepContext, pending: PendingCheckpoint) -> None:
     )
 
 
-def commit_succeeded(turn: StepContext, action: CommitManifest) -> None:
+def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
     """The manifest is durable: the checkpoint counts, older ones may go."""
-    ledger = turn.state.ledger
+    catalog = ctx.state.catalog
     key = (action.step, action.generation)
-    ledger.pending.pop(key, None)
-    record(turn, action.files)
-    ledger.last_commit_ns = turn.now
-    clean(turn)
+    catalog.pending.pop(key, None)
+    record(ctx, action.files)
+    catalog.last_commit_ns = ctx.now_ns
+    clean(ctx)
 
 
-def commit_failed(turn: StepContext, action: CommitManifest, detail: str) -> None:
-    pending = turn.state.ledger.pending.get((action.step, action.generation))
+def commit_failed(ctx: StepContext, action: CommitManifest, detail: str) -> None:
+    pending = ctx.state.catalog.pending.get((action.step, action.generation))
     if pending is None or pending.commit_action != action.action_id:
         return
     pending.commit_action = None
     text = f"the manifest of step {action.step} was not written ({detail}); trying again"
-    turn.note(text)
-    if turn.state.drain is not None:
-        turn.state.drain.problem = text
-    turn.arm_once("commit", COMMIT_RETRY_S)
+    ctx.note(text)
+    if ctx.state.drain is not None:
+        ctx.state.drain.problem = text
+    ctx.arm_once("commit", COMMIT_RETRY_S)
 
 
-def retry_commits(turn: StepContext) -> None:
+def retry_commits(ctx: StepContext) -> None:
     """Complete sets without a commit under way."""
-    turn.disarm("commit")
-    for pending in turn.state.ledger.pending.values():
+    ctx.disarm("commit")
+    for pending in ctx.state.catalog.pending.values():
         if len(pending.files) == pending.mesh.num_shards and pending.commit_action is None:
-            _commit(turn, pending)
+            _commit(ctx, pending)
 
 
-def record(turn: StepContext, files: tuple[ShardFile, ...]) -> None:
+def record(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """Add one committed checkpoint, given all its files."""
-    ledger, first = turn.state.ledger, files[0]
+    catalog, first = ctx.state.catalog, files[0]
     key = (first.step, first.generation)
-    ledger.strays.pop(key, None)
-    if all(known.key != key for known in ledger.committed):
+    catalog.late_writes.pop(key, None)
+    if all(known.key != key for known in catalog.committed):
         size = sum(file.num_bytes for file in files)
-        ledger.committed.append(
-            CommittedCheckpoint(first.step, first.generation, first.num_shards, size, turn.now)
+        catalog.committed.append(
+            CommittedCheckpoint(first.step, first.generation, first.num_shards, size, ctx.now_ns)
         )
 
 
-def observed(turn: StepContext, files: tuple[ShardFile, ...]) -> None:
+def observed(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     """A new controller lists storage: commits and deletions whose results were lost."""
-    ledger = turn.state.ledger
+    catalog = ctx.state.catalog
     by_key: dict[StepKey, list[ShardFile]] = {}
     for file in files:
         by_key.setdefault((file.step, file.generation), []).append(file)
     for key in sorted(by_key):
-        record(turn, tuple(by_key[key]))
-        ledger.pending.pop(key, None)
-    for key in list(ledger.deleting):  # a manifest goes first: without one, files may be left
-        _delete(turn, key, "its deletion may not have been carried out")
-    for pending in ledger.pending.values():
+        record(ctx, tuple(by_key[key]))
+        catalog.pending.pop(key, None)
+    for key in list(catalog.deleting):  # a manifest goes first: without one, files may be left
+        _delete(ctx, key, "its deletion may not have been carried out")
+    for pending in catalog.pending.values():
         pending.commit_action = None
-    retry_commits(turn)
-    clean(turn)
+    retry_commits(ctx)
+    clean(ctx)
 
 
-def refused(turn: StepContext, event: CheckpointRefused) -> bool:
+def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
     """A reader found damage. True if the current generation was started from it."""
-    state = turn.state
-    for known in state.ledger.committed:
+    state = ctx.state
+    for known in state.catalog.committed:
         if known.key == (event.step, event.generation):
             known.refused = True
-            turn.note(f"checkpoint of step {event.step} is damaged: {event.detail}")
+            ctx.note(f"checkpoint of step {event.step} is damaged: {event.detail}")
     restore = state.membership.restore if state.membership else None
     return (
         restore is not None
         and restore.directory == directory_name(event.step, event.generation)
-        and not state.stepped
+        and not state.first_step_done
     )
 
 
 # -- retention --------------------------------------------------------------------------------
-def clean(turn: StepContext) -> None:
+def clean(ctx: StepContext) -> None:
     """Delete what retention does not keep, and attempts that a newer commit has overtaken."""
-    state, ledger = turn.state, turn.state.ledger
+    state, catalog = ctx.state, ctx.state.catalog
     newest = newest_committed(state)
     if newest is None:
         return
-    for pending in list(ledger.pending.values()):
+    for pending in list(catalog.pending.values()):
         key = (pending.step, pending.generation)
         if pending.step < newest.step and pending.commit_action is None:
-            ledger.pending.pop(key)
-            _delete(turn, key, f"abandoned: step {newest.step} is committed")
-    for key in [stray for stray in ledger.strays if stray < newest.key]:
-        if key not in ledger.pending:
-            ledger.strays.pop(key)
-            _delete(turn, key, f"written too late, by generation {key[1]}")
+            catalog.pending.pop(key)
+            _delete(ctx, key, f"abandoned: step {newest.step} is committed")
+    for key in [stray for stray in catalog.late_writes if stray < newest.key]:
+        if key not in catalog.pending:
+            catalog.late_writes.pop(key)
+            _delete(ctx, key, f"written too late, by generation {key[1]}")
     retention = state.job.spec.checkpoint.retention
-    good = sorted((c for c in ledger.committed if not c.refused), key=lambda c: c.key)
+    good = sorted((c for c in catalog.committed if not c.refused), key=lambda c: c.key)
     keep = {c.key for c in good[-retention.keep_last :]}
     restore = state.membership.restore if state.membership else None
-    for known in list(ledger.committed):
+    for known in list(catalog.committed):
         every = retention.keep_every_steps
         periodic = every is not None and not known.refused and (known.step + 1) % every == 0
         in_use = restore is not None and restore.directory == directory_name(*known.key)
-        if known.key in keep or periodic or in_use or known.key in ledger.deleting:
+        if known.key in keep or periodic or in_use or known.key in catalog.deleting:
             continue
         why = "found damaged" if known.refused else f"the newest {retention.keep_last} are kept"
-        _delete(turn, known.key, why)
+        _delete(ctx, known.key, why)
 
 
-def _delete(turn: StepContext, key: StepKey, why: str) -> None:
+def _delete(ctx: StepContext, key: StepKey, why: str) -> None:
     reason = Reason("retention", f"checkpoint of step {key[0]}: {why}")
-    turn.state.ledger.deleting[key] = turn.emit(
+    ctx.state.catalog.deleting[key] = ctx.emit(
         DeleteCheckpoint, reason, step=key[0], written_by=key[1]
     )
 
 
-def deleted(turn: StepContext, action: DeleteCheckpoint) -> None:
-    ledger = turn.state.ledger
+def deleted(ctx: StepContext, action: DeleteCheckpoint) -> None:
+    catalog = ctx.state.catalog
     key = (action.step, action.written_by)
-    if ledger.deleting.get(key) == action.action_id:
-        ledger.deleting.pop(key)
-        ledger.committed = [c for c in ledger.committed if c.key != key]
+    if catalog.deleting.get(key) == action.action_id:
+        catalog.deleting.pop(key)
+        catalog.committed = [c for c in catalog.committed if c.key != key]

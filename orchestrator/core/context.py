@@ -29,7 +29,7 @@ class StepContext:
 
     def __init__(self, state: JobState, now_ns: int) -> None:
         self.state = state
-        self.now = now_ns
+        self.now_ns = now_ns
         self.actions: list[AnyAction] = []
 
     def emit(
@@ -67,13 +67,13 @@ class StepContext:
         self.state.reason = Reason(code, text)
 
     def note(self, text: str) -> None:
-        self.state.notes.append((self.now, text))
+        self.state.notes.append((self.now_ns, text))
         del self.state.notes[:-MAX_NOTES]
 
     # -- timers: name -> due time; they fire on Tick ------------------------------------------
     def arm(self, name: str, after_s: float) -> None:
         """(Re)start a timer."""
-        self.state.timers[name] = self.now + seconds(after_s)
+        self.state.timers[name] = self.now_ns + seconds(after_s)
 
     def arm_once(self, name: str, after_s: float) -> None:
         """Start a timer unless it runs."""
@@ -87,9 +87,9 @@ class StepContext:
     def due(self, name: str) -> bool:
         """The timer has run out; it stays so until it is disarmed or armed again."""
         at = self.state.timers.get(name)
-        return at is not None and at <= self.now
+        return at is not None and at <= self.now_ns
 
     def left_s(self, name: str) -> float | None:
         """Until it runs out; None: it does not run."""
         at = self.state.timers.get(name)
-        return None if at is None else max(0, at - self.now) / SECOND_NS
+        return None if at is None else max(0, at - self.now_ns) / SECOND_NS

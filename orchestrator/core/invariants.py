@@ -36,14 +36,14 @@ def _membership(state: JobState) -> None:
         if len(members) != wanted.num_nodes:
             raise Broken(f"{state.members}: {wanted.num_nodes} nodes wanted")
         _require(wanted.world_size == wanted.num_nodes * workers, f"world {wanted.world_size}")
-        if state.launch:
-            ranks = [seat.rank for name in members for seat in state.launch[name].seats]
+        if state.launch_actions:
+            ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
             if ranks != list(range(wanted.world_size)):
                 raise Broken(f"ranks are no bijection: {ranks}")
     for name, node in state.nodes.items():
-        if name in state.coming:
+        if name in state.pending_nodes:
             raise Broken(f"{name} is here and on its way")
-        if name in state.gone:
+        if name in state.released_nodes:
             raise Broken(f"{name} is here and was given up")
         if node.generation > state.generation:
             raise Broken(f"{name} runs a generation of the future")
@@ -56,29 +56,31 @@ def _membership(state: JobState) -> None:
 
 
 def _phases(state: JobState) -> None:
-    _require(not (state.active and state.placing), "something runs while the next is placed")
+    _require(
+        not (state.active and state.needs_placement), "something runs while the next is placed"
+    )
     _require(state.stop is None or state.active, "a stop of nothing")
     if state.phase in ("pending", "suspended"):
         _require(not state.active, f"workers run in phase {state.phase}")
     if state.phase in ("starting", "running"):
         _require(state.active and state.stop is None, f"nothing runs in phase {state.phase}")
     if state.phase == "pending":
-        _require(state.placing, "nobody looks for nodes")
+        _require(state.needs_placement, "nobody looks for nodes")
     if state.terminal:
         _require(state.outcome is not None, "over without an outcome")
-        _require(not state.placing and state.stop is None, "over, and still busy")
+        _require(not state.needs_placement and state.stop is None, "over, and still busy")
 
 
 def _checkpoints(state: JobState) -> None:
-    ledger = state.ledger
-    keys = [known.key for known in ledger.committed]
+    catalog = state.catalog
+    keys = [known.key for known in catalog.committed]
     _require(len(dict.fromkeys(keys)) == len(keys), f"committed twice: {keys}")
-    for pending in ledger.pending.values():
+    for pending in catalog.pending.values():
         _require(pending.generation <= state.generation, "a shard of a generation of the future")
         # Those before the last one were looked at when they came: there may be thousands.
         last = next(reversed(pending.files), 0)
         if last >= pending.mesh.num_shards:
             raise Broken(f"shard {last} of {pending.mesh.num_shards}")
-    good = [known.key for known in ledger.committed if not known.refused]
+    good = [known.key for known in catalog.committed if not known.refused]
     if good:
-        _require(max(good) not in ledger.deleting, "the newest good checkpoint is being deleted")
+        _require(max(good) not in catalog.deleting, "the newest good checkpoint is being deleted")

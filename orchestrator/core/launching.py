@@ -30,56 +30,58 @@ MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
 
-def place(turn: StepContext) -> None:
+def place(ctx: StepContext) -> None:
     """Launch now, or wait for nodes and say so."""
-    state = turn.state
-    if not state.placing or state.intent != "run":
+    state = ctx.state
+    if not state.needs_placement or state.intent != "run":
         return
     full, possible = full_size(state), possible_size(state)
     if possible:
-        turn.disarm("capacity")
+        ctx.disarm("capacity")
     if possible and possible == full:
-        _launch(turn, possible)
+        _launch(ctx, possible)
     elif awaiting_rejoin(state):
         return
     elif state.phase == "recovering":
-        if provisioning.worth_a_wait(turn) or (not possible and provisioning.may_wait(turn)):
+        if provisioning.worth_a_wait(ctx) or (not possible and provisioning.may_wait(ctx)):
             return
         if possible:
-            _launch(turn, possible)
+            _launch(ctx, possible)
         else:
-            _wait(turn)
+            _wait(ctx)
     elif not possible:
-        turn.disarm("gather")
-        _wait(turn)
+        ctx.disarm("gather")
+        _wait(ctx)
     else:
-        turn.arm_once("gather", state.job.spec.recovery.grow_delay_s)
-        if turn.due("gather") or not (state.expected_nodes or any_to_be_freed(state)):
-            _launch(turn, possible)
+        ctx.arm_once("gather", state.job.spec.recovery.grow_delay_s)
+        if ctx.due("gather") or not (state.expected_nodes or any_to_be_freed(state)):
+            _launch(ctx, possible)
 
 
-def _wait(turn: StepContext) -> None:
-    state, limit = turn.state, turn.state.job.spec.recovery.capacity_timeout_s
+def _wait(ctx: StepContext) -> None:
+    state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
     here, wanted = len(usable(state)), state.min_nodes
-    room = f"; {state.why_no_room or 'the backend had no room'}" if state.no_room else ""
+    room = (
+        f"; {state.capacity_detail or 'the backend had no room'}" if state.capacity_denied else ""
+    )
     what = (
         f"{here} usable, {wanted} needed at least, "
         f"{state.expected_nodes} on their way{room}{provisioning.why_none_comes(state)}"
     )
-    turn.move("pending", "capacity", f"waiting for nodes: {what}")
+    ctx.move("pending", "capacity", f"waiting for nodes: {what}")
     if limit is None:
         return
-    turn.arm_once("capacity", limit)
-    if turn.due("capacity"):
+    ctx.arm_once("capacity", limit)
+    if ctx.due("capacity"):
         text = f"recovery.capacityTimeoutSeconds: waited {limit:g} s for nodes: {what}"
-        end_early(turn, "failed", "capacity", text)
+        end_early(ctx, "failed", "capacity", text)
 
 
-def _launch(turn: StepContext, size: int) -> None:
-    state, spec = turn.state, turn.state.job.spec
+def _launch(ctx: StepContext, size: int) -> None:
+    state, spec = ctx.state, ctx.state.job.spec
     mesh = mesh_for(state.job, size)
     assert mesh is not None
-    free = order_newcomers((n.name, n.facts, n.sequence) for n in usable(state))
+    free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
     group = nodes_per_group(mesh, spec.workers_per_node)
     group = group if size % group == 0 else size
     before, members = state.members, assign(state.members, free, size, group)
@@ -93,19 +95,19 @@ def _launch(turn: StepContext, size: int) -> None:
         workers_per_node=spec.workers_per_node,
         master_address=first.facts.address,
         master_port=first.offered_port or FALLBACK_PORT + state.generation % 1000,
-        restart_count=state.launches,
+        restart_count=state.num_launches,
         restore=restore,
     )
     decision = _describe(state, before, members, restore)
     if len(members) < len(before):
-        decision += provisioning.why_no_wait(turn)
-    _begin_generation(turn, membership, members, restore)
+        decision += provisioning.why_no_wait(ctx)
+    _begin_generation(ctx, membership, members, restore)
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
     code = state.reason.code
     for node_rank, name in enumerate(members):
-        action_id = turn.emit(
+        action_id = ctx.emit(
             LaunchGroup,
             Reason(code, decision),
             node=name,
@@ -117,38 +119,38 @@ def _launch(turn: StepContext, size: int) -> None:
         )
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
-        state.launch[name], state.launching[name] = action, action_id
+        state.launch_actions[name], state.launching[name] = action, action_id
         state.nodes[name].generation = state.generation
     if state.phase == "pending":
-        turn.move("starting", code, decision)
+        ctx.move("starting", code, decision)
     else:
-        turn.move(state.phase, code, decision)
-    _fill_incident(turn, state.incident, membership, decision)
+        ctx.move(state.phase, code, decision)
+    _fill_incident(ctx, state.incident, membership, decision)
 
 
 def _begin_generation(
-    turn: StepContext, membership: Membership, members: tuple[str, ...], restore: Restore | None
+    ctx: StepContext, membership: Membership, members: tuple[str, ...], restore: Restore | None
 ) -> None:
-    state = turn.state
-    end_parking(turn)
-    state.launches += 1
+    state = ctx.state
+    end_parking(ctx)
+    state.num_launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh
     held = {shard.generation for node in state.nodes.values() for shard in node.staged}
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
         if old not in held:  # what memory holds may have to be written yet
             del state.meshes[old]
-    state.launch, state.launching, state.exits = {}, {}, {}
-    state.active, state.placing, state.stepped = True, False, False
+    state.launch_actions, state.launching, state.exits = {}, {}, {}
+    state.active, state.needs_placement, state.first_step_done = True, False, False
     state.step = restore.step if restore else -1
-    state.launched_ns = turn.now
-    state.resized = state.resized and len(members) != full_size(state)
-    turn.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
-    turn.arm("launch", LAUNCH_TIMEOUT_S)
+    state.launched_ns = ctx.now_ns
+    state.resize_pending = state.resize_pending and len(members) != full_size(state)
+    ctx.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
+    ctx.arm("launch", LAUNCH_TIMEOUT_S)
     left_s, state.deadline_left_s = state.deadline_left_s, None
     deadline_s = state.job.spec.active_deadline_s if left_s is None else left_s
     if deadline_s is not None:
-        turn.arm_once("deadline", deadline_s)
+        ctx.arm_once("deadline", deadline_s)
 
 
 def _nodes(count: int) -> str:
@@ -185,7 +187,7 @@ def _describe(
 
 
 def _fill_incident(
-    turn: StepContext, incident: IncidentRecord | None, membership: Membership, decision: str
+    ctx: StepContext, incident: IncidentRecord | None, membership: Membership, decision: str
 ) -> None:
     if incident is None or incident.generation_after is not None:
         return
@@ -194,7 +196,7 @@ def _fill_incident(
     incident.generation_after = membership.generation
     incident.world_size_after = membership.world_size
     incident.resumed_after_step = restore.step if restore else -1
-    incident.launched_ns = turn.now
+    incident.launched_ns = ctx.now_ns
     if restore is None:
         incident.restored_from = "nothing"
     else:
@@ -202,51 +204,51 @@ def _fill_incident(
 
 
 # -- the launch's results ---------------------------------------------------------------------
-def launched(turn: StepContext, action: LaunchGroup) -> None:
-    state = turn.state
+def launched(ctx: StepContext, action: LaunchGroup) -> None:
+    state = ctx.state
     if state.launching.get(action.node) == action.action_id:
         del state.launching[action.node]
-    all_launched(turn)
+    all_launched(ctx)
 
 
-def all_launched(turn: StepContext) -> None:
+def all_launched(ctx: StepContext) -> None:
     """Once every node has started its workers; a script's progress is unknown, so it runs now."""
-    state = turn.state
+    state = ctx.state
     if state.launching or not state.active or state.stop is not None:
         return
-    turn.disarm("launch", "launch-again")
+    ctx.disarm("launch", "launch-again")
     incident = state.incident
     if incident is not None and incident.started_ns is None:
-        incident.started_ns = turn.now
+        incident.started_ns = ctx.now_ns
     if state.job.spec.entrypoint.recipe is None and state.phase in ("starting", "recovering"):
         where = _nodes(len(state.members))
-        turn.move("running", state.reason.code, f"all workers run, on {where}")
+        ctx.move("running", state.reason.code, f"all workers run, on {where}")
 
 
-def say_again(turn: StepContext) -> None:
+def say_again(ctx: StepContext) -> None:
     """Nodes that have not answered a launch."""
-    turn.disarm("launch")
-    turn.arm("launch-again", LAUNCH_TIMEOUT_S)
-    for name in list(turn.state.launching):
+    ctx.disarm("launch")
+    ctx.arm("launch-again", LAUNCH_TIMEOUT_S)
+    for name in list(ctx.state.launching):
         reason = Reason("infrastructure", f"{name} has not answered in {LAUNCH_TIMEOUT_S:g} s")
-        turn.state.launching[name] = turn.emit_again(turn.state.launch[name], reason)
+        ctx.state.launching[name] = ctx.emit_again(ctx.state.launch_actions[name], reason)
 
 
-def advanced(turn: StepContext, event: StepCompleted) -> None:
+def advanced(ctx: StepContext, event: StepCompleted) -> None:
     """All ranks have finished a step: the first one ends the start-up."""
-    state = turn.state
+    state = ctx.state
     if event.generation != state.generation or not state.active:
         return
     state.step = max(state.step, event.step)
-    if state.stepped:
+    if state.first_step_done:
         return
-    state.stepped, state.stepped_ns = True, turn.now
+    state.first_step_done, state.first_step_ns = True, ctx.now_ns
     every_s = state.job.spec.checkpoint.storage.every_s
     if every_s is not None:
-        turn.arm("cadence", every_s)
+        ctx.arm("cadence", every_s)
     incident = state.incident
     if incident is not None:
-        incident.first_step_ns = turn.now
+        incident.first_step_ns = ctx.now_ns
     if state.stop is None and state.phase in ("starting", "recovering"):
         size = state.membership.world_size if state.membership else 0
-        turn.move("running", state.reason.code, f"all {size} ranks have finished step {event.step}")
+        ctx.move("running", state.reason.code, f"all {size} ranks have finished step {event.step}")

@@ -48,7 +48,7 @@ class FailureDetector:
         self._heard = dict.fromkeys(self._heard, now_ns)
 
     def arrived(self, now_ns: int, node: str, recovery: Recovery) -> None:
-        """Something has come that will be observed in its turn: its node is not silent."""
+        """Something has come that will be observed in its ctx: its node is not silent."""
         self._arrived[node] = now_ns
         self._hear(now_ns, recovery)
 

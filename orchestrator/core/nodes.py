@@ -1,7 +1,6 @@
 """Who is in: nodes that join, rejoin, are lost, are wanted or are too many.
 
-Owns: state.nodes, state.gone and the requests for nodes. Must not: begin or end generations, beyond
-saying that one is broken.
+It does not start or stop generations; `joined` and `lost` return what is broken.
 """
 
 from __future__ import annotations
@@ -64,70 +63,70 @@ def any_to_be_freed(state: JobState) -> bool:
 
 
 # -- joining ----------------------------------------------------------------------------------
-def joined(turn: StepContext, event: NodeJoined) -> str:
+def joined(ctx: StepContext, event: NodeJoined) -> str:
     """Returns what is broken when a member comes back without its workers; empty: nothing is."""
-    state = turn.state
-    if event.node in state.gone and event.node not in state.nodes:
-        why = state.gone[event.node]
-        release(turn, event.node, "infrastructure", f"{event.node} was given up: {why}")
+    state = ctx.state
+    if event.node in state.released_nodes and event.node not in state.nodes:
+        why = state.released_nodes[event.node]
+        release(ctx, event.node, "infrastructure", f"{event.node} was given up: {why}")
         return ""
     node = state.nodes.get(event.node)
     if node is None:
-        state.sequence += 1
-        node = NodeRecord(event.node, event.facts, state.sequence)
+        state.num_joined += 1
+        node = NodeRecord(event.node, event.facts, state.num_joined)
         state.nodes[event.node] = node
         provisioning.came(state, event.node)
-        state.no_room = False
+        state.capacity_denied = False
     node.facts, node.staged, node.confirmed = event.facts, event.staged, True
     node.offered_port = event.offered_port or node.offered_port
     node.generation = event.generation
     broken = ""
     if state.active and event.node in state.members:
-        broken = _member_rejoined(turn, node, event)
+        broken = _member_rejoined(ctx, node, event)
     elif event.generation:
-        _stop_stale(turn, node)
+        _stop_stale(ctx, node)
     if all(known.confirmed for known in state.nodes.values()):
-        turn.disarm("rejoin")
+        ctx.disarm("rejoin")
     return broken
 
 
-def _member_rejoined(turn: StepContext, node: NodeRecord, event: NodeJoined) -> str:
+def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> str:
     """A member of the current generation said Hello again: adopt it, or say what it missed."""
-    state = turn.state
+    state = ctx.state
     if state.stop is not None:
         if node.name in state.stop.waiting:
-            _stop_again(turn, node.name)
+            _stop_again(ctx, node.name)
     elif event.generation == state.generation:
         state.launching.pop(node.name, None)
     elif node.name in state.launching:
         reason = Reason("controller-restart", f"{node.name} may not have heard of its launch")
-        state.launching[node.name] = turn.emit_again(state.launch[node.name], reason)
+        state.launching[node.name] = ctx.emit_again(state.launch_actions[node.name], reason)
         node.generation = state.generation
     else:
         return f"{node.name} came back without its workers of generation {state.generation}"
     return ""
 
 
-def _stop_again(turn: StepContext, name: str) -> None:
-    stop = turn.state.stop
+def _stop_again(ctx: StepContext, name: str) -> None:
+    stop = ctx.state.stop
     assert stop is not None
     reason = Reason("controller-restart", f"{name} may not have heard that it should stop")
-    stop.waiting[name] = turn.emit(
+    stop.waiting[name] = ctx.emit(
         StopGroup, reason, node=name, grace_s=stop.grace_s, stacks=stop.stacks_wanted
     )
 
 
-def _stop_stale(turn: StepContext, node: NodeRecord) -> None:
+def _stop_stale(ctx: StepContext, node: NodeRecord) -> None:
     text = (
         f"{node.name} still runs generation {node.generation}; the current one is "
-        f"{turn.state.generation}"
+        f"{ctx.state.generation}"
     )
-    turn.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
+    ctx.emit(StopGroup, Reason("infrastructure", text), node.generation, node=node.name)
 
 
-def stale_stopped(turn: StepContext, event: GroupStopped) -> None:
+def stale_stopped(ctx: StepContext, event: GroupStopped) -> None:
     """A node outside the current generation is free now."""
-    node = turn.state.nodes.get(event.node)
+    node = ctx.state.nodes.get(event.node)
     if node is not None and node.generation == event.generation:
         node.generation = 0
         node.staged = event.staged
@@ -135,81 +134,81 @@ def stale_stopped(turn: StepContext, event: GroupStopped) -> None:
 
 
 # -- losing -----------------------------------------------------------------------------------
-def lost(turn: StepContext, event: NodeLost) -> str:
+def lost(ctx: StepContext, event: NodeLost) -> str:
     """A node is no more, with its workers and its memory. Its backend makes sure that it is so.
 
     Returns the cause when it was a member of a generation that may run; empty otherwise.
     """
-    state = turn.state
+    state = ctx.state
     node = state.nodes.pop(event.node, None)
     if node is None:
-        if event.node not in state.gone:
-            state.gone[event.node] = f"lost before it joined ({event.cause})"
+        if event.node not in state.released_nodes:
+            state.released_nodes[event.node] = f"lost before it joined ({event.cause})"
             detail = event.detail[:MAX_DETAIL] or event.cause
-            for name in provisioning.ended_early(turn, event.node, detail):
-                release(turn, name, "infrastructure", f"{name} ended before it joined")
+            for name in provisioning.ended_early(ctx, event.node, detail):
+                release(ctx, name, "infrastructure", f"{name} ended before it joined")
         return ""
     detail = event.detail or event.cause
-    release(turn, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
+    release(ctx, event.node, "infrastructure", f"lost ({event.cause}): {detail}")
     if all(known.confirmed for known in state.nodes.values()):
-        turn.disarm("rejoin")
+        ctx.disarm("rejoin")
     if event.node in state.members and state.active:
         return "preempted" if node.preempting else event.cause
     return ""
 
 
-def rejoin_expired(turn: StepContext) -> list[NodeLost]:
+def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
     """Nodes that a new controller has not heard of in time."""
-    turn.disarm("rejoin")
-    detail = f"did not come back within {_rejoin_s(turn.state):g} s of the controller's start"
+    ctx.disarm("rejoin")
+    detail = f"did not come back within {_rejoin_s(ctx.state):g} s of the controller's start"
     return [
         NodeLost(node=node.name, cause="silent", detail=detail)
-        for node in turn.state.nodes.values()
+        for node in ctx.state.nodes.values()
         if not node.confirmed
     ]
 
 
-def preemption_noticed(turn: StepContext, event: PreemptionNoticed) -> None:
+def preemption_noticed(ctx: StepContext, event: PreemptionNoticed) -> None:
     """What is done about it is a planned interruption: wishes.planned."""
-    node = turn.state.nodes.get(event.node)
+    node = ctx.state.nodes.get(event.node)
     if node is None:
         return
     if event.grace_s > 0:
-        leaves_ns = turn.now + seconds(event.grace_s)
+        leaves_ns = ctx.now_ns + seconds(event.grace_s)
         if node.leaves_ns is None:
-            turn.disarm("preempt")  # now it is known how long training can go on
+            ctx.disarm("preempt")  # now it is known how long training can go on
         node.leaves_ns = min(node.leaves_ns or leaves_ns, leaves_ns)
     if node.preempting:
-        if event.detail and event.detail not in node.leaving:
-            node.leaving = f"{node.leaving}; {event.detail}"[:MAX_DETAIL]
+        if event.detail and event.detail not in node.leave_reason:
+            node.leave_reason = f"{node.leave_reason}; {event.detail}"[:MAX_DETAIL]
         return
-    node.preempting, node.leaving = True, event.detail[:MAX_DETAIL] or "no detail given"
+    node.preempting, node.leave_reason = True, event.detail[:MAX_DETAIL] or "no detail given"
     grace = f", in {event.grace_s:.0f} s" if event.grace_s > 0 else ""
-    turn.note(f"{event.node} will be taken away{grace}: {node.leaving}")
+    ctx.note(f"{event.node} will be taken away{grace}: {node.leave_reason}")
 
 
 # -- asking and giving back -------------------------------------------------------------------
-def release(turn: StepContext, name: str, code: ReasonCode, text: str) -> None:
+def release(ctx: StepContext, name: str, code: ReasonCode, text: str) -> None:
     """Give a node back, for good; its name is never used again."""
-    turn.state.nodes.pop(name, None)
-    turn.state.gone.setdefault(name, text)
-    for action in turn.state.inflight.values():
+    ctx.state.nodes.pop(name, None)
+    ctx.state.released_nodes.setdefault(name, text)
+    for action in ctx.state.inflight.values():
         if isinstance(action, ReleaseNode) and action.node == name:
             return
-    turn.emit(ReleaseNode, Reason(code, text), node=name)
+    ctx.emit(ReleaseNode, Reason(code, text), node=name)
 
 
-def release_failed(turn: StepContext, action: ReleaseNode, detail: str) -> None:
+def release_failed(ctx: StepContext, action: ReleaseNode, detail: str) -> None:
     """A node that may still be there: try again until it is gone."""
-    turn.note(f"{action.node} was not released ({detail}); trying again")
-    turn.state.unreleased[action.node] = action.reason.text
-    turn.arm_once("release", RELEASE_RETRY_S)
+    ctx.note(f"{action.node} was not released ({detail}); trying again")
+    ctx.state.release_pending[action.node] = action.reason.text
+    ctx.arm_once("release", RELEASE_RETRY_S)
 
 
-def release_again(turn: StepContext) -> None:
-    turn.disarm("release")
-    for name in list(turn.state.unreleased):
-        release(turn, name, "infrastructure", turn.state.unreleased.pop(name))
+def release_again(ctx: StepContext) -> None:
+    ctx.disarm("release")
+    for name in list(ctx.state.release_pending):
+        release(ctx, name, "infrastructure", ctx.state.release_pending.pop(name))
 
 
 def _ends(state: JobState) -> bool:
@@ -230,94 +229,94 @@ def _held(state: JobState) -> int:
 
 def num_missing(state: JobState) -> int:
     """Nodes that nobody has promised yet, whether they are asked for at this moment or not."""
-    missing = _wanted(state) - _held(state) - len(state.coming)
+    missing = _wanted(state) - _held(state) - len(state.pending_nodes)
     return 0 if _ends(state) else max(0, missing)
 
 
-def request_missing(turn: StepContext) -> None:
+def request_missing(ctx: StepContext) -> None:
     """Ask for what is missing of the wanted size and its spares."""
-    state = turn.state
-    missing = num_missing(state) - (state.expected_nodes - len(state.coming))
+    state = ctx.state
+    missing = num_missing(state) - (state.expected_nodes - len(state.pending_nodes))
     if missing <= 0 or "request" in state.timers:
         return
     held, wanted = _held(state), _wanted(state)
     text = f"{held} of {wanted} nodes are here, {state.expected_nodes} more on their way"
-    turn.emit(
+    ctx.emit(
         RequestNodes,
-        Reason("capacity" if state.launches else "submitted", text),
+        Reason("capacity" if state.num_launches else "submitted", text),
         count=missing,
         avoid=tuple(state.cordoned),
     )
 
 
-def request_granted(turn: StepContext, action: RequestNodes, event: ActionSucceeded) -> None:
+def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceeded) -> None:
     """Nodes are on their way. The detail has their names; a backend that cannot name them yet is
     taken at its word."""
-    state = turn.state
-    state.start_told_ns = None if event.start_s is None else seconds(event.start_s)
+    state = ctx.state
+    state.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
     state.start_limit_s = event.start_limit_s
     names = event.detail.split() or [
         f"?{action.action_id}.{index}" for index in range(action.count)
     ]
     for name in names:
-        if name not in state.nodes and name not in state.gone:
-            state.coming.setdefault(name, turn.now)
-    turn.arm_once("expect", state.start_limit_s)
+        if name not in state.nodes and name not in state.released_nodes:
+            state.pending_nodes.setdefault(name, ctx.now_ns)
+    ctx.arm_once("expect", state.start_limit_s)
 
 
-def recall_promised(turn: StepContext) -> None:
+def recall_promised(ctx: StepContext) -> None:
     """Promised nodes that nobody wants any more: a held or smaller job does not wait for them, and
     they would take room from others when they come."""
-    state = turn.state
+    state = ctx.state
     ends = _ends(state)
     wanted = 0 if ends else _wanted(state)
-    surplus = len(state.coming) + _held(state) - wanted
+    surplus = len(state.pending_nodes) + _held(state) - wanted
     why = "the job waits for no nodes" if ends else f"only {wanted} nodes are wanted now"
-    for name in reversed([name for name in state.coming if not name.startswith("?")]):
+    for name in reversed([name for name in state.pending_nodes if not name.startswith("?")]):
         if surplus > 0:
-            del state.coming[name]
-            release(turn, name, "suspend" if ends else "resize", f"{name} has not come, and {why}")
+            del state.pending_nodes[name]
+            release(ctx, name, "suspend" if ends else "resize", f"{name} has not come, and {why}")
             surplus -= 1
 
 
-def request_failed(turn: StepContext, action: RequestNodes, detail: str) -> None:
+def request_failed(ctx: StepContext, action: RequestNodes, detail: str) -> None:
     """No room: try again later, and do not wait for anything."""
-    turn.state.no_room, turn.state.why_no_room = True, detail
-    turn.note(f"{action.count} more nodes: {detail or 'no room'}")
-    turn.arm("request", REQUEST_RETRY_S)
+    ctx.state.capacity_denied, ctx.state.capacity_detail = True, detail
+    ctx.note(f"{action.count} more nodes: {detail or 'no room'}")
+    ctx.arm("request", REQUEST_RETRY_S)
 
 
-def request_unknown(turn: StepContext) -> None:
+def request_unknown(ctx: StepContext) -> None:
     """They may be on their way: those that come in time need not be asked for again."""
-    turn.arm("request", _rejoin_s(turn.state))
+    ctx.arm("request", _rejoin_s(ctx.state))
 
 
-def expectation_expired(turn: StepContext) -> None:
+def expectation_expired(ctx: StepContext) -> None:
     """Promised nodes that have not come for very long: give them back, then ask again."""
-    state = turn.state
-    turn.disarm("expect")
+    state = ctx.state
+    ctx.disarm("expect")
     limit = seconds(state.start_limit_s)
-    for name, since in list(state.coming.items()):
-        if turn.now - since < limit:
+    for name, since in list(state.pending_nodes.items()):
+        if ctx.now_ns - since < limit:
             continue
-        del state.coming[name]
+        del state.pending_nodes[name]
         text = f"{name} did not come in {state.start_limit_s:g} s"
-        turn.note(text)
+        ctx.note(text)
         if not name.startswith("?"):
-            release(turn, name, "capacity", text)
-    if state.coming:
-        state.timers["expect"] = min(state.coming.values()) + limit
+            release(ctx, name, "capacity", text)
+    if state.pending_nodes:
+        state.timers["expect"] = min(state.pending_nodes.values()) + limit
 
 
-def release_surplus(turn: StepContext) -> None:
+def release_surplus(ctx: StepContext) -> None:
     """Idle nodes that are too many, cordoned or drained: others may wait for the room they hold."""
-    state = turn.state
+    state = ctx.state
     if state.phase == "suspended":
         # Those on their way, too: what comes to a suspended job would hold room for nothing.
-        promised = [name for name in state.coming if not name.startswith("?")]
+        promised = [name for name in state.pending_nodes if not name.startswith("?")]
         for name in [*state.nodes, *promised]:
-            state.coming.pop(name, None)
-            release(turn, name, "suspend", "the job is suspended")
+            state.pending_nodes.pop(name, None)
+            release(ctx, name, "suspend", "the job is suspended")
         return
     members = dict.fromkeys(state.members if state.active else ())
     idle = [
@@ -327,16 +326,16 @@ def release_surplus(turn: StepContext) -> None:
     settled = state.active and state.stop is None and state.phase == "running"
     for node in idle:
         if node.name in state.cordoned and (settled or not _needed(state, node)):
-            release(turn, node.name, "bad-node", state.cordoned[node.name])
+            release(ctx, node.name, "bad-node", state.cordoned[node.name])
         elif node.preempting and (settled or not _needed(state, node)):
-            release(turn, node.name, "preemption", f"{node.name} is free to be taken away")
+            release(ctx, node.name, "preemption", f"{node.name} is free to be taken away")
     # Memory of idle nodes may be what the next generation starts from: never before a first step.
     if not settled or full_size(state) > len(state.members):
         return
     surplus = len(state.nodes) - (wanted := _wanted(state))
     for node in reversed(idle):
         if surplus > 0 and node.name in state.nodes:
-            release(turn, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
+            release(ctx, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
             surplus -= 1
 
 
@@ -350,44 +349,49 @@ def _needed(state: JobState, node: NodeRecord) -> bool:
     return any((s.step, s.generation) == newest[0] for s in node.staged)
 
 
-def controller_started(turn: StepContext, existing: tuple[str, ...] | None) -> list[NodeLost]:
+def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> list[NodeLost]:
     """What ran under the last controller must be observed anew. Returns the nodes that are gone.
 
     `existing` are the nodes that the backend has, None where it was not asked."""
-    state = turn.state
+    state = ctx.state
     asked = any(isinstance(action, RequestNodes) for action in state.inflight.values())
     releases = [a for a in state.inflight.values() if isinstance(a, ReleaseNode)]
     # Launches, stops and the like are said again as each node comes back; see joined().
     state.inflight.clear()
     for action in releases:
-        release(turn, action.node, action.reason.code, action.reason.text)
+        release(ctx, action.node, action.reason.code, action.reason.text)
     if existing is None and asked:
-        request_unknown(turn)
+        request_unknown(ctx)
     for node in state.nodes.values():
         node.confirmed = False
     if state.nodes:
-        turn.arm("rejoin", _rejoin_s(state))
+        ctx.arm("rejoin", _rejoin_s(state))
     if state.launching:
-        turn.disarm("launch-again")
-        turn.arm("launch", _rejoin_s(state))
+        ctx.disarm("launch-again")
+        ctx.arm("launch", _rejoin_s(state))
     if state.stop is not None:
-        turn.arm("stop", _rejoin_s(state) + limits.STOP_TIMEOUT_S + state.stop.grace_s)
-    return _compare(turn, existing) if existing is not None else []
+        ctx.arm("stop", _rejoin_s(state) + limits.STOP_TIMEOUT_S + state.stop.grace_s)
+    return _compare(ctx, existing) if existing is not None else []
 
 
-def _compare(turn: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
+def _compare(ctx: StepContext, existing: tuple[str, ...]) -> list[NodeLost]:
     """What the backend has against what we know."""
-    state = turn.state
-    for name in list(state.coming):
+    state = ctx.state
+    for name in list(state.pending_nodes):
         if name not in existing:
-            del state.coming[name]
+            del state.pending_nodes[name]
     for name in existing:
-        if name in state.gone:
-            release(turn, name, "controller-restart", f"{name} was given up: {state.gone[name]}")
-        elif name not in state.nodes and name not in state.coming:
-            state.coming[name], state.found[name] = turn.now, None
-    if state.coming:
-        turn.arm_once("expect", state.start_limit_s)
+        if name in state.released_nodes:
+            release(
+                ctx,
+                name,
+                "controller-restart",
+                f"{name} was given up: {state.released_nodes[name]}",
+            )
+        elif name not in state.nodes and name not in state.pending_nodes:
+            state.pending_nodes[name], state.recovered_pending[name] = ctx.now_ns, None
+    if state.pending_nodes:
+        ctx.arm_once("expect", state.start_limit_s)
     detail = "ended while there was no controller"
     return [
         NodeLost(node=name, cause="gone", detail=detail)

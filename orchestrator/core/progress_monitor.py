@@ -100,7 +100,7 @@ class ProgressMonitor:
 
     # -- in -----------------------------------------------------------------------------------
     def arrived(self, now_ns: int, node: str) -> None:
-        """Something of this node has come and will be observed in its turn: the node is not silent,
+        """Something of this node has come and will be observed in its ctx: the node is not silent,
         however long that takes."""
         if self._controller.submitted:
             self._silence.arrived(now_ns, node, self._recovery)
@@ -170,7 +170,7 @@ class ProgressMonitor:
             return
         self._news, step = False, state.step
         self._now = _Generation(state.generation, first=step, done=step, told=step)
-        if state.stepped and state.membership is not None:
+        if state.first_step_done and state.membership is not None:
             # A controller that comes back: its journal says how far it is, and how fast.
             restore = state.membership.restore
             self._now.num_steps = step - (restore.step if restore else -1)

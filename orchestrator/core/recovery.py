@@ -51,25 +51,25 @@ PHASE_OF: dict[Purpose, JobPhase] = {
 
 # -- interrupting -----------------------------------------------------------------------------
 def interrupt(
-    turn: StepContext,
+    ctx: StepContext,
     purpose: Purpose,
     reason: Reason,
     *,
     stacks: bool = False,
 ) -> PendingStop | None:
     """Stop the current generation on all its nodes; None when none runs, or when a step is staged
-    before: ask again with every turn.
+    before: ask again with every ctx.
 
     While it is being stopped already, more news joins the interruption that is under way.
     """
-    state = turn.state
+    state = ctx.state
     if not state.active:
         return None
     if state.stop is not None:
         return state.stop
-    if quiesce.is_awaited(turn, purpose, reason):
+    if quiesce.is_awaited(ctx, purpose, reason):
         return None
-    quiesce.end(turn)
+    quiesce.end(ctx)
     spec = state.job.spec
     planned = purpose not in ("failure", "finish")
     own_loop = spec.entrypoint.recipe is None
@@ -77,32 +77,32 @@ def interrupt(
     if purpose == "preemption":
         # Half of what the leaving nodes have: the hand-over comes after it.
         known = [n.leaves_ns for n in state.nodes.values() if n.leaves_ns is not None]
-        left_s = (min(known) - turn.now) / SECOND_NS if known else grace_s
+        left_s = (min(known) - ctx.now_ns) / SECOND_NS if known else grace_s
         grace_s = max(0.0, min(grace_s, left_s / 2 if known else left_s))
-    stop = PendingStop(purpose, reason, turn.now, stacks, grace_s)
+    stop = PendingStop(purpose, reason, ctx.now_ns, stacks, grace_s)
     state.stop = stop
     if purpose != "finish":
-        _open_incident(turn, purpose, reason)
-    turn.move(PHASE_OF[purpose], reason.code, reason.text)
+        _open_incident(ctx, purpose, reason)
+    ctx.move(PHASE_OF[purpose], reason.code, reason.text)
     state.launching.clear()
-    turn.disarm("grow", "preempt", "launch", "launch-again", "cadence")
+    ctx.disarm("grow", "preempt", "launch", "launch-again", "cadence")
     for name in state.members:
         if name in state.nodes:
-            stop.waiting[name] = turn.emit(
+            stop.waiting[name] = ctx.emit(
                 StopGroup, reason, node=name, grace_s=grace_s, stacks=stacks
             )
     allowance = limits.STOP_TIMEOUT_S + grace_s + (limits.STACK_TIMEOUT_S if stacks else 0.0)
-    turn.arm("stop", allowance)
+    ctx.arm("stop", allowance)
     return stop
 
 
-def _open_incident(turn: StepContext, purpose: Purpose, reason: Reason) -> None:
-    state = turn.state
+def _open_incident(ctx: StepContext, purpose: Purpose, reason: Reason) -> None:
+    state = ctx.state
     state.num_incidents += 1
     state.incidents.append(
         IncidentRecord(
             number=state.num_incidents,
-            at_ns=turn.now,
+            at_ns=ctx.now_ns,
             purpose=purpose,
             generation_before=state.generation,
             world_size_before=state.membership.world_size if state.membership else 0,
@@ -116,54 +116,54 @@ def _open_incident(turn: StepContext, purpose: Purpose, reason: Reason) -> None:
         old.traceback, old.stacks = "", {}
 
 
-def worker_exited(turn: StepContext, node: str, exit: Exit) -> None:
+def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
     """Note how a worker of the current generation ended; a failure stops the others."""
-    state = turn.state
+    state = ctx.state
     if exit.rank in state.exits or not state.active:
         return
     state.exits[exit.rank] = (node, exit)
     if is_failure(exit) and state.stop is None:
         how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
         text = f"worker {exit.rank} on {node} ended with {how}"
-        interrupt(turn, "failure", Reason("infrastructure", text))
+        interrupt(ctx, "failure", Reason("infrastructure", text))
 
 
-def lost_member(turn: StepContext, node: str, cause: str, detail: str) -> None:
+def lost_member(ctx: StepContext, node: str, cause: str, detail: str) -> None:
     """A node of the current generation is no more."""
-    state = turn.state
+    state = ctx.state
     first = state.stop is None
     text = f"{node} was lost ({cause}): {detail}"
-    stop = interrupt(turn, "failure", Reason("infrastructure", text))
+    stop = interrupt(ctx, "failure", Reason("infrastructure", text))
     assert stop is not None
     stop.lost[node] = (cause, detail)
     stop.lost_first = stop.lost_first or first
     stop.waiting.pop(node, None)
-    turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+    ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
-def all_silent(turn: StepContext, event: HeartbeatsLost) -> None:
+def all_silent(ctx: StepContext, event: HeartbeatsLost) -> None:
     """Nothing is done about it: doubt is about ourselves. People should know all the same."""
     whom = f"none of {event.nodes} nodes is" if event.nodes != 1 else "the only node is not"
     _say(
-        turn,
+        ctx,
         f"{whom} heard of for {event.seconds:.1f} s: this machine may be starved, or cut off; "
         f"after {event.patience_s:g} s the silence is believed",
     )
 
 
-def heard_again(turn: StepContext, event: HeartbeatsRestored) -> None:
-    _say(turn, f"nodes are heard of again, after {event.seconds:.1f} s in which none was")
+def heard_again(ctx: StepContext, event: HeartbeatsRestored) -> None:
+    _say(ctx, f"nodes are heard of again, after {event.seconds:.1f} s in which none was")
 
 
-def _say(turn: StepContext, text: str) -> None:
-    turn.note(text)
-    if turn.state.phase == "running":
-        turn.move("running", turn.state.reason.code, text)
+def _say(ctx: StepContext, text: str) -> None:
+    ctx.note(text)
+    if ctx.state.phase == "running":
+        ctx.move("running", ctx.state.reason.code, text)
 
 
-def group_stopped(turn: StepContext, event: GroupStopped) -> None:
+def group_stopped(ctx: StepContext, event: GroupStopped) -> None:
     """Nothing of the generation runs on this node any more; this is what is left."""
-    state, stop = turn.state, turn.state.stop
+    state, stop = ctx.state, ctx.state.stop
     assert stop is not None
     stop.waiting.pop(event.node, None)
     node = state.nodes[event.node]
@@ -176,16 +176,16 @@ def group_stopped(turn: StepContext, event: GroupStopped) -> None:
 
 
 # -- concluding -------------------------------------------------------------------------------
-def conclude(turn: StepContext) -> str:
+def conclude(ctx: StepContext) -> str:
     """All nodes have stopped (or are lost). Returns why the job must fail; empty: go on."""
-    state, stop = turn.state, turn.state.stop
+    state, stop = ctx.state, ctx.state.stop
     assert stop is not None and not stop.waiting
     state.stop, state.active = None, False
-    turn.disarm("stop")
+    ctx.disarm("stop")
     incident = state.incident
     if incident is None or stop.purpose == "finish":
         return ""
-    incident.stopped_ns = turn.now
+    incident.stopped_ns = ctx.now_ns
     steps = [exit.step for _node, exit in state.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
@@ -201,10 +201,10 @@ def conclude(turn: StepContext) -> str:
         incident.title = f"{names} will be taken away"
         incident.evidence = "; ".join(dict.fromkeys(why for _node, why in stop.leaving))
         incident.culprit_node = stop.leaving[0][0] if stop.leaving else ""
-        return _charge(turn, "preemption")
+        return _charge(ctx, "preemption")
     if stop.purpose != "failure":
         return ""
-    return _judge(turn, stop, incident)
+    return _judge(ctx, stop, incident)
 
 
 def _within_bound(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, str]:
@@ -220,8 +220,8 @@ def _within_bound(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, s
     return {stack.rank: stack.text for stack in stacks if stack.rank in kept}
 
 
-def _judge(turn: StepContext, stop: PendingStop, incident: IncidentRecord) -> str:
-    state = turn.state
+def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> str:
+    state = ctx.state
     failure = attribute(
         FailureEvidence(
             exits=tuple(state.exits.values()),
@@ -230,7 +230,7 @@ def _judge(turn: StepContext, stop: PendingStop, incident: IncidentRecord) -> st
             hang=stop.hang,
             launch_failure=stop.launch_failure,
             refused=stop.refused,
-            leaving=tuple((n.name, n.leaving) for n in state.nodes.values() if n.preempting),
+            leaving=tuple((n.name, n.leave_reason) for n in state.nodes.values() if n.preempting),
             node_of=state.node_of,
             world_size=incident.world_size_before,
         )
@@ -240,45 +240,45 @@ def _judge(turn: StepContext, stop: PendingStop, incident: IncidentRecord) -> st
     incident.culprit_node, incident.culprit_rank = failure.culprit_node, failure.culprit_rank
     if failure.exit is not None:
         incident.traceback = failure.exit.traceback
-    turn.move(state.phase, _code(failure), failure.title)
-    _doubt_the_state(turn, failure)
-    injected = state.rehearsals.pop(failure.culprit_node, None)
-    if injected is not None and turn.now - injected <= seconds(REHEARSAL_WINDOW_S):
-        incident.rehearsal = True
+    ctx.move(state.phase, _code(failure), failure.title)
+    _doubt_the_state(ctx, failure)
+    injected = state.injected_faults.pop(failure.culprit_node, None)
+    if injected is not None and ctx.now_ns - injected <= seconds(REHEARSAL_WINDOW_S):
+        incident.fault_injected = True
         return ""
-    _strike(turn, failure)
-    return _same_mistake(turn, failure) or _charge(turn, failure.failure_class, failure)
+    _strike(ctx, failure)
+    return _same_mistake(ctx, failure) or _charge(ctx, failure.failure_class, failure)
 
 
 def _code(failure: Failure) -> ReasonCode:
     return "user-error" if failure.failure_class == "user" else failure.failure_class
 
 
-def _doubt_the_state(turn: StepContext, failure: Failure) -> None:
+def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
     """A state from which generations fail before their first step may be bad itself."""
-    state = turn.state
+    state = ctx.state
     restore = state.membership.restore if state.membership else None
-    if restore is None or state.stepped or failure.rule in NOT_THE_STATE:
+    if restore is None or state.first_step_done or failure.rule in NOT_THE_STATE:
         return
     key = (restore.step, restore.generation)
     if not restore.directory:
         weight = DISTRUST_AFTER if failure.damaged else 1
-        state.ledger.distrusted[key] = state.ledger.distrusted.get(key, 0) + weight
+        state.catalog.distrusted[key] = state.catalog.distrusted.get(key, 0) + weight
     elif failure.damaged:
-        for known in state.ledger.committed:
+        for known in state.catalog.committed:
             if known.key == key:
                 known.refused = True
 
 
-def _strike(turn: StepContext, failure: Failure) -> None:
+def _strike(ctx: StepContext, failure: Failure) -> None:
     """Machines that are blamed again and again are not used again."""
-    state, node = turn.state, failure.culprit_node
+    state, node = ctx.state, failure.culprit_node
     if not node or failure.failure_class not in ("infrastructure", "hang"):
         return
     if failure.rule in NOT_THE_NODE:
         return
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
-    recent = [at for at in state.strikes.get(node, []) if turn.now - at < window] + [turn.now]
+    recent = [at for at in state.strikes.get(node, []) if ctx.now_ns - at < window] + [ctx.now_ns]
     state.strikes[node] = recent
     hopeless = failure.rule in NO_SECOND_CHANCE
     enough = hopeless or len(recent) >= state.job.spec.recovery.bad_node_strikes
@@ -286,13 +286,13 @@ def _strike(turn: StepContext, failure: Failure) -> None:
         count = f"{len(recent)} incident{'s' if len(recent) != 1 else ''}"
         why = f"cannot be used: {failure.title}" if hopeless else f"was to blame for {count}"
         state.cordoned[node] = f"{node} {why}"
-        turn.note(state.cordoned[node])
-        turn.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+        ctx.note(state.cordoned[node])
+        ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
-def _same_mistake(turn: StepContext, failure: Failure) -> str:
+def _same_mistake(ctx: StepContext, failure: Failure) -> str:
     """Why a restart is no use: the same exception at the same step twice is a bug, not bad luck."""
-    state, exit = turn.state, failure.exit
+    state, exit = ctx.state, failure.exit
     if exit is None or not exit.error_type or is_secondary(exit):
         return ""
     if failure.rule not in ("user-exception", "out-of-memory"):
@@ -314,11 +314,11 @@ def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
     return budget
 
 
-def _charge(turn: StepContext, failure_class: FailureClass, failure: Failure | None = None) -> str:
+def _charge(ctx: StepContext, failure_class: FailureClass, failure: Failure | None = None) -> str:
     """Charge a restart; returns why there can be none."""
-    state, budget = turn.state, budget_of(turn.state, failure_class)
+    state, budget = ctx.state, budget_of(ctx.state, failure_class)
     window = seconds(budget.window_s)
-    recent = [at for at in state.charges.get(failure_class, []) if turn.now - at < window]
+    recent = [at for at in state.charges.get(failure_class, []) if ctx.now_ns - at < window]
     if len(recent) >= budget.restarts:
         state.charges[failure_class] = recent
         title = failure.title if failure is not None else failure_class
@@ -326,6 +326,6 @@ def _charge(turn: StepContext, failure_class: FailureClass, failure: Failure | N
             f"{title}; the {failure_class} budget is used up: {len(recent)} restarts in the last "
             f"{budget.window_s:g} s, {budget.restarts} allowed"
         )
-    state.charges[failure_class] = [*recent, turn.now]
+    state.charges[failure_class] = [*recent, ctx.now_ns]
     state.restarts[failure_class] = state.restarts.get(failure_class, 0) + 1
     return ""

@@ -1,21 +1,25 @@
-"""What the controller knows of its job: records, mutable only while `Controller.step` runs.
+"""The state of one job's controller.
 
-Owns: the shape of the state. Must not: change it. Everybody else (monitor, runtime, tests) reads.
-Dictionaries keep insertion order and no set is ever iterated, so a replay is exact under any hash
-seed.
+Only code that `Controller.step` calls changes it; the runtime, the monitor and the tests read it.
+Dictionaries keep insertion order and no set is ever iterated, so a replay gives the same state
+under any hash seed.
+
+Snapshots hold these records field by field: a renamed field keeps its old name in
+`field(name=...)`, and a field that no longer exists is ignored when an older snapshot is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
 from ..protocol.facts import Exit, Membership, NodeFacts, ShardFile, Stack, StagedShard
 from ..protocol.mesh import Mesh
 from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
-from .transitions import JobPhase
+from .transitions import TERMINAL, JobPhase
 
 FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
@@ -27,43 +31,39 @@ StepKey = tuple[int, int]
 """(step, generation that wrote it): names one state of the training."""
 
 
-@dataclass(slots=True)
-class NodeRecord:
-    """An agent that has joined and is not lost."""
+class NodeRecord(Struct):
+    """A node that has joined and is not lost."""
 
     name: str
     facts: NodeFacts
-    sequence: int
-    """Order of joining."""
+    join_order: int = field(name="sequence")
     generation: int = 0
-    """Whose workers may run there; 0: none."""
+    """The generation whose workers may run there; 0: none."""
     staged: tuple[StagedShard, ...] = ()
-    """Inventory of its memory tier when it last told us (stopped or joined)."""
+    """What its memory tier held when it last joined or stopped its workers."""
     offered_port: int = 0
     confirmed: bool = True
-    """Heard of since the controller started."""
+    """It has connected to this controller, not only to an earlier one."""
     preempting: bool = False
-    """It will be taken away; no new generation uses it."""
-    leaving: str = ""
-    """Why, as far as it was told."""
+    """It has a preemption notice; no new generation uses it."""
+    leave_reason: str = field(default="", name="leaving")
+    """What its preemption notices said."""
     leaves_ns: int | None = None
-    """When, as far as it was told."""
+    """When it leaves, if a notice said so."""
 
 
-@dataclass(slots=True)
-class Quiesce:
+class Quiesce(Struct):
     """A step that all ranks are asked to stage before a planned interruption."""
 
     step: int
     waiting: dict[str, int]
     """Node -> action id of its StageStep."""
-    wanted_ns: int
-    """When somebody wanted the interruption last."""
+    requested_ns: int = field(name="wanted_ns")
+    """When the interruption was last requested."""
 
 
-@dataclass(slots=True)
-class PendingStop:
-    """A generation that is being ended, and what is known of why."""
+class PendingStop(Struct):
+    """A generation that is being stopped, and what is known of the cause."""
 
     purpose: Purpose
     reason: Reason
@@ -74,19 +74,18 @@ class PendingStop:
     """Node -> action id of its StopGroup."""
     stacks: list[Stack] = field(default_factory=list)
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Members lost in this interruption -> (cause, detail), in the order of the news."""
+    """Members lost in this interruption -> (cause, detail), in the order of the events."""
     lost_first: bool = False
-    """The loss of a node was the first news of this interruption."""
+    """The loss of a node was the first event of this interruption."""
     hang: tuple[tuple[int, ...], str] | None = None
     launch_failure: tuple[str, str] | None = None
     refused: str = ""
     leaving: list[tuple[str, str]] = field(default_factory=list)
-    """(node, why) of members that are given up because they will be taken away."""
+    """(node, reason) of members that have a preemption notice."""
 
 
-@dataclass(slots=True)
-class IncidentRecord:
-    """One interruption, from the fact that opened it to the next step of all ranks."""
+class IncidentRecord(Struct):
+    """One interruption, from its detection to the next step of all ranks."""
 
     number: int
     at_ns: int
@@ -99,10 +98,11 @@ class IncidentRecord:
     evidence: str = ""
     culprit_node: str = ""
     culprit_rank: int | None = None
-    rehearsal: bool = False
+    fault_injected: bool = field(default=False, name="rehearsal")
+    """A user caused it with `holdfast chaos`."""
     decision: str = ""
     step_before: int = -1
-    """The last step finished by all ranks, as far as anybody knows."""
+    """The last step known to be finished by all ranks."""
     generation_after: int | None = None
     world_size_after: int | None = None
     resumed_after_step: int | None = None
@@ -110,14 +110,13 @@ class IncidentRecord:
     stopped_ns: int | None = None
     launched_ns: int | None = None
     started_ns: int | None = None
-    """All nodes have started their workers."""
+    """When all nodes had started their workers."""
     first_step_ns: int | None = None
     traceback: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class PendingCheckpoint:
+class PendingCheckpoint(Struct):
     """Shard files that are durable but that no manifest names yet."""
 
     step: int
@@ -128,8 +127,7 @@ class PendingCheckpoint:
     attempts: int = 0
 
 
-@dataclass(slots=True)
-class CommittedCheckpoint:
+class CommittedCheckpoint(Struct):
     """A checkpoint in the storage tier whose manifest is durable."""
 
     step: int
@@ -145,9 +143,8 @@ class CommittedCheckpoint:
         return (self.step, self.generation)
 
 
-@dataclass(slots=True)
-class CheckpointCatalog:
-    """What the storage tier holds, as far as manifests and reports say."""
+class CheckpointCatalog(Struct):
+    """What the storage tier holds, according to manifests and reports."""
 
     pending: dict[StepKey, PendingCheckpoint] = field(default_factory=dict)
     committed: list[CommittedCheckpoint] = field(default_factory=list)
@@ -156,15 +153,14 @@ class CheckpointCatalog:
     """Checkpoint -> action id of its DeleteCheckpoint."""
     distrusted: dict[StepKey, int] = field(default_factory=dict)
     """States in memory from which generations failed before their first step -> how often."""
-    strays: dict[StepKey, None] = field(default_factory=dict)
-    """Written by generations that had ended when it was there: no manifest will name them."""
+    late_writes: dict[StepKey, None] = field(default_factory=dict, name="strays")
+    """Checkpoints with shards written after their generation had ended: they get no manifest."""
     last_commit_ns: int = 0
 
 
-@dataclass(slots=True)
-class Drain:
-    """The last checkpoint of a job that ends, is suspended, or waits for nodes while one with a
-    part of it leaves (park), on its way to storage."""
+class Drain(Struct):
+    """The newest state in memory, on its way to storage: before the nodes of a job that ends or is
+    suspended are released, or ("park") because a node that holds a part of it leaves."""
 
     kind: DrainKind
     step: int
@@ -172,15 +168,15 @@ class Drain:
     num_shards: int
     attempts: int = 0
     problem: str = ""
-    """What the last attempt met, in words."""
+    """Why the last attempt failed."""
 
 
-@dataclass(slots=True)
-class JobState:
-    """Everything. `members` is the node order of the current generation: index = node rank."""
+class JobState(Struct):
+    """The state of one job. `members` is the node order of the current generation: the index of a
+    node is its node rank."""
 
     job: TrainingJob
-    """As submitted, but with the size that was last asked for."""
+    """As submitted, with the size and the limits that were last requested."""
     job_id: str
     submitted_ns: int
     now_ns: int
@@ -189,17 +185,17 @@ class JobState:
     phase: JobPhase = "pending"
     reason: Reason = field(default_factory=lambda: Reason("submitted", "submitted"))
     intent: Intent = "run"
-    asked: str = ""
-    """Who wants the intent, in words."""
+    intent_reason: str = field(default="", name="asked")
+    """Who requested the intent, as a sentence."""
     step_s: float = 0.0
-    """The last step time heard of."""
-    resized: bool = False
-    """Somebody asked for another size and the job has not got it yet."""
+    """The last reported step time."""
+    resize_pending: bool = field(default=False, name="resized")
+    """Another size was requested and no generation has it yet."""
     finish_action: int | None = None
     """FinishJob without a result."""
     outcome: Outcome | None = None
-    """Set when the end is certain; the phase says when it has come."""
-    verdict: Reason | None = None
+    """Set when the end is certain; the phase changes when it has come."""
+    termination_reason: Reason | None = field(default=None, name="verdict")
     """Why the job ends before its last step; its newest state goes to storage first."""
     incarnation: int = 0
     next_action_id: int = 1
@@ -207,89 +203,91 @@ class JobState:
     timers: dict[str, int] = field(default_factory=dict)
 
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
-    """Nodes that were lost or given back -> why. Names are never used again."""
-    unreleased: dict[str, str] = field(default_factory=dict)
-    """Nodes whose release failed -> why they were given up."""
-    coming: dict[str, int] = field(default_factory=dict)
+    released_nodes: dict[str, str] = field(default_factory=dict, name="gone")
+    """Nodes that were lost or released -> why. Names are never used again."""
+    release_pending: dict[str, str] = field(default_factory=dict, name="unreleased")
+    """Nodes whose release failed and is tried again -> why they were released."""
+    pending_nodes: dict[str, int] = field(default_factory=dict, name="coming")
     """Nodes that the backend has promised and that have not joined -> since when."""
-    found: dict[str, None] = field(default_factory=dict)
-    """Those of `coming` that a new controller found with the backend: since when is not known."""
-    starts: list[int] = field(default_factory=list)
-    """Nanoseconds from promise to arrival of the last nodes that came; see arrivals.py."""
-    start_told_ns: int | None = None
-    """How long a node takes to start, as the backend said when it last promised one."""
+    recovered_pending: dict[str, None] = field(default_factory=dict, name="found")
+    """Those of `pending_nodes` that a new controller found at the backend: since when is not
+    known."""
+    start_durations_ns: list[int] = field(default_factory=list, name="starts")
+    """From promise to join, of the last nodes that joined."""
+    expected_start_ns: int | None = field(default=None, name="start_told_ns")
+    """How long a node takes to start, as the backend last said."""
     start_limit_s: float = limits.NODE_WAIT_S
-    """After which a promised node is given back, as the backend said likewise."""
-    unstarted: dict[str, str] = field(default_factory=dict)
+    """After which a promised node is released, as the backend last said."""
+    failed_starts: dict[str, str] = field(default_factory=dict, name="unstarted")
     """The last nodes that ended before they joined -> how; empty when one has joined since."""
-    false_starts: int = 0
+    num_failed_starts: int = field(default=0, name="false_starts")
     """How often in a row."""
-    no_room: bool = False
+    capacity_denied: bool = field(default=False, name="no_room")
     """The last request for nodes was refused."""
-    why_no_room: str = ""
-    """In the backend's words; empty where it had none."""
+    capacity_detail: str = field(default="", name="why_no_room")
+    """Why, as the backend said; may be empty."""
     strikes: dict[str, list[int]] = field(default_factory=dict)
     cordoned: dict[str, str] = field(default_factory=dict)
-    sequence: int = 0
+    num_joined: int = field(default=0, name="sequence")
 
     generation: int = 0
-    launches: int = 0
+    num_launches: int = field(default=0, name="launches")
     membership: Membership | None = None
     members: tuple[str, ...] = ()
-    launch: dict[str, LaunchGroup] = field(default_factory=dict)
+    launch_actions: dict[str, LaunchGroup] = field(default_factory=dict, name="launch")
     launching: dict[str, int] = field(default_factory=dict)
     """Node -> action id of a LaunchGroup without a result."""
     active: bool = False
     """Workers of the current generation may run."""
     launched_ns: int = 0
     exits: dict[int, tuple[str, Exit]] = field(default_factory=dict)
-    """Rank -> (node, how it ended), of the current generation, in the order of the news."""
-    stepped: bool = False
+    """Rank -> (node, how it ended), of the current generation, in the order of the events."""
+    first_step_done: bool = field(default=False, name="stepped")
     """All ranks have finished a step in this generation."""
-    stepped_ns: int = 0
-    """When that was heard."""
+    first_step_ns: int = field(default=0, name="stepped_ns")
+    """When that was reported."""
     step: int = -1
     """The last step known to be finished by all ranks."""
-    staging: Quiesce | None = None
+    quiesce: Quiesce | None = field(default=None, name="staging")
     stop: PendingStop | None = None
-    placing: bool = False
-    """Nothing runs and a new generation is wanted."""
+    needs_placement: bool = field(default=False, name="placing")
+    """No workers run and a new generation is wanted."""
     deadline_left_s: float | None = None
-    """Of a suspended job's activeDeadline: it does not run meanwhile."""
+    """Of a suspended job's activeDeadlineSeconds, which does not run while it is suspended."""
     drain: Drain | None = None
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
+    """Restarts charged to the restart budgets, by class -> when."""
     restarts: dict[FailureClass, int] = field(default_factory=dict)
-    """Restarts charged since the beginning, by class."""
+    """Restarts charged since the submission, by class."""
     user_errors: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
     """(type, message, last frame, step) -> how often."""
-    rehearsals: dict[str, int] = field(default_factory=dict)
-    """Node -> when somebody injected a failure there."""
-    ledger: CheckpointCatalog = field(default_factory=CheckpointCatalog)
+    injected_faults: dict[str, int] = field(default_factory=dict, name="rehearsals")
+    """Node -> when `holdfast chaos` injected a fault there."""
+    catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog, name="ledger")
     meshes: dict[int, Mesh] = field(default_factory=dict)
     """Mesh of recent generations."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     num_incidents: int = 0
     notes: list[tuple[int, str]] = field(default_factory=list)
-    """Recent things worth telling that decided nothing."""
+    """Recent remarks for people; they decide nothing."""
     traceback: str = ""
     """Of the error that ended the job."""
 
     @property
     def target_nodes(self) -> int:
-        """The size wanted: nodes.max of the spec, until somebody resizes."""
+        """The wanted size: nodes.max of the spec, until a resize is requested."""
         return self.job.spec.nodes.max
 
     @property
     def expected_nodes(self) -> int:
         """Requested and not yet joined."""
-        asked = (a.count for a in self.inflight.values() if isinstance(a, RequestNodes))
-        return sum(asked) + len(self.coming)
+        requested = (a.count for a in self.inflight.values() if isinstance(a, RequestNodes))
+        return sum(requested) + len(self.pending_nodes)
 
     @property
     def terminal(self) -> bool:
-        return self.phase in ("succeeded", "failed", "cancelled")
+        return self.phase in TERMINAL
 
     @property
     def mesh(self) -> Mesh | None:

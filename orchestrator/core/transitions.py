@@ -41,6 +41,9 @@ MOVES: dict[JobPhase, tuple[JobPhase, ...]] = {
 }
 
 
+TERMINAL: tuple[JobPhase, ...] = ("succeeded", "failed", "cancelled")
+
+
 class IllegalMove(AssertionError):
     """A move that the table does not have: our own bug."""
 

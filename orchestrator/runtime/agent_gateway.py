@@ -62,8 +62,8 @@ class AgentGateway:
             return f"the job has {state.phase}"
         if hello.node in self._gone:
             return f"{hello.node} was lost"
-        if hello.node in state.gone:
-            return f"{hello.node} was given up: {state.gone[hello.node]}"
+        if hello.node in state.released_nodes:
+            return f"{hello.node} was given up: {state.released_nodes[hello.node]}"
         return ""
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:

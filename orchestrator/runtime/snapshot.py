@@ -14,7 +14,6 @@ nodes of a launch share one membership, whose size grows with the job: it is wri
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from typing import Any, TypeVar
 
@@ -103,13 +102,13 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
     body = _ENCODER.encode(
         _Snapshot(
             membership=table.number(state.membership) if state.membership else None,
-            launch=[table.shorten(action) for action in state.launch.values()],
+            launch=[table.shorten(action) for action in state.launch_actions.values()],
             inflight=[
                 table.shorten(action) if isinstance(action, LaunchGroup) else action
                 for action in state.inflight.values()
             ],
             memberships=table.all,
-            state=dataclasses.replace(state, membership=None, launch={}, inflight={}),
+            state=msgspec.structs.replace(state, membership=None, launch_actions={}, inflight={}),
             memory=memory,
         )
     )
@@ -122,7 +121,7 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     state = found.state
     if found.membership is not None:
         state.membership = found.memberships[found.membership]
-    state.launch = {one.node: _lengthen(one, found.memberships) for one in found.launch}
+    state.launch_actions = {one.node: _lengthen(one, found.memberships) for one in found.launch}
     state.inflight = {
         one.action_id: _lengthen(one, found.memberships) if isinstance(one, _Launch) else one
         for one in found.inflight

@@ -308,7 +308,7 @@ class Host:
 
     def _hello(self, link: Link, hello: m.Hello) -> None:
         state = self.controller.state
-        if state.terminal or hello.node in state.gone:
+        if state.terminal or hello.node in state.released_nodes:
             link.to_agent(m.Refused(detail="given up", final=True))
             return
         old = self.links.get(hello.node)

@@ -86,14 +86,14 @@ class Oracle:
         """From a complete state, and from no older one than what is still there."""
         restore = action.membership.restore
         step = restore.step if restore else -1
-        committed = max((c.step for c in state.ledger.committed if not c.refused), default=-1)
+        committed = max((c.step for c in state.catalog.committed if not c.refused), default=-1)
         self.require(step >= committed, f"resumes after {step}, {committed} is committed")
         held: dict[tuple[int, int, int], set[int]] = {}
         for node in state.nodes.values():
             for s in node.staged:
                 held.setdefault((s.step, s.generation, s.num_shards), set()).add(s.shard)
         whole = [at for at, shards in held.items() if len(shards) == at[2]]
-        best = max((at[0] for at in whole if at[:2] not in state.ledger.distrusted), default=-1)
+        best = max((at[0] for at in whole if at[:2] not in state.catalog.distrusted), default=-1)
         self.require(step >= best, f"resumes after {step}, memory has all of {best}")
         for (generation, at), nodes in self.ordered.items():
             members = self._members[generation]
@@ -120,7 +120,7 @@ class Oracle:
         )
         shards = [file.shard for file in action.files]
         self.require(shards == list(range(action.mesh.num_shards)), f"manifest of shards {shards}")
-        committed = max((c.step for c in state.ledger.committed if not c.refused), default=-1)
+        committed = max((c.step for c in state.catalog.committed if not c.refused), default=-1)
         self.require(action.step > committed, f"commit of {action.step} after {committed}")
 
     def restarted(self, state: JobState) -> None:
@@ -148,7 +148,7 @@ class Oracle:
 
 def _judged(state: JobState) -> set[int]:
     """Numbers of the incidents that have a failure class."""
-    incidents = [i for i in state.incidents if i.failure_class is not None and not i.rehearsal]
+    incidents = [i for i in state.incidents if i.failure_class is not None and not i.fault_injected]
     return {incident.number for incident in incidents}
 
 

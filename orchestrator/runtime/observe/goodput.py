@@ -15,7 +15,7 @@ from typing import get_args
 
 from holdfast.orchestrator.core.events import AnyEvent, StepCompleted
 from holdfast.orchestrator.core.state import JobState
-from holdfast.orchestrator.core.transitions import JobPhase
+from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
 
 from .view import LedgerCause
 
@@ -30,7 +30,6 @@ CAUSE_OF: dict[JobPhase, LedgerCause] = {
     "suspended": "suspended",
 }
 """`running` is split by what it bought; the terminal phases take no time."""
-TERMINAL = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(slots=True)

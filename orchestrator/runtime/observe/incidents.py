@@ -101,7 +101,7 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
         culprit_rank=record.culprit_rank,
         evidence=record.evidence,
         decision=record.decision,
-        rehearsal=record.rehearsal,
+        rehearsal=record.fault_injected,
         generation_before=record.generation_before,
         generation_after=record.generation_after,
         world_size_before=record.world_size_before,

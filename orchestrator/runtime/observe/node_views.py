@@ -26,7 +26,7 @@ def node_views(state: JobState, beats: dict[str, NodeBeat], now_ns: int) -> list
         views += [
             NodeView(name=name, state="lost")
             for name in state.members
-            if name not in state.nodes and name in state.gone
+            if name not in state.nodes and name in state.released_nodes
         ]
     order = {name: index for index, name in enumerate(state.members)}
     return sorted(views, key=lambda view: order.get(view.name, len(order)))
@@ -42,13 +42,13 @@ def _node(state: JobState, node: NodeRecord, beat: NodeBeat | None, now_ns: int)
     )
     if beat is not None:
         view.heartbeat_age_s = max(0, now_ns - beat.at_ns) / NS
-    if member and node.name in state.launch:
+    if member and node.name in state.launch_actions:
         workers = {}
         if beat is not None and beat.heartbeat.generation == state.generation:
             workers = {worker.rank: worker for worker in beat.heartbeat.workers}
         view.workers = [
             _worker(state, seat.rank, seat.local_rank, workers.get(seat.rank))
-            for seat in state.launch[node.name].seats
+            for seat in state.launch_actions[node.name].seats
         ]
     return view
 

@@ -26,7 +26,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.state import JobState
 
 from .device_flops import peak_flops
-from .goodput import NS, TERMINAL, TimeAccounting, TimeTotals
+from .goodput import NS, TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
 from .node_views import NodeBeat, node_views, overlay
 from .view import CheckpointView, JobView
@@ -183,8 +183,8 @@ class JobProjection:
                     num_bytes=one.num_bytes,
                     committed_ns=one.committed_ns,
                 )
-                for one in state.ledger.committed
-                if not one.refused and one.key not in state.ledger.deleting
+                for one in state.catalog.committed
+                if not one.refused and one.key not in state.catalog.deleting
             ],
             checkpoint_path=checkpoint_path,
             incidents=incident_views(state, no_steps=self._silent),
@@ -235,4 +235,4 @@ def _peak(state: JobState) -> float:
     return peak_flops(node.facts.gpus[0].name) if node and node.facts.gpus else 0.0
 
 
-__all__ = ["TERMINAL", "JobProjection", "NodeBeat", "ProjectionState"]
+__all__ = ["JobProjection", "NodeBeat", "ProjectionState"]

@@ -10,10 +10,8 @@ from typing import Literal
 
 import msgspec
 
-JobPhase = Literal[
-    "pending", "starting", "running", "recovering", "finishing",
-    "suspending", "suspended", "succeeded", "failed", "cancelled",
-]  # fmt: skip
+from holdfast.orchestrator.core.transitions import JobPhase as JobPhase
+
 NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
 LedgerCause = Literal[
     "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended", "finishing"

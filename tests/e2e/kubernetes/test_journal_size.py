@@ -137,7 +137,7 @@ def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outg
             await third.open(cluster, owner)
             for state in (second.state, third.state):
                 assert state.incarnation == 2
-                assert [one.step for one in state.ledger.committed] == [100, 200]
+                assert [one.step for one in state.catalog.committed] == [100, 200]
                 assert state.members == NAMES and set(state.nodes) == set(NAMES)
             assert third.state == second.state, "nothing was lost on the way"
             with pytest.raises(Exception, match="another controller"):

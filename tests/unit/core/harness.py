@@ -181,7 +181,7 @@ class Transcript:
             StagedShard(at, self.state.generation, seat.shard, mesh.num_shards, 100)
             for at in (step - 1, step)
             if at >= 0
-            for seat in self.state.launch[node].seats
+            for seat in self.state.launch_actions[node].seats
         )
 
     def persisted(self, step: int, shard: int, **more: Any) -> list[AnyAction]:

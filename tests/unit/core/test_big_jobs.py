@@ -36,7 +36,7 @@ class Watched:
     def beat(self, name: str, step: int) -> tuple[AnyEvent, ...]:
         workers = tuple(
             WorkerBeat(rank=seat.rank, phase="train", step=step, ticks=step + 2, step_s=0.5)
-            for seat in self.story.state.launch[name].seats
+            for seat in self.story.state.launch_actions[name].seats
         )
         return self.monitor.observe(
             self.now, HeartbeatReceived(node=name, generation=1, workers=workers)

@@ -82,7 +82,7 @@ def test_a_job_that_trained_and_waits_in_vain_keeps_its_newest_state() -> None:
     story.commit(5)
     finish = story.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "capacity")
-    assert [committed.step for committed in story.state.ledger.committed] == [5]
+    assert [committed.step for committed in story.state.catalog.committed] == [5]
 
 
 def test_a_suspended_job_is_not_waiting() -> None:

@@ -36,9 +36,9 @@ def test_a_checkpoint_is_committed_when_all_its_shards_are_durable() -> None:
     commit = story.one(CommitManifest)
     assert (commit.step, commit.generation) == (9, 1)
     assert [file.shard for file in commit.files] == [0, 1]
-    assert not story.state.ledger.committed
+    assert not story.state.catalog.committed
     story.succeed(CommitManifest)
-    assert [c.key for c in story.state.ledger.committed] == [(9, 1)]
+    assert [c.key for c in story.state.catalog.committed] == [(9, 1)]
 
 
 def test_a_shard_of_an_old_generation_is_refused() -> None:
@@ -53,7 +53,7 @@ def test_a_shard_of_an_old_generation_is_refused() -> None:
 def test_a_shard_of_another_mesh_is_refused() -> None:
     story = Transcript().started()
     assert not story.persisted(9, 3, num_shards=4)
-    assert not story.state.ledger.pending
+    assert not story.state.catalog.pending
 
 
 def test_retention_keeps_the_newest_and_every_nth() -> None:
@@ -65,7 +65,7 @@ def test_retention_keeps_the_newest_and_every_nth() -> None:
         gone += [action.step for action in story.of(DeleteCheckpoint)]
         story.succeed(DeleteCheckpoint)
     assert gone == [9, 29]
-    assert [c.step for c in story.state.ledger.committed] == [19, 39, 49]
+    assert [c.step for c in story.state.catalog.committed] == [19, 39, 49]
 
 
 def test_what_is_restored_from_is_not_deleted_meanwhile() -> None:
@@ -117,8 +117,8 @@ def test_what_was_written_too_late_may_still_be_the_last_checkpoint_of_a_suspend
     for shard in range(2):
         story.persisted(9, shard, generation=1)
     story.succeed(CommitManifest)
-    assert [c.key for c in story.state.ledger.committed] == [(9, 1)]
-    assert story.state.phase == "suspended" and not story.state.ledger.strays
+    assert [c.key for c in story.state.catalog.committed] == [(9, 1)]
+    assert story.state.phase == "suspended" and not story.state.catalog.late_writes
 
 
 def test_what_memory_holds_can_be_written_however_many_generations_ago_it_was_staged() -> None:
@@ -200,7 +200,7 @@ def test_a_new_controller_learns_commits_whose_results_it_missed() -> None:
     story.persisted(9, 1)
     story.controller = story.replayed()
     story.tell(ControllerStarted(incarnation=2, committed=_files(9)))
-    assert [c.step for c in story.state.ledger.committed] == [9]
+    assert [c.step for c in story.state.catalog.committed] == [9]
     assert not story.of(CommitManifest)
 
 
@@ -212,7 +212,7 @@ def test_a_new_controller_repeats_a_commit_that_did_not_happen() -> None:
     story.tell(ControllerStarted(incarnation=2))
     again = story.one(CommitManifest)
     story.tell(ActionSucceeded(action_id=again.action_id))
-    assert [c.step for c in story.state.ledger.committed] == [9]
+    assert [c.step for c in story.state.catalog.committed] == [9]
 
 
 @pytest.mark.parametrize("manifest_gone", [False, True])
@@ -227,7 +227,7 @@ def test_a_new_controller_repeats_a_deletion(manifest_gone: bool) -> None:
     story.tell(ControllerStarted(incarnation=2, committed=files[2 * manifest_gone :]))
     assert story.one(DeleteCheckpoint).step == 9
     story.succeed(DeleteCheckpoint)
-    assert [c.step for c in story.state.ledger.committed] == [19, 29]
+    assert [c.step for c in story.state.catalog.committed] == [19, 29]
 
 
 def test_directories_of_an_earlier_job_are_restored_from_and_never_written_into() -> None:

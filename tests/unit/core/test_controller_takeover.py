@@ -9,7 +9,7 @@ from .harness import Transcript, facts
 
 
 def _rejoin(story: Transcript, node: str, step: int = 30) -> list[object]:
-    ranks = tuple(seat.rank for seat in story.state.launch[node].seats)
+    ranks = tuple(seat.rank for seat in story.state.launch_actions[node].seats)
     staged = story.inventory(node, step)
     return list(
         story.tell(

@@ -223,7 +223,7 @@ def test_a_hang_that_began_while_the_controller_was_away_is_noticed() -> None:
     for node in ("a", "b"):
         joined = NodeJoined(
             node=node, facts=facts(node), generation=1,
-            ranks=tuple(seat.rank for seat in story.state.launch[node].seats),
+            ranks=tuple(seat.rank for seat in story.state.launch_actions[node].seats),
         )  # fmt: skip
         story.tell(joined)
         watch.give(joined)

@@ -114,12 +114,12 @@ def test_where_the_job_cannot_shrink_it_waits_as_long_as_it_takes() -> None:
 def test_only_the_last_starts_count() -> None:
     """The first nodes of a job pull images."""
     story = started(60.0)
-    story.state.starts.extend([seconds(1.0)] * 8)
+    story.state.start_durations_ns.extend([seconds(1.0)] * 8)
     lose(story)
     story.join("c")
-    assert len(story.state.starts) == 8
+    assert len(story.state.start_durations_ns) == 8
     story.succeed(LaunchGroup)
-    assert max(story.state.starts) <= seconds(1.0)
+    assert max(story.state.start_durations_ns) <= seconds(1.0)
 
 
 def test_a_node_that_a_new_controller_finds_teaches_nothing() -> None:
@@ -127,8 +127,8 @@ def test_a_node_that_a_new_controller_finds_teaches_nothing() -> None:
     story.lose("b")
     story.tell(ControllerStarted(incarnation=2, nodes=("a", "c")))
     story.join("a", "c", generation=0)
-    assert [round(ns / 1e9) for ns in story.state.starts] == [4, 4]
-    assert story.state.found == {}
+    assert [round(ns / 1e9) for ns in story.state.start_durations_ns] == [4, 4]
+    assert story.state.recovered_pending == {}
 
 
 def test_a_replay_decides_the_same() -> None:
@@ -139,7 +139,7 @@ def test_a_replay_decides_the_same() -> None:
 
 def test_the_word_of_a_backend_is_enough_when_no_node_was_seen_to_start() -> None:
     story = Transcript().started()
-    story.state.starts.clear()
+    story.state.start_durations_ns.clear()
     lose(story, granted=False)
     (request,) = [a for a in story.state.inflight.values() if isinstance(a, RequestNodes)]
     story.tell(ActionSucceeded(action_id=request.action_id, detail="c", start_s=30.0))
@@ -189,5 +189,5 @@ def test_one_node_that_joins_ends_the_pauses() -> None:
         story.wait(60.0)
         story.succeed(RequestNodes)
     story.join("a")
-    assert (story.state.false_starts, story.state.unstarted) == (0, {})
+    assert (story.state.num_failed_starts, story.state.failed_starts) == (0, {})
     assert "ended before" not in story.state.reason.text

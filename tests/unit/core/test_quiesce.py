@@ -143,7 +143,7 @@ def test_a_failure_meanwhile_is_a_failure() -> None:
     ask(story, "resize")
     story.lose("b")
     assert [stop.node for stop in story.of(StopGroup)] == ["a"]
-    assert story.state.staging is None
+    assert story.state.quiesce is None
     story.all_stopped(30)
     assert story.state.incidents[-1].rule == "lost-first"
 
@@ -162,7 +162,7 @@ def test_a_wish_that_is_taken_back_stops_nothing() -> None:
     late = story.of(StageStep)
     story.now += 1
     story.tell(ResumeRequested())
-    assert story.state.staging is None and "was taken back" in story.state.reason.text
+    assert story.state.quiesce is None and "was taken back" in story.state.reason.text
     for order in late:
         assert not story.fail(order, "too late")
     story.wait(60)
@@ -224,7 +224,7 @@ def test_room_that_comes_and_goes_does_not_call_it_off() -> None:
     assert len(story.of(StageStep)) == 2, "there is no room, and one node is enough"
     story.wait(REQUEST_RETRY_S)
     assert story.one(RequestNodes), "there may be room now"
-    assert story.state.staging is not None
+    assert story.state.quiesce is not None
     story.succeed(StageStep)
     assert len([a for a in story.actions if isinstance(a, StopGroup)]) == 2
 
@@ -237,7 +237,7 @@ def test_a_new_controller_asks_once_it_has_heard_of_all() -> None:
     assert not story.of(StopGroup)
     for node in ("a", "b"):
         assert not story.of(StageStep)
-        ranks = tuple(seat.rank for seat in story.state.launch[node].seats)
+        ranks = tuple(seat.rank for seat in story.state.launch_actions[node].seats)
         story.tell(NodeJoined(node=node, facts=facts(node), generation=1, ranks=ranks))
     assert len(story.of(StageStep)) == 2
     story.succeed(StageStep)

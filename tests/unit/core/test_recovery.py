@@ -155,12 +155,12 @@ def test_a_node_that_lacks_a_gpu_is_replaced_at_once_whoever_told() -> None:
     launches = story.of(LaunchGroup)
     assert [launch.node for launch in launches] == ["a", "c"], "the spare has its place"
     assert launches[0].membership.restore.step == 40
-    assert story.state.ledger.distrusted == {}, "the state is not to blame"
+    assert story.state.catalog.distrusted == {}, "the state is not to blame"
     story.succeed(LaunchGroup)
     story.step(41)
     assert story.state.phase == "running"
     assert story.one(ReleaseNode).node == "b"
-    assert "b cannot be used: worker 3 on b raised DeviceMissing" in story.state.gone["b"]
+    assert "b cannot be used: worker 3 on b raised DeviceMissing" in story.state.released_nodes["b"]
     assert story.state.restarts == {"infrastructure": 2}
 
 
@@ -198,7 +198,7 @@ def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> N
     story.tell(FaultInjected(kind="kill-worker", node="b", rank=2))
     story.exits(2, signal=9)
     story.all_stopped(3)
-    assert story.state.incidents[0].rehearsal
+    assert story.state.incidents[0].fault_injected
     assert story.state.restarts == {} and story.state.strikes == {}
 
 

@@ -181,7 +181,7 @@ def test_the_last_checkpoint_of_a_failed_job_survives_the_controller() -> None:
     story.tell(CancelRequested(by="bob"))
     story.all_stopped(3)
     again = story.replayed()
-    assert again.state == story.state and again.state.verdict is not None
+    assert again.state == story.state and again.state.termination_reason is not None
 
 
 def test_a_cancelled_job_is_finished_once() -> None:
@@ -270,7 +270,7 @@ def test_a_job_that_is_suspended_while_it_waits_gives_back_what_has_not_come() -
     story = promised("a", "b", "c")
     story.tell(SuspendRequested())
     assert {release.node for release in story.of(ReleaseNode)} == {"a", "b", "c"}
-    assert story.state.phase == "suspended" and not story.state.coming
+    assert story.state.phase == "suspended" and not story.state.pending_nodes
     story.tell(ResumeRequested())
     assert story.one(RequestNodes).count == 3
 
@@ -338,13 +338,13 @@ def test_storage_by_time_is_asked_for_ahead_of_the_training() -> None:
     story = Transcript(spec(checkpoint={"storage": {"everySeconds": 10}})).started(step=None)
     story.step(0)
     story.step(50)
-    assert all(launch.persist_every_steps == 0 for launch in story.state.launch.values())
+    assert all(launch.persist_every_steps == 0 for launch in story.state.launch_actions.values())
     story.wait(10.1)
     orders = story.of(PersistStep)
     assert [order.node for order in orders] == ["a", "b"]
     assert {order.step for order in orders} == {62}, "two steps and four seconds ahead"
     story.commit(62)
-    assert [c.step for c in story.state.ledger.committed] == [62]
+    assert [c.step for c in story.state.catalog.committed] == [62]
     assert not story.of(CommitManifest)
 
 

@@ -200,7 +200,7 @@ def test_a_commit_of_a_minute_is_no_silence_of_the_nodes() -> None:
         await asked
         await rig.driver.submit_durable(ResizeRequested(nodes=2))
         assert list(rig.driver.controller.state.nodes) == ["a", "b"]
-        assert not rig.driver.controller.state.gone
+        assert not rig.driver.controller.state.released_nodes
         rig.driver.stop()
         await running
 
@@ -215,7 +215,7 @@ def test_a_node_that_was_silent_during_a_long_commit_is_lost() -> None:
             rig.driver.submit(HeartbeatReceived(node="a", generation=1))
         await rig.driver.turn()
         assert list(rig.driver.controller.state.nodes) == ["a"]
-        assert "no heartbeat" in rig.driver.controller.state.gone["b"]
+        assert "no heartbeat" in rig.driver.controller.state.released_nodes["b"]
 
     drive(scenario())
 
