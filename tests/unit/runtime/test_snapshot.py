@@ -169,7 +169,8 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
         folded = Folded(job_from_mapping(transcript.document))
         folded.take([Record(*one) for one in transcript.journal])
         state = folded.again().controller.state
-        assert {id(one.membership) for one in state.launch_actions.values()} == {id(state.membership)}
+        launched = state.launch_actions.values()
+        assert {id(one.membership) for one in launched} == {id(state.membership)}
         sizes[nodes] = len(snapshot.encode(state, folded.story.memory))
     assert sizes[64] < 10 * sizes[8]
 
