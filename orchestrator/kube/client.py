@@ -1,11 +1,7 @@
-"""The way to an API server: objects as plain dictionaries, over the official client's asyncio side.
+"""A client of the Kubernetes API: verbs on plain dictionaries, with time limits and request counts.
 
-Owns: where the credentials come from (a pod's service account or a kubeconfig), the verbs, time
-limits and the counting of requests. Must not: know what the objects mean, or keep any. That
-credentials are renewed is credentials.py.
-
-The client library gives authentication, TLS and connections; its generated models are not used:
-they cost far more time per object than the network does, and lose fields that they do not know.
+The official client library provides authentication, TLS and connections. Its generated models are
+not used: they take far more time per object than the network does, and drop unknown fields.
 """
 
 from __future__ import annotations
@@ -25,69 +21,69 @@ from kubernetes.aio import config as loader
 from ..errors import UserError
 from . import names
 from .credentials import Credentials, Load
-from .errors import ApiError, Conflict, Expired, NotFound, Resource, refused, unreachable
+from .errors import Conflict, NotFound, Resource, refused, unreachable
+from .names import Document as Document
 
-Document = dict[str, Any]
 TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 WATCH_S = 270
-"""The server ends a watch then; below the five minutes after which many proxies do."""
+"""Asked of the server; many proxies end a watch after five minutes."""
 WATCH_TIMEOUT = aiohttp.ClientTimeout(total=WATCH_S + 30, sock_connect=5, sock_read=100)
-"""A bookmark comes about once a minute; without one for longer, the server or the way is gone."""
+"""A bookmark comes about once a minute; without one for longer, the connection is dead."""
 LOG_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
-"""A pod may have nothing to say for hours."""
+"""A pod may print nothing for hours."""
 PAGE = 500
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-AT_ONCE = 16
-"""Requests under way; others wait here, in order. What lasts (watches, logs) is not counted. A
-thousand jobs that ask at once would otherwise wait within the time limit of each request."""
-CONNECTIONS = AT_ONCE + 64
+MAX_CONCURRENT = 16
+"""Concurrent requests, without watches and logs; the others queue. Otherwise the requests of a
+thousand jobs would spend their time limits waiting for a connection."""
+MAX_CONNECTIONS = MAX_CONCURRENT + 64
 UNAUTHORIZED = 401
 
 
 class KubeClient:
-    """One API server, as one user. Raises the errors of errors.py."""
+    """One API server, as one user. Raises ApiError."""
 
     def __init__(self, api: library.ApiClient, namespace: str, reload: Load | None = None) -> None:
-        """`reload`: loads the credentials anew, when the server has refused them."""
+        """`reload` loads the credentials again after a 401."""
         self._credentials = Credentials(api, reload)
         self.namespace = namespace
-        """Where things are when nobody says otherwise."""
+        """Of the context or the pod; commands use it by default."""
         self.host = str(api.configuration.host)
         self.requests: Counter[tuple[str, str]] = Counter()
         """(verb, resource) -> requests so far."""
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     @classmethod
     async def connect(
         cls, context: str | None = None, kubeconfig: str | Path | None = None
     ) -> KubeClient:
-        """In a pod by its service account, elsewhere (or when a context or file is named) by a
-        kubeconfig. Opens no connection yet. Raises UserError."""
-        within = "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.is_dir()
-        inside = within and context is None and kubeconfig is None
+        """Authenticate with the pod's service account or, outside a pod and when a context or file
+        is named, with a kubeconfig. Opens no connection yet. Raises UserError."""
+        in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.is_dir()
+        in_cluster = in_pod and context is None and kubeconfig is None
         file = str(kubeconfig) if kubeconfig is not None else None
 
         async def load() -> library.Configuration:
             configuration = library.Configuration()
-            if inside:
+            if in_cluster:
                 loader.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
             else:
                 await loader.load_kube_config(file, context, configuration)  # type: ignore[no-untyped-call]
-            configuration.connection_pool_maxsize = CONNECTIONS
+            configuration.connection_pool_maxsize = MAX_CONNECTIONS
             return configuration
 
         try:
             configuration = await load()
-            if inside:
+            if in_cluster:
                 namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
             else:
                 namespace = _namespace(file, context)
             return cls(library.ApiClient(configuration), namespace, load)
         except (loader.ConfigException, OSError) as error:
             raise UserError(
-                f"no way to a cluster ({' '.join(str(error).split())}); expected a kubeconfig "
+                f"no access to a cluster ({' '.join(str(error).split())}); expected a kubeconfig "
                 f"(~/.kube/config or $KUBECONFIG) with this context, or a pod's service account"
             ) from None
 
@@ -105,7 +101,7 @@ class KubeClient:
         return await self._send("get", "GET", resource, resource.path(namespace, name))
 
     async def find(self, resource: Resource, namespace: str, name: str) -> Document | None:
-        """None: there is none."""
+        """None when it does not exist."""
         try:
             return await self.get(resource, namespace, name)
         except NotFound:
@@ -119,7 +115,7 @@ class KubeClient:
         return await self._send("create", "POST", resource, path, body=body, query=query)
 
     async def replace(self, resource: Resource, namespace: str, body: Document) -> Document:
-        """With metadata.resourceVersion: only what was read. Raises Conflict."""
+        """Raises Conflict when metadata.resourceVersion is given and is not the current one."""
         path = resource.path(namespace, body["metadata"]["name"])
         return await self._send("update", "PUT", resource, path, body=body)
 
@@ -145,7 +141,7 @@ class KubeClient:
         *,
         subresource: str = "",
     ) -> Document:
-        """Server-side apply of what is ours, taking over fields that others have set."""
+        """Server-side apply, taking over fields that others have set."""
         path = resource.path(namespace, name, subresource)
         query = [("fieldManager", names.FIELD_MANAGER), ("force", "true")]
         return await self._send(
@@ -161,7 +157,7 @@ class KubeClient:
         grace_s: int | None = None,
         uid: str = "",
     ) -> bool:
-        """False when it is gone already (or, with `uid`, another one has its name)."""
+        """False when it does not exist or, with `uid`, when another object has its name."""
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["propagationPolicy"] = "Background"
         if grace_s is not None:
@@ -185,16 +181,16 @@ class KubeClient:
     ) -> tuple[list[Document], str]:
         """(objects, resource version of the list)."""
         found: list[Document] = []
-        more = ""
+        token = ""
         while True:
             query = [("limit", str(PAGE))]
             query += [("labelSelector", selector)] if selector else []
             query += [("fieldSelector", fields)] if fields else []
-            query += [("continue", more)] if more else []
+            query += [("continue", token)] if token else []
             page = await self._send("list", "GET", resource, resource.path(namespace), query=query)
             found += page.get("items") or ()
-            more = page["metadata"].get("continue", "")
-            if not more:
+            token = page["metadata"].get("continue", "")
+            if not token:
                 return found, str(page["metadata"].get("resourceVersion", ""))
 
     async def watch(
@@ -206,10 +202,10 @@ class KubeClient:
         fields: str = "",
         on_open: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[tuple[str, Document]]:
-        """(ADDED | MODIFIED | DELETED | BOOKMARK, object) since `version`, for some minutes.
+        """(ADDED | MODIFIED | DELETED | BOOKMARK, object) since `version`, for WATCH_S at most.
 
-        `on_open`: called when the server has granted it; the first object may be a minute away.
-        Raises Expired when the server does not remember `version` any more.
+        `on_open` is called when the server has accepted the watch; the first object may take a
+        minute. Raises Expired when the server no longer has the history since `version`.
         """
         query = [("watch", "true"), ("resourceVersion", version)]
         query += [("allowWatchBookmarks", "true"), ("timeoutSeconds", str(WATCH_S))]
@@ -237,7 +233,7 @@ class KubeClient:
         return str(event["type"]), document
 
     async def version(self) -> str:
-        """Of the API server, such as v1.36.2."""
+        """The version of the API server, such as v1.36.2."""
         found = await self._send("get", "GET", Resource("", "", "version"), "/version")
         return str(found["gitVersion"])
 
@@ -250,8 +246,8 @@ class KubeClient:
         lines: int | None = None,
         since: str | None = None,
     ) -> Any:
-        """Lines of a pod's training container, as they come. `since`: each with its time before it,
-        from that time on (RFC 3339; empty: from the beginning)."""
+        """The output of a pod's training container as a byte stream. With `since` (RFC 3339; empty:
+        from the beginning) each line starts with its timestamp."""
         query = [("container", names.CONTAINER), ("follow", "true" if follow else "false")]
         query += [("tailLines", str(lines))] if lines is not None else []
         query += [("timestamps", "true")] if since is not None else []
@@ -275,8 +271,10 @@ class KubeClient:
     ) -> Document:
         try:
             async with self._slots:
-                answer = await self._open(verb, method, resource, path, body, content, query or [])
-                text = await answer.read()
+                response = await self._open(
+                    verb, method, resource, path, body, content, query or []
+                )
+                text = await response.read()
             found: Document = json.loads(text)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise unreachable(self.host, verb, path, error) from None
@@ -292,22 +290,22 @@ class KubeClient:
         content: str,
         query: list[tuple[str, str]],
     ) -> aiohttp.ClientResponse:
-        """An answer that is 2xx, its body not read yet."""
+        """A 2xx response whose body is not read yet."""
         self.requests[verb, resource.plural] += 1
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content or "application/json"
-        proof = self._credentials.proof
+        auth = self._credentials.auth
         request = (verb, method, path, query, headers, body)
-        response = await self._ask(*request)
-        if response.status == UNAUTHORIZED and await self._credentials.renewed(proof):
+        response = await self._request(*request)
+        if response.status == UNAUTHORIZED and await self._credentials.reload(auth):
             response.close()
-            response = await self._ask(*request)
+            response = await self._request(*request)
         if not 200 <= response.status <= 299:
             raise refused(self.host, verb, path, response.status, await response.read())
         return response
 
-    async def _ask(
+    async def _request(
         self,
         verb: str,
         method: str,
@@ -322,21 +320,18 @@ class KubeClient:
             method,
             path,
             query_params=query,
-            # It writes the token into them.
+            # The library adds the token to this dictionary.
             header_params=dict(headers),
             body=body,
             auth_settings=["BearerToken"],
         )
-        answer = await api.call_api(*request, _request_timeout=timeout)
-        response: aiohttp.ClientResponse = answer.response
+        result = await api.call_api(*request, _request_timeout=timeout)
+        response: aiohttp.ClientResponse = result.response
         return response
 
 
 def _namespace(file: str | None, context: str | None) -> str:
-    """Of a context of a kubeconfig."""
+    """The namespace of a kubeconfig context."""
     contexts, active = loader.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
     chosen = next((one for one in contexts if one["name"] == context), active)
     return str(chosen["context"].get("namespace") or "default")
-
-
-__all__ = ["ApiError", "Conflict", "Document", "Expired", "KubeClient", "NotFound"]

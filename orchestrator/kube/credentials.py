@@ -1,7 +1,7 @@
-"""Who we are to an API server, and who we are now when it does not take that any more.
+"""API credentials, loaded again after a 401.
 
-Owns: the client library's connection, and loading credentials anew after a 401: a token of an exec
-plugin or of OIDC lives for minutes, a watch of ours for days. Must not: know of requests.
+A watch lives for days, a token of an exec plugin or of OIDC for minutes. The client library loads a
+kubeconfig once; it refreshes only service account tokens by itself.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ log = logging.getLogger("holdfast.kubernetes")
 
 
 class AuthHeaders(NamedTuple):
-    """What the API server knows us by. Never printed."""
+    """What authenticates this client to the API server. Never printed."""
 
     token: str
     certificate: bytes
     key: bytes
 
     def __repr__(self) -> str:
-        return "Proof(...)"
+        return "AuthHeaders(...)"
 
 
 class Credentials:
-    """`load` reads them from where they come from; without it they are what they are."""
+    """`load` reads them from their source; without it they cannot be reloaded."""
 
     def __init__(self, api: library.ApiClient, load: Load | None = None) -> None:
         self.api, self._load = api, load
-        self.proof = _proof(api.configuration)
+        self.auth = _auth(api.configuration)
         self._lock = asyncio.Lock()
-        self._spent: list[library.ApiClient] = []
-        """With connections by an earlier certificate; a watch may still use one."""
+        self._replaced: list[library.ApiClient] = []
+        """Clients with an earlier certificate; a watch may still use one."""
 
-    async def renewed(self, refused: AuthHeaders) -> bool:
-        """Whether there are other ones than those that were refused; then `api` has them."""
+    async def reload(self, refused: AuthHeaders) -> bool:
+        """Whether `api` now has other credentials than those that were refused."""
         async with self._lock:
-            if self.proof != refused:
-                return True  # another request was refused, too, and came first
+            if self.auth != refused:
+                return True  # another request was refused too and has reloaded them
             if self._load is None:
                 return False
             try:
                 found = await self._load()
-                proof = _proof(found)
+                auth = _auth(found)
             except (loader.ConfigException, OSError, ValueError, LookupError, yaml.YAMLError) as e:
-                log.warning("credentials could not be loaded anew: %s", " ".join(str(e).split()))
+                log.warning("credentials could not be reloaded: %s", " ".join(str(e).split()))
                 return False
-            # Nothing at all is what the library makes of a plugin that failed: without it we would
-            # hear of the rights of somebody anonymous.
-            if proof == self.proof or not any(proof):
+            # The library returns empty credentials when a plugin fails. With those the error would
+            # name the missing rights of system:anonymous.
+            if auth == self.auth or not any(auth):
                 return False
-            if proof[1:] == self.proof[1:]:
+            if auth[1:] == self.auth[1:]:
                 configuration = self.api.configuration
                 configuration.api_key = found.api_key
                 configuration.refresh_api_key_hook = found.refresh_api_key_hook
             else:
-                self._spent.append(self.api)
+                self._replaced.append(self.api)
                 self.api = library.ApiClient(found)
-            self.proof = proof
-            log.info("the API server refused our credentials; they were loaded anew")
+            self.auth = auth
+            log.info("the API server refused the credentials; they were reloaded")
             return True
 
     async def close(self) -> None:
-        for api in (*self._spent, self.api):
+        for api in (*self._replaced, self.api):
             await api.close()  # type: ignore[no-untyped-call]
 
 
-def _proof(configuration: library.Configuration) -> AuthHeaders:
+def _auth(configuration: library.Configuration) -> AuthHeaders:
     token = str(configuration.api_key.get("BearerToken") or "")
     files = (configuration.cert_file, configuration.key_file)
     certificate, key = (Path(path).read_bytes() if path else b"" for path in files)

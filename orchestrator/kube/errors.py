@@ -1,7 +1,6 @@
-"""What the API server refuses -> errors that a person can act on.
+"""Kinds of objects, and the errors that an API server answers with, in words that help a user.
 
-Owns: the exception types and their sentences. Must not: retry; the callers know what may be said
-twice.
+Nothing here retries: the caller knows which requests may be repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from . import names
 
 
 class Resource(NamedTuple):
-    """A kind of object, as it stands in paths."""
+    """A kind of object, as the API's paths name it."""
 
     group: str
     version: str
@@ -27,7 +26,7 @@ class Resource(NamedTuple):
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Of one object, or of all; without a namespace: of all namespaces."""
+        """Of one object or of all; without a namespace, of all namespaces."""
         where = f"/namespaces/{namespace}" if namespace and self.namespaced else ""
         tail = "".join(f"/{part}" for part in (name, subresource) if part)
         return f"{self.base}{where}/{self.plural}{tail}"
@@ -43,17 +42,17 @@ JOBS = Resource(names.GROUP, names.VERSION, names.PLURAL)
 
 
 class ApiError(HoldfastError):
-    """The API server said no, or nothing."""
+    """The API server refused a request or did not answer."""
 
     def __init__(self, text: str, *, status: int = 0, reason: str = "", message: str = "") -> None:
         super().__init__(text)
         self.status, self.reason = status, reason
         self.message = message or text
-        """The API server's own words."""
+        """As the API server wrote it."""
 
 
 class Unreachable(ApiError):
-    """No answer: whether the request was carried out is not known."""
+    """No response; the request may have been carried out."""
 
 
 class NotAuthenticated(ApiError):
@@ -63,7 +62,7 @@ class NotAuthenticated(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: a right is missing, or admission (a quota, a policy) refuses."""
+    """403: a right is missing, or admission (a quota, a policy) refused it."""
 
     exit_code = 2
 
@@ -73,13 +72,13 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
-    """404: the object, or its kind."""
+    """404: the object or its kind does not exist."""
 
     exit_code = 2
 
 
 class Conflict(ApiError):
-    """409: it exists already, or somebody else has changed it since it was read."""
+    """409: the object exists already, or has changed since it was read."""
 
     @property
     def exists(self) -> bool:
@@ -87,63 +86,70 @@ class Conflict(ApiError):
 
 
 class Expired(ApiError):
-    """410: that far back the API server does not remember; list anew."""
+    """410: the API server no longer has that resource version; list again."""
 
 
 class Invalid(ApiError):
-    """400 or 422: the object is not one."""
+    """400, 413 or 422: the object is not valid."""
 
     exit_code = 2
 
 
 class TooBusy(ApiError):
-    """429, or an error of the server itself; later it may work."""
+    """429 or 5xx: a retry may succeed."""
 
 
 _NO_KIND = re.compile(r"the server could not find the|404 page not found")
 _RIGHT = re.compile(r"cannot (\w+) resource \"([^\"]+)\"")
 _TYPES: dict[int, type[ApiError]] = {
-    400: Invalid, 401: NotAuthenticated, 403: Forbidden, 404: NotFound, 409: Conflict,
-    410: Expired, 413: Invalid, 422: Invalid, 429: TooBusy,
-}  # fmt: skip
+    400: Invalid,
+    401: NotAuthenticated,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Expired,
+    413: Invalid,
+    422: Invalid,
+    429: TooBusy,
+}
 
 
 def refused(host: str, verb: str, path: str, status: int, body: bytes) -> ApiError:
-    """The error behind an answer that is not 2xx."""
+    """The error for a response that is not 2xx."""
     reason, message = _status(body)
     kind = _TYPES.get(status, TooBusy if status >= 500 else ApiError)
     what = f"{verb} {path}"
     if kind is NotAuthenticated:
         text = (
-            f"the API server at {host} does not accept our credentials ({message or 'no reason'}); "
-            f"the token or certificate has expired or belongs to another cluster; log in again"
+            f"the API server at {host} rejected the credentials ({message or 'no reason given'}); "
+            f"the token or certificate has expired or belongs to another cluster: log in again"
         )
     elif kind is Forbidden and (right := _RIGHT.search(message)):
         text = (
-            f"missing right: {right[1]} {right[2]} ({message}); bind a role that has it, see the "
-            f"chart's RBAC"
+            f"missing right: {right[1]} {right[2]} ({message}); bind a role that grants it, see "
+            f"the chart's RBAC"
         )
     elif kind is NotFound and f"/{names.GROUP}/" in path and _NO_KIND.match(message):
         text = (
-            f"the cluster at {host} does not know {names.PLURAL}.{names.GROUP} in version "
-            f"{names.VERSION}; install the Holdfast of this version there (helm upgrade --install)"
+            f"the cluster at {host} does not serve {names.PLURAL}.{names.GROUP} in version "
+            f"{names.VERSION}; install this version of Holdfast there (helm upgrade --install)"
         )
     else:
-        text = message or f"{what}: the API server at {host} answered {status} without a reason"
+        text = message or f"{what}: the API server at {host} answered {status} without a message"
     return kind(text, status=status, reason=reason, message=message)
 
 
 def unreachable(host: str, verb: str, path: str, error: Exception) -> Unreachable:
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(
-        f"the API server at {host} does not answer ({why}); is the cluster up, and is it the "
-        f"context that you meant?",
+        f"the API server at {host} does not answer ({why}); check that the cluster is up and that "
+        f"the context is the right one",
         message=f"{verb} {path}: {why}",
     )
 
 
 def _status(body: bytes) -> tuple[str, str]:
-    """(reason, message) of a Status document; of anything else its text."""
+    """(reason, message) of a Status document, or the text of any other body."""
     try:
         document = json.loads(body)
         return str(document.get("reason") or ""), str(document.get("message") or "")

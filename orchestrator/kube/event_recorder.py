@@ -1,7 +1,6 @@
-"""Kubernetes Events of a TrainingJob: what `kubectl describe` tells of it.
+"""Writes Kubernetes Events of a TrainingJob, which `kubectl describe` shows.
 
-Owns: writing them, the same thing said again being counted and not repeated, and that a job that
-talks too much does not fill etcd. Must not: decide what is worth telling.
+Repeated events increase a count, and a rate limit keeps one job from filling etcd.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from .names import Owner
 
 Severity = Literal["Normal", "Warning"]
 MAX_MESSAGE = 1024
-"""Of an Event, by the API."""
-KEPT = 64
-"""Distinct events that are remembered for counting."""
+"""The API's limit for an Event."""
+MAX_COUNTED = 64
+"""Distinct events whose repetitions are counted."""
 BURST = 30
 REFILL_S = 10.0
-"""After a burst, one event of a job in so many seconds; further ones are in the log only."""
+"""After a burst, one event of a job per this time; further ones are only logged."""
 SOURCE = "holdfast-operator"
 TERMINATING = "because it is being terminated"
-"""What the API server says of a namespace that goes, with all jobs in it."""
+"""Part of the API server's message for a namespace that is being deleted."""
 
 log = logging.getLogger("holdfast.events")
 
 
 class EventRecorder:
-    """Of one job. `record` never blocks; a lost event is a lost line in `describe`, no more."""
+    """The events of one job. `record` never blocks; a lost event is only a missing line."""
 
     def __init__(self, cluster: KubeClient, owner: Owner) -> None:
         self._cluster, self._owner = cluster, owner
@@ -50,18 +49,18 @@ class EventRecorder:
         """`reason`: one CamelCase word."""
         level = logging.WARNING if severity == "Warning" else logging.INFO
         log.log(level, "%s: %s", reason, message, extra={"job": self._owner.key})
-        if not self._allowed():
+        if not self._within_rate():
             return
         task = asyncio.get_running_loop().create_task(self._write(severity, reason, message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def flush(self) -> None:
-        """Until everything told so far is written."""
+        """Wait until all recorded events are written."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def _allowed(self) -> bool:
+    def _within_rate(self) -> bool:
         now = asyncio.get_running_loop().time()
         gained = (now - self._refilled) / REFILL_S
         self._tokens = min(float(BURST), self._tokens + gained)
@@ -78,30 +77,30 @@ class EventRecorder:
         async with self._order:
             count = self._counts.pop(name, 0) + 1
             self._counts[name] = count
-            while len(self._counts) > KEPT:
+            while len(self._counts) > MAX_COUNTED:
                 self._counts.popitem(last=False)
             try:
-                if count > 1 and await self._again(name, count):
+                if count > 1 and await self._increment(name, count):
                     return
                 document = event_document(self._owner, name, severity, reason, message)
                 await self._cluster.create(EVENTS, self._owner.namespace, document)
                 self._problem = ""
             except (Conflict, Unreachable, TooBusy) as error:
-                # Most often: the one of an earlier operator is still there.
+                # Conflict: an earlier operator has written the same event.
                 log.debug("an event was not written: %s", error)
             except ApiError as error:
-                self._note(error)
+                self._report(error)
 
-    def _note(self, error: ApiError) -> None:
-        """What somebody has to put right, once: this log is now the only place of the story."""
+    def _report(self, error: ApiError) -> None:
+        """Log an error that a user has to fix, once: the events are now only in this log."""
         gone = isinstance(error, NotFound) or TERMINATING in str(error)
         if gone or self._problem == str(error):
             return
         self._problem = str(error)
         log.warning("events cannot be written: %s", error, extra={"job": self._owner.key})
 
-    async def _again(self, name: str, count: int) -> bool:
-        """False: the API server has forgotten it."""
+    async def _increment(self, name: str, count: int) -> bool:
+        """False when the API server has expired the event."""
         body = {"count": count, "lastTimestamp": _now()}
         try:
             await self._cluster.patch(EVENTS, self._owner.namespace, name, body)

@@ -1,8 +1,8 @@
-"""A local copy of all objects of one kind: one list, then one watch, for all jobs together.
+"""A local copy of all objects of one kind, kept current by one list and then one watch.
 
-Owns: keeping it up to date: watches are resumed from the last resource version, listed anew when
-the server does not remember that far, and tried again with growing, random pauses. Must not: know
-what the objects mean.
+A watch resumes from the last resource version; the informer lists again when the server no longer
+has that version. Failed requests are retried with exponential backoff and jitter. The client
+library has an informer for threads only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Key = tuple[str, str]
 """(namespace, name)"""
 PAUSE_MIN_S = 0.25
 PAUSE_MAX_S = 30.0
-SHORT_S = 1.0
-"""A watch that ends sooner has not been one."""
+SHORT_WATCH_S = 1.0
+"""A watch that ends sooner counts as failed."""
 
 log = logging.getLogger("holdfast.kubernetes")
 
 
 class Backoff:
-    """Between attempts: longer each time, and random, so that many do not come at once."""
+    """Exponential pauses between attempts, with jitter so that clients spread out."""
 
     def __init__(self, shortest_s: float = PAUSE_MIN_S, longest_s: float = PAUSE_MAX_S) -> None:
         self._shortest_s, self._longest_s = shortest_s, longest_s
@@ -38,15 +38,15 @@ class Backoff:
         self._next_s = self._shortest_s
 
     def next_s(self) -> float:
-        """Half of it for sure, half by chance."""
+        """Between half of the pause and all of it."""
         pause_s = self._next_s * (0.5 + random.random() / 2)
         self._next_s = min(2 * self._next_s, self._longest_s)
         return pause_s
 
 
 class Informer:
-    """`on_change(change, object)` is called from the event loop, in the order of changes; for
-    DELETED with the last state. `objects` is as of then."""
+    """Calls `on_change(change, object)` from the event loop in order, after `objects` is updated;
+    for DELETED with the last state."""
 
     def __init__(
         self,
@@ -58,30 +58,30 @@ class Informer:
         selector: str = "",
         trim: Callable[[Document], Document] = lambda document: document,
     ) -> None:
-        """`namespace`: empty: all. `trim`: drops what nobody here needs."""
+        """`namespace`: empty for all. `trim` removes the fields that are not needed."""
         self._cluster, self._resource, self._on_change = cluster, resource, on_change
         self._namespace, self._selector, self._trim = namespace, selector, trim
         self.objects: dict[Key, Document] = {}
         self.synced = asyncio.Event()
         self.problem = ""
-        """Why it is not up to date; empty when it is, as far as anybody knows."""
+        """Why `objects` is not current; empty while the watch works."""
 
     async def run(self) -> None:
-        """For ever."""
-        pauses = Backoff()
+        """Until cancelled."""
+        backoff = Backoff()
         while True:
             try:
                 version = await self._list()
-                pauses.reset()
-                await self._follow(version, pauses)
+                backoff.reset()
+                await self._watch(version, backoff)
             except Expired:
-                log.info("%s: listing anew, the watch was too old", self._resource.plural)
+                log.info("%s: listing again, the watch has expired", self._resource.plural)
             except ApiError as error:
-                self._say(str(error))
-            await asyncio.sleep(pauses.next_s())
+                self._set_problem(str(error))
+            await asyncio.sleep(backoff.next_s())
 
-    async def _follow(self, version: str, pauses: Backoff) -> None:
-        """One watch after the other, each from where the last one ended."""
+    async def _watch(self, version: str, backoff: Backoff) -> None:
+        """Successive watches, each from the last resource version."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -91,21 +91,21 @@ class Informer:
                     version,
                     self._namespace,
                     self._selector,
-                    on_open=lambda: self._say(""),
+                    on_open=lambda: self._set_problem(""),
                 )
                 async for kind, document in watch:
                     version = document["metadata"]["resourceVersion"]
-                    pauses.reset()
+                    backoff.reset()
                     if kind != "BOOKMARK":
-                        self._take(kind, self._trim(document))
+                        self._apply(kind, self._trim(document))
             except Expired:
                 raise
             except ApiError as error:
-                self._say(str(error))
-                await asyncio.sleep(pauses.next_s())
+                self._set_problem(str(error))
+                await asyncio.sleep(backoff.next_s())
                 continue
-            if loop.time() - began < SHORT_S:  # a server that is being stopped ends them at once
-                await asyncio.sleep(pauses.next_s())
+            if loop.time() - began < SHORT_WATCH_S:  # a server that shuts down ends them at once
+                await asyncio.sleep(backoff.next_s())
 
     async def _list(self) -> str:
         documents, version = await self._cluster.list_all(
@@ -113,14 +113,14 @@ class Informer:
         )
         found = {key_of(document): self._trim(document) for document in documents}
         for key in [key for key in self.objects if key not in found]:
-            self._take("DELETED", self.objects[key])
+            self._apply("DELETED", self.objects[key])
         for document in found.values():
-            self._take("MODIFIED", document)
-        self._say("")
+            self._apply("MODIFIED", document)
+        self._set_problem("")
         self.synced.set()
         return version
 
-    def _take(self, kind: str, document: Document) -> None:
+    def _apply(self, kind: str, document: Document) -> None:
         key = key_of(document)
         old = self.objects.get(key)
         if kind == "DELETED":
@@ -133,7 +133,7 @@ class Informer:
                 self._on_change("DELETED", old)
             self._on_change("MODIFIED" if same else "ADDED", document)
 
-    def _say(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         if problem and problem != self.problem:
             log.warning("%s cannot be watched: %s", self._resource.plural, problem)
         self.problem = problem

@@ -1,8 +1,7 @@
-"""What is wrong with a kubeconfig, or with what somebody wants of it, in words.
+"""Checks a kubeconfig and the chosen context before the client library loads them.
 
-Owns: that check, before the client library reads the file. Must not: open a connection.
-
-The library merges files as kubectl does; its complaints name its own data structures.
+The errors of the library name its own data structures. This module does not import the library, so
+that a wrong option is reported at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FIX = "name one with --kubeconfig, or set $KUBECONFIG"
 
 
 def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | None:
-    """None: the files are there, and so is the context."""
+    """None when the files and the context exist."""
     field, paths = _files(kubeconfig)
     found = [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 (never raises)
     if not found:
@@ -39,18 +38,20 @@ def problem(context: str | None, kubeconfig: str | Path | None) -> Problem | Non
         except OSError as error:
             return Problem(field, f"{path} ({error.strerror})", "a file that can be read")
         except (ValueError, RecursionError, yaml.YAMLError, AttributeError, TypeError, KeyError):
-            return Problem(field, f"{path}, which is no kubeconfig", "a kubeconfig in YAML", FIX)
-    known = f"one of {', '.join(dict.fromkeys(contexts))}" if contexts else "a context; it has none"
+            return Problem(field, f"{path}, which is not a kubeconfig", "a kubeconfig in YAML", FIX)
+    known = (
+        f"one of {', '.join(dict.fromkeys(contexts))}" if contexts else "a context (there is none)"
+    )
     if context is not None and context not in contexts:
         return Problem("--context", context, f"{known} in {':'.join(map(str, found))}")
     if context is None and current not in contexts:
-        got = f"none, and the current one of the kubeconfig is {current or 'not set'}"
+        got = f"none, and current-context of the kubeconfig is {current or 'not set'}"
         return Problem("--context", got, known, "see `kubectl config get-contexts`")
     return None
 
 
 def _files(kubeconfig: Any) -> tuple[str, list[Path]]:
-    """What the person set to choose them, and their paths."""
+    """The option or variable that names the files, and their paths."""
     if kubeconfig is not None:
         return "--kubeconfig", [_path(kubeconfig)]
     if listed := os.environ.get(VARIABLE):
@@ -59,5 +60,5 @@ def _files(kubeconfig: Any) -> tuple[str, list[Path]]:
 
 
 def _path(written: Path | str) -> Path:
-    """Where ~ is nobody's home it stays: there is no such file."""
+    """With ~ expanded, except where there is no such home."""
     return Path(os.path.expanduser(written))  # noqa: PTH111

@@ -1,14 +1,12 @@
-"""Who acts: of several operators the one that holds a Lease.
+"""Leader election of operators with a Kubernetes Lease.
 
-Owns: taking, keeping and giving back the Lease. Must not: know what the leader does.
+The client library's leader election is not used: it ends with an exception when the API server does
+not answer, does not release the lease when it stops (each upgrade would wait until it expires), and
+writes local time as if it were UTC.
 
-The client library's own leader election was tried on paper and left: it ends with an exception when
-the API server does not answer, does not give the lease back when it stops (each upgrade would wait
-for it to run out), and writes local time as if it were UTC.
-
-As in client-go, no two clocks are compared: a lease has run out when it has not changed for its
-length on *our* clock. What really keeps a second leader from doing harm is the fence of the
-journals (journal.py); the Lease only keeps two operators from working against each other.
+As in client-go, clocks of two machines are never compared: a lease has expired when it has not
+changed for its duration on the local clock. Journals are fenced (configmap_journal.py), so a second
+leader does no harm; the Lease only keeps two operators from working against each other.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ from .client import Document, KubeClient
 from .errors import LEASES, ApiError, Conflict, NotFound
 
 LEASE_S = 10.0
-"""A leader that was killed is replaced after this; training does not notice."""
-RENEW_SHARE = 0.8
-"""A leader that could not renew for this share of the lease stops acting."""
+"""A killed leader is replaced after this; training continues meanwhile."""
+RENEW_DEADLINE_SHARE = 0.8
+"""A leader stands down when it could not renew for this share of the lease."""
 RETRY_SHARE = 0.2
+"""Share of the lease between two requests."""
 
 log = logging.getLogger("holdfast.kubernetes")
 
@@ -37,12 +36,12 @@ class LeaseName:
     name: str
 
 
-class LeaseSilence:
-    """Whether the API answers one who stands by. Pure: times are arguments, in seconds."""
+class LeaseHealth:
+    """Whether the API server answers a standby replica. Pure: times are arguments, in seconds."""
 
-    def __init__(self, patience_s: float) -> None:
-        """`patience_s`: a shorter outage is none."""
-        self._patience_s = patience_s
+    def __init__(self, outage_s: float) -> None:
+        """`outage_s`: shorter outages are not reported."""
+        self._outage_s = outage_s
         self._answered_s: float | None = None
         self._error = ""
 
@@ -53,14 +52,14 @@ class LeaseSilence:
         self._error = error
 
     def problem(self, now_s: float) -> str:
-        """Why the lease could not be taken over; empty: as far as anybody knows, it could."""
+        """Why the lease could not be taken over; empty while it could."""
         if self._answered_s is None:
-            what = self._error or "not asked for yet"
-        elif now_s - self._answered_s < self._patience_s:
+            what = self._error or "not requested yet"
+        elif now_s - self._answered_s < self._outage_s:
             return ""
         else:
             what = self._error or f"no answer for {now_s - self._answered_s:.0f} s"
-        return f"the lease cannot be had: {what}"
+        return f"the lease cannot be acquired: {what}"
 
 
 class LeaderElection:
@@ -72,57 +71,58 @@ class LeaderElection:
         self._cluster, self._lease, self._identity = cluster, lease, identity
         self._lease_s = lease_s
         self._seen: tuple[str, str] | None = None
-        """(holder, renewTime) when it last changed, and when that was, on our clock."""
-        self._seen_at = 0.0
+        """(holder, renewTime) of the last change; `_seen_at_s` is its time on the local clock."""
+        self._seen_at_s = 0.0
         self.holder = ""
-        """As far as we know."""
-        self._ours: Document | None = None
-        """As we have written it last; None: it has to be looked at before it is written again."""
-        # Who leads lives through outages that are shorter than the lease, too.
-        self._silence = LeaseSilence(lease_s)
+        """As last observed."""
+        self._written: Document | None = None
+        """As this candidate has last written it; None: it must be read before the next write."""
+        # A leader survives outages that are shorter than the lease, too.
+        self._health = LeaseHealth(lease_s)
 
     @property
     def problem(self) -> str:
-        """Why it could not lead; empty: it could, or does. That another one leads is none."""
-        return "" if self.leading else self._silence.problem(asyncio.get_running_loop().time())
+        """Why this candidate could not lead; empty when it could, also while another one leads."""
+        return "" if self.leading else self._health.problem(asyncio.get_running_loop().time())
 
     @property
     def leading(self) -> bool:
         return self.holder == self._identity
 
     async def acquire(self) -> None:
-        """Until we lead. Errors of the API are waited out."""
+        """Return when this candidate leads. Errors of the API are retried."""
         while True:
             try:
-                if await self._ask():
+                if await self._try():
                     log.info("leading as %s", self._identity)
                     return
             except ApiError as error:
-                log.warning("the lease cannot be had: %s", error)
+                log.warning("the lease cannot be acquired: %s", error)
             await asyncio.sleep(self._retry_s())
 
     async def keep(self) -> str:
-        """Renew, until that fails for too long or somebody else leads; returns why."""
+        """Renew until that fails for too long or another candidate leads; returns the reason."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
+        limit_s = RENEW_DEADLINE_SHARE * self._lease_s
         problem = ""
-        while loop.time() - renewed < RENEW_SHARE * self._lease_s:
+        while loop.time() - renewed < limit_s:
             await asyncio.sleep(self._retry_s())
             began = loop.time()
             try:
-                left_s = max(0.1, RENEW_SHARE * self._lease_s - (began - renewed))
+                left_s = max(0.1, limit_s - (began - renewed))
                 async with asyncio.timeout(left_s):
-                    if not await self._ask():
-                        return f"{self.holder} has the lease"
+                    if not await self._try():
+                        return f"{self.holder} holds the lease"
                 renewed = began
             except (ApiError, TimeoutError) as error:
                 problem = str(error) or "no answer in time"
                 log.warning("the lease was not renewed: %s", problem)
         self.holder = ""
-        return f"the lease could not be renewed for {RENEW_SHARE * self._lease_s:g} s ({problem})"
+        return f"the lease could not be renewed for {limit_s:g} s ({problem})"
 
     async def release(self) -> None:
-        """Give it back, so that the next one need not wait for it to run out."""
+        """Release the lease, so that the next leader need not wait until it expires."""
         if not self.leading:
             return
         try:
@@ -132,26 +132,24 @@ class LeaderElection:
                 found["spec"]["leaseDurationSeconds"] = 1
                 await self._cluster.replace(LEASES, self._lease.namespace, found)
         except ApiError as error:
-            log.warning("the lease was not given back: %s", error)
+            log.warning("the lease was not released: %s", error)
         self.holder = ""
 
     def _retry_s(self) -> float:
         return RETRY_SHARE * self._lease_s * (0.8 + 0.4 * random.random())
 
-    async def _ask(self) -> bool:
-        """`_try`, and remember whether there was an answer."""
-        try:
-            ours = await self._try()
-        except ApiError as error:
-            self._silence.failed(str(error))
-            raise
-        self._silence.answered(asyncio.get_running_loop().time())
-        return ours
-
     async def _try(self) -> bool:
-        """Take or renew it; False: another one has it."""
-        if await self._again():
-            return True
+        """Acquire or renew; False when another candidate holds the lease."""
+        try:
+            held = await self._renew() or await self._take()
+        except ApiError as error:
+            self._health.failed(str(error))
+            raise
+        self._health.answered(asyncio.get_running_loop().time())
+        return held
+
+    async def _take(self) -> bool:
+        """Read the lease and write it if it is free, expired or held by this candidate."""
         namespace, name = self._lease.namespace, self._lease.name
         now = asyncio.get_running_loop().time()
         found = await self._cluster.find(LEASES, namespace, name)
@@ -164,34 +162,34 @@ class LeaderElection:
             holder = str(spec.get("holderIdentity") or "")
             state = (holder, str(spec.get("renewTime") or ""))
             if state != self._seen:
-                self._seen, self._seen_at = state, now
+                self._seen, self._seen_at_s = state, now
             if holder and holder != self._identity:
                 length_s = float(spec.get("leaseDurationSeconds") or self._lease_s)
-                if now - self._seen_at < length_s:
+                if now - self._seen_at_s < length_s:
                     self.holder = holder
                     return False
-            changes = int(spec.get("leaseTransitions") or 0)
+            transitions = int(spec.get("leaseTransitions") or 0)
             acquired = str(spec.get("acquireTime") or _now())
             if holder != self._identity:
-                changes, acquired = changes + 1, _now()
-            body = self._document(found["metadata"], changes, acquired)
-            self._ours = await self._cluster.replace(LEASES, namespace, body)
+                transitions, acquired = transitions + 1, _now()
+            body = self._document(found["metadata"], transitions, acquired)
+            self._written = await self._cluster.replace(LEASES, namespace, body)
         except Conflict:
             self.holder = ""
             return False
         self.holder = self._identity
         return True
 
-    async def _again(self) -> bool:
-        """Renew what we have written last, without looking. False: it is another one now, because
-        somebody else leads, has edited it, or because the answer to a write of ours was lost."""
-        ours, self._ours = self._ours, None
-        if ours is None or not self.leading:
+    async def _renew(self) -> bool:
+        """Renew the lease as last written, without reading it. False when it has changed: another
+        candidate leads, a user has edited it, or the response to a write was lost."""
+        written, self._written = self._written, None
+        if written is None or not self.leading:
             return False
-        spec = ours["spec"]
-        body = self._document(ours["metadata"], spec["leaseTransitions"], spec["acquireTime"])
+        spec = written["spec"]
+        body = self._document(written["metadata"], spec["leaseTransitions"], spec["acquireTime"])
         try:
-            self._ours = await self._cluster.replace(LEASES, self._lease.namespace, body)
+            self._written = await self._cluster.replace(LEASES, self._lease.namespace, body)
         except (Conflict, NotFound):
             return False
         return True
@@ -213,5 +211,5 @@ class LeaderElection:
 
 
 def _now() -> str:
-    """MicroTime, as the API has it."""
+    """As a MicroTime of the API."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,9 +1,4 @@
-"""Names of everything of a job in the cluster: objects, labels, annotations, and how a job is
-called there.
-
-Owns: those names; the chart, the docs and the tests spell them the same way. Must not: touch the
-API.
-"""
+"""Names of a job's objects, labels and annotations in the cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.v1alpha1 import API_VERSION, KIND
+
+Document = dict[str, Any]
+"""An object of the API, as parsed JSON."""
 
 
 @dataclass(frozen=True)
@@ -33,37 +31,36 @@ PLURAL = "trainingjobs"
 LABEL_JOB = "holdfast.dev/job"
 LABEL_ROLE = "holdfast.dev/role"
 LABEL_RANK = "holdfast.dev/rank"
-"""Lowest rank on the pod, of the current generation; spares have none."""
+"""The lowest rank on the pod in the current generation; spares have none."""
 LABEL_GENERATION = "holdfast.dev/generation"
 ROLE_NODE = "node"
 
 CANCEL = "holdfast.dev/cancel"
-"""Annotation of a TrainingJob: end it for good; its value says who asks."""
+"""Annotation of a TrainingJob: cancel it; the value names the user."""
 CHAOS = "holdfast.dev/chaos"
-"""Annotation: a rehearsal as JSON, `{"kind": ..., "rank": ..., "node": ..., "by": ..., "id": ...}`.
-The operator carries it out and removes it."""
+"""Annotation: inject a fault, `{"kind": ..., "rank": ..., "node": ..., "by": ..., "id": ...}`. The
+operator carries it out and removes the annotation."""
 CHECKPOINT = "holdfast.dev/checkpoint"
-"""Annotation: write a checkpoint now; its value says who asks. Removed when asked for."""
+"""Annotation: write a checkpoint now; the value names the user. The operator removes it."""
 BLAMED = "holdfast.dev/blamed"
-"""Annotation of a pod: JSON {name of a blamed node of the job: the Kubernetes node it was on}, so
-that a later operator still knows where the job's next pods must not go."""
+"""Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
+still keeps the job's pods away from those Kubernetes nodes."""
 
 CONTAINER = "worker"
 FIELD_MANAGER = "holdfast-operator"
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""As Kubernetes has them: no vowels, so that no words come out; nothing that looks like another."""
+"""As Kubernetes generates names: no vowels, so no words; no letters that look alike."""
 SUFFIX_LENGTH = 5
 
 
 def job_key(namespace: str, name: str) -> str:
-    """How the endpoint, the agents and the logs call a job of the cluster."""
+    """The name of a job in logs and on the connections of its agents."""
     return f"{namespace}/{name}"
 
 
 def new_node_name(job: str) -> str:
-    """A name for a pod, which is a node of the job; one in 14 million is drawn twice, and then the
-    API server refuses it."""
+    """A random pod name; one in 14 million is drawn twice, and the API server refuses that one."""
     return f"{job}-{''.join(secrets.choice(_LETTERS) for _ in range(SUFFIX_LENGTH))}"
 
 
@@ -76,21 +73,21 @@ def journal_name(job: str) -> str:
 
 
 def tls_name(uid: str) -> str:
-    """The name in the job's certificate, by which the operator tells jobs apart."""
+    """The name in the job's certificate, by which the operator recognizes the job."""
     return f"{uid}.jobs.holdfast.dev"
 
 
 def selector(job: str) -> str:
-    """Label selector of a job's nodes."""
+    """The label selector of a job's nodes."""
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_NODE}"
 
 
 ALL_NODES = f"{LABEL_JOB},{LABEL_ROLE}={ROLE_NODE}"
-"""Label selector of the nodes of all jobs."""
+"""The label selector of the nodes of all jobs."""
 
 
 def owner_reference(name: str, uid: str) -> dict[str, Any]:
-    """Makes an object go when its TrainingJob goes."""
+    """The API server deletes an object together with its owner."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,

@@ -1,7 +1,7 @@
-"""What a pod's training container has printed, line by line, however long it is followed.
+"""The output of a pod's training container, line by line.
 
-Owns: resuming: an API server ends a stream after some minutes, or dies. Must not: know what a line
-means.
+Following resumes after the last line when the API server ends the stream, which it does after some
+minutes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ RETRY_MAX_S = 10.0
 async def lines(
     cluster: KubeClient, namespace: str, pod: str, *, follow: bool
 ) -> AsyncIterator[bytes]:
-    """All that is kept, and with `follow` what comes until the container has ended.
+    """All lines that the kubelet has and, with `follow`, new ones until the container ends.
 
     Raises Invalid when the container has not started yet, NotFound when the pod is gone.
     """
     last = b""
-    pauses = Backoff(RETRY_MIN_S, RETRY_MAX_S)
+    backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S)
     while True:
         try:
             stream = await cluster.log(namespace, pod, follow=follow, since=last.decode())
             async for line in _lines(stream):
                 time, _space, text = line.partition(b" ")
-                # What was read before a broken stream comes again, whole seconds of it.
+                # `since` has a resolution of one second, so lines come a second time.
                 if time > last:
                     last = time
-                    pauses.reset()
+                    backoff.reset()
                     yield text
             if not follow or await _has_ended(cluster, namespace, pod):
                 return
@@ -49,7 +49,7 @@ async def lines(
             if last:
                 return
             raise
-        await asyncio.sleep(pauses.next_s())
+        await asyncio.sleep(backoff.next_s())
 
 
 async def _lines(stream: Any) -> AsyncIterator[bytes]:
@@ -68,4 +68,4 @@ async def _has_ended(cluster: KubeClient, namespace: str, pod: str) -> bool:
 
 
 def _broken(pod: str, error: Exception) -> ApiError:
-    return ApiError(f"the log of pod {pod} broke off ({error or type(error).__name__})")
+    return ApiError(f"the log stream of pod {pod} ended early ({error or type(error).__name__})")

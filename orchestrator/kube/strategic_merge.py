@@ -1,9 +1,8 @@
 """Strategic merge of a user's pod template over the pod that Holdfast makes.
 
-Owns: the merge rules of the lists of a pod, as the API reference gives them (patch strategy and
-patch merge key of each field). Must not: know what is in a pod.
-
-Source: https://kubernetes.io/docs/reference/generated/kubernetes-api/v1.36/#podspec-v1-core
+The client library has no strategic merge of its own. The rules of each list (patch strategy and
+patch merge key) are those of the API reference:
+https://kubernetes.io/docs/reference/generated/kubernetes-api/v1.36/#podspec-v1-core
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "ownerReferences": "uid",
 }
-"""Lists whose elements have a key; all other lists are replaced as a whole."""
-WHOLE = ("volumes",)
-"""Keyed lists whose elements are replaced as a whole: a volume has one source, not two."""
+"""The key of each list that is merged by element; other lists are replaced."""
+REPLACED_ELEMENTS = ("volumes",)
+"""Keyed lists whose elements are replaced, not merged: a volume has exactly one source."""
 PATCH = "$patch"
 
 
@@ -39,7 +38,7 @@ def merge(base: Any, over: Any, field: str = "") -> Any:
         return _mappings(base, over)
     key = MERGE_KEYS.get(field)
     if key and isinstance(base, list) and isinstance(over, list):
-        return _lists(base, over, key, whole=field in WHOLE)
+        return _lists(base, over, key, whole=field in REPLACED_ELEMENTS)
     return _plain(over)
 
 
@@ -72,7 +71,7 @@ def _lists(base: list[Any], over: list[Any], key: str, *, whole: bool) -> list[A
 
 
 def _plain(value: Any) -> Any:
-    """Without what only makes sense as a patch."""
+    """Without nulls and patch directives."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items() if v is not None and k != PATCH}
     if isinstance(value, list):

@@ -127,7 +127,7 @@ def test_credentials_that_are_not_accepted_are_told(
     old = own_control_plane.write_kubeconfig("expired", token="expired")
     result = Commands(jobs, old)("status")
     assert result.code == 2
-    assert "does not accept our credentials" in result.err and "log in again" in result.err
+    assert "rejected the credentials" in result.err and "log in again" in result.err
 
 
 def test_an_api_server_that_is_not_there_is_told(
@@ -259,7 +259,7 @@ def test_a_token_that_the_server_does_not_take_is_fetched_anew_before_anything_i
     jobs.create(SCRIPT)
     holdfast = Commands(jobs, plugin.kubeconfig)
     refused = holdfast("status", "demo")
-    assert refused.code == 2 and "does not accept our credentials" in refused.err
+    assert refused.code == 2 and "rejected the credentials" in refused.err
     assert plugin.num_runs == 2, "nothing else came the second time either"
     plugin.gives(plugin.own_token)
     assert holdfast("status", "demo").code == 0

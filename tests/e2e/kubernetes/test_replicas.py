@@ -229,7 +229,7 @@ def test_an_expired_token_is_told_in_plain_words(
     replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
     until(
-        lambda: "does not accept our credentials" in replica.tail(),
+        lambda: "rejected the credentials" in replica.tail(),
         "the log to say so",
         timeout_s=BOUND_S,
         last=replica.tail,
@@ -237,7 +237,7 @@ def test_an_expired_token_is_told_in_plain_words(
     assert "log in again" in replica.tail()
     status, text = replica.get("/readyz")
     assert status == 503
-    assert text.startswith("the lease cannot be had: ") and "log in again" in text
+    assert text.startswith("the lease cannot be acquired: ") and "log in again" in text
     assert replica.get("/healthz")[0] == 200, "a restart would not help"
     assert replica.close() == 0
 
@@ -253,7 +253,7 @@ def test_a_replica_that_may_not_take_the_lease_is_not_ready_and_says_so(
     replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
     until(
-        lambda: "the lease cannot be had: missing right: get leases" in replica.get("/readyz")[1],
+        lambda: "the lease cannot be acquired: missing right: get leases" in replica.get("/readyz")[1],
         "readyz to name the missing right",
         timeout_s=BOUND_S,
         last=replica.tail,
@@ -284,7 +284,7 @@ def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_th
     own_control_plane.kill_api_server()
     try:
         until(
-            lambda: "the lease cannot be had: the API server" in heir.get("/readyz")[1],
+            lambda: "the lease cannot be acquired: the API server" in heir.get("/readyz")[1],
             "readyz to say that nobody answers",
             timeout_s=BOUND_S,
             last=heir.tail,
@@ -325,7 +325,7 @@ def test_an_operator_without_its_resource_says_so_and_goes_on_once_it_is_there(
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
-    told = "does not know trainingjobs.holdfast.dev in version v1alpha1; install the Holdfast of"
+    told = "does not serve trainingjobs.holdfast.dev in version v1alpha1; install this version"
     until(
         lambda: told in replica.get("/readyz")[1], "readyz to name the resource",
         timeout_s=BOUND_S, last=replica.tail,

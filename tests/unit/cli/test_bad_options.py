@@ -65,7 +65,7 @@ def test_a_kubeconfig_that_is_a_directory_is_called_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a: 2024-13-45", 3000 * "["], ids=["no date", "deep"])
 def test_a_kubeconfig_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
-    assert "which is no kubeconfig" in str(problem(None, tmp_path / "config"))
+    assert "which is not a kubeconfig" in str(problem(None, tmp_path / "config"))
 
 
 @pytest.mark.parametrize(

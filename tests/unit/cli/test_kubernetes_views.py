@@ -232,11 +232,11 @@ current-context: green
     ("text", "context", "told"),
     [
         (CONFIG, "pink", "--context: got pink; expected one of red, blue in "),
-        (CONFIG, None, "the current one of the kubeconfig is green; expected one of red, blue"),
+        (CONFIG, None, "current-context of the kubeconfig is green; expected one of red, blue"),
         (CONFIG, "red", ""),
-        ("contexts: 7", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
-        ("- [", None, "which is no kubeconfig; expected a kubeconfig in YAML"),
-        ("", "red", "--context: got red; expected a context; it has none in "),
+        ("contexts: 7", None, "which is not a kubeconfig; expected a kubeconfig in YAML"),
+        ("- [", None, "which is not a kubeconfig; expected a kubeconfig in YAML"),
+        ("", "red", "--context: got red; expected a context (there is none) in "),
         (None, None, "(no such file); expected a kubeconfig; name one with --kubeconfig"),
     ],
     ids=["unknown", "current", "fine", "words", "garbage", "empty", "missing"],
@@ -270,7 +270,7 @@ def test_the_variable_of_kubectl_is_named_where_it_is_wrong(
 def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
     path = "/apis/holdfast.dev/v1alpha1/namespaces/team/trainingjobs"
     error = refused("https://h:1", "list", path, 404, body)
-    assert "does not know trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
+    assert "does not serve trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
     assert error.exit_code == 2
 
 

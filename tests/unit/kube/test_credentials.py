@@ -129,7 +129,7 @@ def test_a_plugin_that_fails_later_leaves_the_refusal_to_be_told(tmp_path: Path)
             await cluster.list_all(PODS)
             api.token = "second"
             (tmp_path / "token").unlink()
-            with pytest.raises(NotAuthenticated, match="does not accept our credentials"):
+            with pytest.raises(NotAuthenticated, match="rejected the credentials"):
                 await cluster.list_all(PODS)
             plugin.gives("second")
             await cluster.list_all(PODS)
@@ -142,7 +142,7 @@ def test_tokens_do_not_show_in_logs(tmp_path: Path) -> None:
         path = tmp_path / "kubeconfig"
         path.write_text(kubeconfig_text("http://127.0.0.1:1", {"token": "a-secret"}))
         async with await KubeClient.connect(kubeconfig=path) as cluster:
-            proof = cluster._credentials.proof
+            proof = cluster._credentials.auth
             assert "a-secret" in proof.token and "a-secret" not in f"{proof} {proof!r}"
 
     asyncio.run(story())

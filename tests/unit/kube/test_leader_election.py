@@ -3,46 +3,46 @@ at a real API server (tests/e2e/kubernetes/test_replicas.py)."""
 
 from __future__ import annotations
 
-from holdfast.orchestrator.kube.leader_election import LeaseSilence
+from holdfast.orchestrator.kube.leader_election import LeaseHealth
 
-EXPIRED = "the API server at x does not accept our credentials"
+EXPIRED = "the API server at x rejected the credentials"
 
 
 def test_before_the_first_answer_it_is_not_ready_and_says_why() -> None:
-    silence = LeaseSilence(10.0)
-    assert silence.problem(0.0) == "the lease cannot be had: not asked for yet"
-    silence.failed(EXPIRED)
-    assert silence.problem(0.1) == f"the lease cannot be had: {EXPIRED}"
+    health = LeaseHealth(10.0)
+    assert health.problem(0.0) == "the lease cannot be acquired: not requested yet"
+    health.failed(EXPIRED)
+    assert health.problem(0.1) == f"the lease cannot be acquired: {EXPIRED}"
 
 
 def test_that_another_one_leads_is_an_answer() -> None:
-    silence = LeaseSilence(10.0)
+    health = LeaseHealth(10.0)
     for second in range(0, 1000, 2):
-        silence.answered(float(second))
-        assert silence.problem(second + 1.9) == ""
+        health.answered(float(second))
+        assert health.problem(second + 1.9) == ""
 
 
 def test_an_outage_shorter_than_the_lease_is_none() -> None:
-    silence = LeaseSilence(10.0)
+    health = LeaseHealth(10.0)
     for second in range(100):
         if second % 10 == 0:
-            silence.answered(float(second))
+            health.answered(float(second))
         else:
-            silence.failed("503")
-        assert silence.problem(float(second)) == ""
+            health.failed("503")
+        assert health.problem(float(second)) == ""
 
 
 def test_a_longer_outage_is_told_and_ends_with_the_first_answer() -> None:
-    silence = LeaseSilence(10.0)
-    silence.answered(0.0)
-    silence.failed(EXPIRED)
-    assert silence.problem(9.9) == ""
-    assert silence.problem(10.0) == f"the lease cannot be had: {EXPIRED}"
-    silence.answered(11.0)
-    assert silence.problem(11.0) == ""
+    health = LeaseHealth(10.0)
+    health.answered(0.0)
+    health.failed(EXPIRED)
+    assert health.problem(9.9) == ""
+    assert health.problem(10.0) == f"the lease cannot be acquired: {EXPIRED}"
+    health.answered(11.0)
+    assert health.problem(11.0) == ""
 
 
 def test_a_request_that_is_never_answered_is_an_outage_too() -> None:
-    silence = LeaseSilence(10.0)
-    silence.answered(0.0)
-    assert silence.problem(25.0) == "the lease cannot be had: no answer for 25 s"
+    health = LeaseHealth(10.0)
+    health.answered(0.0)
+    assert health.problem(25.0) == "the lease cannot be acquired: no answer for 25 s"
