@@ -1,7 +1,4 @@
-"""Where a node is among its neighbours, from the labels that a cluster has put on its machines.
-
-Owns: how labels become NodeFacts.topology, the same on every cluster. Must not: look them up.
-"""
+"""The place of a node in the network, from the labels of its machine."""
 
 from __future__ import annotations
 
@@ -9,5 +6,5 @@ from collections.abc import Mapping, Sequence
 
 
 def coordinates(labels: Mapping[str, str], keys: Sequence[str]) -> tuple[str, ...]:
-    """Outermost first, as `keys` are. A label that is not there counts as empty."""
+    """The values of `keys`, outermost first, for NodeFacts.topology; missing labels are empty."""
     return tuple(labels.get(key, "") for key in keys)
