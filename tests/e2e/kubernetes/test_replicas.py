@@ -253,7 +253,7 @@ def test_a_replica_that_may_not_take_the_lease_is_not_ready_and_says_so(
     replica = Replica(kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
     until(
-        lambda: "the lease cannot be acquired: missing right: get leases" in replica.get("/readyz")[1],
+        lambda: "lease cannot be acquired: missing right: get leases" in replica.get("/readyz")[1],
         "readyz to name the missing right",
         timeout_s=BOUND_S,
         last=replica.tail,
