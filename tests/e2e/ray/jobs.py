@@ -96,7 +96,7 @@ class Job:
         """The first view of which it is true."""
         from holdfast.orchestrator.backends.ray import actor_calls
         from holdfast.orchestrator.errors import UserError
-        from holdfast.orchestrator.hosts.ray import actor
+        from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
         give_up, seen, view = time.monotonic() + BOUND_S, -1, None
         while time.monotonic() < give_up:
@@ -104,7 +104,7 @@ class Job:
                 view = self.view()
                 if true(view):
                     return view
-                actor = actor.find(self.name)
+                actor = controller_actor.find(self.name)
                 if actor is not None:
                     seen = actor_calls.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
             except (actor_calls.ControllerActorGone, UserError):
@@ -142,9 +142,9 @@ class Job:
 
     def controller(self) -> dict[str, Any]:
         from holdfast.orchestrator.backends.ray import actor_calls
-        from holdfast.orchestrator.hosts.ray import actor
+        from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
-        found: dict[str, Any] = actor_calls.ask(actor.find(self.name), "facts")
+        found: dict[str, Any] = actor_calls.ask(controller_actor.find(self.name), "facts")
         return found
 
     def worker_pid(self, rank: int) -> int:
@@ -164,9 +164,9 @@ class Job:
     def end(self) -> None:
         """Whatever the test has left."""
         from holdfast.orchestrator.backends.ray import kv
-        from holdfast.orchestrator.hosts.ray import actor
+        from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
-        if actor.find(self.name) is not None:
+        if controller_actor.find(self.name) is not None:
             holdfast("cancel", self.name, "--ray", self.cluster.address)
         try:
             self.command.wait(30)

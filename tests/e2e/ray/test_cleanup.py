@@ -92,9 +92,9 @@ def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
     made = order()
     keys = record(made)
     keys.put(kv.ENDED, b"{}")
-    actor = actor.create(made, RayHost)
+    controller = actor.create(made, RayHost)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actor.watch.remote(-1), timeout=BOUND_S)
+        ray.get(controller.watch.remote(-1), timeout=BOUND_S)
     assert placement_groups.names_of(NAME) == [] and keys.list("journal/") == []
 
 

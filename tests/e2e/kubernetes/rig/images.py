@@ -146,7 +146,9 @@ def write_holdfast(path: Path, role: str) -> None:
     for entry in listed["files"]:
         source = REPOSITORY / entry["from"]
         if (source / "__init__.py").exists():
-            layer.package(source, f"{packages}/{source.name}")
+            # holdfast/ links to the folders beside it, and pip installs them as packages of it.
+            inside = "holdfast" if source.name == "holdfast" else f"holdfast/{source.name}"
+            layer.package(source, f"{packages}/{inside}")
     config = {
         "User": str(listed["user"]),
         "Entrypoint": listed["entrypoint"],
