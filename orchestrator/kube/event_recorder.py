@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Literal
 
 from ..api.v1alpha1 import API_VERSION, KIND
@@ -45,13 +46,20 @@ class EventRecorder:
         self._order = asyncio.Lock()
         self._problem = ""
 
-    def record(self, severity: Severity, reason: str, message: str) -> None:
-        """`reason`: one CamelCase word."""
+    def record(
+        self,
+        severity: Severity,
+        reason: str,
+        message: str,
+        annotations: Mapping[str, str] | None = None,
+    ) -> None:
+        """`reason`: one CamelCase word. `annotations`: what programs read of the Event."""
         level = logging.WARNING if severity == "Warning" else logging.INFO
         log.log(level, "%s: %s", reason, message, extra={"job": self._owner.key})
         if not self._within_rate():
             return
-        task = asyncio.get_running_loop().create_task(self._write(severity, reason, message))
+        writing = self._write(severity, reason, message, annotations or {})
+        task = asyncio.get_running_loop().create_task(writing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -70,7 +78,9 @@ class EventRecorder:
         self._tokens -= 1
         return True
 
-    async def _write(self, severity: Severity, reason: str, message: str) -> None:
+    async def _write(
+        self, severity: Severity, reason: str, message: str, annotations: Mapping[str, str]
+    ) -> None:
         message = message[:MAX_MESSAGE]
         digest = hashlib.sha256(f"{self._owner.uid}/{reason}/{message}".encode()).hexdigest()[:16]
         name = f"{self._owner.name}.{digest}"
@@ -82,7 +92,7 @@ class EventRecorder:
             try:
                 if count > 1 and await self._increment(name, count):
                     return
-                document = event_document(self._owner, name, severity, reason, message)
+                document = event_document(self._owner, name, severity, reason, message, annotations)
                 await self._cluster.create(EVENTS, self._owner.namespace, document)
                 self._problem = ""
             except (Conflict, Unreachable, TooBusy) as error:
@@ -110,7 +120,12 @@ class EventRecorder:
 
 
 def event_document(
-    owner: Owner, name: str, severity: Severity, reason: str, message: str
+    owner: Owner,
+    name: str,
+    severity: Severity,
+    reason: str,
+    message: str,
+    annotations: Mapping[str, str],
 ) -> Document:
     now = _now()
     return {
@@ -120,6 +135,7 @@ def event_document(
             "name": name,
             "namespace": owner.namespace,
             "labels": {names.LABEL_JOB: owner.name},
+            "annotations": dict(annotations),
         },
         "involvedObject": {
             "apiVersion": API_VERSION,

@@ -46,6 +46,13 @@ BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""
 
+INCIDENT = "holdfast.dev/incident"
+"""Annotation of an Event: number of the incident that it is about."""
+REQUEST = "holdfast.dev/request"
+"""Annotation of an Event: the request that it answers, such as `checkpoint`."""
+STEP = "holdfast.dev/step"
+"""Annotation of an Event that answers `checkpoint`: the step that is written."""
+
 CONTAINER = "worker"
 FIELD_MANAGER = "holdfast-operator"
 

@@ -15,7 +15,7 @@ import yaml
 
 from helm import ray_dashboard, render
 from holdfast.orchestrator.api.v1alpha1.crd import definition_text
-from holdfast.orchestrator.hosts.kubernetes.metrics import OF_JOBS, OWN
+from holdfast.orchestrator.hosts.kubernetes.metrics import JOB_METRICS, OPERATOR_METRICS
 from holdfast.orchestrator.hosts.kubernetes.metrics_page import ALERTS
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.runtime.observe.prometheus import METRICS
@@ -80,11 +80,11 @@ def queries() -> Iterator[str]:
 
 
 def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
-    known = {spec.name: {"namespace", "job", *spec.labels} for spec in OF_JOBS}
-    for spec in OF_JOBS:
+    known = {spec.name: {"namespace", "job", *spec.labels} for spec in JOB_METRICS}
+    for spec in JOB_METRICS:
         if spec.kind == "summary":
             known |= {f"{spec.name}_{end}": known[spec.name] for end in ("sum", "count")}
-    known |= {own.name: set(own.labels) for own in OWN}
+    known |= {own.name: set(own.labels) for own in OPERATOR_METRICS}
     asked = list(queries())
     assert len([query for query in asked if "holdfast_" in query]) > 30
     for query in asked:

@@ -1,15 +1,12 @@
-"""A job's journal as one ConfigMap: a snapshot and the records since, in chunks.
+"""A job's journal in one ConfigMap: a snapshot and the records since, in chunks. Implements
+core.journal.Journal.
 
-Owns: the object's form, its fence and its retries. Implements core.journal.Journal. Must not: know
-what an event means.
+One controller writes the object at a time. Every write names the resource version that it replaces,
+so the next write of a controller that was superseded fails and it stands down (JournalLost). When
+the answer to a write is lost, the object is read before the write is repeated: its annotation names
+the last writer.
 
-The object is written by one controller at a time. Every write names the resource version that it
-builds on, so that a write of a second controller makes the next write of the first one fail: the
-first one stands down (JournalLost). A write whose answer did not come is looked up before it is
-said again: its chunk carries the name of its writer.
-
-Each commit adds a chunk `tail-000012-<writer>`; a compaction replaces everything by a snapshot.
-Heartbeats and what belongs to single ranks never come here.
+Each commit adds a chunk `tail-000012-<writer>`; a compaction replaces all chunks by a snapshot.
 """
 
 from __future__ import annotations
@@ -44,14 +41,14 @@ from holdfast.orchestrator.kube.names import Owner
 SNAPSHOT = "snapshot"
 TAIL = "tail-"
 WRITER = "holdfast.dev/controller"
-"""Annotation: which controller has claimed it last."""
+"""Annotation: the controller that claimed the journal last."""
 COMPACT_AT_BYTES = 64 * 1024
-"""Every commit makes etcd write the whole object anew."""
+"""Every commit makes etcd write the whole object again."""
 MAX_BYTES = 1000 * 1024
 """A ConfigMap may hold 1 MiB."""
-PATIENCE_S = 120.0
-"""An API server that restarts is back within seconds; past this, another controller had better try
-over another way. Training goes on meanwhile, in either case."""
+RETRY_TIMEOUT_S = 120.0
+"""An API server that restarts is back within seconds. After this, a controller on another machine
+has better chances. Training goes on in either case."""
 
 log = logging.getLogger("holdfast.kubernetes")
 
@@ -59,8 +56,11 @@ log = logging.getLogger("holdfast.kubernetes")
 class ConfigMapJournal:
     """Opened by `open_journal`."""
 
-    def __init__(self, cluster: KubeClient, owner: Owner, document: Document) -> None:
+    def __init__(
+        self, cluster: KubeClient, owner: Owner, document: Document, compact_at_bytes: int
+    ) -> None:
         """`document` has just been claimed. Raises JournalError when it cannot be read."""
+        self._compact_at_bytes = compact_at_bytes
         self._cluster, self._owner = cluster, owner
         self._name = names.journal_name(owner.name)
         self._writer = str(document["metadata"]["annotations"][WRITER])
@@ -90,7 +90,7 @@ class ConfigMapJournal:
     @property
     def full(self) -> bool:
         size = sum(len(value) for key, value in self._data.items() if key != SNAPSHOT)
-        return size * 3 // 4 + sum(map(len, self._pending)) > COMPACT_AT_BYTES
+        return size * 3 // 4 + sum(map(len, self._pending)) > self._compact_at_bytes
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
         self._pending.append(encode_record(now_ns, event))
@@ -110,7 +110,7 @@ class ConfigMapJournal:
         async with self._commit:
             self._pending.clear()
             value = base64.b64encode(zlib.compress(snapshot, 6)).decode()
-            # The empty chunk says who wrote it, and keeps the count.
+            # The empty chunk names the writer and keeps the count.
             mark = f"{TAIL}{self._next:06d}-{self._writer}"
             await self._write({SNAPSHOT: value, mark: ""})
             self._next += 1
@@ -120,11 +120,11 @@ class ConfigMapJournal:
         size = sum(len(key) + len(value) * 3 // 4 for key, value in after.items())
         if size > MAX_BYTES:
             raise JournalError(
-                f"job {self._owner.key}: its journal needs {size} bytes; a ConfigMap holds "
+                f"job {self._owner.key}: the journal needs {size} bytes; a ConfigMap holds "
                 f"{MAX_BYTES}; training goes on without a controller"
             )
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + PATIENCE_S
+        give_up = loop.time() + RETRY_TIMEOUT_S
         pauses = Backoff(longest_s=5.0)
         while True:
             try:
@@ -147,20 +147,18 @@ class ConfigMapJournal:
         try:
             written = await self._cluster.replace(CONFIG_MAPS, namespace, document)
         except NotFound:
-            # Somebody has deleted it. All that was in it is here.
-            log.warning(
-                "journal of %s: its ConfigMap was deleted; writing it anew",
-                self._owner.key,
-                extra={"job": self._owner.key},
-            )
+            # A user has deleted it; this controller has all of its content.
+            key = self._owner.key
+            text = "journal of %s: the ConfigMap was deleted; it is created again"
+            log.warning(text, key, extra={"job": key})
             written = await self._create(after)
         except Conflict:
             written = await self._cluster.get(CONFIG_MAPS, namespace, self._name)
             data = written.get("binaryData") or {}
-            # Ours, if the answer to an earlier attempt was lost; or only a label was edited.
+            # Our own write, if the answer to an earlier attempt was lost, or an edited label.
             if _writer(written) != self._writer or data not in (after, self._data):
                 raise JournalLost(
-                    f"job {self._owner.key}: another controller writes its journal; this one "
+                    f"job {self._owner.key}: another controller writes the journal; this one "
                     f"stands down"
                 ) from None
             self._version = str(written["metadata"]["resourceVersion"])
@@ -178,12 +176,12 @@ class ConfigMapJournal:
             )
         except Conflict:
             raise JournalLost(
-                f"job {self._owner.key}: another controller has its journal"
+                f"job {self._owner.key}: another controller writes the journal"
             ) from None
 
     def _failed(self, error: ApiError) -> JournalError:
         return JournalError(
-            f"job {self._owner.key}: its journal cannot be written ({error}); training goes on "
+            f"job {self._owner.key}: the journal cannot be written ({error}); training goes on "
             f"without a controller"
         )
 
@@ -204,13 +202,17 @@ def journal_document(owner: Owner, writer: str, data: dict[str, str]) -> Documen
 
 
 async def open_journal(
-    cluster: KubeClient, owner: Owner, *, fresh: bool = False
+    cluster: KubeClient,
+    owner: Owner,
+    *,
+    fresh: bool = False,
+    compact_at_bytes: int = COMPACT_AT_BYTES,
 ) -> ConfigMapJournal:
-    """The journal of a job, made if there is none. `fresh`: most likely there is none yet, so it
-    is not asked for before.
+    """The journal of a job, created if there is none. `fresh`: most likely there is none yet, so
+    it is created without looking for it.
 
-    Taking it over touches it, so that a controller that still believes in itself fails at its next
-    write. Raises JournalError, JournalLost and the errors of the API.
+    Opening claims the journal with a write, so that the next write of a controller that is still
+    running fails. Raises JournalError, JournalLost and ApiError.
     """
     name, writer = names.journal_name(owner.name), secrets.token_hex(4)
     found = None if fresh else await cluster.find(CONFIG_MAPS, owner.namespace, name)
@@ -218,12 +220,12 @@ async def open_journal(
         document = journal_document(owner, writer, {})
         try:
             created = await cluster.create(CONFIG_MAPS, owner.namespace, document)
-            return ConfigMapJournal(cluster, owner, created)
+            return ConfigMapJournal(cluster, owner, created, compact_at_bytes)
         except Conflict:
             if not fresh:
                 raise
             found = await cluster.get(CONFIG_MAPS, owner.namespace, name)
-    if not _owned(found, owner):
+    if not is_owned(found, owner):
         raise JournalError(
             f"ConfigMap {owner.namespace}/{name}: belongs to an earlier job of this name, which is "
             f"being deleted; the job starts when it is gone"
@@ -233,11 +235,12 @@ async def open_journal(
     try:
         touched = await cluster.replace(CONFIG_MAPS, owner.namespace, claim)
     except Conflict:
-        raise JournalLost(f"job {owner.key}: another controller writes its journal") from None
-    return ConfigMapJournal(cluster, owner, touched)
+        raise JournalLost(f"job {owner.key}: another controller writes the journal") from None
+    return ConfigMapJournal(cluster, owner, touched, compact_at_bytes)
 
 
-def _owned(document: Document, owner: Owner) -> bool:
+def is_owned(document: Document, owner: Owner) -> bool:
+    """The object belongs to this job and not to an earlier one of the same name."""
     references = document["metadata"].get("ownerReferences") or ()
     return any(one.get("uid") == owner.uid for one in references)
 
@@ -247,6 +250,6 @@ def _writer(document: Document) -> str:
 
 
 def _number(key: str) -> int:
-    """Of a chunk."""
+    """The number of a chunk; 0 for anything else."""
     part = key.removeprefix(TAIL).partition("-")[0]
     return int(part) if key.startswith(TAIL) and part.isdigit() else 0

@@ -1,7 +1,5 @@
-"""Which TrainingJobs there are, and that each is looked after while we lead.
-
-Owns: the watch on TrainingJobs, one task per job, and what all jobs share: the watch on pods, the
-agents' endpoint. Must not: know what happens within a job.
+"""Runs one reconciler per TrainingJob while this replica leads, and what all of them share: the
+informers of TrainingJobs, pods and nodes, and the server that agents connect to.
 """
 
 from __future__ import annotations
@@ -9,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
@@ -19,111 +16,112 @@ from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.backends.kubernetes.queues.finalizers import Finalizers
-from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.informer import Change, Informer, Key, key_of
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 
 from .reconciler import JobReconciler, ReconcilerContext
 
-LET_GO_S = 30.0
-"""A replica that stands down has to be rid of its jobs, or it never leads again: where a library
-has swallowed the cancellation, it is said again."""
+CANCEL_AGAIN_S = 30.0
+"""A replica that stands down cannot lead again before all its reconcilers have ended. A task whose
+cancellation was swallowed by a library is cancelled again."""
 
-Document = dict[str, Any]
 log = logging.getLogger("holdfast.operator")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a person tells the operator."""
+    """Command-line options of the operator."""
 
     pods: PodSettings
     namespaces: tuple[str, ...] = ()
-    """Whose jobs; empty: all."""
+    """Empty: all."""
     listen_address: str = ""
     """Empty: all addresses of this pod, IPv4 and IPv6."""
     listen_port: int = 7077
 
 
 class Manager:
-    """While we lead. `run()` until cancelled; then every job is let go, and trains on."""
+    """Of one term as leader. `run()` until cancelled; training then goes on without controllers."""
 
     def __init__(self, cluster: KubeClient, options: Options) -> None:
         self._options = options
         namespaces = options.namespaces or ("",)
-        self.endpoint = AgentServer()
-        self.pod_informer = PodInformer(cluster, namespaces)
-        places = NodeInformer(cluster)
+        self._agent_server = AgentServer()
+        self._pod_informer = PodInformer(cluster, namespaces)
+        nodes = NodeInformer(cluster)
         self._finalizers = Finalizers(cluster)
-        self._abandoned = OrphanPods(cluster, places)
-        self.pod_informer.handlers += [
+        self._orphan_pods = OrphanPods(cluster, nodes)
+        self._pod_informer.handlers += [
             self._finalizers.on_pod_change,
-            self._abandoned.on_pod_change,
+            self._orphan_pods.on_pod_change,
         ]
-        self.context = ReconcilerContext(
-            OperatorContext(cluster, self.pod_informer, places, GangArbiter(), options.pods),
-            self.endpoint,
+        self._context = ReconcilerContext(
+            OperatorContext(cluster, self._pod_informer, nodes, GangArbiter(), options.pods),
+            self._agent_server,
         )
-        self.mirrors = [
+        self._informers = [
             Informer(cluster, JOBS, self._changed, namespace=namespace, trim=_trim)
             for namespace in namespaces
         ]
         self.jobs: dict[Key, JobReconciler] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._ending: dict[Key, asyncio.Task[None]] = {}
-        """Jobs that were deleted and still let go of things."""
+        """Reconcilers of deleted jobs that have not ended yet."""
 
     @property
-    def ready(self) -> str:
-        """Why not; empty: it is."""
-        for mirror in (*self.mirrors, *self.pod_informer.informers):
-            if mirror.problem:
-                return mirror.problem
-            if not mirror.synced.is_set():
-                return "the first lists are not there yet"
+    def not_ready(self) -> str:
+        """Why it is not ready; empty: it is."""
+        for informer in (*self._informers, *self._pod_informer.informers):
+            if informer.problem:
+                return informer.problem
+            if not informer.synced.is_set():
+                return "the informers have not synced yet"
         return ""
 
     async def run(self) -> None:
-        """Raises UserError when the agents' port cannot be had."""
-        await self.endpoint.open(self._options.listen_address, self._options.listen_port, tls=True)
-        log.info("agents dial in at port %d", self.endpoint.port)
-        work = [self.pod_informer.run(), *(mirror.run() for mirror in self.mirrors)]
+        """Raises UserError when the port for agents cannot be opened."""
+        await self._agent_server.open(
+            self._options.listen_address, self._options.listen_port, tls=True
+        )
+        log.info("listening for agents at port %d", self._agent_server.port)
         try:
             async with asyncio.TaskGroup() as group:
-                for one in work:
-                    group.create_task(one)
+                group.create_task(self._pod_informer.run())
+                for informer in self._informers:
+                    group.create_task(informer.run())
         finally:
-            await self._let_go()
+            await self._close()
 
-    async def _let_go(self) -> None:
+    async def _close(self) -> None:
         self._finalizers.close()
-        self._abandoned.close()
+        self._orphan_pods.close()
         tasks = {*self._tasks.values(), *self._ending.values()}
         while tasks:
             for task in tasks:
                 task.cancel()
-            _done, tasks = await asyncio.wait(tasks, timeout=LET_GO_S)
+            _done, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
             if tasks:
-                log.error("%d jobs have not been let go; telling them again", len(tasks))
-        await self.endpoint.close()
+                log.error("%d reconcilers have not ended; cancelling them again", len(tasks))
+        await self._agent_server.close()
 
-    # -- the jobs ------------------------------------------------------------------------------
+    # -- jobs ----------------------------------------------------------------------------------
     def _changed(self, change: Change, document: Document) -> None:
         key = key_of(document)
         if change == "DELETED":
             self._end(key)
         elif document["metadata"].get("deletionTimestamp"):
-            # A finalizer of somebody else holds it: for us it is over.
+            # Another controller's finalizer delays the deletion; for us the job is gone.
             self._end(key)
         elif selection.has_other_manager(document):
             return
         elif key in self.jobs:
             self.jobs[key].update(document)
         else:
-            job = self.jobs[key] = JobReconciler(document, self.context)
-            attending = self._attend(key, job, self._ending.get(key))
-            self._tasks[key] = asyncio.get_running_loop().create_task(attending)
+            job = self.jobs[key] = JobReconciler(document, self._context)
+            running = self._reconcile(key, job, self._ending.get(key))
+            self._tasks[key] = asyncio.get_running_loop().create_task(running)
 
     def _end(self, key: Key) -> None:
         job = self.jobs.pop(key, None)
@@ -141,16 +139,16 @@ class Manager:
         if self._ending.get(key) is task:
             del self._ending[key]
 
-    async def _attend(
-        self, key: Key, job: JobReconciler, before: asyncio.Task[None] | None
+    async def _reconcile(
+        self, key: Key, job: JobReconciler, predecessor: asyncio.Task[None] | None
     ) -> None:
-        """`before`: one of the same name that was deleted; it goes first."""
-        if before is not None:
-            await asyncio.wait([before])
+        """`predecessor`: the reconciler of a deleted job of the same name; it has to end first."""
+        if predecessor is not None:
+            await asyncio.wait([predecessor])
         try:
             await job.run()
         except Exception:
-            log.exception("job %s/%s", *key, extra={"job": "/".join(key)})
+            log.exception("job %s/%s: internal error", *key, extra={"job": "/".join(key)})
 
 
 def _trim(document: Document) -> Document:

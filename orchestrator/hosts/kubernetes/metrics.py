@@ -1,8 +1,4 @@
-"""All jobs' metrics in one exposition, with the operator's own.
-
-Adds the namespace to the metrics of runtime/observe/prometheus.py, and defines the operator's own.
-Must not: compute a number.
-"""
+"""The metrics of all jobs of an operator, with the label `namespace`, and the operator's own."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ Name = tuple[str, str]
 
 
 class OperatorState(NamedTuple):
-    """What a scrape says; taken at once, told in a thread."""
+    """The input of one scrape: collected in the event loop, rendered in a thread."""
 
     leading: bool
     requests: Mapping[tuple[str, str], int]
@@ -42,12 +38,12 @@ class OperatorState(NamedTuple):
     views: Mapping[Name, JobView]
     """Of the jobs that have a controller here."""
     states: Mapping[Name, JobPhase]
-    """Of the others whose objects there are: ended, refused, held, or not taken up yet."""
+    """Of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
 
 
 @dataclass(frozen=True)
-class Own:
-    """One metric that is not of a job."""
+class OperatorMetric:
+    """One metric of the operator itself."""
 
     name: str
     kind: Kind
@@ -56,48 +52,65 @@ class Own:
     labels: tuple[str, ...] = ()
 
 
-def _requests(facts: OperatorState) -> Iterator[Sample]:
-    for (verb, resource), count in sorted(facts.requests.items()):
+def _requests(state: OperatorState) -> Iterator[Sample]:
+    for (verb, resource), count in sorted(state.requests.items()):
         yield {"verb": verb, "resource": resource}, float(count)
 
 
-OWN: tuple[Own, ...] = (
-    Own("holdfast_build_info", "gauge", "Always 1.", lambda f: [(build_labels(), 1.0)],
-        ("version", "python")),
-    Own("holdfast_operator_leader", "gauge", "1 on the replica that leads, else 0.",
-        lambda f: [({}, float(f.leading))]),
-    Own("holdfast_operator_jobs", "gauge",
-        "Jobs with a controller in this replica; 0 on one that stands by.",
-        lambda f: [({}, float(len(f.views)))]),
-    Own("holdfast_operator_api_requests_total", "counter",
-        "Requests to the API server by verb and resource; a watch counts when it begins.",
-        _requests, ("verb", "resource")),
-)  # fmt: skip
-OF_JOBS = tuple(
-    spec for spec in METRICS if not spec.per_rank and spec.name not in {own.name for own in OWN}
+OPERATOR_METRICS: tuple[OperatorMetric, ...] = (
+    OperatorMetric(
+        "holdfast_build_info",
+        "gauge",
+        "Always 1.",
+        lambda state: [(build_labels(), 1.0)],
+        ("version", "python"),
+    ),
+    OperatorMetric(
+        "holdfast_operator_leader",
+        "gauge",
+        "1 on the replica that leads, else 0.",
+        lambda state: [({}, float(state.leading))],
+    ),
+    OperatorMetric(
+        "holdfast_operator_jobs",
+        "gauge",
+        "Jobs with a controller in this replica; 0 on a standby replica.",
+        lambda state: [({}, float(len(state.views)))],
+    ),
+    OperatorMetric(
+        "holdfast_operator_api_requests_total",
+        "counter",
+        "Requests to the API server by verb and resource; a watch counts when it starts.",
+        _requests,
+        ("verb", "resource"),
+    ),
+)
+_OPERATOR_NAMES = {metric.name for metric in OPERATOR_METRICS}
+JOB_METRICS = tuple(
+    spec for spec in METRICS if not spec.per_rank and spec.name not in _OPERATOR_NAMES
 )
 STATE = "holdfast_job_state"
-"""Also of a job without a controller, in one series: that of the state that it is in. So an alert
-finds it, and thousands of objects that nobody deletes cost little."""
+"""A job without a controller has this metric only, in the one series of its state. So alerts find
+the job, and thousands of objects that are never deleted cost little."""
 
 
 class OperatorCollector(Collector):
     """One scrape."""
 
-    def __init__(self, facts: OperatorState) -> None:
-        self._facts = facts
+    def __init__(self, state: OperatorState) -> None:
+        self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        for own in OWN:
-            make = CounterMetricFamily if own.kind == "counter" else GaugeMetricFamily
-            family = make(own.name, own.help, labels=own.labels)
-            for values, number in own.samples(self._facts):
-                family.add_metric([values[name] for name in own.labels], number)
+        for one in OPERATOR_METRICS:
+            make = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
+            family = make(one.name, one.help, labels=one.labels)
+            for values, number in one.samples(self._state):
+                family.add_metric([values[name] for name in one.labels], number)
             yield family
-        for spec in OF_JOBS:
-            metric = _family(spec, self._facts.views)
+        for spec in JOB_METRICS:
+            metric = _family(spec, self._state.views)
             if spec.name == STATE:
-                for (namespace, job), state in self._facts.states.items():
+                for (namespace, job), state in self._state.states.items():
                     labels = {"namespace": namespace, "job": job, "state": state}
                     metric.add_sample(STATE, labels, 1.0)
             yield metric
@@ -121,8 +134,8 @@ def _family(spec: Family, views: Mapping[Name, JobView]) -> Metric:
     return family
 
 
-def exposition(facts: OperatorState) -> bytes:
-    """The page. For a thousand jobs it takes a second of a core: not in the event loop."""
+def exposition(state: OperatorState) -> bytes:
+    """The text of a scrape. A thousand jobs take a second of a core: not for the event loop."""
     registry = CollectorRegistry()
-    registry.register(OperatorCollector(facts))
+    registry.register(OperatorCollector(state))
     return generate_latest(registry)

@@ -1,66 +1,88 @@
-"""One TrainingJob object, as long as this operator looks after it.
+"""The reconciler of one TrainingJob object: validates it, runs its controller (a JobRuntime), and
+deletes it when its time to live is over.
 
-Owns: the order of its life: valid? held? then Secret, journal, controller (an Assembly) and pods;
-its wishes (wishes.py) and what is written into it (reporting.py); its end. Must not: decide
-anything about the training; the core does.
-
-There is no finalizer: pods, Secret and journal are owned by the object and go with it, and what
-lies outside the cluster, its checkpoints, must stay. A finalizer would keep objects and namespaces
-from going away whenever no operator runs. Who wants a last checkpoint suspends or cancels first.
+There is no finalizer. Pods, Secret and journal are owned by the object and are deleted with it;
+checkpoints outside of the cluster must stay. A finalizer would block the deletion of objects and
+namespaces whenever no operator runs. Deleting the object therefore takes no final checkpoint:
+suspend or cancel first if you need one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ensure_keys
 from holdfast.orchestrator.backends.kubernetes.pods import LOGS, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
-from holdfast.orchestrator.core.events import PreemptionNoticed
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.events import JobSubmitted, PreemptionNoticed
+from holdfast.orchestrator.core.journal import Journal
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
-from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.errors import PODS, ApiError, Invalid
-from holdfast.orchestrator.kube.event_recorder import EventRecorder
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, PODS, ApiError, Invalid
+from holdfast.orchestrator.kube.event_recorder import EventRecorder, Severity
 from holdfast.orchestrator.kube.informer import Backoff
-from holdfast.orchestrator.kube.names import new_node_name, tls_name
+from holdfast.orchestrator.kube.names import Owner, journal_name, new_node_name, tls_name
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.tls import server_context_from_pem
+from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.agent_server import AgentServer
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
+from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once, storage_of
+from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import SerialExecutor
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
-from .configmap_journal import open_journal
-from .event_diff import new_events
-from .prior_status import PriorStatus, job_in, place_in
+from .configmap_journal import COMPACT_AT_BYTES, is_owned, open_journal
 from .spec import checkpoint_path, owner_of, read_job
-from .spec_sync import SpecSync, held
-from .status import TAKING_UP, About, ConditionState, state_of, status_of, status_without_controller
-from .status_writer import StatusWriter
-from .storage_access import JobStorage
-from .ttl import ended_s, expire, is_finished
-
-Document = dict[str, Any]
-RETRY_MIN_S = 1.0
-RETRY_MAX_S = 60.0
+from .spec_sync import SpecSync, suspended_before_start
+from .status import (
+    ACCEPTED,
+    FINISHED,
+    ConditionState,
+    StatusContext,
+    state_of,
+    status_of,
+    status_without_controller,
+)
+from .status_writer import StatusWriter, new_events
 
 log = logging.getLogger("holdfast.operator")
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Pauses and bounds of a reconciler."""
+
+    retry_min_s: float = 1.0
+    retry_max_s: float = 60.0
+    storage_notice_s: float = 30.0
+    """After so long the status reports that the job waits for its storage. A takeover waits less
+    long (job_runtime.py)."""
+    storage_timeout_s: float = 600.0
+    """Longer than storage drivers retry: their errors say best why there is no answer."""
+
+
 @dataclass
 class ReconcilerContext:
-    """What all jobs of an operator share."""
+    """What all reconcilers of an operator share."""
 
     shared: OperatorContext
-    endpoint: AgentServer
+    agent_server: AgentServer
+    timing: Timing = field(default_factory=Timing)
+    journal_compact_at_bytes: int = COMPACT_AT_BYTES
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(32))
-    """So many jobs are taken up at once: a restart with a thousand of them is no storm."""
+    """Bounds how many jobs are set up at once, so that the restart of an operator with a thousand
+    jobs does not flood the API server."""
 
     @property
     def cluster(self) -> KubeClient:
@@ -75,26 +97,25 @@ class JobReconciler:
         self._document, self._context = document, context
         self._changed = asyncio.Event()
         self._clock = Clock()
-        self._past = PriorStatus(document)
-        self._assembly: JobRuntime | None = None
+        self._prior = PriorStatus(document)
+        self._runtime: JobRuntime | None = None
         self._backend: KubernetesBackend | None = None
-        self._wishes: SpecSync | None = None
+        self._spec_sync: SpecSync | None = None
         self._keys: TlsKeyPair | None = None
-        self._store = JobStorage(self.owner, self._say)
-        self._secret_seen = False
-        self._told: JobView | None = None
-        self._final: JobView | None = None
-        self._labelled = 0
+        self._storage = JobStorage(self.owner, context, self._report)
+        self._secret_checked = False
+        self._reported_view: JobView | None = None
+        self._final_view: JobView | None = None
+        self._labelled_generation = 0
         self._deleted = False
-        self._seen: tuple[Any, ...] = ()
-        self._verdict = TAKING_UP
-        self._remark: tuple[str, str] | None = None
+        self._last_progress: tuple[Any, ...] = ()
+        self._condition = ACCEPTED
+        self._secret_problem: tuple[str, str] | None = None
         self.events = EventRecorder(context.cluster, self.owner)
-        before = document.get("status") or {}
-        self.reporter = StatusWriter(
+        self._status_writer = StatusWriter(
             context.cluster,
             self.owner,
-            before,
+            document.get("status") or {},
             self._status,
             lambda text: self.events.record("Warning", "StatusNotWritten", text),
         )
@@ -102,184 +123,204 @@ class JobReconciler:
     @property
     def view(self) -> JobView | None:
         """None: no controller runs."""
-        return self._assembly.view() if self._assembly is not None else None
+        return self._runtime.view() if self._runtime is not None else None
 
     @property
     def state(self) -> JobPhase:
-        """Also where no controller runs."""
-        view = self.view or self._final
-        return view.state if view is not None else state_of(self._document, self._verdict)
+        """The phase, also of a job without a controller."""
+        view = self.view or self._final_view
+        return view.state if view is not None else state_of(self._document, self._condition)
 
     def update(self, document: Document) -> None:
         old, self._document = self._document, document
-        self.reporter.seen(document)
+        self._status_writer.observe(document)
         # Each status that we write comes back as a change, too.
-        if _wishes_of(old) != _wishes_of(document):
+        if _spec_version(old) != _spec_version(document):
             self._changed.set()
 
     def deleted(self) -> None:
-        """Its object is gone, and its pods are going: agents need not hand anything over. `run` is
-        cancelled next."""
+        """The object is gone and its pods are being deleted, so agents shut down without handing
+        anything over. `run` is cancelled next."""
         self._deleted = True
 
-    # -- its life ------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------
     async def run(self) -> None:
-        """Until nothing is left to do for it. Being cancelled, it lets go: training goes on."""
+        """Until nothing is left to do for the job. Cancelling it leaves training alone."""
         if not is_finished(self._document):
-            await self._train()
-        over_s = ended_s(self._document, self._final, self._clock.now_ns())
-        await expire(
-            self._context.cluster, self.owner, lambda: self._document, self._changed, over_s,
-            self._clock, lambda text: self.events.record("Warning", "NotDeleted", text),
-        )  # fmt: skip
+            await self._run_until_finished()
+        ended = ended_s(self._document, self._final_view, self._clock.now_ns())
+        await self._delete_after_ttl(ended)
 
-    async def _train(self) -> None:
-        """Until it has ended, and its last status is written."""
-        reporting = asyncio.create_task(self.reporter.run())
-        pauses = Backoff(RETRY_MIN_S, RETRY_MAX_S)
+    async def _run_until_finished(self) -> None:
+        """Until the job has ended and its last status is written."""
+        writing = asyncio.create_task(self._status_writer.run())
+        pauses = self._retries()
         try:
             while not await self._attempt(pauses):
                 await asyncio.sleep(pauses.next_s())
-            await self._last_words()
+            await self._write_final_status()
         finally:
-            reporting.cancel()
-            await asyncio.wait([reporting])
+            writing.cancel()
+            await asyncio.wait([writing])
+
+    def _retries(self) -> Backoff:
+        return Backoff(self._context.timing.retry_min_s, self._context.timing.retry_max_s)
 
     async def _attempt(self, pauses: Backoff) -> bool:
-        """Whether the job has ended. What went wrong is said in its conditions."""
+        """Returns whether the job has ended. Errors become conditions."""
         try:
-            return await self._live(pauses)
+            return await self._host_controller(pauses)
         except SpecError as error:
-            lines = "; ".join(str(problem) for problem in error.problems)
-            await self._wait_for_change(ConditionState("failed", "InvalidSpec", lines))
+            await self._wait_for_change(ConditionState("failed", "InvalidSpec", _lines(error)))
             pauses.reset()
         except (Invalid, UserError) as error:
-            # What the user has to change, and cannot without a new object or another place.
-            self._say(ConditionState("failed", "Refused", str(error)))
+            # The user has to change something that may lie outside of this object.
+            self._report(ConditionState("failed", "Refused", str(error)))
         except HoldfastError as error:
-            self._say(ConditionState("pending", "OperatorWaits", f"{error}; trying again"))
+            self._report(ConditionState("pending", "OperatorWaits", f"{error}; trying again"))
         except Exception as error:
-            log.exception("job %s: an error of ours", self.owner.key, extra={"job": self.owner.key})
+            log.exception("job %s: internal error", self.owner.key, extra={"job": self.owner.key})
             text = f"{type(error).__name__}: {error}; training goes on; trying again"
-            self._say(ConditionState("pending", "OperatorError", text))
+            self._report(ConditionState("pending", "OperatorError", text))
         return False
 
-    def _say(self, verdict: ConditionState) -> None:
-        self._verdict = verdict
-        self.events.record("Warning", verdict.reason, verdict.message)
-        self.reporter.dirty(urgent=True)
+    def _report(self, condition: ConditionState) -> None:
+        self._condition = condition
+        self.events.record("Warning", condition.reason, condition.message)
+        self._status_writer.mark_dirty(urgent=True)
 
-    async def _wait_for_change(self, verdict: ConditionState) -> None:
-        """Nothing can be done until somebody edits the object."""
-        if verdict != self._verdict:
-            self._verdict = verdict
-            bad = verdict.state == "failed"
-            self.events.record("Warning" if bad else "Normal", verdict.reason, verdict.message)
-        self.reporter.dirty(urgent=True)
+    async def _wait_for_change(self, condition: ConditionState) -> None:
+        """Until a user edits the object."""
+        if condition != self._condition:
+            self._condition = condition
+            severity: Severity = "Warning" if condition.state == "failed" else "Normal"
+            self.events.record(severity, condition.reason, condition.message)
+        self._status_writer.mark_dirty(urgent=True)
         await self._changed.wait()
 
-    async def _live(self, pauses: Backoff) -> bool:
-        """Take the job up, wherever it is; True when it has ended."""
-        cluster, past, pods = self._context.cluster, self._past, self._context.shared.settings
-        self._changed.clear()  # before the object is read: what is edited from here on is another
-        try:
-            job = read_job(self._document, pods, past.place)
-        except SpecError:
-            # One that trains goes on as it was; wishes.py says what is wrong now.
-            begun = await past.look(cluster, self.owner)
-            old = await open_journal(cluster, self.owner) if begun else None
-            was = job_in(old) if old is not None else None
-            if was is None:
-                raise
-            job = was
-        if job.spec.suspend and not await past.look(cluster, self.owner):
-            await self._wait_for_change(held(self._document))
+    async def _host_controller(self, pauses: Backoff) -> bool:
+        """Start or take over the job's controller and run it. Returns whether the job has ended."""
+        self._changed.clear()  # before the object is read, so that a later edit is not missed
+        job = await self._read_job()
+        if job.spec.suspend and not await self._prior.look_up(self._context.cluster, self.owner):
+            await self._wait_for_change(suspended_before_start(self._document))
             return False
         async with self._context.starting:
-            new = not past.begun and self._keys is None
-            keys, made = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
-            self._secret_seen = True
-            journal = await open_journal(cluster, self.owner, fresh=new)
-            fresh = not journal.records and journal.snapshot is None
-            if fresh:
-                await self._check_pod(job)
-            elif made and self._keys is None:
-                self._remark = (
-                    "SecretReplaced",
-                    "its Secret was gone and a new one was made: agents that still run cannot be "
-                    "spoken to any more and are replaced",
-                )
-                self.events.record("Warning", *self._remark)
-            self._keys = keys
-            path = checkpoint_path(job, pods, place_in(journal) or past.place)
-            assembly = self._assemble(job, keys, path)
+            new = not self._prior.started and self._keys is None
+            fresh, journal = await self._open_journal(job, new)
+            path = checkpoint_path(
+                job,
+                self._context.shared.settings,
+                checkpoint_path_in(journal) or self._prior.checkpoint_path,
+            )
+            runtime = self._create_runtime(job, path)
         try:
-            await (
-                self._context.shared.pod_informer.synced()
-            )  # the backend needs it, and no store is to blame
-            # Not among those that are starting: one store that does not answer is nobody else's.
-            await self._store.prepare(assembly, path, fresh=fresh)
-            await assembly.begin(journal)
+            # The backend needs the pods; waiting here keeps the storage from being blamed for it.
+            await self._context.shared.pod_informer.synced()
+            # Outside of `starting`: storage that does not answer must not hold up other jobs.
+            await self._storage.prepare(runtime, path, fresh=fresh)
+            await runtime.begin(journal)
         except BaseException:
-            await assembly.close()
+            await runtime.close()
             raise
-        past.begun, past.place = True, path
-        self._assembly = assembly
+        self._prior.started, self._prior.checkpoint_path = True, path
+        self._runtime = runtime
         pauses.reset()
         try:
-            await self._attend(assembly)
+            await self._run_controller(runtime)
         finally:
-            self._assembly, self._wishes = None, None
+            self._runtime, self._spec_sync = None, None
             if self._deleted:
-                for link in assembly.links.values():
+                for link in runtime.links.values():
                     link.send(wire.Shutdown(detail="the job was deleted"))
-            await assembly.close()
-        state = assembly.driver.controller.state
-        self._final = assembly.view(live=False) if state.terminal else None
+            await runtime.close()
+        state = runtime.driver.controller.state
+        self._final_view = runtime.view(live=False) if state.terminal else None
         return state.terminal
 
-    async def _attend(self, assembly: JobRuntime) -> None:
-        """While it runs: carry wishes to it."""
-        self._wishes = SpecSync(self.owner, self._context.cluster, assembly, self.events)
-        running = asyncio.create_task(assembly.run())
-        wishing = asyncio.create_task(self._follow(self._wishes))
+    async def _read_job(self) -> TrainingJob:
+        """The job of the object or, where the object has become invalid since the job started, the
+        job of the journal: training goes on with it and spec_sync.py reports the problem."""
         try:
-            await asyncio.wait([running, wishing], return_when=asyncio.FIRST_COMPLETED)
+            return self._valid_job()
+        except SpecError:
+            started = await self._prior.look_up(self._context.cluster, self.owner)
+            old = await open_journal(self._context.cluster, self.owner) if started else None
+            job = job_in(old) if old is not None else None
+            if job is None:
+                raise
+            return job
+
+    def _valid_job(self) -> TrainingJob:
+        settings = self._context.shared.settings
+        return read_job(self._document, settings, self._prior.checkpoint_path)
+
+    async def _open_journal(self, job: TrainingJob, new: bool) -> tuple[bool, Journal]:
+        """The Secret and the journal of the job, made where they are missing. Returns whether the
+        job has never run, and the journal. `new`: most likely there are none yet."""
+        cluster = self._context.cluster
+        keys, made = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
+        self._secret_checked = True
+        journal = await open_journal(
+            cluster,
+            self.owner,
+            fresh=new,
+            compact_at_bytes=self._context.journal_compact_at_bytes,
+        )
+        fresh = not journal.records and journal.snapshot is None
+        if fresh:
+            await self._check_pod(job)
+        elif made and self._keys is None:
+            self._secret_problem = (
+                "SecretReplaced",
+                "the job's Secret was missing and a new one was created; agents that still run "
+                "cannot connect with the old one and are replaced",
+            )
+            self.events.record("Warning", *self._secret_problem)
+        self._keys = keys
+        return fresh, journal
+
+    async def _run_controller(self, runtime: JobRuntime) -> None:
+        """Until the controller ends; meanwhile edits of the object become requests to it."""
+        self._spec_sync = SpecSync(self.owner, self._context.cluster, runtime, self.events)
+        running = asyncio.create_task(runtime.run())
+        syncing = asyncio.create_task(self._follow_spec(self._spec_sync))
+        try:
+            await asyncio.wait([running, syncing], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            running.cancel()  # when we are told to let go, nothing may hold us up
-            wishing.cancel()
-            await asyncio.wait([wishing, running])
-        if not wishing.cancelled() and wishing.exception() is not None:
-            raise wishing.exception() or AssertionError
+            running.cancel()  # a cancelled reconciler must end without delay
+            syncing.cancel()
+            await asyncio.wait([syncing, running])
+        if not syncing.cancelled() and syncing.exception() is not None:
+            raise syncing.exception() or AssertionError
         running.result()
 
-    async def _follow(self, wishes: SpecSync) -> None:
+    async def _follow_spec(self, sync: SpecSync) -> None:
         while True:
             self._changed.clear()
             try:
-                job = read_job(self._document, self._context.shared.settings, self._past.place)
+                job = self._valid_job()
                 if self._backend is not None:
                     await self._backend.follow(job)
-                await wishes.follow(self._document, job)
+                await sync.apply(self._document, job)
             except SpecError as error:
-                # It was valid when it started; the job goes on as it was.
-                lines = "; ".join(str(problem) for problem in error.problems)
-                wishes.refuse(self._document, lines)
+                sync.reject(self._document, _lines(error))
             except ApiError as error:
-                log.warning("a wish has to wait: %s", error, extra={"job": self.owner.key})
-                await asyncio.sleep(RETRY_MIN_S)
+                log.warning("the spec is applied later: %s", error, extra={"job": self.owner.key})
+                await asyncio.sleep(self._context.timing.retry_min_s)
                 continue
-            self.reporter.dirty(urgent=True)  # of what is wanted, and of what was refused
+            self._status_writer.mark_dirty(urgent=True)  # desired nodes, refusals
             await self._changed.wait()
 
-    def _assemble(self, job: TrainingJob, keys: TlsKeyPair, path: str) -> JobRuntime:
+    def _create_runtime(self, job: TrainingJob, path: str) -> JobRuntime:
+        assert self._keys is not None
         self._backend = KubernetesBackend(
             job,
             self.owner,
             self._context.shared,
             created=str(self._document["metadata"].get("creationTimestamp", "")),
-            on_notice=self._noticed,
-            on_change=lambda: self.reporter.dirty(urgent=True),
+            on_notice=self._on_preemption_notice,
+            on_change=lambda: self._status_writer.mark_dirty(urgent=True),
             ensure_secret=self._ensure_secret,
         )
         return JobRuntime(
@@ -289,20 +330,20 @@ class JobReconciler:
             spec_directory="",
             checkpoint_path=path,
             log_directory=LOGS,
-            token=keys.token,
+            token=self._keys.token,
             backend=self._backend,
-            endpoint=self._context.endpoint,
-            storage=self._store.tier(job, path),
+            endpoint=self._context.agent_server,
+            storage=self._storage.store(job, path),
             tls_name=tls_name(self.owner.uid),
-            tls_context=server_context_from_pem(keys.certificate, keys.key),
+            tls_context=server_context_from_pem(self._keys.certificate, self._keys.key),
             clock=self._clock,
             on_change=self._on_change,
             on_note=lambda text: self.events.record("Warning", "Note", text),
         )
 
     async def _check_pod(self, job: TrainingJob) -> None:
-        """A pod that the API server would refuse is a mistake in the template, and a gang that the
-        cluster knows nothing of one in the spec. Raises Invalid, UserError."""
+        """Try a pod and its gang with the API server, to find mistakes in the pod template and
+        gangs that the cluster does not support. Raises Invalid, UserError."""
         node = new_node_name(self.owner.name)
         queue = Admission(job, self.owner, self._context.cluster)
         pod = pod_document(job, self.owner, self._context.shared.settings, node)
@@ -312,42 +353,45 @@ class JobReconciler:
         except Invalid as error:
             raise Invalid(f"spec.kubernetes.podTemplate: {error}", status=error.status) from None
         except ApiError as error:
-            # A quota may have room later; the backend says so when it asks in earnest.
-            log.info("a pod could not be tried: %s", error, extra={"job": self.owner.key})
+            # A quota may have room later; the backend reports it when it creates the pods.
+            log.info("the dry run of a pod failed: %s", error, extra={"job": self.owner.key})
         await queue.ensure(pod, {})
 
     async def _ensure_secret(self) -> None:
-        """Before pods are made; for the first ones it was just seen."""
-        if self._secret_seen:
-            self._secret_seen = False
+        """Called before pods are created. The first call is skipped: the Secret was just read."""
+        if self._secret_checked:
+            self._secret_checked = False
             return
         _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
         if made:
-            self.events.record("Warning", "SecretRestored", "its Secret was deleted; made again")
+            text = "the job's Secret was deleted and has been created again"
+            self.events.record("Warning", "SecretRestored", text)
 
-    def _noticed(self, node: str, detail: str) -> None:
-        if self._assembly is not None:
-            self._assembly.submit(PreemptionNoticed(node=node, detail=detail))
+    def _on_preemption_notice(self, node: str, detail: str) -> None:
+        if self._runtime is not None:
+            self._runtime.submit(PreemptionNoticed(node=node, detail=detail))
 
-    # -- what is to be seen --------------------------------------------------------------------
+    # -- status and Events ---------------------------------------------------------------------
     def _on_change(self) -> None:
-        """Called for every heartbeat: only what people wait for is worth a look at once."""
-        if self._assembly is None:
+        """Called for every heartbeat. Only changes that users wait for are written at once."""
+        if self._runtime is None:
             return
-        state = self._assembly.driver.controller.state
-        seen = (state.phase, state.generation, state.num_incidents, len(state.nodes))
-        urgent = seen != self._seen
-        self._seen = seen
+        state = self._runtime.driver.controller.state
+        progress = (state.phase, state.generation, state.num_incidents, len(state.nodes))
+        urgent = progress != self._last_progress
+        self._last_progress = progress
         if urgent:
-            self._tell(self._assembly.view())
-        self.reporter.dirty(urgent=urgent)
+            self._publish(self._runtime.view())
+        self._status_writer.mark_dirty(urgent=urgent)
 
-    def _tell(self, view: JobView) -> None:
-        for one in new_events(self._told, view):
-            self.events.record(*one)
-        self._told = view
-        if view.generation != self._labelled and view.state == "running" and self._backend:
-            self._labelled = view.generation
+    def _publish(self, view: JobView) -> None:
+        """Record Events, and label the pods of a new generation."""
+        for one in new_events(self._reported_view, view):
+            self.events.record(one.severity, one.reason, one.message, one.annotations)
+        self._reported_view = view
+        new_generation = view.generation != self._labelled_generation
+        if new_generation and view.state == "running" and self._backend:
+            self._labelled_generation = view.generation
             ranks = {
                 node.name: min(worker.rank for worker in node.workers)
                 for node in view.nodes
@@ -356,44 +400,195 @@ class JobReconciler:
             self._backend.label(view.generation, ranks)
 
     def _status(self, before: Sequence[Document]) -> Document:
-        view = self.view or self._final
+        view, context = self.view or self._final_view, self._status_context()
         if view is None:
-            return status_without_controller(self._verdict, self._about(), before, self._past.told)
-        self._tell(view)
-        status = status_of(view, self._about(), before)
-        self._past.tell(status)
+            return status_without_controller(self._condition, context, before, self._prior.fields)
+        self._publish(view)
+        status = status_of(view, context, before)
+        self._prior.remember(status)
         return status
 
-    def _about(self) -> About:
-        troubles = [*(self._backend.problems() if self._backend is not None else ())]
-        found = [(one.code, one.text) for one in troubles]
-        if self._wishes is not None and self._wishes.refusal:
-            found.append(("Refused", self._wishes.refusal))
-        if self._remark is not None:
-            found.append(self._remark)
+    def _status_context(self) -> StatusContext:
+        problems = [*(self._backend.problems() if self._backend is not None else ())]
+        found = [(one.code, one.text) for one in problems]
+        if self._spec_sync is not None and self._spec_sync.refusal:
+            found.append(("Refused", self._spec_sync.refusal))
+        if self._secret_problem is not None:
+            found.append(self._secret_problem)
         spec = self._document.get("spec", {})
-        return About(
+        return StatusContext(
             name=self.owner.name,
             generation=int(self._document["metadata"]["generation"]),
             desired=int(spec.get("nodes", {}).get("max", 1)),
             now_ns=self._clock.now_ns(),
-            troubles=tuple(found),
+            problems=tuple(found),
         )
 
-    # -- its end -------------------------------------------------------------------------------
-    async def _last_words(self) -> None:
-        """The final status is written, however long the API server takes."""
+    async def _write_final_status(self) -> None:
+        """Retries until the API server accepts it."""
         pauses = Backoff(0.5, 30.0)
         while True:
             try:
-                await self.reporter.write()
+                await self._status_writer.write()
                 await self.events.flush()
                 return
             except ApiError as error:
-                log.warning("the final status: %s", error, extra={"job": self.owner.key})
+                key = self.owner.key
+                log.warning("the final status is not written: %s", error, extra={"job": key})
+                await asyncio.sleep(pauses.next_s())
+
+    # -- time to live --------------------------------------------------------------------------
+    async def _delete_after_ttl(self, ended: float) -> None:
+        """Delete the object, and with it everything that it owns, ttlSecondsAfterFinished after
+        `ended` (Unix time). The field may be set, changed or removed until then."""
+        pauses, problem = self._retries(), ""
+        while True:
+            self._changed.clear()
+            ttl_s = self._document.get("spec", {}).get("ttlSecondsAfterFinished")
+            now_s = self._clock.now_ns() / SECOND_NS
+            wait_s = None if ttl_s is None else ended + float(ttl_s) - now_s
+            if wait_s is None or wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
+                continue
+            owner = self.owner
+            try:
+                await self._context.cluster.delete(JOBS, owner.namespace, owner.name, uid=owner.uid)
+                log.info("deleted %g s after the job ended", ttl_s, extra={"job": owner.key})
+                return
+            except ApiError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    text = f"the job has expired and cannot be deleted: {error}; trying again"
+                    self.events.record("Warning", "NotDeleted", text)
                 await asyncio.sleep(pauses.next_s())
 
 
-def _wishes_of(document: Document) -> tuple[Any, Any]:
+def _spec_version(document: Document) -> tuple[Any, Any]:
+    """Changes with the spec and the annotations, but not with the status."""
     metadata = document["metadata"]
     return metadata["generation"], metadata.get("annotations")
+
+
+def _lines(error: SpecError) -> str:
+    return "; ".join(str(problem) for problem in error.problems)
+
+
+def is_finished(document: Document) -> bool:
+    """By the object's status, which only an operator writes."""
+    status = document.get("status") or {}
+    return status.get("state") in FINISHED and bool(status.get("completionTime"))
+
+
+def ended_s(document: Document, final: JobView | None, now_ns: int) -> float:
+    """When the job ended, as Unix time; now, where it is unknown."""
+    if final is not None and final.finished_ns is not None:
+        return final.finished_ns / SECOND_NS
+    text = (document.get("status") or {}).get("completionTime")
+    return datetime.datetime.fromisoformat(text).timestamp() if text else now_ns / SECOND_NS
+
+
+# -- takeover --------------------------------------------------------------------------------
+PRIOR_FIELDS = (
+    "jobId", "startTime", "generation", "step", "totalSteps", "loss", "restarts",
+    "restartsByClass", "goodput", "ledger", "memoryStep", "lastCheckpoint", "checkpointPath",
+    "storageProblem", "incidents", "traceback",
+)  # fmt: skip
+"""Fields of the status that describe the past. The others describe the present, which is unknown
+for a job without a controller."""
+
+
+class PriorStatus:
+    """What is known of a job before its controller runs. The operator never forgets that a job was
+    started: its pods may be training although no controller could be started, whatever the status
+    says by now."""
+
+    def __init__(self, document: Document) -> None:
+        """`document`: the object as this operator first sees it."""
+        self.started = False
+        """A controller has run the job, in this operator or an earlier one."""
+        self.checkpoint_path = ""
+        """Where the job's checkpoints are; empty: nowhere yet."""
+        self.fields: Document = {}
+        """What the last controller wrote, as fields of the status."""
+        status = document.get("status") or {}
+        if status.get("jobId"):
+            self.remember(status)
+
+    def remember(self, status: Document) -> None:
+        """A status that a controller has written."""
+        self.started = True
+        self.fields = {name: status[name] for name in PRIOR_FIELDS if name in status}
+        self.checkpoint_path = self.fields.get("checkpointPath", "")
+
+    async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
+        """Whether the job was started. Looks for a journal where no status shows it: the operator
+        may have ended before it wrote the first one. Raises ApiError."""
+        if not self.started:
+            found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
+            self.started = (
+                found is not None and is_owned(found, owner) and bool(found.get("binaryData"))
+            )
+        return self.started
+
+
+def job_in(journal: Journal) -> TrainingJob | None:
+    """The job as it was when the journal began or was last compacted; None: it never began."""
+    if journal.snapshot is not None:
+        state, _projection = snapshot.decode(journal.snapshot)
+        return state.job
+    event = _submitted(journal)
+    return job_from_mapping(event.spec) if event is not None else None
+
+
+def checkpoint_path_in(journal: Journal) -> str:
+    """Where the job's checkpoints have been from the start; empty: the journal has not begun, or
+    was written before this field existed."""
+    if journal.snapshot is not None:
+        return snapshot.checkpoint_path(journal.snapshot)
+    event = _submitted(journal)
+    return event.checkpoint_path if event is not None else ""
+
+
+def _submitted(journal: Journal) -> JobSubmitted | None:
+    events = (record.event for record in journal.records)
+    return next((event for event in events if isinstance(event, JobSubmitted)), None)
+
+
+# -- checkpoint storage ----------------------------------------------------------------------
+class JobStorage:
+    """The checkpoint storage of one job. Storage that does not answer holds up this job only."""
+
+    def __init__(
+        self, owner: Owner, context: ReconcilerContext, report: Callable[[ConditionState], None]
+    ) -> None:
+        """`report`: called when the job has to wait for its storage."""
+        self._owner, self._context, self._report = owner, context, report
+        self._executors: dict[str, SerialExecutor] = {}
+        """By path. The next attempt waits for a call that hangs: a job holds one thread, however
+        often it tries a path."""
+
+    def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
+        """The storage at a path. Raises as storage_of, here or at its first use."""
+        executor, key = self._executors.setdefault(path, SerialExecutor()), self._owner.key
+        if not connects_at_once(path):
+            # fsspec shares instances that one thread creates with the same options.
+            storage = storage_of(job, path, key)
+            return ThreadedCheckpointStore(lambda: storage, executor)
+        return ThreadedCheckpointStore(lambda: storage_of(job, path, key), executor)
+
+    async def prepare(self, runtime: JobRuntime, path: str, *, fresh: bool) -> None:
+        """`runtime.prepare` with a time limit. Raises what that raises, and HoldfastError."""
+        notice_s = self._context.timing.storage_notice_s
+        timeout_s = self._context.timing.storage_timeout_s
+        text = f"{path} has not answered for {notice_s:g} s; the job starts when it does"
+        waiting = ConditionState("pending", "WaitingForStorage", text)
+        notice = asyncio.get_running_loop().call_later(notice_s, self._report, waiting)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await runtime.prepare(fresh=fresh)
+        except TimeoutError:
+            raise HoldfastError(f"{path}: no answer within {timeout_s:g} s") from None
+        finally:
+            notice.cancel()

@@ -1,6 +1,5 @@
-"""The operator's process: stand by, lead, stand down.
-
-Owns: the order of these, the signals of the process and its log. Must not: know jobs.
+"""The operator's process: leader election, signals, the log, and the HTTP server of health checks
+and metrics.
 """
 
 from __future__ import annotations
@@ -12,14 +11,18 @@ import logging
 import signal
 import sys
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.leader_election import LEASE_S, LeaderElection, LeaseName
+from holdfast.orchestrator.runtime.agent_server import cannot_listen
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
-from .http_server import HttpServer
 from .manager import Manager, Options
 from .metrics import OperatorState, exposition
 
@@ -31,22 +34,22 @@ log = logging.getLogger("holdfast.operator")
 
 @dataclass(frozen=True)
 class OperatorProcess:
-    """Of this replica."""
+    """Options of this replica."""
 
     identity: str
     """Unique among the replicas: the pod's name."""
     lease_namespace: str = ""
-    """Empty: the one we run in."""
+    """Empty: the operator's own."""
     lease_name: str = LEASE_NAME
     lease_s: float = LEASE_S
     metrics_address: str = ""
     metrics_port: int = 8080
     context: str | None = None
-    """Of the kubeconfig, outside of a cluster."""
+    """Context of the kubeconfig, outside of a cluster."""
 
 
 async def run_operator(process: OperatorProcess, options: Options) -> None:
-    """Until a signal. Raises UserError for what cannot be as asked."""
+    """Until SIGTERM or SIGINT. Raises UserError for invalid options."""
     operator = Operator(process, options)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -57,7 +60,7 @@ async def run_operator(process: OperatorProcess, options: Options) -> None:
     await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not work.done():
-        log.info("told to stop; training goes on")
+        log.info("stopping on a signal; training goes on")
         work.cancel()
         await asyncio.wait([work])
     if not work.cancelled():
@@ -74,28 +77,30 @@ class Operator:
         self._clusters: tuple[KubeClient, ...] = ()
 
     async def run(self) -> None:
-        """Stand by, lead until cancelled; then let everything go."""
-        server, context = HttpServer(self._unready, self._metrics), self._process.context
-        # A lease that is renewed behind what a thousand jobs ask for is a lost one.
+        """Until cancelled."""
+        server, context = HttpServer(self._not_ready, self._metrics), self._process.context
+        # The lease has a client of its own: queued behind the requests of a thousand jobs, it
+        # would be renewed too late.
         async with (
             await KubeClient.connect(context) as cluster,
-            await KubeClient.connect(context) as own,
+            await KubeClient.connect(context) as lease_client,
         ):
-            self._clusters = (cluster, own)
+            self._clusters = (cluster, lease_client)
             await server.open(self._process.metrics_address, self._process.metrics_port)
             try:
-                await self._serve(cluster, own)
+                await self._serve(cluster, lease_client)
             finally:
                 await server.close()
 
-    async def _serve(self, cluster: KubeClient, own: KubeClient) -> None:
-        """Term after term. A replica that loses its lead forgets all it knew and stands by again:
-        to end instead would earn it the kubelet's growing pauses between restarts. `own`: the way
-        of the lease alone."""
+    async def _serve(self, cluster: KubeClient, lease_client: KubeClient) -> None:
+        """One term as leader after the other. A replica that loses the lease drops all its state
+        and stands by again; if it exited, the kubelet would delay each restart longer."""
         namespace = self._process.lease_namespace or cluster.namespace
         lease = LeaseName(namespace, self._process.lease_name)
         while True:
-            leader = LeaderElection(own, lease, self._process.identity, self._process.lease_s)
+            leader = LeaderElection(
+                lease_client, lease, self._process.identity, self._process.lease_s
+            )
             self.leader = leader
             log.info("standing by as %s", self._process.identity)
             await leader.acquire()
@@ -106,7 +111,7 @@ class Operator:
                 await leader.release()
 
     async def _lead(self, cluster: KubeClient, leader: LeaderElection) -> str:
-        """Until the lead is lost; returns why. Raises what the manager raises."""
+        """Until the lease is lost; returns why. Raises what the manager raises."""
         self.manager = Manager(cluster, self._options)
         managing = asyncio.create_task(self.manager.run())
         keeping = asyncio.create_task(leader.keep())
@@ -120,15 +125,16 @@ class Operator:
                 task.cancel()
             await asyncio.wait([managing, keeping])
 
-    # -- asked by the server -------------------------------------------------------------------
-    def _unready(self) -> str:
-        """A replica that stands by is ready when it could take over."""
+    # -- health and metrics --------------------------------------------------------------------
+    def _not_ready(self) -> str:
+        """Why this replica is not ready; empty: it is. A standby replica is ready when it could
+        take over."""
         if self.leader is None:
             return "starting"
-        return self.manager.ready if self.manager is not None else self.leader.problem
+        return self.manager.not_ready if self.manager is not None else self.leader.problem
 
     async def _metrics(self) -> bytes:
-        """Agents are heard between the views of two jobs."""
+        """Yields to the event loop between two jobs, so that agents do not wait."""
         views: dict[tuple[str, str], JobView] = {}
         states: dict[tuple[str, str], JobPhase] = {}
         jobs = list(self.manager.jobs.items()) if self.manager is not None else []
@@ -144,8 +150,49 @@ class Operator:
         return await asyncio.to_thread(exposition, OperatorState(leading, requests, views, states))
 
 
+class HttpServer:
+    """/healthz, /readyz and /metrics. Answers come from the event loop, so that an answer proves
+    that the loop is not blocked."""
+
+    def __init__(
+        self, not_ready: Callable[[], str], metrics: Callable[[], Awaitable[bytes]]
+    ) -> None:
+        """`not_ready`: why not; empty when ready. `metrics`: the text of a scrape."""
+        self._not_ready, self._metrics = not_ready, metrics
+        self._runner: web.AppRunner | None = None
+
+    async def open(self, address: str, port: int) -> None:
+        """Raises UserError when the port cannot be opened."""
+        application = web.Application()
+        application.router.add_get("/healthz", self._health)
+        application.router.add_get("/readyz", self._ready)
+        application.router.add_get("/metrics", self._scrape)
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, address or None, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise cannot_listen("--metrics-port", address, port, error) from None
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        problem = self._not_ready()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        body = await self._metrics()
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
 class JsonLines(logging.Formatter):
-    """One JSON document per line, as log collectors like it."""
+    """One JSON document per line, for log collectors."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)

@@ -1,18 +1,15 @@
-"""JobView <-> `.status` of a TrainingJob. Pure.
+"""Converts a JobView to the `.status` of a TrainingJob, and back for the command line. Pure.
 
-Owns: what goes into the status, the conditions, and reading it back for the command line. Must not:
-touch the API or read a clock.
-
-Conditions follow the API conventions: each is there from the first status on, `reason` is one
-CamelCase word, `message` a sentence. Ready and Progressing speak of now; Suspended, Succeeded and
-Failed are what `kubectl wait --for=condition=...` waits for.
+Conditions follow the API conventions: each exists from the first status on, `reason` is one
+CamelCase word, `message` a sentence. Ready and Progressing describe the present; Suspended,
+Succeeded and Failed are for `kubectl wait --for=condition=...`.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -24,27 +21,26 @@ from holdfast.orchestrator.api.v1alpha1.status import (
     NodesStatus,
     TrainingJobStatus,
 )
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, Incident, JobPhase, JobView
 
-NS = 1_000_000_000
 TRACEBACK_CHARACTERS = 4096
-"""The end of it, where the error stands; all of it is in the workers' logs."""
+"""The end of the traceback, which names the error. The workers' logs have all of it."""
 FINISHED = ("succeeded", "failed", "cancelled")
 BUSY = ("starting", "running", "recovering", "finishing", "suspending")
 
-Document = dict[str, Any]
 ConditionType = Literal["Ready", "Progressing", "Suspended", "Succeeded", "Failed"]
-_REASONS = {
-    "pending": "WaitingForNodes", "starting": "Starting", "running": "Running",
-    "recovering": "Recovering", "finishing": "Finishing", "suspending": "Suspending",
-    "suspended": "Suspended", "succeeded": "Succeeded", "failed": "Failed",
-    "cancelled": "Cancelled",
-}  # fmt: skip
+PHASE_REASONS: dict[JobPhase, str] = {
+    **{phase: phase.capitalize() for phase in get_args(JobPhase)},
+    "pending": "WaitingForNodes",
+}
 
 
 class ConditionState(NamedTuple):
-    """What is true of a job that no controller runs: its spec is wrong, it is held, and so on."""
+    """Phase, reason and message of all conditions. A job without a controller has one, too: its
+    spec is invalid, or it is suspended, for example."""
 
     state: JobPhase
     reason: str
@@ -52,29 +48,29 @@ class ConditionState(NamedTuple):
     message: str
 
 
-TAKING_UP = ConditionState("pending", "Accepted", "the operator is taking the job up")
+ACCEPTED = ConditionState("pending", "Accepted", "the operator is starting the job's controller")
 
 
-class About(NamedTuple):
-    """What the status says beside the view."""
+class StatusContext(NamedTuple):
+    """What a status holds besides the view."""
 
     name: str
     generation: int
-    """metadata.generation that this is about."""
+    """metadata.generation of the object."""
     desired: int
     now_ns: int
-    troubles: tuple[tuple[str, str], ...] = ()
+    problems: tuple[tuple[str, str], ...] = ()
     """(CamelCase reason, sentence): why pods do not start."""
 
 
-def status_of(view: JobView, about: About, before: Sequence[Document] = ()) -> Document:
-    """`before`: the conditions that stand there now: what has not changed keeps its time."""
+def status_of(view: JobView, context: StatusContext, before: Sequence[Document] = ()) -> Document:
+    """`before`: the current conditions; those that do not change keep their transition time."""
     ready = sum(node.state == "member" for node in view.nodes)
     finished = view.state in FINISHED
-    desired = 0 if finished or view.state in ("suspended", "suspending") else about.desired
+    desired = 0 if finished or view.state in ("suspended", "suspending") else context.desired
     status = TrainingJobStatus(
-        conditions=conditions(_verdict(view, about), about, before),
-        observed_generation=about.generation,
+        conditions=conditions(_condition_state(view, context), context, before),
+        observed_generation=context.generation,
         state=view.state,
         reason=view.reason,
         job_id=view.job_id or None,
@@ -85,7 +81,7 @@ def status_of(view: JobView, about: About, before: Sequence[Document] = ()) -> D
             spares=sum(node.state == "spare" for node in view.nodes),
         ),
         replicas=ready,
-        selector=names.selector(about.name),
+        selector=names.selector(context.name),
         world_size=view.world_size,
         mesh=view.mesh or None,
         strategy=view.strategy or None,
@@ -112,25 +108,25 @@ def status_of(view: JobView, about: About, before: Sequence[Document] = ()) -> D
 
 
 def status_without_controller(
-    verdict: ConditionState,
-    about: About,
+    state: ConditionState,
+    context: StatusContext,
     before: Sequence[Document] = (),
-    told: Document | None = None,
+    prior: Document | None = None,
 ) -> Document:
-    """Of a job that is held or that cannot be taken up. `told`: what its last controller told of
-    it, which stays."""
+    """Of a job that is suspended or whose controller cannot be started. `prior`: fields that its
+    last controller wrote, which are kept."""
     status = _document(
         TrainingJobStatus(
-            conditions=conditions(verdict, about, before),
-            observed_generation=about.generation,
-            state=verdict.state,
-            reason=verdict.message,
+            conditions=conditions(state, context, before),
+            observed_generation=context.generation,
+            state=state.state,
+            reason=state.message,
             nodes=NodesStatus(summary="0/0"),
             replicas=0,
-            selector=names.selector(about.name),
+            selector=names.selector(context.name),
         )
     )
-    return {**status, **(told or {})}
+    return {**status, **(prior or {})}
 
 
 def _document(status: TrainingJobStatus) -> Document:
@@ -139,13 +135,15 @@ def _document(status: TrainingJobStatus) -> Document:
 
 # -- conditions -------------------------------------------------------------------------------
 def conditions(
-    verdict: ConditionState, about: About, before: Sequence[Document]
+    state: ConditionState, context: StatusContext, before: Sequence[Document]
 ) -> list[Condition]:
     old = {one["type"]: one for one in before}
-    now = datetime.datetime.fromtimestamp(about.now_ns / NS, datetime.UTC).replace(microsecond=0)
+    now = datetime.datetime.fromtimestamp(context.now_ns / SECOND_NS, datetime.UTC).replace(
+        microsecond=0
+    )
     found = []
     for kind in get_args(ConditionType):
-        holds = _holds(kind, verdict.state)
+        holds = _holds(kind, state.state)
         last = old.get(kind)
         since = now
         if last is not None and last["status"] == holds:
@@ -154,10 +152,10 @@ def conditions(
             Condition(
                 type=kind,
                 status=holds,
-                observed_generation=about.generation,
+                observed_generation=context.generation,
                 last_transition_time=since,
-                reason=verdict.reason,
-                message=verdict.message,
+                reason=state.reason,
+                message=state.message,
             )
         )
     return found
@@ -174,27 +172,27 @@ def _holds(kind: ConditionType, state: JobPhase) -> Literal["True", "False"]:
     return "True" if true[kind] else "False"
 
 
-def _verdict(view: JobView, about: About) -> ConditionState:
-    """Why pods do not start is the reason of a job that waits for them, and worth a sentence in
-    any other that still does something."""
-    reason, message = _REASONS[view.state], view.reason
-    if about.troubles and view.state not in FINISHED:
+def _condition_state(view: JobView, context: StatusContext) -> ConditionState:
+    """Problems of pods are the reason of a pending job, and part of the message of any other job
+    that has not ended."""
+    reason, message = PHASE_REASONS[view.state], view.reason
+    if context.problems and view.state not in FINISHED:
         if view.state == "pending":
-            reason = about.troubles[0][0]
-        message = "; ".join([message, *(text for _code, text in about.troubles)])
+            reason = context.problems[0][0]
+        message = "; ".join([message, *(text for _code, text in context.problems)])
     return ConditionState(view.state, reason, message[: 8 * 1024])
 
 
-def state_of(document: Document, verdict: ConditionState) -> JobPhase:
-    """Of a job that no controller runs. Before it was taken up, and of one that had ended by then:
-    as its object has it."""
-    if verdict == TAKING_UP:
+def state_of(document: Document, state: ConditionState) -> JobPhase:
+    """The phase of a job without a controller. The object has it while the operator has not
+    reported anything else."""
+    if state == ACCEPTED:
         return _state((document.get("status") or {}).get("state"))
-    return verdict.state
+    return state.state
 
 
 def condition(document: Document, kind: ConditionType) -> Document:
-    """Of a TrainingJob; empty: it is not there yet."""
+    """A condition of a TrainingJob; empty: it does not exist yet."""
     for one in document.get("status", {}).get("conditions") or ():
         if one["type"] == kind:
             return dict(one)
@@ -242,26 +240,26 @@ def _incident(one: Incident) -> IncidentStatus:
 def _time(wall_ns: int | None) -> datetime.datetime | None:
     if not wall_ns:
         return None
-    return datetime.datetime.fromtimestamp(wall_ns / NS, datetime.UTC)
+    return datetime.datetime.fromtimestamp(wall_ns / SECOND_NS, datetime.UTC)
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    """Finite and short: NaN is no JSON, and etcd needs no more digits than people."""
+    """None for NaN and infinity, which JSON does not have. Rounded, to keep etcd small."""
     if value is None or value != value or value in (float("inf"), float("-inf")):
         return None
     return round(value, digits)
 
 
-# -- and back ---------------------------------------------------------------------------------
+# -- back to a view ---------------------------------------------------------------------------
 def view_of(document: Document, now_ns: int) -> JobView:
-    """What the command line can show of a job, from its object alone."""
+    """What the command line can show of a job, from the object alone."""
     metadata = document["metadata"]
     status = TrainingJobStatus.model_validate(document.get("status") or {})
     view = JobView(
         name=metadata["name"],
         job_id=status.job_id or metadata.get("uid", ""),
         state=_state(status.state),
-        reason=status.reason or "the operator has not looked at it yet",
+        reason=status.reason or "the operator has not looked at this job yet",
         submitted_ns=_ns(status.start_time) or _ns_of_text(metadata.get("creationTimestamp")),
         finished_ns=_ns(status.completion_time) or None,
         now_ns=now_ns,
@@ -307,7 +305,7 @@ def _state(state: str | None) -> JobPhase:
 
 
 def _ns(time: datetime.datetime | None) -> int:
-    return int(time.timestamp() * NS) if time is not None else 0
+    return int(time.timestamp() * SECOND_NS) if time is not None else 0
 
 
 def _ns_of_text(text: str | None) -> int:

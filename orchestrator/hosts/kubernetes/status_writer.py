@@ -1,7 +1,7 @@
-"""Writes what there is to see of one job into its object: status, Events, labels of pods.
+"""Writes the status of one TrainingJob object, and chooses what becomes a Kubernetes Event.
 
-Owns: when it is written (at once when a condition changes, at most every few seconds otherwise) and
-that an edited status is overwritten. Must not: decide anything about the job.
+A changed condition is written at once, anything else at most every few seconds. A status that a
+user has edited is overwritten.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import API_VERSION, KIND
-from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
     JOBS,
     ApiError,
@@ -23,81 +24,85 @@ from holdfast.orchestrator.kube.errors import (
     TooBusy,
     Unreachable,
 )
+from holdfast.orchestrator.kube.event_recorder import Severity
 from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.runtime.observe.view import Incident, JobView
+
+from .status import FINISHED, PHASE_REASONS
 
 INTERVAL_S = 5.0
 SETTLE_S = 0.05
 """Changes that come together are written together."""
-REMEMBERED = 16
-"""Own writes whose echo may still be on its way."""
-PASSING = (Unreachable, TooBusy, Conflict)
-"""Nobody has to do anything about these: the next attempt may go through."""
+NUM_OWN_VERSIONS = 16
+"""Own writes that the watch may still report."""
+TRANSIENT = (Unreachable, TooBusy, Conflict)
+"""The next attempt may succeed, so no Event is recorded."""
 
 log = logging.getLogger("holdfast.operator")
 
-Document = dict[str, Any]
-Build = Callable[[Sequence[Document]], Document]
-"""Conditions that stand there now -> the whole status."""
+BuildStatus = Callable[[Sequence[Document]], Document]
+"""Conditions that are in the object now -> the whole status."""
 
 
 class StatusWriter:
-    """Of one job. `dirty` says that `build` may say something else now; `urgent`: in a condition,
-    which must not wait."""
+    """Of one job."""
 
     def __init__(
         self,
         cluster: KubeClient,
         owner: Owner,
         before: Document,
-        build: Build,
-        tell: Callable[[str], None],
+        build: BuildStatus,
+        report_problem: Callable[[str], None],
     ) -> None:
-        """`tell`: called when the status can no longer be written, and why; once per reason. A
-        status that stands still looks like a job that does."""
-        self._cluster, self._owner, self._build, self._tell = cluster, owner, build, tell
+        """`report_problem`: called once for each reason why the status cannot be written: users
+        would take an old status for a job that makes no progress."""
+        self._cluster, self._owner, self._build = cluster, owner, build
+        self._report_problem = report_problem
         self._problem = ""
         self._last: Document = before
-        """As it stands in the object, as far as we know."""
-        self._versions: deque[str] = deque(maxlen=REMEMBERED)
-        self._news, self._urgent = asyncio.Event(), asyncio.Event()
-        self._edited: set[str] = set()
-        """Fields that somebody has put there and that are not ours."""
+        """The status in the object, as far as we know."""
+        self._own_versions: deque[str] = deque(maxlen=NUM_OWN_VERSIONS)
+        self._dirty, self._urgent = asyncio.Event(), asyncio.Event()
+        self._foreign_fields: set[str] = set()
+        """Fields that a user has added to the status."""
         self._written_at = float("-inf")
         self._writing = False
-        self._held: Document | None = None
+        self._unseen: Document | None = None
 
-    def dirty(self, *, urgent: bool = False) -> None:
-        self._news.set()
+    def mark_dirty(self, *, urgent: bool = False) -> None:
+        """`build` may return another status now. `urgent`: a condition may have changed."""
+        self._dirty.set()
         if urgent:
             self._urgent.set()
 
-    def seen(self, document: Document) -> None:
-        """The object has changed: by us, or somebody has edited its status."""
+    def observe(self, document: Document) -> None:
+        """The object has changed, by our own write or by a user who edited the status."""
         if self._writing:
-            self._held = document  # most likely the echo of a write whose answer is on its way
+            self._unseen = document  # most likely our own write, whose answer is on its way
             return
-        if document["metadata"]["resourceVersion"] in self._versions:
+        if document["metadata"]["resourceVersion"] in self._own_versions:
             return
         status = document.get("status") or {}
-        if self._versions and status != self._last:
-            self._edited = set(status) - set(self._last)
+        if self._own_versions and status != self._last:
+            self._foreign_fields = set(status) - set(self._last)
             self._last = status
-            self.dirty(urgent=True)
+            self.mark_dirty(urgent=True)
 
     async def run(self) -> None:
-        """For ever. A status that cannot be written is tried again; the job does not wait."""
+        """Until cancelled or the object is gone. Failed writes are retried."""
         pauses = Backoff(0.5, 30.0)
         while True:
-            await self._news.wait()
+            await self._dirty.wait()
             wait_s = self._written_at + INTERVAL_S - asyncio.get_running_loop().time()
-            # Not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for
-            # happens at the same time, and an operator that stands down would wait for us for ever.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
+            # event, and an operator that stands down would wait for this task without end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wait_s)):
                     await self._urgent.wait()
             await asyncio.sleep(SETTLE_S)
-            self._news.clear()
+            self._dirty.clear()
             self._urgent.clear()
             try:
                 await self.write()
@@ -107,11 +112,11 @@ class StatusWriter:
                 return
             except ApiError as error:
                 self._note(error)
-                self._news.set()
+                self._dirty.set()
                 await asyncio.sleep(pauses.next_s())
 
     def _note(self, error: ApiError | None) -> None:
-        """How the last attempt ended."""
+        """Log or report the result of a write, where it differs from the last one."""
         if error is None:
             if self._problem:
                 log.info("the status is written again", extra={"job": self._owner.key})
@@ -119,39 +124,118 @@ class StatusWriter:
         elif self._problem != str(error):
             self._problem = str(error)
             text = f"the status cannot be written: {error}; trying again"
-            if isinstance(error, PASSING):
+            if isinstance(error, TRANSIENT):
                 log.info("%s", text, extra={"job": self._owner.key})
             else:
-                self._tell(text)
+                self._report_problem(text)
 
     async def write(self) -> None:
-        """Now. Raises the errors of the API."""
+        """Write the status now. Raises ApiError."""
         self._writing = True
         try:
             await self._write()
         finally:
             self._writing = False
-            held, self._held = self._held, None
-            if held is not None:
-                self.seen(held)
+            unseen, self._unseen = self._unseen, None
+            if unseen is not None:
+                self.observe(unseen)
 
     async def _write(self) -> None:
         self._written_at = asyncio.get_running_loop().time()
         status = self._build(self._last.get("conditions") or ())
-        if status == self._last and not self._edited:
+        if status == self._last and not self._foreign_fields:
             return
         namespace, name = self._owner.namespace, self._owner.name
-        if self._edited:
-            drop = {"status": dict.fromkeys(self._edited)}
-            written = await self._cluster.patch(JOBS, namespace, name, drop, subresource="status")
-            self._versions.append(str(written["metadata"]["resourceVersion"]))
-            self._edited = set()
+        if self._foreign_fields:
+            removal = {"status": dict.fromkeys(self._foreign_fields)}
+            await self._remember(
+                self._cluster.patch(JOBS, namespace, name, removal, subresource="status")
+            )
+            self._foreign_fields = set()
         body = {
             "apiVersion": API_VERSION,
             "kind": KIND,
             "metadata": {"name": name, "namespace": namespace, "uid": self._owner.uid},
             "status": status,
         }
-        written = await self._cluster.apply(JOBS, namespace, name, body, subresource="status")
-        self._versions.append(str(written["metadata"]["resourceVersion"]))
+        written = await self._remember(
+            self._cluster.apply(JOBS, namespace, name, body, subresource="status")
+        )
         self._last = written.get("status") or {}
+
+    async def _remember(self, write: Coroutine[Any, Any, Document]) -> Document:
+        written = await write
+        self._own_versions.append(str(written["metadata"]["resourceVersion"]))
+        return written
+
+
+# -- Events ----------------------------------------------------------------------------------
+PLANNED = ("resize", "suspend", "cancel", "finish", "deadline")
+_INCIDENT_REASONS = {
+    "user": "UserError",
+    "infrastructure": "InfrastructureFailure",
+    "preemption": "Preemption",
+    "hang": "Hang",
+    "resize": "Resize",
+    "suspend": "Suspend",
+}
+_PHASES = ("pending", "suspended", *FINISHED)
+
+
+class EventDraft(NamedTuple):
+    severity: Severity
+    reason: str
+    message: str
+    annotations: Mapping[str, str] = {}
+
+
+def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
+    """What happened between two views of a job. Pure. `before` None: this operator has just taken
+    the job over, and earlier Events were recorded by the operator before it."""
+    if before is None:
+        return []
+    found: list[EventDraft] = []
+    old = {one.number: one for one in before.incidents}
+    for one in after.incidents:
+        known = old.get(one.number)
+        if _is_decided(one, after) and not (known is not None and _is_decided(known, before)):
+            found.append(_opened(one))
+        was_closed = known is not None and "total" in known.seconds
+        if "total" in one.seconds and not was_closed:
+            found.append(_closed(one))
+    if after.generation > before.generation:
+        workers = f"{after.world_size} workers" if after.world_size != 1 else "1 worker"
+        text = f"generation {after.generation}: {workers}, {after.mesh or 'no mesh'}"
+        found.append(EventDraft("Normal", "GenerationStarted", text))
+    if after.storage_problem and after.storage_problem != before.storage_problem:
+        found.append(EventDraft("Warning", "CheckpointFailed", after.storage_problem))
+    if after.state != before.state and after.state in _PHASES:
+        severity: Severity = "Warning" if after.state in ("failed", "cancelled") else "Normal"
+        found.append(EventDraft(severity, PHASE_REASONS[after.state], after.reason))
+    return found
+
+
+def _is_decided(one: Incident, view: JobView) -> bool:
+    """What is done about the incident is known, or that nothing can be done for now."""
+    waits = view.state in ("pending", "suspended", "failed", "cancelled")
+    return bool(one.title) and (bool(one.decision) or waits)
+
+
+def _opened(one: Incident) -> EventDraft:
+    text = f"incident {one.number}: {one.title}"
+    if one.evidence and one.evidence not in one.title:
+        text += f" ({one.evidence})"
+    if one.rehearsal:
+        text += " [injected fault]"
+    if one.decision:
+        text += f"; {one.decision}"
+    reason = _INCIDENT_REASONS.get(one.failure_class, "Interruption")
+    severity: Severity = "Normal" if one.failure_class in PLANNED else "Warning"
+    return EventDraft(severity, reason, text, {names.INCIDENT: str(one.number)})
+
+
+def _closed(one: Incident) -> EventDraft:
+    text = f"incident {one.number} is over: {one.decision or 'training goes on'}"
+    lost = f"{one.steps_lost} steps lost" if one.steps_lost else "no finished step lost"
+    text += f"; {one.seconds['total']:.2f} s, {lost}"
+    return EventDraft("Normal", "Recovered", text, {names.INCIDENT: str(one.number)})

@@ -22,7 +22,8 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
 from holdfast.orchestrator.cli.main import main
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
-from holdfast.orchestrator.hosts.kubernetes.status import About, status_of
+from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
+from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import EVENTS, JOBS
 from holdfast.orchestrator.kube.event_recorder import event_document
@@ -107,7 +108,8 @@ def write_status(kubectl: Kubectl, view: JobView) -> None:
     document = kubectl.get("trainingjob", view.name)
     assert document is not None
     owner = owner_of(document)
-    status = status_of(view, About(view.name, document["metadata"]["generation"], 2, view.now_ns))
+    generation = document["metadata"]["generation"]
+    status = status_of(view, StatusContext(view.name, generation, 2, view.now_ns))
     body = {
         "apiVersion": document["apiVersion"],
         "kind": document["kind"],
@@ -120,7 +122,10 @@ def write_status(kubectl: Kubectl, view: JobView) -> None:
             await cluster.apply(JOBS, owner.namespace, view.name, body, subresource="status")
             for one in view.incidents[-1:]:
                 text = f"incident {one.number}: {one.title}; {one.decision}"
-                event = event_document(owner, f"{view.name}.1", "Warning", "Hang", text)
+                annotations = {names.INCIDENT: str(one.number)}
+                event = event_document(
+                    owner, f"{view.name}.1", "Warning", "Hang", text, annotations
+                )
                 await cluster.create(EVENTS, owner.namespace, event)
 
     asyncio.run(act())

@@ -25,7 +25,7 @@ from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     view_of_object,
 )
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
-from holdfast.orchestrator.hosts.kubernetes.status import About, status_of
+from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
 from holdfast.orchestrator.kube.errors import refused
 from holdfast.orchestrator.kube.kubeconfig import problem
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -52,7 +52,7 @@ def make_object(view: JobView | None = None, **metadata: Any) -> Document:
         "spec": {"nodes": {"max": 2}, "workersPerNode": 2},
     }  # fmt: skip
     if view is not None:
-        made["status"] = status_of(view, About("demo", 1, 2, view.now_ns))
+        made["status"] = status_of(view, StatusContext("demo", 1, 2, view.now_ns))
     return made
 
 
@@ -90,7 +90,7 @@ def test_why_pods_do_not_start_is_part_of_the_reason() -> None:
     waiting = make_view(state="pending", reason="waiting for 2 nodes", nodes=[])
     troubles = (("Unschedulable", "demo-x: no node has 8 nvidia.com/gpu"),)
     document = make_object(waiting)
-    document["status"] = status_of(waiting, About("demo", 1, 2, T0, troubles))
+    document["status"] = status_of(waiting, StatusContext("demo", 1, 2, T0, troubles))
     reason = view_of_object(document, T0 + NS).reason
     assert reason == "waiting for 2 nodes; demo-x: no node has 8 nvidia.com/gpu"
 

@@ -1,4 +1,4 @@
-"""The log of the operator, as a log collector reads it."""
+"""The log of the operator, one JSON document per line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUND_S = 20
 
 
 class Collector:
-    """What holdfast's loggers write, line by line."""
+    """Collects what the loggers of holdfast write, line by line."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()
@@ -31,7 +31,7 @@ class Collector:
 
     @property
     def lines(self) -> list[dict[str, str]]:
-        """Each must be a JSON document."""
+        """Each line is parsed as a JSON document."""
         return [json.loads(line) for line in self._text.getvalue().splitlines()]
 
 
@@ -61,27 +61,27 @@ def test_a_line_is_a_document_with_time_level_logger_and_message(collector: Coll
     }
 
 
-def test_what_is_about_a_job_names_it(collector: Collector) -> None:
+def test_a_line_about_a_job_names_the_job(collector: Collector) -> None:
     log = logging.getLogger("holdfast.kubernetes")
-    log.info("written anew", extra={"job": "team/llm"})
+    log.info("created again", extra={"job": "team/llm"})
     log.info("standing by")
     assert [line.get("job") for line in collector.lines] == ["team/llm", None]
 
 
-def test_an_exception_is_part_of_its_line_with_its_traceback(collector: Collector) -> None:
+def test_an_exception_is_in_its_line_with_the_traceback(collector: Collector) -> None:
     try:
         raise ValueError("one\ntwo")
     except ValueError:
-        logging.getLogger("holdfast.operator").exception("an error of ours")
+        logging.getLogger("holdfast.operator").exception("internal error")
     (line,) = collector.lines
-    assert line["level"] == "error" and line["message"] == "an error of ours"
+    assert line["level"] == "error" and line["message"] == "internal error"
     assert line["exception"].startswith("Traceback (most recent call last):\n")
     assert line["exception"].endswith("ValueError: one\ntwo")
     assert "test_operator_log.py" in line["exception"]
 
 
-class Gone:
-    """A cluster none of whose nodes is there, and whose API fails once."""
+class ClusterWithoutNodes:
+    """A cluster that has lost all nodes and whose API fails once."""
 
     def __init__(self) -> None:
         self.deleted = asyncio.Event()
@@ -97,14 +97,14 @@ class Gone:
         self.deleted.set()
 
 
-def test_pods_that_are_removed_by_force_are_told_with_their_job(
+def test_force_deleted_pods_are_logged_with_their_job(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphan_pods, "CHECK_MIN_S", 0.001)
 
-    async def story() -> None:
-        gone = Gone()
-        watcher = orphan_pods.OrphanPods(cast(KubeClient, gone), cast(NodeInformer, gone))
+    async def scenario() -> None:
+        cluster = ClusterWithoutNodes()
+        watcher = orphan_pods.OrphanPods(cast(KubeClient, cluster), cast(NodeInformer, cluster))
         pod = {
             "metadata": {
                 "namespace": "team",
@@ -117,9 +117,9 @@ def test_pods_that_are_removed_by_force_are_told_with_their_job(
         }
         watcher.on_pod_change("MODIFIED", pod)
         async with asyncio.timeout(BOUND_S):
-            await gone.deleted.wait()
+            await cluster.deleted.wait()
         watcher.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert {line["level"] for line in collector.lines} == {"info", "warning"}
     assert {line["job"] for line in collector.lines} == {"team/llm"}

@@ -1,5 +1,5 @@
-"""/metrics of the operator: what it says of many jobs, of those without a controller and of itself,
-how many series that is, and the page about all of it."""
+"""/metrics of the operator: metrics of many jobs, of jobs without a controller and of the operator
+itself, the number of series, and the page that documents them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
 from holdfast.orchestrator.hosts.kubernetes.metrics_page import LEAST, MOST, page
-from holdfast.orchestrator.hosts.kubernetes.status import TAKING_UP, ConditionState, state_of
+from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionState, state_of
 from holdfast.orchestrator.hosts.local.replay import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
@@ -28,8 +28,8 @@ SEEDS = (3, 8, 21)
 
 
 @functools.cache
-def lived(seed: int) -> tuple[TrainingJob, JobView]:
-    """A job in the middle of a simulated life: it has been interrupted, and trains."""
+def simulated(seed: int) -> tuple[TrainingJob, JobView]:
+    """A job of the simulation that trains after an interruption."""
     world = play(seed)
     records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
     for end in range(len(records), 0, -1):
@@ -40,14 +40,14 @@ def lived(seed: int) -> tuple[TrainingJob, JobView]:
     raise AssertionError(f"seed {seed} never trains after an interruption")
 
 
-def facts(views: dict[Key, JobView], **others: Any) -> OperatorState:
+def operator_state(views: dict[Key, JobView], **others: Any) -> OperatorState:
     return OperatorState(
         **{"leading": True, "requests": {}, "views": views, "states": {}, **others}
     )
 
 
 def samples(families: Any) -> dict[tuple[str, Labels], float]:
-    """(name, labels) -> value; none is there twice."""
+    """(name, labels) -> value; fails on duplicates."""
     found: dict[tuple[str, Labels], float] = {}
     family: Metric
     for family in families:
@@ -58,12 +58,12 @@ def samples(families: Any) -> dict[tuple[str, Labels], float]:
     return found
 
 
-def scrape(told: OperatorState) -> dict[tuple[str, Labels], float]:
-    return samples(text_string_to_metric_families(exposition(told).decode()))
+def scrape(state: OperatorState) -> dict[tuple[str, Labels], float]:
+    return samples(text_string_to_metric_families(exposition(state).decode()))
 
 
 def of(found: dict[tuple[str, Labels], float], key: Key) -> dict[tuple[str, Labels], float]:
-    """What is said of one job, without its namespace."""
+    """The samples of one job, without the label namespace."""
     where = ("namespace", key[0])
     return {
         (name, labels - {where}): value
@@ -72,10 +72,10 @@ def of(found: dict[tuple[str, Labels], float], key: Key) -> dict[tuple[str, Labe
     }
 
 
-def test_of_each_job_it_says_what_the_job_itself_would_say() -> None:
-    views = {("red", f"job-{seed}"): lived(seed)[1] for seed in SEEDS}
-    views["blue", "job-3"] = lived(SEEDS[1])[1]  # the name of one in another namespace
-    found = scrape(facts(views))
+def test_metrics_of_a_job_are_the_same_as_on_its_own_endpoint() -> None:
+    views = {("red", f"job-{seed}"): simulated(seed)[1] for seed in SEEDS}
+    views["blue", "job-3"] = simulated(SEEDS[1])[1]  # the name of one in another namespace
+    found = scrape(operator_state(views))
     for key, view in views.items():
         collector = JobCollector(named(key[1]), lambda view=view: view)  # type: ignore[misc]
         own = samples(collector.collect())
@@ -97,29 +97,33 @@ def named(name: str) -> TrainingJob:
 
 
 def test_there_is_no_series_per_rank_or_node() -> None:
-    views = {("red", "one"): lived(SEEDS[0])[1]}
+    views = {("red", "one"): simulated(SEEDS[0])[1]}
     assert views["red", "one"].nodes
-    for _name, labels in scrape(facts(views)):
+    for _name, labels in scrape(operator_state(views)):
         assert not {"rank", "node"} & {name for name, _value in labels}
 
 
-def test_it_says_of_itself_which_build_it_is_whether_it_leads_and_what_it_asks() -> None:
+def test_the_operator_exports_its_build_its_leadership_and_its_requests() -> None:
     requests = {("get", "pods"): 7, ("watch", "pods"): 1}
-    found = scrape(facts({("red", "one"): lived(SEEDS[0])[1]}, requests=requests))
+    found = scrape(operator_state({("red", "one"): simulated(SEEDS[0])[1]}, requests=requests))
     assert found["holdfast_build_info", frozenset(build_labels().items())] == 1
     assert found["holdfast_operator_leader", frozenset()] == 1
     assert found["holdfast_operator_jobs", frozenset()] == 1
-    asked = frozenset({("verb", "get"), ("resource", "pods")})
-    assert found["holdfast_operator_api_requests_total", asked] == 7
-    idle = scrape(facts({}, leading=False))
+    labels = frozenset({("verb", "get"), ("resource", "pods")})
+    assert found["holdfast_operator_api_requests_total", labels] == 7
+    idle = scrape(operator_state({}, leading=False))
     assert idle["holdfast_operator_leader", frozenset()] == 0
     assert idle["holdfast_operator_jobs", frozenset()] == 0
     assert ("holdfast_build_info", frozenset(build_labels().items())) in idle
 
 
-def test_a_job_without_a_controller_has_one_series_its_state() -> None:
-    states = {("red", "ended"): "failed", ("red", "held"): "suspended", ("blue", "x"): "pending"}
-    found = scrape(facts({("red", "one"): lived(SEEDS[0])[1]}, states=states))
+def test_a_job_without_a_controller_has_one_series_for_its_state() -> None:
+    states = {
+        ("red", "ended"): "failed",
+        ("red", "suspended"): "suspended",
+        ("blue", "x"): "pending",
+    }
+    found = scrape(operator_state({("red", "one"): simulated(SEEDS[0])[1]}, states=states))
     for key, state in states.items():
         assert of(found, key) == {
             ("holdfast_job_state", frozenset({("job", key[1]), ("state", state)})): 1.0
@@ -127,21 +131,23 @@ def test_a_job_without_a_controller_has_one_series_its_state() -> None:
     assert found["holdfast_operator_jobs", frozenset()] == 1
 
 
-def test_what_jobs_cost_in_series_is_what_the_docs_say() -> None:
-    nothing = len(scrape(facts({})))
+def test_the_number_of_series_of_a_job_is_the_documented_one() -> None:
+    nothing = len(scrape(operator_state({})))
     for seed in SEEDS:
-        view = lived(seed)[1]
-        assert LEAST <= len(of(scrape(facts({("red", "one"): view})), ("red", "one"))) <= MOST
-    new, full = JobView(name="x"), everything(lived(SEEDS[0])[1])
-    assert len(scrape(facts({("red", "one"): new}))) - nothing == LEAST
-    assert len(scrape(facts({("red", "one"): full}))) - nothing == MOST
+        view = simulated(seed)[1]
+        assert (
+            LEAST <= len(of(scrape(operator_state({("red", "one"): view})), ("red", "one"))) <= MOST
+        )
+    new, full = JobView(name="x"), everything(simulated(SEEDS[0])[1])
+    assert len(scrape(operator_state({("red", "one"): new}))) - nothing == LEAST
+    assert len(scrape(operator_state({("red", "one"): full}))) - nothing == MOST
     many = {("red", f"job-{number}"): full for number in range(100)}
     ended = {("red", f"old-{number}"): "succeeded" for number in range(1000)}
-    assert len(scrape(facts(many, states=ended))) - nothing == 100 * MOST + 1000
+    assert len(scrape(operator_state(many, states=ended))) - nothing == 100 * MOST + 1000
 
 
 def everything(view: JobView) -> JobView:
-    """As a job on GPUs that reports all that there is."""
+    """As a job on GPUs that reports every value."""
     return msgspec.structs.replace(
         view, loss=1.0, step_s=0.5, tokens_per_s=1.0, mfu=0.5, device_memory_peak_bytes=1,
         durable_s=1.0, first_step_s=1.0,
@@ -150,14 +156,14 @@ def everything(view: JobView) -> JobView:
     )  # fmt: skip
 
 
-def test_a_job_that_is_not_taken_up_yet_is_what_its_object_says() -> None:
-    assert state_of({"status": {"state": "failed"}}, TAKING_UP) == "failed"
-    assert state_of({}, TAKING_UP) == "pending"
+def test_a_job_that_is_not_started_yet_has_the_state_of_its_object() -> None:
+    assert state_of({"status": {"state": "failed"}}, ACCEPTED) == "failed"
+    assert state_of({}, ACCEPTED) == "pending"
     refused = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
     assert state_of({"status": {"state": "running"}}, refused) == "failed"
 
 
-def test_the_page_of_the_metrics_is_up_to_date() -> None:
+def test_the_page_about_metrics_is_up_to_date() -> None:
     stored = Path(__file__).parents[4] / "docs/operations/metrics.md"
     fix = (
         "python -m holdfast.orchestrator.hosts.kubernetes.metrics_page > docs/operations/metrics.md"

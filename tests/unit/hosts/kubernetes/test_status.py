@@ -1,4 +1,4 @@
-"""JobView -> status and back, and what of it is worth an Event."""
+"""Conversion of a JobView to the status of a TrainingJob and back, and the choice of Events."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator.api.v1alpha1.crd import definition
 from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
-from holdfast.orchestrator.hosts.kubernetes.event_diff import new_events
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.hosts.kubernetes.status import (
-    About,
     ConditionState,
+    StatusContext,
     condition,
     status_of,
     status_without_controller,
     view_of,
 )
+from holdfast.orchestrator.hosts.kubernetes.status_writer import new_events
+from holdfast.orchestrator.kube.names import INCIDENT
 from holdfast.orchestrator.runtime.observe.view import (
     CheckpointView,
     Incident,
@@ -26,9 +28,8 @@ from holdfast.orchestrator.runtime.observe.view import (
     WorkerView,
 )
 
-NS = 1_000_000_000
-NOW = 1_790_000_000 * NS
-ABOUT = About(name="llm", generation=3, desired=2, now_ns=NOW)
+NOW = 1_790_000_000 * SECOND_NS
+CONTEXT = StatusContext(name="llm", generation=3, desired=2, now_ns=NOW)
 
 
 def view() -> JobView:
@@ -38,7 +39,7 @@ def view() -> JobView:
         job_id="0b1c",
         state="running",
         reason="all 4 ranks have finished step 7",
-        submitted_ns=NOW - 60 * NS,
+        submitted_ns=NOW - 60 * SECOND_NS,
         now_ns=NOW,
         generation=2,
         world_size=4,
@@ -66,7 +67,7 @@ def view() -> JobView:
 def incident() -> Incident:
     return Incident(
         number=1,
-        at_ns=NOW - 30 * NS,
+        at_ns=NOW - 30 * SECOND_NS,
         failure_class="infrastructure",
         title="worker 1 on llm-a was killed by SIGKILL",
         culprit_node="llm-a",
@@ -79,8 +80,8 @@ def incident() -> Incident:
     )
 
 
-def test_a_status_says_what_the_columns_show() -> None:
-    status = status_of(view(), ABOUT)
+def test_a_status_has_the_values_of_the_columns() -> None:
+    status = status_of(view(), CONTEXT)
     assert status["nodes"] == {"ready": 2, "desired": 2, "summary": "2/2", "spares": 1}
     assert (status["state"], status["step"], status["worldSize"]) == ("running", 7, 4)
     assert (status["restarts"], status["goodput"]) == (1, "83.4%")
@@ -95,7 +96,7 @@ def test_a_status_says_what_the_columns_show() -> None:
 def test_every_field_of_a_status_is_in_the_schema_of_the_cluster() -> None:
     (version,) = definition()["spec"]["versions"]
     known = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
-    assert set(status_of(view(), ABOUT)) <= set(known)
+    assert set(status_of(view(), CONTEXT)) <= set(known)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,14 @@ def test_every_field_of_a_status_is_in_the_schema_of_the_cluster() -> None:
     ],
 )
 def test_each_state_has_its_conditions(state: Any, true: set[str]) -> None:
-    status = status_of(replace(view(), state=state), ABOUT)
+    status = status_of(replace(view(), state=state), CONTEXT)
     assert {one["type"] for one in status["conditions"] if one["status"] == "True"} == true
     assert all(one["reason"] and one["message"] for one in status["conditions"])
 
 
-def test_a_condition_keeps_its_time_until_it_changes() -> None:
-    first = status_of(view(), ABOUT)["conditions"]
-    later = ABOUT._replace(now_ns=NOW + 60 * NS)
+def test_a_condition_keeps_its_transition_time_until_it_changes() -> None:
+    first = status_of(view(), CONTEXT)["conditions"]
+    later = CONTEXT._replace(now_ns=NOW + 60 * SECOND_NS)
     second = status_of(replace(view(), reason="other words"), later, first)["conditions"]
     assert [one["lastTransitionTime"] for one in second] == [
         one["lastTransitionTime"] for one in first
@@ -132,32 +133,36 @@ def test_a_condition_keeps_its_time_until_it_changes() -> None:
     assert changed == {"Ready"}
 
 
-def test_why_pods_do_not_start_is_the_reason_of_a_job_that_waits() -> None:
-    about = ABOUT._replace(troubles=(("ImagePullBackOff", "image x cannot be pulled"),))
-    status = status_of(replace(view(), state="pending", reason="waiting for nodes"), about)
+def test_problems_of_pods_are_the_reason_of_a_pending_job() -> None:
+    context = CONTEXT._replace(problems=(("ImagePullBackOff", "image x cannot be pulled"),))
+    status = status_of(replace(view(), state="pending", reason="waiting for nodes"), context)
     ready = condition({"status": status}, "Ready")
     assert ready["reason"] == "ImagePullBackOff"
     assert ready["message"] == "waiting for nodes; image x cannot be pulled"
-    running = condition({"status": status_of(view(), about)}, "Ready")
-    assert running["reason"] == "Running", "a job that trains waits for nothing"
+    running = condition({"status": status_of(view(), context)}, "Ready")
+    assert running["reason"] == "Running", (
+        "problems of spare pods do not change the reason of a running job"
+    )
 
 
 def test_a_job_without_a_controller_has_a_status_too() -> None:
-    verdict = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
-    status = status_without_controller(verdict, ABOUT)
+    invalid = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
+    status = status_without_controller(invalid, CONTEXT)
     assert condition({"status": status}, "Failed")["reason"] == "InvalidSpec"
     assert status["replicas"] == 0
     TrainingJobStatus.model_validate(status)
 
 
-def test_the_command_line_reads_back_what_the_operator_wrote() -> None:
+def test_the_command_line_reads_the_status_that_the_operator_writes() -> None:
     document = {
         "metadata": {"name": "llm", "uid": "0b1c", "creationTimestamp": "2026-09-21T13:00:00Z"},
-        "status": status_of(view(), ABOUT),
+        "status": status_of(view(), CONTEXT),
     }
     found = view_of(document, NOW)
-    for name in ("name", "job_id", "state", "reason", "generation", "world_size", "mesh", "step",
-                 "total_steps", "restarts", "memory_step", "checkpoint_path"):  # fmt: skip
+    for name in (
+        "name", "job_id", "state", "reason", "generation", "world_size", "mesh", "step",
+        "total_steps", "restarts", "memory_step", "checkpoint_path",
+    ):  # fmt: skip
         assert getattr(found, name) == getattr(view(), name), name
     assert found.checkpoints == view().checkpoints
     assert found.goodput == pytest.approx(0.8335, abs=1e-3)
@@ -165,32 +170,33 @@ def test_the_command_line_reads_back_what_the_operator_wrote() -> None:
     assert (one.title, one.seconds["total"]) == (incident().title, 1.235)
 
 
-def test_a_job_that_no_operator_has_seen_is_pending() -> None:
+def test_a_job_without_a_status_is_pending() -> None:
     document = {"metadata": {"name": "x", "creationTimestamp": "2026-09-21T13:00:00Z"}}
     found = view_of(document, NOW)
     assert found.state == "pending" and "operator has not looked" in found.reason
 
 
 # -- Events -------------------------------------------------------------------------------------
-def test_an_incident_is_told_when_it_is_known_what_is_done_and_when_it_is_over() -> None:
+def test_an_incident_has_an_event_when_it_is_decided_and_another_when_it_is_over() -> None:
     before = replace(view(), incidents=[])
-    opened = replace(incident(), seconds={}, decision="")
-    during = replace(view(), state="recovering", incidents=[opened])
+    undecided = replace(incident(), seconds={}, decision="")
+    during = replace(view(), state="recovering", incidents=[undecided])
     assert new_events(before, during) == []
     decided = replace(view(), state="recovering", incidents=[replace(incident(), seconds={})])
-    (told,) = new_events(during, decided)
-    assert (told.severity, told.reason) == ("Warning", "InfrastructureFailure")
-    assert "killed by SIGKILL" in told.message and "from memory after step 5" in told.message
+    (opened,) = new_events(during, decided)
+    assert (opened.severity, opened.reason) == ("Warning", "InfrastructureFailure")
+    assert "killed by SIGKILL" in opened.message and "from memory after step 5" in opened.message
     (over,) = [one for one in new_events(decided, view()) if one.reason == "Recovered"]
     assert "1.23 s, no finished step lost" in over.message
+    assert opened.annotations == over.annotations == {INCIDENT: "1"}
     assert new_events(view(), view()) == []
 
 
-def test_an_operator_that_takes_over_does_not_tell_the_past_again() -> None:
+def test_an_operator_that_takes_over_does_not_repeat_earlier_events() -> None:
     assert new_events(None, view()) == []
 
 
-def test_ends_and_launches_are_told() -> None:
+def test_launches_and_the_end_of_a_job_have_events() -> None:
     launched = replace(view(), generation=3)
     assert [one.reason for one in new_events(view(), launched)] == ["GenerationStarted"]
     ended = replace(view(), state="failed", reason="ValueError: x")

@@ -1,8 +1,5 @@
-"""A SmallApi that keeps what it is told: enough of an API server for the whole life of a job whose
-pods never start, and operators that come and go beside it.
-
-Owns: objects by path, refusals of single requests, and the list of what was asked. Must not: check
-anything; a real API server is in tests/e2e/kubernetes.
+"""A fake API server that keeps objects, and operators that reconcile them: enough for the whole
+life of a job whose pods never start. A real API server is in tests/e2e/kubernetes.
 """
 
 from __future__ import annotations
@@ -21,34 +18,39 @@ from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
-from holdfast.orchestrator.hosts.kubernetes.reconciler import JobReconciler, ReconcilerContext
-from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.hosts.kubernetes.reconciler import (
+    JobReconciler,
+    ReconcilerContext,
+    Timing,
+)
+from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from tests.unit.api.wrong_jobs import job, script
 from tests.unit.kube.fake_api import FakeApi, cluster_of, eventually, status
 
-Document = dict[str, Any]
 Request = tuple[str, str]
 """(verb, path)"""
 BUSY = status(429, "TooManyRequests", "too many requests, please try again later")
+QUICK = Timing(retry_min_s=0.01)
 
 
 @dataclass
 class StatefulFakeApi(FakeApi):
-    """`refusal`: what it says to which requests instead. `asked`: all requests, in order."""
+    """`reject` returns the error of a request; None: it succeeds."""
 
-    refusal: Callable[[Request], Document | None] = lambda request: None
-    asked: list[Request] = field(default_factory=list)
+    reject: Callable[[Request], Document | None] = lambda request: None
+    requests: list[Request] = field(default_factory=list)
+    """All requests, in order."""
     _version: int = 100
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        asked = (request.method, request.path)
-        self.asked.append(asked)
-        refusal = self.refusal(asked)
-        if refusal is not None:
-            return web.json_response(refusal, status=refusal["code"])
+        key = (request.method, request.path)
+        self.requests.append(key)
+        error = self.reject(key)
+        if error is not None:
+            return web.json_response(error, status=error["code"])
         if request.method == "GET":
             return await super().answer(request)
         body = await request.json() if request.can_read_body else {}
@@ -64,7 +66,7 @@ class StatefulFakeApi(FakeApi):
         if request.method == "DELETE":
             return web.json_response(self.objects.pop(path))
         if request.method == "PATCH":
-            # Of a status: applied by the only one who writes it, what it no longer names is gone.
+            # The status is applied by its only writer, so fields that it leaves out are removed.
             body = {**body, "metadata": {**self.objects[path]["metadata"]}}
             body = {**self.objects[path], **body}
         return web.json_response(self.keep(path, body))
@@ -79,8 +81,8 @@ class StatefulFakeApi(FakeApi):
         return web.json_response(status(code, reason, path), status=code)
 
 
-def wanted(name: str, namespace: str = "team", **spec: Any) -> Document:
-    """A TrainingJob as the API server has it when it was just made."""
+def training_job(name: str, namespace: str = "team", **spec: Any) -> Document:
+    """A TrainingJob object that was just created."""
     document = job(script(image="i:1", **spec), name)
     uid = f"uid-{namespace}-{name}"
     document["metadata"] = {
@@ -89,63 +91,71 @@ def wanted(name: str, namespace: str = "team", **spec: Any) -> Document:
     return document
 
 
-class World:
-    """One API server and one operator's part of it: jobs are taken up as a Manager would."""
+class FakeOperator:
+    """Reconciles jobs of one API server, as a Manager does."""
 
-    def __init__(self, api: StatefulFakeApi, cluster: KubeClient, root: str) -> None:
+    def __init__(
+        self, api: StatefulFakeApi, cluster: KubeClient, root: str, compact_at_bytes: int | None
+    ) -> None:
         self.api = api
         self.feed = PodInformer(cluster)
         settings = PodSettings("h:1", "i", checkpoint_root=root)
         shared = OperatorContext(cluster, self.feed, NodeInformer(cluster), GangArbiter(), settings)
-        self.context = ReconcilerContext(shared, AgentServer())
+        self.context = ReconcilerContext(shared, AgentServer(), QUICK)
+        if compact_at_bytes is not None:
+            self.context.journal_compact_at_bytes = compact_at_bytes
         self.tasks: list[asyncio.Task[None]] = []
 
-    def take(self, document: Document) -> JobReconciler:
-        """A job that is new, or that another operator has left behind."""
+    def start(self, document: Document) -> JobReconciler:
+        """Reconcile a job that is new, or that another operator has left."""
         metadata = document["metadata"]
         path = JOBS.path(metadata["namespace"], metadata["name"])
         self.api.objects.setdefault(path, document)
-        taken = JobReconciler(self.api.objects[path], self.context)
-        self.tasks.append(asyncio.get_running_loop().create_task(taken.run()))
-        return taken
+        reconciler = JobReconciler(self.api.objects[path], self.context)
+        self.tasks.append(asyncio.get_running_loop().create_task(reconciler.run()))
+        return reconciler
 
-    def seen(self, name: str, namespace: str = "team") -> Document:
-        """The object as it stands there."""
+    def object(self, name: str, namespace: str = "team") -> Document:
+        """The object in the API server."""
         return self.api.objects[JOBS.path(namespace, name)]
 
-    def edit(self, taken: JobReconciler, **spec: Any) -> None:
-        """A person's change, which comes over the watch. A field that is None is taken away."""
-        path = JOBS.path(taken.owner.namespace, taken.owner.name)
+    def edit(self, job: JobReconciler, **spec: Any) -> None:
+        """A user's edit of the spec, as the watch reports it. None removes a field."""
+        path = JOBS.path(job.owner.namespace, job.owner.name)
         old = self.api.objects[path]
         after = {name: one for name, one in {**old["spec"], **spec}.items() if one is not None}
         metadata = {**old["metadata"], "generation": old["metadata"]["generation"] + 1}
-        taken.update(self.api.keep(path, {**old, "metadata": metadata, "spec": after}))
+        job.update(self.api.keep(path, {**old, "metadata": metadata, "spec": after}))
 
     def welcome(self, name: str, namespace: str = "team") -> wire.Welcome:
-        """What an agent of it would hear."""
-        return self.context.endpoint._guests[f"{namespace}/{name}"].welcome()
+        """What an agent of the job receives first."""
+        return self.context.agent_server._guests[f"{namespace}/{name}"].welcome()
 
-    async def told(self, name: str, what: str, true: Callable[[Document], bool]) -> Document:
-        """Its status, when it says this."""
+    async def status_when(
+        self, name: str, what: str, condition: Callable[[Document], bool]
+    ) -> Document:
+        """The status of a job, as soon as the condition holds."""
         await eventually(
-            lambda: "status" in self.seen(name) and true(self.seen(name)["status"]), what
+            lambda: "status" in self.object(name) and condition(self.object(name)["status"]), what
         )
-        return dict(self.seen(name)["status"])
+        return dict(self.object(name)["status"])
 
 
 @asynccontextmanager
-async def operating(api: StatefulFakeApi, root: str = "") -> AsyncIterator[World]:
-    """An operator, until it stops: training would go on."""
+async def running_operator(
+    api: StatefulFakeApi, root: str = "", *, compact_at_bytes: int | None = None
+) -> AsyncIterator[FakeOperator]:
+    """An operator that stops at the end; training would go on."""
     async with cluster_of(api) as cluster:
-        world = World(api, cluster, root)
-        feeding = asyncio.create_task(world.feed.run())
+        operator = FakeOperator(api, cluster, root, compact_at_bytes)
+        informing = asyncio.create_task(operator.feed.run())
         try:
-            yield world
+            yield operator
         finally:
-            for task in (*world.tasks, feeding):
+            for task in (*operator.tasks, informing):
                 task.cancel()
-            await asyncio.wait([*world.tasks, feeding])
-            await world.context.endpoint.close()
-            for task in world.tasks:
+            await asyncio.wait([*operator.tasks, informing])
+            await operator.context.agent_server.close()
+            for task in operator.tasks:
                 with contextlib.suppress(asyncio.CancelledError):
                     task.result()
