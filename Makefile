@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run test test-ray-oldest bench lint kubernetes-binaries clean
+.PHONY: help install run check test test-ray-oldest bench lint manifests kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,11 +22,15 @@ $(STAMP): pyproject.toml
 run: $(STAMP)  ## train a transformer on the standard library's source: 2 nodes x 2 workers on this machine
 	$(BIN)/holdfast run examples/stdlib-bytes.yaml
 
-lint: $(STAMP)  ## style, types and import rules
+lint: $(STAMP)  ## style, types, import rules and language
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.tidy.language
+
+check: lint  ## style, types, import rules, language, unit tests, simulation: under 3 minutes on two cores
+	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 test: $(STAMP)  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest -n 3
