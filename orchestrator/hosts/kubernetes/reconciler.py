@@ -25,6 +25,7 @@ from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import JobSubmitted, PreemptionNoticed
 from holdfast.orchestrator.core.journal import Journal
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, PODS, ApiError, Invalid
@@ -47,7 +48,6 @@ from .spec import checkpoint_path, owner_of, read_job
 from .spec_sync import SpecSync, suspended_before_start
 from .status import (
     ACCEPTED,
-    FINISHED,
     ConditionState,
     StatusContext,
     state_of,
@@ -478,7 +478,7 @@ def _lines(error: SpecError) -> str:
 def is_finished(document: Document) -> bool:
     """By the object's status, which only an operator writes."""
     status = document.get("status") or {}
-    return status.get("state") in FINISHED and bool(status.get("completionTime"))
+    return status.get("state") in TERMINAL and bool(status.get("completionTime"))
 
 
 def ended_s(document: Document, final: JobView | None, now_ns: int) -> float:

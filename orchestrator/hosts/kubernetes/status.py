@@ -22,13 +22,13 @@ from holdfast.orchestrator.api.v1alpha1.status import (
     TrainingJobStatus,
 )
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, Incident, JobPhase, JobView
 
 TRACEBACK_CHARACTERS = 4096
 """The end of the traceback, which names the error. The workers' logs have all of it."""
-FINISHED = ("succeeded", "failed", "cancelled")
 BUSY = ("starting", "running", "recovering", "finishing", "suspending")
 
 ConditionType = Literal["Ready", "Progressing", "Suspended", "Succeeded", "Failed"]
@@ -66,7 +66,7 @@ class StatusContext(NamedTuple):
 def status_of(view: JobView, context: StatusContext, before: Sequence[Document] = ()) -> Document:
     """`before`: the current conditions; those that do not change keep their transition time."""
     ready = sum(node.state == "member" for node in view.nodes)
-    finished = view.state in FINISHED
+    finished = view.state in TERMINAL
     desired = 0 if finished or view.state in ("suspended", "suspending") else context.desired
     status = TrainingJobStatus(
         conditions=conditions(_condition_state(view, context), context, before),
@@ -176,7 +176,7 @@ def _condition_state(view: JobView, context: StatusContext) -> ConditionState:
     """Problems of pods are the reason of a pending job, and part of the message of any other job
     that has not ended."""
     reason, message = PHASE_REASONS[view.state], view.reason
-    if context.problems and view.state not in FINISHED:
+    if context.problems and view.state not in TERMINAL:
         if view.state == "pending":
             reason = context.problems[0][0]
         message = "; ".join([message, *(text for _code, text in context.problems)])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import API_VERSION, KIND
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
@@ -29,7 +30,7 @@ from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
-from .status import FINISHED, PHASE_REASONS
+from .status import PHASE_REASONS
 
 INTERVAL_S = 5.0
 SETTLE_S = 0.05
@@ -179,7 +180,7 @@ _INCIDENT_REASONS = {
     "resize": "Resize",
     "suspend": "Suspend",
 }
-_PHASES = ("pending", "suspended", *FINISHED)
+_PHASES = ("pending", "suspended", *TERMINAL)
 
 
 class EventDraft(NamedTuple):
@@ -226,7 +227,7 @@ def _opened(one: Incident) -> EventDraft:
     if one.evidence and one.evidence not in one.title:
         text += f" ({one.evidence})"
     if one.rehearsal:
-        text += " [injected fault]"
+        text += " (injected)"
     if one.decision:
         text += f"; {one.decision}"
     reason = _INCIDENT_REASONS.get(one.failure_class, "Interruption")

@@ -84,7 +84,7 @@ def test_a_file_for_another_namespace_is_a_contradiction(
     path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": "demo", "namespace": "team"}}))
     result = holdfast("run", path)
     assert result.code == 2
-    assert f"--namespace: got {jobs.namespace}; expected team, as metadata.namespace" in result.err
+    assert f"--namespace: got {jobs.namespace}; expected team, the metadata.namespace" in result.err
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_the_job_in_the_cluster_and_says_how_to_come_back(
     assert jobs.get("trainingjob", "demo") is not None
     output = tmp_path / "again"
     command = holdfast.start(output, "run", file)
-    until(lambda: "runs in namespace" in output.read_text(), "the same job", timeout_s=60,
+    until(lambda: "already runs in namespace" in output.read_text(), "the same job", timeout_s=60,
           last=output.read_text)  # fmt: skip
     write_status(jobs, trained(state="succeeded", reason="all steps done", incidents=[]))
     assert command.wait(60) == 0, output.read_text()
@@ -197,7 +197,7 @@ def test_a_rehearsal_that_nobody_answers_is_taken_back(jobs: Kubectl, holdfast: 
     write_status(jobs, trained())
     result = holdfast("chaos", "kill-worker", "demo", "--rank", "1")
     assert result.code == 1
-    assert "chaos: no operator answered within 20 s, so it was taken back" in result.err
+    assert "chaos: no operator accepted the request within 20 s, so it was withdrawn" in result.err
     found = jobs.get("trainingjob", "demo")
     assert found is not None and "annotations" not in found["metadata"]
 

@@ -1,7 +1,5 @@
-"""A TrainingJob object as the command line shows it: the same words as for a job of this machine.
-
-The statuses are those that the operator's own code writes for a view.
-"""
+"""The command line's view of a TrainingJob object. The operator's own code
+writes the statuses."""
 
 from __future__ import annotations
 
@@ -16,16 +14,17 @@ from holdfast.orchestrator.cli import render, report
 from holdfast.orchestrator.cli.plugin import reordered
 from holdfast.orchestrator.cli.targets.base import LogSelector
 from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesJob
-from holdfast.orchestrator.cli.targets.kubernetes.logs import chosen, line_filter
+from holdfast.orchestrator.cli.targets.kubernetes.output import line_filter, select_pods
 from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
-    asked_at,
-    neglect,
     nodes_of,
-    told_at,
+    operator_absence,
+    spec_changed_ns,
+    status_written_ns,
     view_of_object,
 )
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
 from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
+from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.errors import refused
 from holdfast.orchestrator.kube.kubeconfig import problem
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -34,7 +33,6 @@ from .conftest import Holdfast
 from .fixtures import NS, T0, make_incident, make_view
 
 CREATED = "2023-11-14T22:13:20Z"  # T0
-Document = dict[str, Any]
 
 
 def written(seconds: int, *, status: bool = True, manager: str = "holdfast-operator") -> Document:
@@ -63,20 +61,20 @@ def shown(renderable: object) -> str:
     return captured.get()
 
 
-def test_a_job_of_a_cluster_is_reported_in_the_words_of_a_local_one() -> None:
+def test_the_report_of_a_job_on_a_cluster_is_that_of_a_local_one() -> None:
     view = make_view(incidents=[make_incident()], nodes=[], restarts={"infrastructure": 1})
     seen = view_of_object(make_object(view), view.now_ns)
     assert shown(report.report(seen)) == shown(report.report(view))
     assert shown(render.status(seen)) == shown(render.status(view))
 
 
-def test_an_object_without_a_status_is_a_job_that_nobody_has_looked_at() -> None:
+def test_a_job_without_a_status_has_not_been_looked_at() -> None:
     view = view_of_object(make_object(), T0 + NS)
     assert (view.state, view.step, view.incidents) == ("pending", -1, [])
     assert "not looked at" in view.reason
 
 
-def test_what_a_newer_operator_writes_is_left_out() -> None:
+def test_fields_of_a_newer_operator_are_left_out() -> None:
     document = make_object(make_view(incidents=[make_incident()], num_incidents=1))
     document["status"]["colour"] = "blue"
     document["status"]["nodes"]["asleep"] = 1
@@ -86,16 +84,16 @@ def test_what_a_newer_operator_writes_is_left_out() -> None:
     assert view.incidents[0].title == "worker 2 on node-1 was killed by SIGKILL"
 
 
-def test_why_pods_do_not_start_is_part_of_the_reason() -> None:
+def test_problems_of_pods_are_part_of_the_reason() -> None:
     waiting = make_view(state="pending", reason="waiting for 2 nodes", nodes=[])
-    troubles = (("Unschedulable", "demo-x: no node has 8 nvidia.com/gpu"),)
+    problems = (("Unschedulable", "demo-x: no node has 8 nvidia.com/gpu"),)
     document = make_object(waiting)
-    document["status"] = status_of(waiting, StatusContext("demo", 1, 2, T0, troubles))
+    document["status"] = status_of(waiting, StatusContext("demo", 1, 2, T0, problems))
     reason = view_of_object(document, T0 + NS).reason
     assert reason == "waiting for 2 nodes; demo-x: no node has 8 nvidia.com/gpu"
 
 
-def test_ten_incidents_in_the_status_do_not_hide_that_there_were_more() -> None:
+def test_the_number_of_incidents_counts_those_that_the_status_left_out() -> None:
     many = [make_incident(number=number) for number in range(1, 15)]
     view = view_of_object(make_object(make_view(incidents=many)), T0)
     assert [one.number for one in view.incidents] == list(range(5, 15))
@@ -103,7 +101,7 @@ def test_ten_incidents_in_the_status_do_not_hide_that_there_were_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "seconds", "told"),
+    ("state", "seconds", "absence"),
     [
         ("running", 10, ""),
         ("running", 200, "not written anything"),
@@ -112,30 +110,30 @@ def test_ten_incidents_in_the_status_do_not_hide_that_there_were_more() -> None:
         ("succeeded", 200, ""),
     ],
 )
-def test_a_status_that_should_change_and_does_not_is_doubted(
-    state: str, seconds: int, told: str
+def test_an_outdated_status_is_reported_as_absence_of_the_operator(
+    state: str, seconds: int, absence: str
 ) -> None:
     document = make_object(make_view(state=state))
-    missing = neglect(document, told_at(document) + seconds * NS)
-    assert (missing.what if missing else "") == (f"the operator has {told}" if told else "")
-    view = view_of_object(document, told_at(document) + seconds * NS)
-    assert view.controller_alive == (not told)
+    missing = operator_absence(document, status_written_ns(document) + seconds * NS)
+    assert (missing.what if missing else "") == (f"the operator has {absence}" if absence else "")
+    view = view_of_object(document, status_written_ns(document) + seconds * NS)
+    assert view.controller_alive == (not absence)
 
 
-def test_a_new_job_is_given_time_to_be_seen() -> None:
+def test_the_operator_has_time_to_look_at_a_new_job() -> None:
     document = make_object(managedFields=[written(0, status=False, manager="kubectl")])
-    assert neglect(document, T0 + 5 * NS) is None
-    missing = neglect(document, T0 + 30 * NS)
+    assert operator_absence(document, T0 + 5 * NS) is None
+    missing = operator_absence(document, T0 + 30 * NS)
     assert missing is not None and "not looked at this job" in missing.what
     assert missing.since_ns == T0
 
 
-def test_a_change_of_the_spec_that_nobody_acts_on_is_told() -> None:
+def test_a_change_of_the_spec_without_a_reaction_is_reported() -> None:
     fields = [written(10), written(20, status=False, manager="kubectl")]
     document = make_object(make_view(state="suspended"), generation=2, managedFields=fields)
-    assert asked_at(document) == T0 + 20 * NS
-    assert neglect(document, T0 + 25 * NS) is None
-    missing = neglect(document, T0 + 50 * NS)
+    assert spec_changed_ns(document) == T0 + 20 * NS
+    assert operator_absence(document, T0 + 25 * NS) is None
+    missing = operator_absence(document, T0 + 50 * NS)
     assert missing is not None and "last change of the spec" in missing.what
 
 
@@ -173,7 +171,7 @@ LINES = [b"agent: welcome", b"[rank 0] step 1", b"[rank 11] step 1", b"[rank 1] 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shown"),
+    ("selector", "shown"),
     [
         (LogSelector(), [b"[ 0] step 1", b"[11] step 1", b"[ 1] [rank 0] odd"]),
         (LogSelector(rank=0), [b"step 1"]),
@@ -181,14 +179,16 @@ LINES = [b"agent: welcome", b"[rank 0] step 1", b"[rank 11] step 1", b"[rank 1] 
     ],
     ids=["workers", "rank", "agent"],
 )
-def test_a_pods_log_is_shown_as_local_logs_are(wanted: LogSelector, shown: list[bytes]) -> None:
-    show = line_filter(wanted, world_size=12)
+def test_lines_of_a_pod_are_printed_like_local_logs(
+    selector: LogSelector, shown: list[bytes]
+) -> None:
+    show = line_filter(selector, world_size=12)
     assert [line for line in map(show, LINES) if line is not None] == shown
 
 
-def test_a_rank_is_looked_for_where_its_label_says() -> None:
+def test_the_pod_of_a_rank_is_found_by_its_label() -> None:
     pods = [pod("b", rank="2"), pod("a", rank="0"), pod("spare")]
-    names = lambda wanted: [p["metadata"]["name"] for p in chosen(pods, wanted, 2)]
+    names = lambda selector: [p["metadata"]["name"] for p in select_pods(pods, selector, 2)]
     assert names(LogSelector()) == ["a", "b", "spare"]
     assert names(LogSelector(rank=3)) == ["b"]
     assert names(LogSelector(rank=9)) == ["a", "b", "spare"], "labels may be late"
@@ -196,7 +196,7 @@ def test_a_rank_is_looked_for_where_its_label_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "reordered_words"),
     [
         ("status demo -n team", "status demo -n team"),
         ("-n team status demo", "status demo -n team"),
@@ -205,18 +205,18 @@ def test_a_rank_is_looked_for_where_its_label_says() -> None:
         ("-n", "-n"),
     ],
 )
-def test_options_of_kubectl_may_stand_before_the_verb(typed: str, meant: str) -> None:
-    assert reordered(typed.split()) == meant.split()
+def test_options_of_kubectl_may_precede_the_verb(typed: str, reordered_words: str) -> None:
+    assert reordered(typed.split()) == reordered_words.split()
 
 
-def test_a_reader_is_told_since_when_nobody_looks_after_a_job() -> None:
+def test_a_remark_says_since_when_no_operator_handles_a_job() -> None:
     document = make_object(make_view())
     job = KubernetesJob(ClusterSession("team", None, None, plugin=True), document)
-    view = view_of_object(document, told_at(document) + 5 * NS)
+    view = view_of_object(document, status_written_ns(document) + 5 * NS)
     assert job.remarks(view) == []
-    view = view_of_object(document, told_at(document) + 125 * NS)
+    view = view_of_object(document, status_written_ns(document) + 125 * NS)
     [remark] = job.remarks(view)
-    assert remark.startswith("For 2 min 05 s the operator has not written anything, it last wrote")
+    assert remark.startswith("For 2 min 05 s the operator has not written anything (its last sta")
     assert "`kubectl describe trainingjob demo -n team`" in remark
 
 
@@ -229,7 +229,7 @@ current-context: green
 
 
 @pytest.mark.parametrize(
-    ("text", "context", "told"),
+    ("text", "context", "message"),
     [
         (CONFIG, "pink", "--context: got pink; expected one of red, blue in "),
         (CONFIG, None, "current-context of the kubeconfig is green; expected one of red, blue"),
@@ -241,33 +241,33 @@ current-context: green
     ],
     ids=["unknown", "current", "fine", "words", "garbage", "empty", "missing"],
 )
-def test_what_is_wrong_with_a_kubeconfig_is_said_in_its_own_words(
-    text: str | None, context: str | None, told: str, tmp_path: Path
+def test_an_unusable_kubeconfig_is_reported_with_its_problem(
+    text: str | None, context: str | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config"
     if text is not None:
         path.write_text(text)
     found = problem(context, path)
-    assert told in str(found) if told else found is None
+    assert message in str(found) if message else found is None
 
 
-def test_a_kubeconfig_in_the_home_of_nobody_is_not_there() -> None:
-    assert "got ~nobody-here/config (no such file)" in str(problem(None, "~nobody-here/config"))
+def test_a_kubeconfig_in_the_home_of_an_unknown_user_does_not_exist() -> None:
+    assert "got ~no-such-user/config (no such file)" in str(problem(None, "~no-such-user/config"))
 
 
-def test_the_variable_of_kubectl_is_named_where_it_is_wrong(
+def test_a_wrong_kubeconfig_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
     assert str(problem(None, None)).startswith(f"$KUBECONFIG: got {tmp_path / 'a'}:{tmp_path}/b")
     (tmp_path / "b").write_text(CONFIG.replace("green", "red"))
-    assert problem(None, None) is None, "one of them is enough"
+    assert problem(None, None) is None, "one existing file is enough"
 
 
 @pytest.mark.parametrize(
     "body", [b"404 page not found\n", b'{"message": "the server could not find the requested"}']
 )
-def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
+def test_a_cluster_without_the_crd_says_what_to_install(body: bytes) -> None:
     path = "/apis/holdfast.dev/v1alpha1/namespaces/team/trainingjobs"
     error = refused("https://h:1", "list", path, 404, body)
     assert "does not serve trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
@@ -275,7 +275,7 @@ def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
         (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
@@ -284,13 +284,13 @@ def test_a_cluster_without_holdfast_says_what_to_install(body: bytes) -> None:
     ],
     ids=["namespace", "context", "home", "kubeconfig"],
 )
-def test_options_of_two_places_do_not_go_together(
-    arguments: list[str], told: str, holdfast: Holdfast
+def test_options_of_different_targets_are_refused(
+    arguments: list[str], message: str, holdfast: Holdfast
 ) -> None:
     result = holdfast(*arguments)
-    assert result.code == 2 and told in result.err
+    assert result.code == 2 and message in result.err
 
 
-def test_the_plugin_is_installed_under_the_name_that_kubectl_looks_for() -> None:
+def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:main"

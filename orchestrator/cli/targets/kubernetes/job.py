@@ -1,11 +1,12 @@
-"""One TrainingJob object: what the commands read of it and write into it.
-
-Owns: which field or annotation each wish becomes. Must not: wait for more than that a wish is
-noticed, or grant any; the operator does.
+"""One TrainingJob object: what the commands read of it, and the field or annotation that each
+request becomes. The operator decides whether it grants a request.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,25 +15,24 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.output import duration
-from holdfast.orchestrator.cli.render import FINISHED
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.rank_assignment import check_resize
-from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.core.transitions import TERMINAL
+from holdfast.orchestrator.errors import HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.kube import names
-from holdfast.orchestrator.kube.client import KubeClient
-from holdfast.orchestrator.kube.errors import JOBS, PODS, Forbidden
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import EVENTS, JOBS, PODS, ApiError, Conflict, Forbidden
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import LogSelector, Response
-from .resource_view import NS, neglect, nodes_of, told_at, view_of_object
-from .session import ClusterSession
-
-Document = dict[str, Any]
+from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
+from .session import ClusterSession, annotation_of, events_selector, follow_job
 
 
 async def pods_of(cluster: KubeClient, document: Document) -> list[Document]:
-    """Of one job; none where this person may not see them: the job's object tells enough."""
+    """The pods of a job; none where the user may not list pods."""
     metadata = document["metadata"]
     try:
         found, _version = await cluster.list_all(
@@ -44,10 +44,10 @@ async def pods_of(cluster: KubeClient, document: Document) -> list[Document]:
 
 
 class KubernetesJob:
-    """As it was when it was found; `view` and the requests speak of that object only."""
+    """The object as it was when the command found it."""
 
-    def __init__(self, link: ClusterSession, document: Document) -> None:
-        self._link, self._document = link, document
+    def __init__(self, session: ClusterSession, document: Document) -> None:
+        self._session, self._document = session, document
         metadata = document["metadata"]
         self._namespace: str = metadata["namespace"]
         self._name: str = metadata["name"]
@@ -60,95 +60,90 @@ class KubernetesJob:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
             return await pods_of(cluster, self._document)
 
-        view = self._told()
-        view.nodes = nodes_of(self._document, self._link.run(act))
+        view = self._object_view()
+        view.nodes = nodes_of(self._document, self._session.run(act))
         return view
 
-    def _told(self) -> JobView:
-        """What the object alone says."""
+    def _object_view(self) -> JobView:
+        """Without the pods."""
         return view_of_object(self._document, Clock().now_ns())
 
     def remarks(self, view: JobView) -> list[str]:
-        missing = neglect(self._document, view.now_ns)
-        if missing is None:
+        absence = operator_absence(self._document, view.now_ns)
+        if absence is None:
             return []
-        since = duration((view.now_ns - missing.since_ns) / 1e9)
-        told_ns = told_at(self._document)
-        last = f", it last wrote {duration((view.now_ns - told_ns) / NS)} ago" if told_ns else ""
-        look = self._link.kubectl_hint("describe", "trainingjob", self.name)
+        since = duration((view.now_ns - absence.since_ns) / SECOND_NS)
+        written_ns = status_written_ns(self._document)
+        age = duration((view.now_ns - written_ns) / SECOND_NS)
+        written = f" (its last status is {age} old)" if written_ns else ""
+        hint = self._session.kubectl_hint("describe", "trainingjob", self.name)
         return [
-            f"For {since} {missing.what}{last}: this is what stands in the cluster. Training goes "
-            f"on without it, wishes wait for it. Does it run? See {look}"
+            f"For {since} {absence.what}{written}. This is the last known state. Training goes on "
+            f"without an operator, and requests wait for one. See {hint}"
         ]
 
-    # -- wishes --------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
     def request(self, verb: str, **arguments: Any) -> Response:
-        state = self._told().state
-        if state in FINISHED:
+        state = self._object_view().state
+        if state in TERMINAL:
             raise UserError(str(Problem("job", state, "a job that has not ended")))
         match verb:
             case "resize":
-                answer = self._resize(int(arguments["nodes"]))
+                response = self._resize(int(arguments["nodes"]))
             case "suspend":
-                answer = self._hold(True)
+                response = self._suspend()
             case "resume":
-                answer = self._hold(False)
+                response = self._resume()
             case "cancel":
-                answer = self._cancel()
+                self._patch({"metadata": {"annotations": {names.CANCEL: user() or "a user"}}})
+                response = Response("stopping all workers", {})
             case _:
-                from .annotated_requests import perform
-
-                return perform(self._link, self._document, verb, arguments)
-        return self._with_doubts(answer)
+                annotated = _AnnotatedRequest(self._session, self._document, verb, arguments)
+                return self._session.run(annotated.perform)
+        absence = operator_absence(self._document, Clock().now_ns())
+        if absence is None:
+            return response
+        text = f"{response.detail}, as soon as an operator runs again ({absence.what})"
+        return Response(text, response.body)
 
     def _resize(self, nodes: int) -> Response:
         before = int(self._document["spec"].get("nodes", {}).get("max", 1))
         try:
             problem = check_resize(job_from_resource(self._document), nodes)
         except SpecError:
-            problem = None  # the operator says what is wrong with it
+            problem = None  # the operator reports what is wrong with the spec
         if problem:
             raise UserError(problem)
         self._patch({"spec": {"replicas": nodes}}, "scale")
         return Response(f"from {before} to {nodes} nodes", {"nodes": nodes})
 
-    def _hold(self, wanted: bool) -> Response:
-        held = bool(self._document["spec"].get("suspend"))
-        if not wanted and not held:
-            raise UserError(str(Problem("job", self._told().state, "a suspended job")))
-        self._patch({"spec": {"suspend": wanted}})
-        if wanted:
-            return Response("the newest state goes to storage, then nodes are freed", {})
-        return Response("asking for nodes", {})
+    def _suspend(self) -> Response:
+        self._patch({"spec": {"suspend": True}})
+        return Response("the newest state goes to storage, then nodes are freed", {})
 
-    def _cancel(self) -> Response:
-        self._patch({"metadata": {"annotations": {names.CANCEL: user() or "somebody"}}})
-        return Response("stopping all workers", {})
+    def _resume(self) -> Response:
+        if not self._document["spec"].get("suspend"):
+            problem = Problem("job", self._object_view().state, "a suspended job")
+            raise UserError(str(problem))
+        self._patch({"spec": {"suspend": False}})
+        return Response("asking for nodes", {})
 
     def _patch(self, body: Document, subresource: str = "") -> None:
         async def act(cluster: KubeClient, namespace: str) -> None:
             await cluster.patch(JOBS, self._namespace, self.name, body, subresource=subresource)
 
-        self._link.run(act)
+        self._session.run(act)
 
-    def _with_doubts(self, answer: Response) -> Response:
-        """A wish waits in the object; say so where nobody seems to read it."""
-        missing = neglect(self._document, Clock().now_ns())
-        if missing is None:
-            return answer
-        text = f"{answer.detail}, as soon as an operator runs again ({missing.what})"
-        return Response(text, answer.body)
-
-    # -- what it did ---------------------------------------------------------------------------
+    # -- events and logs -----------------------------------------------------------------------
     def print_events(self, *, follow: bool, as_json: bool) -> None:
-        from .events import print_events
+        from .output import print_events
 
-        print_events(self._link, self._document, follow=follow, as_json=as_json)
+        print_events(self._session, self._document, follow=follow, as_json=as_json)
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
-        from .logs import print_logs
+        from .output import print_logs
 
-        print_logs(self._link, self._document, wanted, follow=follow)
+        print_logs(self._session, self._document, wanted, follow=follow)
 
     # -- checkpoints ---------------------------------------------------------------------------
     def manifests(self) -> tuple[str, list[Manifest]] | None:
@@ -156,46 +151,37 @@ class KubernetesJob:
 
     @contextmanager
     def storage(self) -> Iterator[str]:
-        path = self._told().checkpoint_path
+        path = self._object_view().checkpoint_path
         if "://" not in path:
-            got = (
-                f"{path or 'no place yet'}, a directory of the cluster" if path else "no place yet"
+            problem = Problem(
+                f"checkpoints of job {self.name}",
+                f"{path}, a directory of the cluster" if path else "no checkpoint path yet",
+                "a URL that this machine can read, too",
+                "mount the volume here and name the directory instead of the job",
             )
-            raise UserError(
-                str(
-                    Problem(
-                        f"checkpoints of job {self.name}",
-                        got,
-                        "a URL that can be read from here too",
-                        "mount that volume here and name the directory instead of the job",
-                    )
-                )
-            )
+            raise UserError(str(problem))
         yield path
 
-    # -- its end -------------------------------------------------------------------------------
+    # -- deletion ------------------------------------------------------------------------------
     def deleting(self, keep: Path | None) -> str:
-        view = self._told()
+        view = self._object_view()
         if keep is not None:
-            where = f" ({view.checkpoint_path})" if view.checkpoint_path else ""
-            raise UserError(
-                str(
-                    Problem(
-                        "--keep-checkpoints",
-                        f"{keep} for a job of a cluster",
-                        f"nothing: its checkpoints{where} stay where they are",
-                        "leave it out",
-                    )
-                )
+            path = f" ({view.checkpoint_path})" if view.checkpoint_path else ""
+            problem = Problem(
+                "--keep-checkpoints",
+                f"{keep} for a job of a cluster",
+                f"nothing: the checkpoints{path} stay where they are",
+                "leave it out",
             )
-        if view.state not in FINISHED:
+            raise UserError(str(problem))
+        if view.state not in TERMINAL:
             raise UserError(
                 f"job {self.name}: got a job that is {view.state}; expected one that is "
-                f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
-                f"{self._link.hint('cancel', self.name)}, or delete it as it is with "
-                f"{self._link.kubectl_hint('delete', 'trainingjob', self.name)}"
+                f"{', '.join(TERMINAL[:-1])} or {TERMINAL[-1]}; end it with "
+                f"{self._session.hint('cancel', self.name)}, or delete it as it is with "
+                f"{self._session.kubectl_hint('delete', 'trainingjob', self.name)}"
             )
-        return f"job {self.name} of namespace {self._namespace} with its pods and their logs"
+        return f"job {self.name} in namespace {self._namespace} with its pods and their logs"
 
     def delete(self, keep: Path | None) -> list[str]:
         uid = self._document["metadata"]["uid"]
@@ -203,6 +189,123 @@ class KubernetesJob:
         async def act(cluster: KubeClient, namespace: str) -> None:
             await cluster.delete(JOBS, self._namespace, self.name, uid=uid)
 
-        self._link.run(act)
-        path = self._told().checkpoint_path
-        return [f"its checkpoints stay in {path}"] if path else []
+        self._session.run(act)
+        path = self._object_view().checkpoint_path
+        return [f"the checkpoints stay in {path}"] if path else []
+
+
+# -- requests as annotations -----------------------------------------------------------------
+ANNOTATIONS = {"chaos": names.CHAOS, "checkpoint": names.CHECKPOINT}
+ACCEPT_TIMEOUT_S = 20.0
+"""A running operator removes the annotation within a second; a standby replica that has to take
+over first, within its lease."""
+ANSWER_TIMEOUT_S = 5.0
+"""For the Event with the operator's answer."""
+NUM_WITHDRAWALS = 5
+
+
+class NoOperator(HoldfastError):
+    """No operator has accepted a request."""
+
+
+class _AnnotatedRequest:
+    """A fault injection or a checkpoint: an annotation that the operator removes. Its answer is an
+    Event with annotations of its own. A request that no operator accepts is withdrawn, so that it
+    does not surprise a user much later."""
+
+    def __init__(
+        self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
+    ) -> None:
+        self._session, self._document, self._verb = session, document, verb
+        self._arguments = arguments
+        metadata = document["metadata"]
+        self._key: tuple[str, str] = (metadata["namespace"], metadata["name"])
+        self._name: str = metadata["name"]
+        self._selector = events_selector(document)
+        self._annotation = ANNOTATIONS[verb]
+        self._value = user() or "a user"
+        if verb == "chaos":
+            self._value = json.dumps({**arguments, "by": self._value, "id": secrets.token_hex(4)})
+
+    async def perform(self, cluster: KubeClient, namespace: str) -> Response:
+        """Raises UserError when the operator refuses, NoOperator when none accepts the request."""
+        waiting = annotation_of(self._document, self._annotation)
+        if waiting is not None:
+            got = f"another one that waits for the operator ({waiting})"
+            raise UserError(str(Problem(self._verb, got, "none", self._hint())))
+        version = await self._events_version(cluster)
+        await cluster.patch(JOBS, *self._key, self._body(self._value))
+        try:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                await self._until_accepted(cluster)
+        except TimeoutError:
+            if await self._withdraw(cluster):
+                raise NoOperator(
+                    f"job {self._name}: {self._verb}: no operator accepted the request within "
+                    f"{ACCEPT_TIMEOUT_S:.0f} s, so it was withdrawn; {self._hint()}"
+                ) from None
+        body = {key: value for key, value in self._arguments.items() if key != "kind"}
+        answer = await self._answer(cluster, version)
+        if answer is None:
+            return Response("the operator has accepted the request; see `kubectl describe`", body)
+        text = str(answer.get("message", "")).removeprefix(f"{self._verb}: ")
+        if answer.get("reason") == "Refused":
+            raise UserError(f"job {self._name}: {text}")
+        step = annotation_of(answer, names.STEP)
+        if step is not None:
+            body["step"] = int(step)
+        return Response(text, body)
+
+    async def _until_accepted(self, cluster: KubeClient) -> None:
+        async for document in follow_job(cluster, self._document):
+            if annotation_of(document, self._annotation) != self._value:
+                return
+
+    async def _withdraw(self, cluster: KubeClient) -> bool:
+        """False: the operator accepted the request at the last moment."""
+        for _attempt in range(NUM_WITHDRAWALS):
+            document = await cluster.find(JOBS, *self._key)
+            if document is None or annotation_of(document, self._annotation) != self._value:
+                return False
+            body = self._body(None)
+            body["metadata"]["resourceVersion"] = document["metadata"]["resourceVersion"]
+            try:
+                await cluster.patch(JOBS, *self._key, body)
+            except Conflict:
+                continue
+            return True
+        raise HoldfastError(
+            f"job {self._name}: {self._verb}: no operator accepted the request, and it could not "
+            f"be withdrawn: remove the annotation {self._annotation} yourself"
+        )
+
+    async def _events_version(self, cluster: KubeClient) -> str:
+        """The resource version from which to watch for the answer; empty: the user may not list
+        Events."""
+        try:
+            _events, version = await cluster.list_all(EVENTS, self._key[0], fields=self._selector)
+        except Forbidden:
+            return ""
+        return version
+
+    async def _answer(self, cluster: KubeClient, version: str) -> Document | None:
+        """The operator's Event; None: there is none in time."""
+        if not version:
+            return None
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                watch = cluster.watch(EVENTS, version, self._key[0], fields=self._selector)
+                async for kind, event in watch:
+                    answers = annotation_of(event, names.REQUEST) == self._verb
+                    if answers and kind in ("ADDED", "MODIFIED"):
+                        return event
+        except (TimeoutError, ApiError):
+            pass
+        return None
+
+    def _body(self, value: str | None) -> Document:
+        return {"metadata": {"annotations": {self._annotation: value}}}
+
+    def _hint(self) -> str:
+        hint = self._session.kubectl_hint("describe", "trainingjob", self._name)
+        return f"does an operator run? See {hint}"

@@ -1,10 +1,8 @@
-"""Jobs of a Kubernetes cluster: TrainingJob objects in a namespace.
+"""Finds, lists, creates and watches jobs of a Kubernetes cluster: TrainingJob objects in a
+namespace. Commands only use the API server, so users need rights on TrainingJobs and no others.
 
-Owns: finding, listing, creating and watching them. Must not: speak to an operator; everything goes
-through the API server, so that rights on TrainingJobs are all that a user needs.
-
-`run` creates the object and never changes one that is there: whoever takes a name that is in use by
-mistake must not change somebody else's job. The very same job is watched instead.
+`run` creates the object and never changes an existing one: a name that is in use by mistake must
+not change another user's job. An existing object with the same spec is watched instead.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.cli.display import Display
-from holdfast.orchestrator.cli.render import FINISHED
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
-from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
     JOBS,
     ApiError,
@@ -34,14 +32,11 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult
 from .job import KubernetesJob, pods_of
-from .resource_view import neglect, nodes_of, view_of_object
-from .session import ClusterSession
-from .watch import follow
+from .resource_view import nodes_of, operator_absence, view_of_object
+from .session import ClusterSession, follow_job
 
-Document = dict[str, Any]
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
-LOOK_EVERY_S = 5.0
-"""While nothing changes: whether an operator is there at all."""
+OPERATOR_CHECK_INTERVAL_S = 5.0
 
 
 class KubernetesTarget:
@@ -55,14 +50,14 @@ class KubernetesTarget:
         *,
         plugin: bool = False,
     ) -> None:
-        self._link = ClusterSession(namespace, context, kubeconfig, plugin=plugin)
+        self._session = ClusterSession(namespace, context, kubeconfig, plugin=plugin)
         self._searched = namespace or ""
 
     def find(self, name: str) -> KubernetesJob:
         async def act(cluster: KubeClient, namespace: str) -> Document:
-            return await _get(cluster, namespace, name, self._link)
+            return await _get(cluster, namespace, name, self._session)
 
-        return KubernetesJob(self._link, self._link.run(act))
+        return KubernetesJob(self._session, self._session.run(act))
 
     def views(self) -> list[JobView]:
         async def act(cluster: KubeClient, namespace: str) -> list[Document]:
@@ -73,17 +68,17 @@ class KubernetesTarget:
             return found
 
         now_ns = Clock().now_ns()
-        return [view_of_object(document, now_ns) for document in self._link.run(act)]
+        return [view_of_object(document, now_ns) for document in self._session.run(act)]
 
     def nothing(self) -> str:
-        start = self._link.hint("run", "FILE")
+        start = self._session.hint("run", "FILE")
         return f"no jobs in namespace {self._searched}; start one with {start}"
 
     def command(self, *words: str) -> str:
-        return self._link.hint(*words).strip("`")
+        return self._session.hint(*words).strip("`")
 
     def reads(self, path: str) -> bool:
-        return "://" in path  # anything else is a directory of the pods
+        return "://" in path  # other paths are directories in the pods
 
     def ending(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,25 +87,25 @@ class KubernetesTarget:
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
         job = load_job(file) if file is not None else None
         name = job.name if job is not None else str(attach)
-        watcher = _Watcher(self._link, display)
+        watcher = _Watcher(self._session, display)
 
         async def act(cluster: KubeClient, namespace: str) -> JobView:
             if job is not None:
                 document = await self._create(cluster, namespace, job, display)
             else:
-                document = await _get(cluster, namespace, name, self._link)
+                document = await _get(cluster, namespace, name, self._session)
             watcher.started = True
             return await watcher.watch(cluster, document)
 
         with display:
             try:
-                view = self._link.run(act)
+                view = self._session.run(act)
             except KeyboardInterrupt:
                 if watcher.started:
                     display.note(
                         f"Ctrl-C: job {name} goes on in the cluster. Watch it again with "
-                        f"{self._link.hint('run', '--attach', name)}; end it with "
-                        f"{self._link.hint('cancel', name)}"
+                        f"{self._session.hint('run', '--attach', name)}; end it with "
+                        f"{self._session.hint('cancel', name)}"
                     )
                 return RunResult(None, 130)
         return RunResult(view, 0 if view.state == "succeeded" else 1)
@@ -118,7 +113,7 @@ class KubernetesTarget:
     async def _create(
         self, cluster: KubeClient, namespace: str, job: TrainingJob, display: Display
     ) -> Document:
-        """The object of a new job, or of the very same one. Raises UserError."""
+        """The object of a new job, or of one with the same spec. Raises UserError."""
         body = job_to_mapping(job)
         namespace = self._namespace(namespace, job)
         body["metadata"]["namespace"] = namespace
@@ -130,33 +125,32 @@ class KubernetesTarget:
         except Conflict as error:
             if not error.exists:
                 raise
-        there = await cluster.get(JOBS, namespace, job.name)
-        state = str((there.get("status") or {}).get("state") or "pending")
-        if state not in FINISHED and _same(there, job):
-            display.note(f"job {job.name}: runs in namespace {namespace} already; watching it")
-            return there
-        raise UserError(str(self._taken(namespace, job.name, state)))
+        existing = await cluster.get(JOBS, namespace, job.name)
+        state = str((existing.get("status") or {}).get("state") or "pending")
+        if state not in TERMINAL and _has_spec(existing, job):
+            display.note(f"job {job.name}: already runs in namespace {namespace}; watching it")
+            return existing
+        raise UserError(str(self._name_in_use(namespace, job.name, state)))
 
     def _namespace(self, chosen: str, job: TrainingJob) -> str:
-        """The file's own, unless somebody asks for another one: then that is a contradiction."""
+        """The namespace of the file, if it has one. Raises UserError when --namespace differs."""
         if "namespace" not in job.metadata.model_fields_set:
             return chosen
         own = job.metadata.namespace
-        if self._link.namespace not in (None, own):
-            fix = "leave one of them out"
-            got = f"{self._link.namespace}"
-            expected = f"{own}, as metadata.namespace of the file says"
-            raise UserError(str(Problem("--namespace", got, expected, fix)))
+        if self._session.namespace not in (None, own):
+            expected, fix = f"{own}, the metadata.namespace of the file", "leave one of them out"
+            problem = Problem("--namespace", str(self._session.namespace), expected, fix)
+            raise UserError(str(problem))
         return own
 
-    def _taken(self, namespace: str, name: str, state: str) -> Problem:
+    def _name_in_use(self, namespace: str, name: str, state: str) -> Problem:
         got = f"{name}, which exists in namespace {namespace} and is {state}"
-        if state in FINISHED:
-            fix = f"remove it with {self._link.hint('delete', name)}"
+        if state in TERMINAL:
+            fix = f"remove it with {self._session.hint('delete', name)}"
         else:
             fix = (
-                f"watch it with {self._link.hint('run', '--attach', name)}, change it with "
-                f"{self._link.kubectl_hint('apply', '-f', 'FILE')}"
+                f"watch it with {self._session.hint('run', '--attach', name)}, change it with "
+                f"{self._session.kubectl_hint('apply', '-f', 'FILE')}"
             )
         return Problem(
             "metadata.name", got, "a name that is free", f"{fix}, or choose another metadata.name"
@@ -166,64 +160,64 @@ class KubernetesTarget:
 class _Watcher:
     """Shows a job until it ends."""
 
-    def __init__(self, link: ClusterSession, display: Display) -> None:
-        self._link, self._display = link, display
+    def __init__(self, session: ClusterSession, display: Display) -> None:
+        self._session, self._display = session, display
         self._clock = Clock()
         self._latest: Document = {}
         self._pods: list[Document] = []
-        self._pods_about: list[Any] = []
+        self._pods_key: list[Any] = []
         self.started = False
 
     async def watch(self, cluster: KubeClient, document: Document) -> JobView:
-        """The last view. Raises Gone when the object is deleted."""
+        """The last view. Raises JobDeleted."""
         self._latest = document
-        looking = asyncio.create_task(self._look_for_operator(document["metadata"]["name"]))
+        checking = asyncio.create_task(self._check_operator(document["metadata"]["name"]))
         try:
-            async for seen in follow(cluster, document, self._display.note):
-                self._latest = seen
-                view = view_of_object(seen, self._clock.now_ns())
-                view.nodes = nodes_of(seen, await self._pods_now(cluster, seen))
+            async for latest in follow_job(cluster, document, self._display.note):
+                self._latest = latest
+                view = view_of_object(latest, self._clock.now_ns())
+                view.nodes = nodes_of(latest, await self._current_pods(cluster, latest))
                 self._display.show(view)
-                if view.state in FINISHED:
+                if view.state in TERMINAL:
                     return view
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+            checking.cancel()
+            await asyncio.wait([checking])
         raise AssertionError("a watch does not end by itself")
 
-    async def _pods_now(self, cluster: KubeClient, document: Document) -> list[Document]:
-        """Listed anew only when the status says that nodes have come or gone."""
+    async def _current_pods(self, cluster: KubeClient, document: Document) -> list[Document]:
+        """Listed again only when the nodes in the status have changed."""
         status = document.get("status") or {}
-        about = [status.get(key) for key in ("state", "generation", "nodes")]
-        if about != self._pods_about:
+        key = [status.get(name) for name in ("state", "generation", "nodes")]
+        if key != self._pods_key:
             try:
                 self._pods = await pods_of(cluster, document)
-                self._pods_about = about
+                self._pods_key = key
             except (Unreachable, TooBusy):
-                pass  # the picture is a little old; the next change tries again
+                pass  # the next change of the status tries again
         return self._pods
 
-    async def _look_for_operator(self, name: str) -> None:
-        """Say it once when nobody seems to look after the job, and when somebody does again."""
-        told = False
+    async def _check_operator(self, name: str) -> None:
+        """Note once that no operator handles the job, and once that one does again."""
+        noted = False
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            missing = neglect(self._latest, self._clock.now_ns())
-            if missing is not None and not told:
-                where = self._link.kubectl_hint("describe", "trainingjob", name)
-                self._display.note(f"job {name}: {missing.what}; does it run? See {where}")
-            elif missing is None and told:
-                self._display.note(f"job {name}: the operator is there again")
-            told = missing is not None
+            await asyncio.sleep(OPERATOR_CHECK_INTERVAL_S)
+            absence = operator_absence(self._latest, self._clock.now_ns())
+            if absence is not None and not noted:
+                hint = self._session.kubectl_hint("describe", "trainingjob", name)
+                self._display.note(f"job {name}: {absence.what}; does it run? See {hint}")
+            elif absence is None and noted:
+                self._display.note(f"job {name}: the operator is back")
+            noted = absence is not None
 
 
-# -- what is there ----------------------------------------------------------------------------
-async def _get(cluster: KubeClient, namespace: str, name: str, link: ClusterSession) -> Document:
-    """Raises UserError, naming the jobs that there are."""
+async def _get(cluster: KubeClient, namespace: str, name: str, session: ClusterSession) -> Document:
+    """Raises UserError, naming the jobs of the namespace."""
     try:
         return await cluster.get(JOBS, namespace, name)
     except NotFound as error:
-        if not _about_object(error):
+        # A cluster without the CRD answers "page not found" or "could not find the resource".
+        if "not found" not in error.message or "page not found" in error.message:
             raise
     try:
         found, _version = await cluster.list_all(JOBS, namespace)
@@ -235,16 +229,11 @@ async def _get(cluster: KubeClient, namespace: str, name: str, link: ClusterSess
         names = sorted(one["metadata"]["name"] for one in found)
         known = f"one of {', '.join(names)}" if names else "a job"
         known += f" in namespace {namespace}" if names else f"; namespace {namespace} has none"
-    raise UserError(str(Problem("job", name, known, f"see {link.hint('status')}")))
-
-
-def _about_object(error: NotFound) -> bool:
-    """It is this object that is missing, not the kind of it."""
-    return "not found" in error.message and "page not found" not in error.message
+    raise UserError(str(Problem("job", name, known, f"see {session.hint('status')}")))
 
 
 async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
-    """Raises UserError when there is none of this name, as far as we may know."""
+    """Raises UserError when the namespace does not exist and the user may read it."""
     try:
         await cluster.get(NAMESPACES, "", namespace)
     except NotFound:
@@ -256,7 +245,7 @@ async def _check_namespace(cluster: KubeClient, namespace: str) -> None:
         return
 
 
-def _same(document: Document, job: TrainingJob) -> bool:
+def _has_spec(document: Document, job: TrainingJob) -> bool:
     try:
         return job_from_resource(document).spec == job.spec
     except SpecError:

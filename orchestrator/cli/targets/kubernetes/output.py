@@ -1,0 +1,316 @@
+"""Prints the Events and the pod logs of a job in a cluster.
+
+A cluster keeps Events for an hour, so `holdfast events` also prints the incidents of the status
+whose Events are gone. A pod's log holds the lines of its workers, each after its rank, and those of
+its agent; it is deleted with the pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.orchestrator.cli.output import date, print_json_line, stderr, stdout
+from holdfast.orchestrator.cli.render import outcome
+from holdfast.orchestrator.core.transitions import TERMINAL
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import (
+    EVENTS,
+    PODS,
+    Expired,
+    Invalid,
+    NotFound,
+    TooBusy,
+    Unreachable,
+)
+from holdfast.orchestrator.kube.informer import Backoff
+from holdfast.orchestrator.kube.pod_logs import lines
+from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.observe.view import Incident
+
+from ..base import LogSelector
+from .resource_view import time_ns, view_of_object
+from .session import ClusterSession, annotation_of, events_selector, until_finished
+
+LAST_EVENTS_S = 2.0
+"""The Events of a job's end follow its last status."""
+LAST_LOGS_S = 5.0
+NEW_PODS_INTERVAL_S = 2.0
+_WORKER_LINE = re.compile(rb"\[rank (\d+)\] ?")
+
+
+# -- Events ----------------------------------------------------------------------------------
+def print_events(
+    session: ClusterSession, document: Document, *, follow: bool, as_json: bool
+) -> None:
+    """All that are kept, in order; then, with `follow`, new ones until the job ends."""
+    printer = _EventPrinter(document, as_json)
+
+    async def act(cluster: KubeClient, namespace: str) -> None:
+        await printer.print_kept(cluster)
+        if follow:
+            await printer.follow(cluster)
+
+    session.run(act)
+
+
+class _EventPrinter:
+    def __init__(self, document: Document, as_json: bool) -> None:
+        self._document, self._as_json = document, as_json
+        self._namespace: str = document["metadata"]["namespace"]
+        self._selector = events_selector(document)
+        self._printed: set[tuple[str, int]] = set()
+        self._console = stdout()
+
+    async def print_kept(self, cluster: KubeClient) -> None:
+        events, _version = await self._list(cluster)
+        with_events = {annotation_of(event, names.INCIDENT) for event in events}
+        view = view_of_object(self._document, Clock().now_ns())
+        kept: list[tuple[int, Document | Incident]] = [
+            (one.at_ns, one) for one in view.incidents if str(one.number) not in with_events
+        ]
+        kept += [(event_ns(event), event) for event in events]
+        if not kept:
+            text = f"no events of job {view.name} are kept: a cluster deletes them after an hour"
+            stderr().print(text, soft_wrap=True)
+        for _at_ns, one in sorted(kept, key=lambda entry: entry[0]):
+            if isinstance(one, Incident):
+                self._print_incident(one, ended=view.state in TERMINAL)
+            else:
+                self._print(one)
+
+    async def follow(self, cluster: KubeClient) -> None:
+        printing = asyncio.create_task(self._print_new(cluster))
+        ending = asyncio.create_task(until_finished(cluster, self._document))
+        try:
+            await asyncio.wait([printing, ending], return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                ending.result()
+                await asyncio.wait([printing], timeout=LAST_EVENTS_S)
+            if printing.done():
+                printing.result()
+        finally:
+            for task in (printing, ending):
+                task.cancel()
+            await asyncio.wait([printing, ending])
+
+    async def _print_new(self, cluster: KubeClient) -> None:
+        pauses = Backoff()
+        while True:
+            try:
+                events, version = await self._list(cluster)
+                for event in sorted(events, key=event_ns):
+                    self._print(event)
+                async for kind, event in cluster.watch(
+                    EVENTS, version, self._namespace, fields=self._selector
+                ):
+                    pauses.reset()
+                    if kind in ("ADDED", "MODIFIED"):
+                        self._print(event)
+            except Expired:
+                continue
+            except (Unreachable, TooBusy, NotFound):
+                await asyncio.sleep(pauses.next_s())
+
+    async def _list(self, cluster: KubeClient) -> tuple[list[Document], str]:
+        return await cluster.list_all(EVENTS, self._namespace, fields=self._selector)
+
+    def _print(self, event: Document) -> None:
+        count = int(event.get("count") or 1)
+        key = (str(event["metadata"]["uid"]), count)
+        if key in self._printed:
+            return
+        self._printed.add(key)
+        at_ns = event_ns(event)
+        reason, text = str(event.get("reason", "")), str(event.get("message", ""))
+        if self._as_json:
+            kind = event.get("type", "")
+            fields = {"type": kind, "reason": reason, "message": text, "count": count}
+            print_json_line({"at_ns": at_ns, "event": fields})
+            return
+        self._print_line(at_ns, reason, f"{text} ({count} times)" if count > 1 else text)
+
+    def _print_incident(self, incident: Incident, *, ended: bool) -> None:
+        at_ns = incident.at_ns
+        if self._as_json:
+            print_json_line({"at_ns": at_ns, "incident": msgspec.to_builtins(incident)})
+            return
+        injected = " (injected)" if incident.rehearsal else ""
+        text = f"incident {incident.number}: {incident.title}{injected}"
+        self._print_line(at_ns, "status", text)
+        self._print_line(at_ns, "->", outcome(incident, ended=ended))
+
+    def _print_line(self, at_ns: int, source: str, text: str) -> None:
+        self._console.print(f"{date(at_ns)}  {source:<18}  {text}", soft_wrap=True)
+
+
+def event_ns(event: Document) -> int:
+    """When an Event happened last."""
+    times = (
+        event.get("lastTimestamp"),
+        (event.get("series") or {}).get("lastObservedTime"),
+        event.get("eventTime"),
+        event.get("firstTimestamp"),
+        event["metadata"].get("creationTimestamp"),
+    )
+    return next((time_ns(text) for text in times if text), 0)
+
+
+# -- logs ------------------------------------------------------------------------------------
+LineFilter = Callable[[bytes], bytes | None]
+
+
+def print_logs(
+    session: ClusterSession, document: Document, selector: LogSelector, *, follow: bool
+) -> None:
+    """Raises UserError for a node, rank or generation that cannot be shown."""
+    reader = _LogReader(session, document, selector)
+    session.run(reader.follow if follow else reader.print)
+
+
+def line_filter(selector: LogSelector, world_size: int) -> LineFilter:
+    """Returns a function: line of a pod -> line to print; None: it is not selected."""
+    width = len(str(max(world_size - 1, 0)))
+
+    def show(line: bytes) -> bytes | None:
+        match = _WORKER_LINE.match(line)
+        if selector.node is not None:
+            return line if match is None else None
+        if match is None:
+            return None
+        rank, text = int(match[1]), line[match.end() :]
+        if selector.rank is not None:
+            return text if rank == selector.rank else None
+        return b"[%*d] %b" % (width, rank, text)
+
+    return show
+
+
+def select_pods(
+    pods: list[Document], selector: LogSelector, workers_per_node: int
+) -> list[Document]:
+    """In the order of their ranks; spares last."""
+
+    def first_rank(pod: Document) -> int:
+        label = (pod["metadata"].get("labels") or {}).get(names.LABEL_RANK, "")
+        return int(label) if label.isdigit() else sys.maxsize
+
+    ordered = sorted(pods, key=lambda pod: (first_rank(pod), pod["metadata"]["name"]))
+    if selector.node is not None:
+        return [pod for pod in ordered if pod["metadata"]["name"] == selector.node]
+    if selector.rank is None:
+        return ordered
+    rank = selector.rank
+    matching = [p for p in ordered if first_rank(p) <= rank < first_rank(p) + workers_per_node]
+    # Labels follow the first step of a generation; before that, any pod may have the rank.
+    return matching or ordered
+
+
+class _LogReader:
+    def __init__(self, session: ClusterSession, document: Document, selector: LogSelector) -> None:
+        self._session, self._document, self._selector = session, document, selector
+        self._name: str = document["metadata"]["name"]
+        self._namespace: str = document["metadata"]["namespace"]
+        status = document.get("status") or {}
+        self._state = str(status.get("state") or "new")
+        self._world_size = int(status.get("worldSize") or 0)
+        self._filter = line_filter(selector, self._world_size)
+        self._num_printed = 0
+        self._tails: dict[str, asyncio.Task[None]] = {}
+
+    async def print(self, cluster: KubeClient, namespace: str) -> None:
+        self._check()
+        pods = await self._pods(cluster)
+        if not pods:
+            raise HoldfastError(
+                f"job {self._name}: got no pods; expected at least one: logs are deleted with "
+                f"their pods, and {self._state} jobs have none"
+            )
+        for name in pods:
+            try:
+                await self._copy(cluster, name, follow=False)
+            except (Invalid, NotFound) as error:
+                stderr().print(f"{name}: {error.message}", style="yellow", soft_wrap=True)
+        if not self._num_printed and self._selector.node is None:
+            hint = self._session.hint("logs", self._name, "--node", next(iter(pods)))
+            text = f"job {self._name}: there is no output of workers; that of an agent: {hint}"
+            stderr().print(text, style="yellow", soft_wrap=True)
+
+    async def follow(self, cluster: KubeClient, namespace: str) -> None:
+        self._check()
+        if self._selector.node is not None:
+            await self._pods(cluster)
+        ending = asyncio.create_task(until_finished(cluster, self._document))
+        try:
+            while not ending.done():
+                await self._start_tails(cluster)
+                await asyncio.wait([ending], timeout=NEW_PODS_INTERVAL_S)
+            ending.result()
+            await self._start_tails(cluster)
+            if self._tails:
+                await asyncio.wait(self._tails.values(), timeout=LAST_LOGS_S)
+        finally:
+            tasks = [ending, *self._tails.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _start_tails(self, cluster: KubeClient) -> None:
+        """Follow pods that are running and not followed yet."""
+        for task in self._tails.values():
+            if task.done():
+                task.result()
+        try:
+            pods = await self._pods(cluster)
+        except (Unreachable, TooBusy, UserError):
+            return  # tried again soon; a named pod may be gone by now
+        for name, pod in pods.items():
+            if name not in self._tails and pod.get("status", {}).get("phase") != "Pending":
+                self._tails[name] = asyncio.create_task(self._tail(cluster, name))
+
+    async def _tail(self, cluster: KubeClient, pod: str) -> None:
+        while True:
+            try:
+                await self._copy(cluster, pod, follow=True)
+            except NotFound:
+                return
+            except Invalid:  # the container has not started
+                await asyncio.sleep(NEW_PODS_INTERVAL_S)
+                continue
+            return
+
+    async def _copy(self, cluster: KubeClient, pod: str, *, follow: bool) -> None:
+        async for line in lines(cluster, self._namespace, pod, follow=follow):
+            shown = self._filter(line)
+            if shown is not None:
+                self._num_printed += 1
+                sys.stdout.buffer.write(shown + b"\n")
+                if follow:
+                    sys.stdout.buffer.flush()
+        sys.stdout.buffer.flush()
+
+    async def _pods(self, cluster: KubeClient) -> dict[str, Document]:
+        """The selected pods by name, in order. Raises UserError for an unknown node."""
+        label_selector = names.selector(self._name)
+        found, _version = await cluster.list_all(PODS, self._namespace, label_selector)
+        per_node = int(self._document["spec"].get("workersPerNode") or 1)
+        pods = select_pods(found, self._selector, per_node)
+        if found and not pods:
+            known = ", ".join(sorted(pod["metadata"]["name"] for pod in found))
+            raise UserError(str(Problem("--node", str(self._selector.node), f"one of {known}")))
+        return {pod["metadata"]["name"]: pod for pod in pods}
+
+    def _check(self) -> None:
+        """Raises UserError for what pod logs cannot show."""
+        generation, rank, size = self._selector.generation, self._selector.rank, self._world_size
+        if generation is not None:
+            expected = "none with --kubernetes: the log of a pod holds all generations in order"
+            raise UserError(str(Problem("--generation", str(generation), expected)))
+        if rank is not None and size and not 0 <= rank < size:
+            raise UserError(str(Problem("--rank", str(rank), f"0 to {size - 1}")))
