@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.protocol.facts import Membership, WorkerPhase, WorkerSeat
+from holdfast.orchestrator.protocol.facts import Membership, StepReport, WorkerPhase, WorkerSeat
 
 AGENT_FD = "HOLDFAST_AGENT_FD"
 MAX_PACKET_BYTES = 128 * 1024
@@ -45,16 +45,12 @@ class Tick(WorkerMessage, frozen=True, kw_only=True, tag="tick"):
     """Progress within a step or phase, such as a micro-batch."""
 
 
-class Progress(WorkerMessage, frozen=True, kw_only=True, tag="progress"):
+class Progress(
+    StepReport, frozen=True, kw_only=True, tag_field="type", tag="progress", omit_defaults=True
+):
     """A step is finished on this rank."""
 
     step: int
-    loss: float | None = None
-    tokens: int = 0
-    step_s: float = 0.0
-    stall_s: float = 0.0
-    device_memory_peak_bytes: int = 0
-    flops_per_step: float = 0.0
 
 
 class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
@@ -171,7 +167,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(link: socket.socket, message: WorkerMessage, fd: int | None = None) -> None:
+def send(link: socket.socket, message: FromWorker | ToWorker, fd: int | None = None) -> None:
     """Send one message, with at most one file descriptor. Raises OSError when the peer is gone."""
     data = _ENCODER.encode(message)
     assert len(data) <= MAX_PACKET_BYTES, f"{type(message).__name__}: {len(data)} bytes"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from .. import limits
-from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, WorkerBeat
+from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, StepReport, WorkerBeat
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
 
@@ -104,19 +104,20 @@ class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     exit: Exit
 
 
-class StepCompleted(Event, frozen=True, kw_only=True, tag="steps-advanced"):
+class StepCompleted(
+    StepReport,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    tag="steps-advanced",
+    omit_defaults=True,
+):
     """Every rank has finished `step`. The first of a generation ends its start-up; later ones are
-    sampled (limits.PROGRESS_JOURNAL_INTERVAL_S) for the report and decide nothing."""
+    sampled (limits.PROGRESS_JOURNAL_INTERVAL_S) for the report and decide nothing. `step_s` is the
+    median over recent steps, the other numbers are the largest of all ranks."""
 
     generation: int
     step: int
-    loss: float | None = None
-    tokens: int = 0
-    step_s: float = 0.0
-    """Median over recent steps."""
-    stall_s: float = 0.0
-    device_memory_peak_bytes: int = 0
-    flops_per_step: float = 0.0
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):

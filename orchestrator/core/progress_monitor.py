@@ -17,7 +17,7 @@ from statistics import median
 
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
-from ..protocol.facts import WorkerBeat
+from ..protocol.facts import WorkerBeat, largest
 from .context import SECOND_NS, seconds
 from .controller import Controller
 from .events import (
@@ -231,19 +231,10 @@ class ProgressMonitor:
         now.told, now.told_ns = now.done, now_ns
         beats = [now.ranks[rank].beat for rank in sorted(now.ranks)]
         at_step = [beat for beat in beats if beat.step == now.done]
-        losses = [beat.loss for beat in at_step or beats if beat.loss is not None]
-        return [
-            StepCompleted(
-                generation=now.number,
-                step=now.done,
-                loss=losses[0] if losses else None,
-                tokens=max(beat.tokens for beat in beats),
-                step_s=median(now.step_s) if now.step_s else max(b.step_s for b in beats),
-                stall_s=max(beat.stall_s for beat in beats),
-                device_memory_peak_bytes=max(beat.device_memory_peak_bytes for beat in beats),
-                flops_per_step=max(beat.flops_per_step for beat in beats),
-            )
-        ]
+        numbers = largest(beats) | {"loss": largest(at_step)["loss"]}
+        if now.step_s:
+            numbers["step_s"] = median(now.step_s)
+        return [StepCompleted(generation=now.number, step=now.done, **numbers)]
 
     # -- verdicts -----------------------------------------------------------------------------
     def _hang(self, now_ns: int) -> list[AnyEvent]:

@@ -6,7 +6,8 @@ decisions.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -74,7 +75,34 @@ class ShardFile(msgspec.Struct, frozen=True):
     """xxh3_128 of the whole file, hex."""
 
 
-class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker measures in a step. A worker's message, a heartbeat, the event of a finished
+    step and the view of a job all inherit it, so that a new number is declared here only."""
+
+    loss: float | None = None
+    tokens: int = 0
+    """Tokens of the global batch of that step."""
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    """Time the last staging blocked the training loop."""
+    device_memory_peak_bytes: int = 0
+    flops_per_step: float = 0.0
+    """Model FLOPs of one step of the whole job; 0: the training loop does not report them."""
+
+
+def report_fields(report: StepReport) -> dict[str, Any]:
+    """The measured numbers alone, for another struct that inherits StepReport."""
+    return {name: getattr(report, name) for name in StepReport.__struct_fields__}
+
+
+def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
+    """The largest of each number; the loss is that of the first report that has one."""
+    loss = next((one.loss for one in reports if one.loss is not None), None)
+    names = [name for name in StepReport.__struct_fields__ if name != "loss"]
+    return {"loss": loss} | {name: max(getattr(one, name) for one in reports) for name in names}
+
+
+class WorkerBeat(StepReport, frozen=True, kw_only=True):
     """Where one worker is. `step` is the last one it finished; progress means that it moved."""
 
     rank: int
@@ -89,15 +117,6 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     interpreter is blocked."""
     stopped: bool = False
     """The kernel says that the process is stopped (state T)."""
-    loss: float | None = None
-    tokens: int = 0
-    """Tokens of the global batch of that step."""
-    step_s: float = 0.0
-    stall_s: float = 0.0
-    """Time the last staging blocked the training loop."""
-    device_memory_peak_bytes: int = 0
-    flops_per_step: float = 0.0
-    """Model FLOPs of one step of the whole job; 0 where the loop does not say."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):

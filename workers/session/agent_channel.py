@@ -45,7 +45,7 @@ class AgentChannel:
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
-    def send(self, message: worker_protocol.WorkerMessage) -> None:
+    def send(self, message: worker_protocol.FromWorker) -> None:
         """Raises AgentGone."""
         try:
             worker_protocol.send(self._connection, message)

@@ -12,7 +12,7 @@ from holdfast.orchestrator.core.state import JobState, NodeRecord
 from holdfast.orchestrator.protocol.facts import WorkerBeat
 
 from .goodput import NS
-from .view import JobView, NodeView, WorkerView
+from .view import NodeView, WorkerView
 
 
 class NodeBeat(NamedTuple):
@@ -75,19 +75,10 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     return view
 
 
-def overlay(view: JobView, state: JobState, beats: dict[str, NodeBeat]) -> None:
-    """What the workers said since the last sampled event."""
+def reports_of_all_ranks(state: JobState, beats: dict[str, NodeBeat]) -> list[HeartbeatReceived]:
+    """The newest heartbeats of the current generation, if they report every rank of it."""
     current = [beats[name].heartbeat for name in state.members if name in beats]
     current = [beat for beat in current if beat.generation == state.generation]
-    workers = [worker for beat in current for worker in beat.workers]
-    if state.stop is not None or not workers or len(workers) != view.world_size:
-        return
-    view.step = max(view.step, min(worker.step for worker in workers))
-    staged = min(beat.staged_step for beat in current)
-    view.memory_step = max(staged, view.memory_step) if staged >= 0 else view.memory_step
-    told = [worker for worker in workers if worker.loss is not None]
-    if told:
-        view.loss = max(told, key=lambda worker: (worker.step, -worker.rank)).loss
-    view.stall_s = max(worker.stall_s for worker in workers) or view.stall_s
-    peak = max(worker.device_memory_peak_bytes for worker in workers)
-    view.device_memory_peak_bytes = max(view.device_memory_peak_bytes, peak)
+    size = state.membership.world_size if state.membership else 0
+    complete = state.stop is None and sum(len(beat.workers) for beat in current) == size
+    return current if complete else []

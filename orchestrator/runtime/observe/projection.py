@@ -24,11 +24,12 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
 )
 from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.protocol.facts import StepReport, largest, report_fields
 
 from .device_flops import peak_flops
 from .goodput import NS, TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .node_views import NodeBeat, node_views, overlay
+from .node_views import NodeBeat, node_views, reports_of_all_ranks
 from .view import CheckpointView, JobView
 
 PASSED_OVER_LIMIT = 3
@@ -201,29 +202,39 @@ class JobProjection:
         view.storage_skipped = kept.storage_skipped
         if kept.first_step_ns is not None:
             view.first_step_s = (kept.first_step_ns - state.submitted_ns) / NS
-        self._fill_progress(view, state)
+        beats = self._current_beats(state) if live and not state.terminal else {}
+        self._fill_progress(view, state, reports_of_all_ranks(state, beats))
         kept.tally.fill(view, state, no_steps=self._silent)
         if state.terminal:
             return view  # its nodes are given back, and their memory with them
-        view.memory_step = next((key[0] for key, _ in in_memory(state)), -1)
-        beats = self._current_beats(state) if live else {}
         view.nodes = node_views(state, beats, now_ns)
-        if beats:
-            overlay(view, state, beats)
         return view
 
-    def _fill_progress(self, view: JobView, state: JobState) -> None:
-        progress = self.memory.progress
-        if progress is None:
-            return
-        view.loss, view.step_s, view.stall_s = progress.loss, progress.step_s, progress.stall_s
-        view.device_memory_peak_bytes = progress.device_memory_peak_bytes
-        if progress.step_s > 0:
-            view.tokens_per_s = progress.tokens / progress.step_s
-            peak = _peak(state)
-            if peak and progress.flops_per_step and view.world_size:
-                rate = progress.flops_per_step / progress.step_s
-                view.mfu = rate / (peak * view.world_size)
+    def _fill_progress(
+        self, view: JobView, state: JobState, heartbeats: list[HeartbeatReceived]
+    ) -> None:
+        """The newest numbers: of the last event, and over them those of newer heartbeats."""
+        numbers = report_fields(self.memory.progress or StepReport())
+        workers = [worker for beat in heartbeats for worker in beat.workers]
+        if workers:
+            view.step = max(view.step, min(worker.step for worker in workers))
+            workers.sort(key=lambda worker: (-worker.step, worker.rank))
+            newest = largest(workers)
+            del newest["step_s"]  # the event has the median over several steps
+            peak = "device_memory_peak_bytes"
+            newest[peak] = max(newest[peak], numbers[peak])
+            numbers |= {name: value for name, value in newest.items() if value}
+        for name, value in numbers.items():
+            setattr(view, name, value)
+        if view.step_s > 0:
+            view.tokens_per_s = view.tokens / view.step_s
+            device = _peak(state)
+            if device and view.flops_per_step and view.world_size:
+                view.mfu = view.flops_per_step / view.step_s / (device * view.world_size)
+        if not state.terminal:
+            staged = min((beat.staged_step for beat in heartbeats), default=-1)
+            in_tier = next((key[0] for key, _ in in_memory(state)), -1)
+            view.memory_step = max(staged, in_tier)
 
     def _current_beats(self, state: JobState) -> dict[str, NodeBeat]:
         return {name: beat for name, beat in self._beats.items() if name in state.nodes}

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.orchestrator.core.transitions import JobPhase as JobPhase
+from holdfast.orchestrator.protocol.facts import StepReport
 
 NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
 LedgerCause = Literal[
@@ -96,7 +97,9 @@ class CheckpointView(msgspec.Struct, kw_only=True):
     committed_ns: int = 0
 
 
-class JobView(msgspec.Struct, kw_only=True):
+class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: ignore[misc]
+    """The numbers of StepReport are those of the newest step."""
+
     name: str
     job_id: str = ""
     state: JobPhase = "pending"
@@ -114,12 +117,9 @@ class JobView(msgspec.Struct, kw_only=True):
     step: int = -1
     """Last step finished by all ranks; -1: none."""
     total_steps: int | None = None
-    loss: float | None = None
-    step_s: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float | None = None
     """Where the peak FLOP/s of the device is known."""
-    stall_s: float = 0.0
     tokens_total: int = 0
     """Trained on so far, steps done twice counted twice."""
     first_step_s: float | None = None
@@ -128,7 +128,6 @@ class JobView(msgspec.Struct, kw_only=True):
     """Checkpoints committed to storage so far."""
     durable_s: float = 0.0
     """Longest write of a shard of the newest checkpoint, from memory to durable."""
-    device_memory_peak_bytes: int = 0
     storage_problem: str = ""
     """Why the newest checkpoint that was tried is not in storage; empty when it is."""
     storage_failures: int = 0

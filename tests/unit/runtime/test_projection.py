@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.events import CancelRequested, HeartbeatReceived
+from holdfast.orchestrator.core.events import CancelRequested, HeartbeatReceived, StepCompleted
 from holdfast.orchestrator.hosts.local.replay import replay
-from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
+from holdfast.workers import worker_protocol
 
 from ..core import harness as core
 
@@ -68,3 +69,26 @@ def test_a_job_that_has_ended_has_no_nodes_and_nothing_in_memory() -> None:
     view = seen(transcript)
     assert (view.state, view.memory_step, view.nodes) == ("cancelled", -1, [])
     assert view.checkpoints[-1].step == 6
+
+
+def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -> None:
+    numbers = StepReport(
+        loss=1.5,
+        tokens=512,
+        step_s=0.5,
+        stall_s=0.1,
+        device_memory_peak_bytes=7,
+        flops_per_step=3.0,
+    )
+    assert all(value != default for value, default in zip(*_fields(numbers), strict=True))
+    progress = worker_protocol.Progress(step=4, **report_fields(numbers))
+    beat = WorkerBeat(rank=0, step=4, **report_fields(progress))
+    event = StepCompleted(generation=1, step=4, **largest([beat]))
+    transcript = core.Transcript().started(step=None)
+    projection = JobProjection(transcript.state.job)
+    projection.observe(transcript.now, event, transcript.tell(event), transcript.state)
+    assert report_fields(projection.view(transcript.now)) == report_fields(numbers)
+
+
+def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:
+    return list(report_fields(numbers).values()), list(report_fields(StepReport()).values())

@@ -15,6 +15,7 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerBeat,
     WorkerPhase,
     WorkerSeat,
+    report_fields,
 )
 from holdfast.orchestrator.protocol.messages import LaunchWorkers, Stage
 from holdfast.workers import worker_protocol
@@ -74,12 +75,7 @@ class Worker:
             quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / NS,
             pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / NS,
             stopped=stopped,
-            loss=last.loss,
-            tokens=last.tokens,
-            step_s=last.step_s,
-            stall_s=last.stall_s,
-            device_memory_peak_bytes=last.device_memory_peak_bytes,
-            flops_per_step=last.flops_per_step,
+            **report_fields(last),
         )
 
     def ended_with(

@@ -98,7 +98,7 @@ class WorkerPool:
             self._request(fork_protocol.SignalWorker(worker=process.number, signal=number))
 
     def send(
-        self, generation: int, rank: int, message: worker_protocol.WorkerMessage, fd: int | None
+        self, generation: int, rank: int, message: worker_protocol.ToWorker, fd: int | None
     ) -> None:
         process = self._seats.get((generation, rank))
         if process is not None:
@@ -260,7 +260,7 @@ class WorkerPool:
                 self._tell(f.FromRank(*process.seat, message))
 
     def _send(
-        self, process: WorkerProcess, message: worker_protocol.WorkerMessage, fd: int | None
+        self, process: WorkerProcess, message: worker_protocol.ToWorker, fd: int | None
     ) -> None:
         try:
             worker_protocol.send(process.link, message, fd)

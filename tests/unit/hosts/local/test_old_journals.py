@@ -93,7 +93,8 @@ def views() -> dict[str, Any]:
 
 def _views() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((DATA / "views.json").read_text())
-    return found
+    later: dict[str, Any] = {"tokens": 0, "flops_per_step": 0.0}  # fields added since
+    return {name: later | view for name, view in found.items()}
 
 
 @pytest.mark.parametrize("name", NUM_EVENTS)
