@@ -1,9 +1,7 @@
-"""Writes the dashboard for Ray's Grafana folder from the chart's: one dashboard, two places.
+"""Generates the dashboard for Ray's Grafana from the chart's dashboard, with the prefix of Ray's
+exporter and without namespaces and the operator. A test in tests/tidy finds an outdated file.
 
     python -m helm.ray_dashboard
-
-Owns: what is different on Ray: the prefix of Ray's exporter, no namespaces, no operator. A test in
-tests/tidy finds drift.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from .render import CHART, MANIFESTS
 
 SOURCE = CHART / "files" / "dashboard.json"
 TARGET = MANIFESTS / "kuberay" / "holdfast_grafana_dashboard.json"
-"""Ray's own are called default_grafana_dashboard.json and so on."""
+"""Named like Ray's own default_grafana_dashboard.json."""
 WIDTH = 24
 
 
@@ -39,7 +37,7 @@ def _is_of_a_job(panel: dict[str, Any]) -> bool:
 
 
 def _placed(panels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """From left to right and from top to bottom, without the gaps of those that are gone."""
+    """Closes the gaps of removed panels, from left to right and from top to bottom."""
     x = y = height = 0
     for panel in panels:
         at = panel["gridPos"]

@@ -1,9 +1,9 @@
-"""Writes what is made from other files: the chart's copy of the CRD, and manifests/ from the chart.
+"""Generates the chart's copy of the CRD, and manifests/ from the chart.
 
     python -m helm.render
 
-Owns: how the one becomes the other. Needs helm (`make kubernetes-binaries` builds it); the tests in
-tests/tidy find drift without it too, by the digest of the chart that manifests/ carries.
+Needs helm (`make kubernetes-binaries` builds it). The tests in tests/tidy also find outdated files
+without helm, by the digest of the chart in manifests/.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CRD = CHART / "files" / "crd.yaml"
 MANIFESTS = ROOT / "manifests"
 NAMESPACE = "holdfast-system"
 OLDEST = "1.30.0"
-"""The oldest Kubernetes of the chart. helm built from source knows no cluster's version."""
+"""The oldest Kubernetes that the chart supports."""
 HEAD = "# Rendered from helm/holdfast by `make manifests`; do not edit.\n"
 
 NAMESPACE_TEXT = f"""apiVersion: v1
@@ -34,8 +34,8 @@ metadata:
 """
 KUSTOMIZATION = """# chart: {digest}
 #
-# All namespaces, no monitoring; for anything else use the chart. Both images have to be yours: the
-# operator's, and that of jobs in its argument --worker-image.
+# All namespaces, no monitoring; use the chart for anything else. Replace both images by yours: that
+# of the operator, and that of jobs in the argument --worker-image.
 # docs/operations/kubernetes.md shows the patch.
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
@@ -44,7 +44,7 @@ resources:
 
 
 def chart_digest() -> str:
-    """Of every file of the chart, by name and content."""
+    """Digest of the names and contents of all files of the chart."""
     digest = hashlib.sha256()
     for path in sorted(path for path in CHART.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(CHART)}\0{len(path.read_bytes())}\0".encode())
@@ -53,7 +53,7 @@ def chart_digest() -> str:
 
 
 def template(helm: Path | str, *options: str) -> str:
-    """What helm makes of the chart. Raises CalledProcessError."""
+    """The output of `helm template`. Raises CalledProcessError."""
     command = [
         str(helm), "template", "holdfast", str(CHART), "--namespace", NAMESPACE,
         "--kube-version", OLDEST, *options,
@@ -63,7 +63,7 @@ def template(helm: Path | str, *options: str) -> str:
 
 
 def manifests(helm: Path | str) -> dict[str, str]:
-    """File name -> content, of manifests/."""
+    """File names and contents of manifests/."""
     texts: dict[str, list[str]] = {}
     for document in template(helm, "--skip-tests").split("\n---\n"):
         source = document.partition("# Source: holdfast/templates/")[2].splitlines()[0].strip()

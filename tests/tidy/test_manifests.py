@@ -1,4 +1,4 @@
-"""Spec, CRD, chart, manifests, images and docs say the same; none is edited behind the others."""
+"""Spec, CRD, chart, manifests, images and docs agree with each other."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def of_kind(kind: str, name: str = "") -> dict[str, Any]:
     return found[0]
 
 
-def test_the_charts_crd_is_what_the_models_say() -> None:
+def test_the_crd_of_the_chart_is_generated_from_the_models() -> None:
     assert render.CRD.read_text() == definition_text(), FIX
     assert of_kind("CustomResourceDefinition") == yaml.safe_load(definition_text()), FIX
 
 
-def test_the_manifests_were_rendered_from_this_chart() -> None:
-    """Without helm: by the digest that they carry."""
+def test_the_manifests_carry_the_digest_of_this_chart() -> None:
+    """Works without helm."""
     carried = (render.MANIFESTS / "kustomization.yaml").read_text()
     assert f"# chart: {render.chart_digest()}\n" in carried, FIX
 
 
-def test_helm_renders_the_same_manifests_again() -> None:
+def test_helm_renders_the_same_manifests() -> None:
     helm = locate().find("helm")
     if helm is None:
         pytest.skip("helm not found; `make kubernetes-binaries` builds it")
-    there = {path.name: path.read_text() for path in render.MANIFESTS.glob("*.yaml")}
-    assert there == render.manifests(helm), FIX
+    stored = {path.name: path.read_text() for path in render.MANIFESTS.glob("*.yaml")}
+    assert stored == render.manifests(helm), FIX
 
 
 def test_every_value_of_the_chart_is_in_its_schema_and_in_a_template() -> None:
@@ -79,15 +79,15 @@ def queries() -> Iterator[str]:
     yield from re.findall(r"expr: (?:>-\n)?(.*?)\n          (?:for|labels):", text, re.DOTALL)
 
 
-def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
+def test_dashboard_and_alerts_query_existing_metrics_and_labels() -> None:
     known = {spec.name: {"namespace", "job", *spec.labels} for spec in JOB_METRICS}
     for spec in JOB_METRICS:
         if spec.kind == "summary":
             known |= {f"{spec.name}_{end}": known[spec.name] for end in ("sum", "count")}
     known |= {own.name: set(own.labels) for own in OPERATOR_METRICS}
-    asked = list(queries())
-    assert len([query for query in asked if "holdfast_" in query]) > 30
-    for query in asked:
+    used = list(queries())
+    assert len([query for query in used if "holdfast_" in query]) > 30
+    for query in used:
         for name, labels in re.findall(r"(holdfast_\w+)(?:\{([^}]*)\})?", query):
             assert name in known, query
             assert set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", labels)) <= known[name], query
@@ -97,18 +97,18 @@ def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are() -> Non
 
 
 def test_every_alert_of_the_chart_is_explained_in_the_docs() -> None:
-    """Its name, severity and thresholds; `for` and the rest are words."""
+    """Compares names, severities and thresholds."""
     text = (TEMPLATES / "monitoring.yaml").read_text()
     alerts = re.findall(r"- alert: (\w+)\n.*?labels: \{severity: (\w+)\}", text, re.DOTALL)
     assert alerts and alerts == [(one.name, one.severity) for one in ALERTS]
     values = yaml.safe_load((render.CHART / "values.yaml").read_text())["metrics"]["prometheusRule"]
-    told = " ".join(one.when for one in ALERTS)
+    conditions = " ".join(one.when for one in ALERTS)
     for name in ("restartsInHalfAnHour", "checkpointAgeSeconds", "goodputRatio"):
-        assert f"`{name}` ({values[name]})" in told
+        assert f"`{name}` ({values[name]})" in conditions
         assert f".{name}" in text
 
 
-def test_the_dashboard_shows_what_the_operations_page_promises() -> None:
+def test_the_dashboard_shows_the_most_important_metrics() -> None:
     shown = " ".join(queries())
     for name in (
         "holdfast_goodput_ratio", "holdfast_step_duration_seconds", "holdfast_job_restarts_total",
@@ -117,22 +117,22 @@ def test_the_dashboard_shows_what_the_operations_page_promises() -> None:
         assert name in shown
 
 
-def test_the_dashboard_for_rays_grafana_is_the_charts_with_the_names_of_rays_exporter() -> None:
+def test_the_dashboard_for_ray_is_that_of_the_chart_with_the_names_of_rays_exporter() -> None:
     text = ray_dashboard.TARGET.read_text()
     assert text == ray_dashboard.text(), FIX
     exported = {f"ray_{spec.name}" for spec in METRICS if not spec.per_rank}
     for spec in METRICS:
         if spec.kind == "summary":
             exported |= {f"ray_{spec.name}_{end}" for end in ("sum", "count")}
-    asked = set(re.findall(r"(?:ray_)*holdfast_\w+", text))
-    assert len(asked) > 20 and asked <= exported
+    used = set(re.findall(r"(?:ray_)*holdfast_\w+", text))
+    assert len(used) > 20 and used <= exported
     assert "namespace" not in text
 
 
 @pytest.mark.parametrize(
     "path", [render.CHART / "files" / "dashboard.json", ray_dashboard.TARGET], ids=["chart", "ray"]
 )
-def test_panels_of_the_dashboard_have_ids_and_places_of_their_own(path: Path) -> None:
+def test_panels_of_the_dashboard_have_unique_ids_and_do_not_overlap(path: Path) -> None:
     panels = json.loads(path.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -143,7 +143,7 @@ def test_panels_of_the_dashboard_have_ids_and_places_of_their_own(path: Path) ->
         taken |= cells
 
 
-def test_chart_and_operator_spell_labels_and_annotations_alike() -> None:
+def test_chart_and_operator_use_the_same_labels_and_annotations() -> None:
     policy = of_kind("ValidatingAdmissionPolicy", "-jobs")
     known = next(v["expression"] for v in policy["spec"]["variables"] if v["name"] == "known")
     assert set(re.findall(r"'([^']+)'", known)) == {names.CANCEL, names.CHAOS, names.CHECKPOINT}
@@ -151,11 +151,11 @@ def test_chart_and_operator_spell_labels_and_annotations_alike() -> None:
     assert network == {"matchLabels": {names.LABEL_ROLE: names.ROLE_NODE}}
 
 
-def test_the_rights_of_the_operator_are_those_that_the_docs_list() -> None:
+def test_the_rights_of_the_operator_are_documented() -> None:
     """docs/operations/security.md: one row per resource, `| resource | verbs | why |`."""
     page = (render.ROOT / "docs/operations/security.md").read_text()
     table = page.partition("## What the operator may do")[2].partition("\n## ")[0]
-    told = {
+    documented = {
         resource: {verb.strip() for verb in verbs.split(",")}
         for resource, verbs in re.findall(r"^\| `([\w./-]+)` \| ([\w, ]+) \|", table, re.MULTILINE)
     }
@@ -166,7 +166,7 @@ def test_the_rights_of_the_operator_are_those_that_the_docs_list() -> None:
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    assert told == allowed
+    assert documented == allowed
     assert not any("*" in verbs for verbs in allowed.values())
 
 
@@ -188,7 +188,7 @@ def test_the_operators_pod_has_no_privileges() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
 
-def test_the_operator_knows_the_options_that_the_chart_gives_it() -> None:
+def test_the_operator_has_the_options_that_the_chart_sets() -> None:
     given = set(re.findall(r"--([a-z-]+)=", (TEMPLATES / "deployment.yaml").read_text()))
     known = (render.ROOT / "orchestrator" / "cli" / "commands" / "operator.py").read_text()
     assert given and [name for name in given if f'"--{name}"' not in known] == []
@@ -220,9 +220,9 @@ ROOTS = {
         "holdfast.workers.training.recipes.pretrain",
     ),
 }
-# What a command line reaches that the image is not for.
+# Modules that the command line can import and the image does not have.
 NOT_HERE = {"operator": {"ray"}, "worker": set()}
-# Installed under another name than it is imported by.
+# Module name -> name of the distribution, where they differ.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "prometheus_client": "prometheus-client",
@@ -235,7 +235,7 @@ def dockerfile(image: str) -> str:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_is_laid_out_from_the_common_list(image: str) -> None:
+def test_an_image_copies_the_listed_files(image: str) -> None:
     listed = yaml.safe_load((render.ROOT / "images" / "files.yaml").read_text())[image]
     text = dockerfile(image)
     wanted = {(one["from"], one["to"]) for one in listed["files"]}
@@ -247,7 +247,7 @@ def test_an_image_is_laid_out_from_the_common_list(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_has_a_base_of_one_version_and_no_shell_scripts(image: str) -> None:
+def test_an_image_has_a_base_with_a_version_and_no_shell_scripts(image: str) -> None:
     text = dockerfile(image)
     bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
     assert bases and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
@@ -258,14 +258,14 @@ def test_an_image_has_a_base_of_one_version_and_no_shell_scripts(image: str) -> 
 
 
 def file_of(module: str) -> Path | None:
-    """Of our own packages."""
+    """The file of a module of this repository."""
     path = render.ROOT.joinpath(*module.split("."))
     found = (path / "__init__.py", path.with_suffix(".py"))
     return next((file for file in found if file.is_file()), None)
 
 
 def imported(module: str, file: Path) -> Iterator[str]:
-    """Modules that a file names, in functions too."""
+    """Modules that a file imports, also in functions."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -278,7 +278,7 @@ def imported(module: str, file: Path) -> Iterator[str]:
 
 
 def outside(*modules: str) -> set[str]:
-    """Top-level names of what is reached from these modules and is not ours."""
+    """Top-level names of the libraries that these modules import, directly or not."""
     seen: set[str] = set()
     found: set[str] = set()
     todo = list(modules)
@@ -297,7 +297,7 @@ def outside(*modules: str) -> set[str]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_installs_everything_that_its_files_import(image: str) -> None:
+def test_an_image_installs_all_libraries_that_its_files_import(image: str) -> None:
     lines = (render.ROOT / "images" / image / "requirements.txt").read_text().splitlines()
     installed = {line.partition("==")[0] for line in lines if not line.startswith("#")}
     found = outside(*ROOTS[image]) - NOT_HERE[image]

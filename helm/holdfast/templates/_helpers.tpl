@@ -1,4 +1,4 @@
-{{/* Names and labels that all templates share. */}}
+{{/* Names and labels of all templates. */}}
 
 {{- define "holdfast.fullname" -}}
 {{- if contains .Chart.Name .Release.Name -}}
@@ -26,12 +26,12 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Cluster-scoped names carry the namespace: two releases of one name may live in one cluster. */}}
+{{/* Cluster-scoped names contain the namespace, for releases of the same name in one cluster. */}}
 {{- define "holdfast.clusterName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "holdfast.fullname" .) -}}
 {{- end -}}
 
-{{/* Label selector of the namespaces that this release looks after; with no list, of all. */}}
+{{/* Label selector of the namespaces that this release watches; of all without watchNamespaces. */}}
 {{- define "holdfast.watchedNamespaces" -}}
 {{- if .Values.watchNamespaces -}}
 matchExpressions:
@@ -56,7 +56,7 @@ app.kubernetes.io/part-of: holdfast
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
-{{/* What makes a container pass the restricted pod security standard. */}}
+{{/* Settings that the restricted pod security standard requires. */}}
 {{- define "holdfast.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

@@ -1,6 +1,6 @@
 {{/*
-What the operator may do in the namespaces of jobs. docs/operations/security.md explains each line, and a test
-compares the two. Secrets: by name only, no list and no watch.
+What the operator may do in the namespaces of jobs. docs/operations/security.md explains each rule,
+and a test compares the two. The operator gets Secrets by name; it cannot list or watch them.
 */}}
 {{- define "holdfast.jobRules" -}}
 - apiGroups: ["holdfast.dev"]
@@ -34,7 +34,7 @@ compares the two. Secrets: by name only, no list and no watch.
 {{- end }}
 {{- end -}}
 
-{{/* Topology labels and taints of single nodes: cluster-scoped, whatever namespaces are watched. */}}
+{{/* Topology labels and taints of nodes, which are cluster-scoped. */}}
 {{- define "holdfast.nodeRules" -}}
 - apiGroups: [""]
   resources: ["nodes"]

@@ -187,7 +187,7 @@ def helm(
     kubectl.run("label", "namespace", render.NAMESPACE, label)
     namespace = ("--namespace", render.NAMESPACE)
     helm.notes = helm.run("install", "holdfast", str(render.CHART), *namespace)
-    assert "looks after TrainingJobs in all namespaces" in helm.notes
+    assert "runs TrainingJobs in all namespaces" in helm.notes
     kubectl.served("trainingjobs.holdfast.dev")
     yield helm
 
