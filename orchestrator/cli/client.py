@@ -1,7 +1,4 @@
-"""Requests to the controller of a job: one connection, one request, one reply.
-
-Owns: finding the controller and speaking to it, synchronously. Must not: know what the verbs mean.
-"""
+"""Requests to the controller of a local job: one connection, one request, one reply."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from ..hosts.local.job_directory import JobDirectory
 from ..protocol.messages import BadFrame, Reply, Request, decode, encode, frame_length
 
 TIMEOUT_S = 15.0
-"""The controller answers from memory; a resize or a suspend is accepted, not awaited."""
+"""The controller answers from memory: it accepts a resize or a suspend without awaiting it."""
 
 
 class ControllerGone(HoldfastError):
-    """Nobody answers for this job."""
+    """The controller of the job does not answer."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
-            f"job {name}: no controller answers ({why}); its agents, if any, go on training for 15 "
-            f"minutes. Take it over with `holdfast run --attach {name}`"
+            f"job {name}: no controller answers ({why}). Its agents, if any, keep training for 15 "
+            f"minutes; take the job over with `holdfast run --attach {name}`"
         )
 
 
 class RequestRefused(HoldfastError):
-    """The controller said no; the text is its reason."""
+    """The controller refused the request; the text is its reason."""
 
     exit_code = 2
 
@@ -36,43 +33,43 @@ class RequestRefused(HoldfastError):
 def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     """Send a request and return the reply.
 
-    Raises ControllerGone when there is no controller, RequestRefused when it says no.
+    Raises ControllerGone when no controller answers, RequestRefused when it refuses.
     """
     name = directory.name
-    where = directory.controller()
-    if where is None:
+    controller = directory.controller()
+    if controller is None:
         raise ControllerGone(name, "none is running")
     arguments = {"by": user(), **arguments}
     request = Request(token=directory.token(), verb=verb, arguments=arguments)
-    place = (str(where["address"]), int(where["port"]))
+    address = (str(controller["address"]), int(controller["port"]))
     try:
-        with socket.create_connection(place, timeout=TIMEOUT_S) as link:
-            link.sendall(encode(request))
-            header = _read_exactly(link, 4)
-            reply = decode(_read_exactly(link, frame_length(header)))
+        with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+            connection.sendall(encode(request))
+            header = _read_exactly(connection, 4)
+            reply = decode(_read_exactly(connection, frame_length(header)))
     except (OSError, EOFError, BadFrame) as error:
         raise ControllerGone(name, str(error) or type(error).__name__) from None
     if not isinstance(reply, Reply):
-        raise ControllerGone(name, f"it answered with {type(reply).__name__}")
+        raise ControllerGone(name, f"unexpected answer: {type(reply).__name__}")
     if not reply.ok:
         raise RequestRefused(f"job {name}: {reply.detail}")
     return reply
 
 
 def user() -> str:
-    """Who asks, for the report."""
+    """The name of the user, for the report."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
         return ""
 
 
-def _read_exactly(link: socket.socket, length: int) -> bytes:
+def _read_exactly(connection: socket.socket, length: int) -> bytes:
     parts = []
     while length:
-        part = link.recv(min(length, 1 << 20))
+        part = connection.recv(min(length, 1 << 20))
         if not part:
-            raise EOFError("it closed the connection")
+            raise EOFError("the controller closed the connection")
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

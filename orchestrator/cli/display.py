@@ -1,6 +1,6 @@
-"""What `holdfast run` shows while a job runs: a live picture on a terminal, plain lines elsewhere.
+"""What `holdfast run` shows while a job runs: a live display on a terminal, plain lines elsewhere.
 
-Owns: when something is worth a line. Must not: block; it is called from the controller's loop.
+It is called from the controller's event loop, so it must not block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.live import Live
 
 from ..runtime.observe.view import JobView
 from .output import clock, count, plural
-from .render import is_open, live, outcome
+from .render import incident_title, is_open, live, outcome
 
 PROGRESS_INTERVAL_S = 5.0
 REFRESH_PER_SECOND = 4
@@ -37,10 +37,10 @@ def make_display(console: Console) -> Display:
 
 
 class SilentDisplay:
-    """Nothing but remarks: the result comes as JSON.
+    """Prints only notes, for commands whose result is JSON.
 
-    Written past rich: a signal that raises while a Console prints may leave it collecting for ever,
-    and what is said last, after Ctrl-C, is what matters most.
+    Notes bypass rich: a signal that raises while a Console prints may leave the Console buffering,
+    and then the note after Ctrl-C, the most important one, would be lost.
     """
 
     def __init__(self, console: Console) -> None:
@@ -69,7 +69,7 @@ class LiveDisplay:
     """Redraws a few times a second."""
 
     def __init__(self, console: Console) -> None:
-        # Transient: the report takes the picture's place.
+        # Transient: the report replaces the live display.
         self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._losses: list[float] = []
         self._step = -1
@@ -97,7 +97,7 @@ class LiveDisplay:
 
 
 class LineDisplay(SilentDisplay):
-    """One line per change, and one of progress every few seconds. Incidents always."""
+    """Prints a line for every change, and a progress line every few seconds."""
 
     def __init__(self, console: Console, interval_s: float = PROGRESS_INTERVAL_S) -> None:
         super().__init__(console)
@@ -113,7 +113,7 @@ class LineDisplay(SilentDisplay):
         if view.step >= 0 and view.step != self._last.step and (due or self._last.step < 0):
             self._print(view, progress_line(view))
             self._progress_ns = view.now_ns
-        # The view may be changed in place by whoever folds it.
+        # A copy: the read model may change the view in place.
         self._last = JobView(
             name=view.name,
             state=view.state,
@@ -135,11 +135,10 @@ class LineDisplay(SilentDisplay):
         for incident in view.incidents:
             was_open = self._open.get(incident.number)
             if was_open is None:
-                rehearsal = " (rehearsal)" if incident.rehearsal else ""
-                lines.append(f"incident {incident.number}: {incident.title}{rehearsal}")
+                lines.append(f"incident {incident.number}: {incident_title(incident)}")
             still_open = is_open(incident) and incident.overtaken_by is None
             if was_open is not False and not still_open:
-                lines.append(f"incident {incident.number} over: {outcome(incident)}")
+                lines.append(f"incident {incident.number} resolved: {outcome(incident)}")
             self._open[incident.number] = still_open
         if view.generation != last.generation and view.world_size:
             world = plural(view.world_size, "worker")
@@ -160,5 +159,5 @@ def progress_line(view: JobView) -> str:
     if view.tokens_per_s:
         parts.append(f"{count(view.tokens_per_s)} tokens/s")
     if view.memory_step >= 0:
-        parts.append(f"memory tier at step {view.memory_step}")
+        parts.append(f"step {view.memory_step} in memory")
     return ", ".join(parts)

@@ -1,7 +1,6 @@
-"""Journal events and the decisions on them -> one line each, for `holdfast events`.
+"""Journal events, and the decisions that followed from them, as lines for `holdfast events`.
 
-Owns: the wording. Must not: interpret; what was decided comes from the controller itself, to which
-the same events are told again.
+Decisions are not stored: a Controller is given the same events again and decides the same.
 """
 
 from __future__ import annotations
@@ -23,35 +22,36 @@ from .output import date, duration, plural, print_json_line, size
 
 
 def sentence(event: e.AnyEvent) -> str:
-    """What the event says."""
-    say: Callable[[Any], str] | None = _SENTENCES.get(type(event))
-    return say(event) if say else type(event).__name__
+    """The event in words."""
+    describe: Callable[[Any], str] | None = _SENTENCES.get(type(event))
+    return describe(event) if describe else type(event).__name__
 
 
 class EventFormatter:
-    """Tells a journal, with the decision that each event led to."""
+    """Prints the records of one journal, in order."""
 
     def __init__(self) -> None:
         self._controller = Controller()
         self._actions: dict[int, str] = {}
 
-    def resume(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
-        """Go on after facts that are not kept any more, and say so."""
+    def print_snapshot(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
+        """Print that older records are gone, and continue from the state after them."""
         state, memory = decode(snapshot.data)
         self._controller = Controller(state)
         self._actions = {number: decision(action) for number, action in state.inflight.items()}
         if as_json:
             print_json_line({"at_ns": memory.now_ns, "facts_not_kept": snapshot.num_records})
             return
-        many = plural(snapshot.num_records, "fact")
+        older = plural(snapshot.num_records, "older event")
         since = f"{state.phase}, step {state.step}: {state.reason.text}"
         console.print(
-            f"{date(memory.now_ns)}  {'journal':<12}  {many} up to here are not kept any more; the "
-            f"job was {since}",
+            f"{date(memory.now_ns)}  {'journal':<12}  {older} no longer kept; the job was {since}",
             soft_wrap=True,
         )
 
-    def tell(self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool) -> None:
+    def print_record(
+        self, console: Console, now_ns: int, event: e.AnyEvent, *, as_json: bool
+    ) -> None:
         actions = self._controller.step(now_ns, event)
         if as_json:
             if isinstance(event, e.JobSubmitted):
@@ -71,7 +71,7 @@ class EventFormatter:
 
 
 def decision(action: a.AnyAction) -> str:
-    """What is to be done, without the reason."""
+    """The action in words, without its reason."""
     kind = str(type(action).__struct_config__.tag).replace("-", " ")
     if isinstance(action, a.RequestNodes):
         return f"{kind} ({action.count})"
@@ -86,12 +86,12 @@ def decision(action: a.AnyAction) -> str:
 
 
 def source(event: e.AnyEvent) -> str:
-    """Where the fact comes from: a node, or the controller."""
+    """The node that reported the event, or the controller."""
     return getattr(event, "node", "") or "controller"
 
 
 def exit_text(exit: Exit) -> str:
-    """How a worker ended, in words."""
+    """How a worker ended."""
     if exit.signal is not None:
         import signal
 
@@ -105,7 +105,7 @@ def exit_text(exit: Exit) -> str:
     else:
         text = f"exited with code {exit.code}"
     if exit.by_us:
-        text += " on order"
+        text += ", stopped by Holdfast"
     if exit.error_type:
         text += f": {exit.error_type}: {exit.error_message}".rstrip(": ")
     return text
@@ -115,24 +115,24 @@ def _joined(event: e.NodeJoined) -> str:
     if event.ranks:
         ranks = ", ".join(map(str, event.ranks))
         return f"joined, running ranks {ranks} of generation {event.generation}"
-    return f"joined with room for {plural(event.facts.slots, 'worker')}"
+    return f"joined with slots for {plural(event.facts.slots, 'worker')}"
 
 
 def _stopped(event: e.GroupStopped) -> str:
-    held = f", holding step {max(s.step for s in event.staged)}" if event.staged else ""
-    return f"generation {event.generation} stopped{held}"
+    staged = f", step {max(s.step for s in event.staged)} staged" if event.staged else ""
+    return f"generation {event.generation} stopped{staged}"
 
 
-def _advanced(event: e.StepCompleted) -> str:
+def _step_completed(event: e.StepCompleted) -> str:
     loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
     return f"all ranks finished step {event.step}{loss}"
 
 
 def _result(word: str) -> Callable[[Any], str]:
-    def say(event: Any) -> str:
+    def describe(event: Any) -> str:
         return f"action {event.action_id} {word}" + (f": {event.detail}" if event.detail else "")
 
-    return say
+    return describe
 
 
 def _by(event: Any) -> str:
@@ -143,39 +143,39 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.JobSubmitted: lambda v: f"job {v.job_id} submitted",
     e.ResizeRequested: lambda v: f"resize to {plural(v.nodes, 'node')} requested{_by(v)}",
     e.AdjustRequested: lambda v: (
-        f"at least {plural(v.min_nodes, 'node')}, "
-        f"{plural(v.spares, 'spare')} and spec.recovery as it is now{_by(v)}"
+        f"new settings for spec.nodes (min {v.min_nodes}, spares {v.spares}) and spec.recovery "
+        f"requested{_by(v)}"
     ),
     e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
     e.ResumeRequested: lambda v: f"resume requested{_by(v)}",
     e.CancelRequested: lambda v: f"cancel requested{_by(v)}",
     e.FaultInjected: lambda v: (
-        f"rehearsal: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
+        f"fault injected: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
     ),
     e.NodeJoined: _joined,
     e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
-    e.PreemptionNoticed: lambda v: f"will be taken away: {v.detail}",
+    e.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
     e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
-    e.StepCompleted: _advanced,
+    e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
     e.HeartbeatsLost: lambda v: (
-        f"nobody is heard of for {v.seconds:.1f} s ({plural(v.nodes, 'node')}): our machine may be "
-        f"starved or cut off; believed after {v.patience_s:g} s"
+        f"no heartbeat from any of {plural(v.nodes, 'node')} for {v.seconds:.1f} s: this machine "
+        f"may be overloaded or disconnected; they are declared lost after {v.patience_s:g} s"
     ),
-    e.HeartbeatsRestored: lambda v: f"heard of again, after {v.seconds:.1f} s in which nobody was",
+    e.HeartbeatsRestored: lambda v: f"heartbeats again, after {v.seconds:.1f} s without any",
     e.ActionSucceeded: _result("succeeded"),
     e.ActionFailed: _result("failed"),
-    e.ActionUnknown: _result("ended unknown"),
+    e.ActionUnknown: _result("result unknown (controller or connection lost)"),
     e.GroupStopped: _stopped,
     e.ShardPersisted: lambda v: (
         f"shard {v.shard.shard} of step {v.shard.step} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"
     ),
-    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} not stored: {v.detail}",
+    e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} could not be stored: {v.detail}",
     e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
     e.ControllerStarted: lambda v: (
         "started" if v.incarnation <= 1 else f"started again, incarnation {v.incarnation}"
     ),
-    e.Tick: lambda v: "a deadline came",
+    e.Tick: lambda v: "timer fired",
 }

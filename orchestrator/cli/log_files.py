@@ -1,7 +1,4 @@
-"""Log files of a job: finding, printing and following them.
-
-Owns: reading. Must not: know what is in them. Files: see hosts/local/job_directory.py.
-"""
+"""Finds, prints and follows the log files in a job directory."""
 
 from __future__ import annotations
 
@@ -15,21 +12,22 @@ from ..errors import Problem, UserError
 from ..hosts.local.job_directory import JobDirectory
 
 PART_BYTES = 1 << 20
-"""Of a log that are in memory at once; a longer line is cut there."""
+"""Bytes of a log in memory at once; a longer line is split there."""
 
 
 class LogTail:
-    """One file from its beginning; `parts` gives what is new and whole."""
+    """Reads a file from its beginning and continues as it grows."""
 
     def __init__(self, path: Path, prefix: str) -> None:
-        self._path, self._prefix = path, prefix
+        self.path = path
+        self._prefix = prefix
         self._offset = 0
         self._rest = b""
 
     def parts(self, *, all: bool = False) -> Iterator[list[str]]:
-        """New lines, some at a time; with `all` also a last one without an end."""
+        """New complete lines, in batches; with `all` also a last line without a newline."""
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 while data := file.read(PART_BYTES):
                     self._offset += len(data)
@@ -51,7 +49,7 @@ class LogTail:
 def print_files(
     directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
 ) -> None:
-    """Everything that is there, file after file. Raises UserError when nothing matches."""
+    """Print the matching files one after the other. Raises UserError when none matches."""
     for tail in find(directory, rank, generation, node):
         _write(tail, all=True)
 
@@ -63,21 +61,21 @@ def follow_files(
     node: str | None,
     interval_s: float,
 ) -> None:
-    """What is there and what comes, until the job has no controller any more. Without a generation
-    it moves on with the job."""
+    """Print the matching files and what is appended, until the job has no controller. Without a
+    generation, follow the newest one."""
     tails: dict[Path, LogTail] = {}
     while True:
-        # Asked before reading, so the last words are not missed.
+        # Before reading, so that the last lines of a job that ends now are printed.
         alive = directory.controller_alive()
         try:
             found = find(directory, rank, generation, node)
         except UserError:
-            # A rank that there is no more, or not yet.
+            # The newest generation lacks this rank, or has no log yet.
             if not alive and not tails:
                 raise
             found = []
         for tail in found:
-            tails.setdefault(tail._path, tail)
+            tails.setdefault(tail.path, tail)
         for tail in tails.values():
             _write(tail, all=not alive)
         if not alive:
@@ -88,7 +86,7 @@ def follow_files(
 def find(
     directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
 ) -> list[LogTail]:
-    """The files that match, with the prefix of their lines. Raises UserError for none."""
+    """The matching files. Raises UserError when none matches."""
     if node is not None:
         path = directory.logs / f"agent-{node}.log"
         if not path.is_file():
@@ -122,7 +120,7 @@ def find(
 
 def _one_of(known: list[str], noun: str) -> str:
     if not known:
-        return f"a {noun} with a log; there is none yet"
+        return f"a {noun} with a log; there are no logs yet"
     return "one of " + ", ".join(known)
 
 

@@ -1,9 +1,7 @@
-"""The `holdfast` command: its verbs, their help, and what becomes of errors.
+"""The `holdfast` and `kubectl holdfast` programs: their commands, and how errors end them.
 
-Owns: names, help texts, exit codes. Must not: import anything heavy before a command needs it
-(`holdfast --help` must feel instant), or do a command's work; the modules in commands/ do.
-
-Exit codes: 0 done, 1 what was asked for failed, 2 it was asked for wrongly, 130 Ctrl-C.
+Exit codes: 0 success, 1 failure, 2 invalid usage or job spec, 130 interrupted. Nothing heavy is
+imported before a command needs it: `holdfast --help` must be fast.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from typing import Any, NoReturn
 import typer
 
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
-from .options import complete
+from .options import PLUGIN, complete
 from .targets.ray.stream_mux import mark_if_asked
 
-# Newer typer carries a click of its own, older typer uses the real one; either way these are the
-# bases of the one usage error that typer exports.
+# Newer versions of typer bundle click, older ones import it; in both, these are the bases of the
+# one usage error that typer exports.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 CLICK_EXCEPTION: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -33,15 +31,15 @@ app = typer.Typer(
 
 
 EPILOG = """
-Start here:
+Quick start:
 
     holdfast run examples/stdlib-bytes.yaml    train on this machine and watch
-    holdfast chaos kill-node stdlib-bytes      meanwhile: rehearse a failure
-    holdfast report stdlib-bytes               what it cost
+    holdfast chaos kill-node stdlib-bytes      meanwhile: inject a failure
+    holdfast report stdlib-bytes               see what the failure cost
 
-Jobs live under ~/.holdfast, or --home, or $HOLDFAST_HOME; with --kubernetes (and
--n, --context, --kubeconfig) in a cluster. `kubectl holdfast VERB` is the same.
-Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 interrupted.
+Local jobs are stored in ~/.holdfast, --home or $HOLDFAST_HOME. --kubernetes (with -n,
+--context, --kubeconfig) and --ray select a cluster; `kubectl holdfast` implies --kubernetes.
+Exit codes: 0 success, 1 failure, 2 invalid usage or job spec, 130 interrupted.
 """
 
 
@@ -53,14 +51,14 @@ def holdfast() -> None:
 for module, panel in {
     run: "Run",
     submit: "Run",
-    inspect: "Look",
+    inspect: "Inspect",
     control: "Change",
     spec: "Prepare",
     operator: "Cluster",
 }.items():
     module.register(app, panel)
-app.add_typer(chaos.app, name="chaos", rich_help_panel="Rehearse")
-app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Look")
+app.add_typer(chaos.app, name="chaos", rich_help_panel="Inject faults")
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Inspect")
 
 
 @app.command(rich_help_panel="Prepare")
@@ -79,7 +77,7 @@ def version() -> None:
 
 
 def fail(text: str, code: int) -> NoReturn:
-    """One paragraph on stderr, no traceback."""
+    """Print one paragraph on stderr, without a traceback, and exit."""
     from .output import stderr
 
     console = stderr()
@@ -89,7 +87,7 @@ def fail(text: str, code: int) -> NoReturn:
 
 
 def _usage(error: Any) -> NoReturn:
-    """typer's own complaints: a missing argument, an unknown option, a number that is none."""
+    """Report a usage error of typer: a missing argument, an unknown option, an invalid number."""
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.format_message())
         raise SystemExit(2)
@@ -100,16 +98,16 @@ def _usage(error: Any) -> NoReturn:
 
 
 def main(
-    arguments: list[str] | None = None, program: str = "holdfast", where: str | None = None
+    arguments: list[str] | None = None, program: str = "holdfast", default_target: str | None = None
 ) -> NoReturn:
-    """The entry point of the installed script. `arguments` are those of the command line, `program`
-    what the person typed, `where` the place that is meant when no option names one."""
+    """Entry point of `holdfast`. `arguments` default to the command line, `program` is the name
+    that help texts show, `default_target` applies when no option chooses a target."""
     from ..errors import HoldfastError
 
     mark_if_asked()
     try:
         words = complete(sys.argv[1:] if arguments is None else arguments)
-        result = app(args=words, prog_name=program, standalone_mode=False, obj=where)
+        result = app(args=words, prog_name=program, standalone_mode=False, obj=default_target)
     except HoldfastError as error:
         fail(str(error), error.exit_code)
     except CLICK_EXCEPTION as error:
@@ -117,6 +115,35 @@ def main(
     except (typer.Abort, KeyboardInterrupt):
         raise SystemExit(130) from None
     raise SystemExit(result if isinstance(result, int) else 0)
+
+
+KUBECTL_OPTIONS = ("-n", "--namespace", "--context", "--kubeconfig")
+"""Each takes a value."""
+
+
+def kubectl_main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point of `kubectl-holdfast`, which kubectl runs for `kubectl holdfast`."""
+    given = sys.argv[1:] if arguments is None else arguments
+    main(reordered(given), program="kubectl holdfast", default_target=PLUGIN)
+
+
+def reordered(arguments: list[str]) -> list[str]:
+    """Move kubectl's options behind the verb, where our commands expect them: kubectl allows
+    `kubectl holdfast -n team status`."""
+    leading: list[str] = []
+    rest = list(arguments)
+    while rest:
+        name, equals, _value = rest[0].partition("=")
+        if name in KUBECTL_OPTIONS and (equals or len(rest) > 1):
+            count = 1 if equals else 2
+        elif rest[0].startswith("-n") and len(rest[0]) > 2:
+            count = 1
+        else:
+            break
+        leading += rest[:count]
+        del rest[:count]
+    at = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:at], *leading, *rest[at:]]
 
 
 if __name__ == "__main__":

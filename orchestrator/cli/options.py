@@ -1,6 +1,6 @@
-"""Options and arguments that several commands share, and the choice of the place they speak of.
+"""Options and arguments that several commands share, and the choice of the target.
 
-Owns: their names and help, and `with_place`. Must not: import anything heavy.
+Imported for `--help`, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ import typer
 if TYPE_CHECKING:
     from .targets.base import Target as Target
 else:
-    Target = Any  # what it imports is too heavy for --help
+    Target = Any  # its imports are too heavy for --help
 
-WHERE = "Where the job lives"
+TARGET_PANEL = "Target"
 
 HomeOption = Annotated[
     Path | None,
     typer.Option(
         "--home",
         envvar="HOLDFAST_HOME",
-        help="Directory that holds the jobs.",
+        help="Directory of local jobs.",
         show_default="~/.holdfast",
-        rich_help_panel=WHERE,
+        rich_help_panel=TARGET_PANEL,
     ),
 ]
 KubernetesOption = Annotated[
     bool,
-    typer.Option("--kubernetes", help="In a Kubernetes cluster.", rich_help_panel=WHERE),
+    typer.Option("--kubernetes", help="Use a Kubernetes cluster.", rich_help_panel=TARGET_PANEL),
 ]
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
-        "--namespace", "-n", help="Of the cluster.", show_default="the context's",
-        rich_help_panel=WHERE,
+        "--namespace", "-n", help="Kubernetes namespace.", show_default="that of the context",
+        rich_help_panel=TARGET_PANEL,
     ),
 ]  # fmt: skip
 ContextOption = Annotated[
     str | None,
     typer.Option(
-        "--context", help="Of the kubeconfig.", show_default="the current one",
-        rich_help_panel=WHERE,
+        "--context", help="Context of the kubeconfig.", show_default="the current context",
+        rich_help_panel=TARGET_PANEL,
     ),
 ]  # fmt: skip
 KubeconfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--kubeconfig", help="File.", show_default="$KUBECONFIG or ~/.kube/config",
-        rich_help_panel=WHERE,
+        "--kubeconfig", help="Kubeconfig file.", show_default="$KUBECONFIG or ~/.kube/config",
+        rich_help_panel=TARGET_PANEL,
     ),
 ]  # fmt: skip
 RayOption = Annotated[
     str | None,
     typer.Option(
         "--ray", metavar="ADDRESS",
-        help="In a Ray cluster: auto inside of it, HOST:PORT of its head, or http://HOST:8265. "
+        help="Use a Ray cluster: auto inside it, HOST:PORT of its head, or http://HOST:8265. "
         "Without ADDRESS: $RAY_ADDRESS, or auto.",
-        rich_help_panel=WHERE,
+        rich_help_panel=TARGET_PANEL,
     ),
 ]  # fmt: skip
-JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's metadata.name.")]
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="A TrainingJob in YAML.", show_default=False)
@@ -80,28 +80,27 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "kubeconfig": (KubeconfigOption, None),
     "ray": (RayOption, None),
 }
-"""Options of every command that speaks of jobs -> type and default."""
+"""Options that choose the target -> type and default."""
 
 
 def with_target(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with the options that say where the job lives instead of `place`."""
+    """The command with the options that choose the target in place of the parameter `target`."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()
-    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "place"]
+    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "target"]
     for name, (annotation, default) in _OPTIONS.items():
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
 
     @functools.wraps(command)
-    def asked(**given: Any) -> None:
-        where = {name: given.pop(name) for name in _OPTIONS}
-        place = choose(**where)
-        with place.ending():
-            command(place=place, **given)
+    def run(**given: Any) -> None:
+        target = choose(**{name: given.pop(name) for name in _OPTIONS})
+        with target.guard():
+            command(target=target, **given)
 
-    asked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    asked.__annotations__ = {p.name: p.annotation for p in parameters}
-    return asked
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def choose(
@@ -113,40 +112,37 @@ def choose(
     kubeconfig: Path | None,
     ray: str | None,
 ) -> Target:
-    """Raises UserError for options that do not go together."""
+    """Raises UserError for options that exclude each other."""
     from ..errors import Problem, UserError
 
     if ray is not None:
         if kubernetes:
-            got = f"{ray or 'it'} beside --kubernetes"
-            raise UserError(str(Problem("--ray", got, "one place", "leave one out")))
+            raise UserError(str(Problem("--ray", "--ray and --kubernetes", "only one of them")))
         return _ray(ray)
     if kubernetes or ctx.obj == PLUGIN:
         source = ctx.get_parameter_source("home")
         if source is not None and source.name == "COMMANDLINE":
-            raise UserError(
-                str(Problem("--home", f"{home} beside --kubernetes", "one place", "leave one out"))
-            )
+            raise UserError(str(Problem("--home", "--home and --kubernetes", "only one of them")))
         try:
             from .targets.kubernetes.target import KubernetesTarget
         except ModuleNotFoundError as error:
-            got = f"it, but the package {error.name} is not installed"
+            got = f"--kubernetes, but the package {error.name} is not installed"
             fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
-            raise UserError(str(Problem("--kubernetes", got, "its client library", fix))) from None
+            raise UserError(str(Problem("--kubernetes", got, "it installed", fix))) from None
         return KubernetesTarget(namespace, context, kubeconfig, plugin=ctx.obj == PLUGIN)
-    beside = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
-    for option, value in beside.items():
+    cluster_only = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
+    for option, value in cluster_only.items():
         if value is not None:
             got = f"{value} without --kubernetes"
-            raise UserError(str(Problem(option, got, "it beside --kubernetes", "add that")))
+            raise UserError(str(Problem(option, got, "it with --kubernetes", "add --kubernetes")))
     from .targets.local import LocalTarget
 
     return LocalTarget(home)
 
 
 def complete(words: list[str]) -> list[str]:
-    """A command line whose `--ray` has a value: an empty one where another option follows, or
-    nothing. What stands right after it is its value, also a job or a file."""
+    """The command line with a value for `--ray`: an empty one if another option or nothing follows
+    it. Any other word right after `--ray` is its value."""
     done = []
     for word, following in zip(words, [*words, "--"][1:], strict=True):
         done.append("--ray=" if word == "--ray" and following.startswith("-") else word)
@@ -154,13 +150,13 @@ def complete(words: list[str]) -> list[str]:
 
 
 def ray_address(given: str) -> str:
-    """What `--ray` means; Ray's own commands look there too."""
+    """The address that `--ray` means, chosen as Ray's own commands choose it."""
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
 def _ray(given: str) -> Target:
-    """Raises UserError without Ray's libraries. Behind a dashboard's address the same command runs
-    once more, inside the cluster, and this one ends with its exit code."""
+    """Raises UserError without Ray's libraries. For the address of a dashboard, the command runs
+    again inside the cluster, and this process exits with its exit code."""
     from ..errors import Problem, UserError
 
     address = ray_address(given)
@@ -173,9 +169,9 @@ def _ray(given: str) -> Target:
     except ModuleNotFoundError as error:
         got = f"{address}, but the package {error.name} is not installed"
         fix = "pip install '.[ray]' in a checkout of Holdfast"
-        raise UserError(str(Problem("--ray", got, "Ray's libraries", fix))) from None
+        raise UserError(str(Problem("--ray", got, "it installed", fix))) from None
     return RayTarget(address)
 
 
 PLUGIN = "kubectl plugin"
-"""As the context's object: the command is `kubectl holdfast`."""
+"""The typer context's object when the program is `kubectl holdfast`."""

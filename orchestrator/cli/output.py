@@ -1,7 +1,4 @@
-"""How the command line writes: consoles, JSON, numbers with units.
-
-Owns: those. Must not: know jobs.
-"""
+"""Output of the CLI: consoles, JSON, and numbers with units."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 10_000
-"""Columns of an output that is no terminal: whoever reads it (grep, a file) wraps by itself."""
+"""Columns of an output that is not a terminal: files and pipes get unwrapped lines."""
 
 STATE_STYLES = {
     "running": "green", "succeeded": "green", "member": "green", "train": "green",
@@ -32,12 +29,12 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """For errors and remarks that are not the result."""
+    """For errors and remarks."""
     return console(sys.stderr)
 
 
 def console(file: IO[str]) -> Console:
-    """No markup: what jobs say may hold brackets, and must come out as it went in."""
+    """Without markup, since texts of jobs may contain brackets."""
     width = None if file.isatty() else WIDE
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
@@ -52,20 +49,20 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same on one line, for streams."""
+    """One JSON document on one line, for streams."""
     sys.stdout.write(_json(value).decode() + "\n")
     sys.stdout.flush()
 
 
 def _json(value: Any) -> bytes:
-    """A loss that is NaN is null: no other parser takes what Python's writes for it."""
+    """A loss that is NaN becomes null: NaN is not valid JSON."""
     import msgspec
 
     return msgspec.json.encode(value)
 
 
 def columns(*names: str) -> Table:
-    """A table as kubectl writes it: upper-case heads, no lines."""
+    """A table in the style of kubectl: upper-case headers, no lines."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for name in names:
         table.add_column(name.upper(), no_wrap=True)
@@ -120,12 +117,12 @@ def date(wall_ns: int) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The last values as a row of bars; empty for fewer than two."""
+    """The values as a row of bars; empty for fewer than two values."""
     finite = [v for v in values if v == v and abs(v) != float("inf")]
     if len(finite) < 2:
         return ""
     if len(finite) > width:
-        # Every bar is the mean of its bucket, so the whole history fits.
+        # Each bar is the mean of its bucket, so that the whole history fits.
         edges = [round(i * len(finite) / width) for i in range(width + 1)]
         finite = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]
     low, high = min(finite), max(finite)

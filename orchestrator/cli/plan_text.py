@@ -1,7 +1,4 @@
-"""A Plan for people.
-
-Owns: its layout. Must not: compute.
-"""
+"""The text output of `holdfast plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ..planner.memory import device_bytes
 from ..protocol.mesh import AXES
 from .output import columns, count, plural, size
 
-PLACES = {"device": "each worker", "node": "each node", "storage": "storage"}
+MEMORY_OWNERS = {"device": "each worker", "node": "each node", "storage": "storage"}
 MAX_NODES_SHOWN = 16
 
 
@@ -53,13 +50,13 @@ def _section(title: str) -> Iterator[RenderableType]:
 
 
 def _sizes(plan: Plan) -> Iterator[RenderableType]:
-    yield from _section("What happens at each size")
+    yield from _section("Mesh for each number of nodes")
     table = columns("nodes", "used", "mesh", "samples per rank", "memory", "why")
     for item in plan.sizes:
         table.add_row(
             str(item.nodes),
             str(item.nodes_used) if item.mesh else "-",
-            item.mesh.describe() if item.mesh else "waits",
+            item.mesh.describe() if item.mesh else "job waits",
             f"{item.samples_per_rank:g}" if item.samples_per_rank is not None else "",
             size(item.device_bytes) if item.device_bytes is not None else "",
             item.why,
@@ -80,19 +77,19 @@ def _ranks(plan: Plan) -> Iterator[RenderableType]:
     yield table
     left = len(plan.nodes) - MAX_NODES_SHOWN
     if left > 0:
-        yield f"... and {plural(left, 'more node')}; see --json"
+        yield f"... and {plural(left, 'more node')}; --json shows all"
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:
     if not plan.memory:
         yield from _section("Memory")
-        yield "not known: the model is your script's own"
+        yield "unknown: the script defines the model"
         return
     yield from _section("Memory")
     table = columns("where", "what", "bytes", "by", "formula")
     for row in plan.memory:
         by = "exact" if row.exact else "estimate"
-        table.add_row(PLACES[row.where], row.what, size(row.num_bytes), by, row.formula)
+        table.add_row(MEMORY_OWNERS[row.where], row.what, size(row.num_bytes), by, row.formula)
     table.columns[-1].no_wrap = False
     yield table
     total = size(device_bytes(plan.memory))

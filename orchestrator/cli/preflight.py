@@ -1,21 +1,24 @@
-"""Checks of a job against this machine, before anything is started.
+"""Checks of a job against this machine before it starts: files, directories and storage.
 
-Owns: what can be known here: files, directories, the checkpoint's place, GPUs. Must not: repeat
-what the spec's models check, or change anything but a probe file that it removes.
+The models of the spec have checked everything else. Nothing is changed but a probe file in the
+checkpoint path, which is removed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from ..api.v1alpha1 import TrainingJob, load_job
+from ..backends.local.devices import gpus
 from ..errors import Problem, SpecError
 from ..protocol import paths
+from ..protocol.facts import NodeFacts
 from ..protocol.fsspec_compat import make_directory
 from ..runtime.checkpoint_store.job_environment import (
     CHECKPOINT_FIELD,
@@ -44,33 +47,34 @@ def check(job: TrainingJob, spec_directory: Path, source: str = "") -> None:
         raise SpecError(problems, source)
 
 
-def check_handed_in(job: TrainingJob, spec_directory: Path, source: str, *, ships: bool) -> None:
-    """Raises SpecError for what cannot work when a job is handed in from here and runs elsewhere,
-    from a copy of the spec's directory (`ships`). What is there only, its driver checks there."""
+def check_submission(job: TrainingJob, spec_directory: Path, source: str, *, ships: bool) -> None:
+    """Raises SpecError for a job that cannot work when it is submitted from here and runs in a
+    cluster: with `ships`, in an uploaded copy of the spec's directory. What only the cluster has is
+    checked there."""
     problems = []
     path, script = job.spec.checkpoint.path, job.spec.entrypoint.script
     if path is not None and not _is_same_everywhere(path):
-        expected = "an absolute path, or a URL: the job does not run in the directory of its spec"
-        fix = "name a directory that all nodes share, or a store"
+        expected = "an absolute path or a URL, since the job does not run in the spec's directory"
+        fix = "use a directory that all nodes share, or an object store"
         problems.append(Problem(CHECKPOINT_FIELD, path, expected, fix))
     work = Path(job.spec.working_directory)
     if script is not None and ships and not _is_same_everywhere(str(work / script)):
         problems += _script(spec_directory / work, script)
         found = (spec_directory / work / script).resolve() if not problems else spec_directory
         if not found.is_relative_to(spec_directory.resolve()):
-            expected = f"a file below {spec_directory}, which is all that goes along"
+            expected = f"a file below {spec_directory}, the only directory that is uploaded"
             problems.append(Problem("spec.entrypoint.script", f"{script} ({found})", expected))
     recipe = job.spec.entrypoint.recipe
     data = "stdlib" if recipe is None else recipe.config.data.source
     if data != "stdlib" and not _is_same_everywhere(data):
-        expected = "stdlib, or an absolute path of the cluster: only the spec goes along"
+        expected = "stdlib, or an absolute path on the nodes: data is not uploaded"
         problems.append(Problem("spec.entrypoint.recipe.config.data.source", data, expected))
     if problems:
         raise SpecError(problems, source)
 
 
 def _is_same_everywhere(path: str) -> bool:
-    """Whether it does not depend on where the spec file lies."""
+    """Whether the path does not depend on the directory of the spec file."""
     scheme, is_url, rest = path.partition("://")
     if is_url and scheme not in LOCAL_SCHEMES:
         return True
@@ -100,7 +104,7 @@ def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
 
 
 def _cut(written: str) -> str:
-    """A name as it may be repeated: what is too long for a file is too long for a sentence."""
+    """Shortens a name that is too long for a message."""
     return written if len(written) <= 200 else written[:197] + "..."
 
 
@@ -114,10 +118,10 @@ def _script(work: Path, written: str) -> Iterator[Problem]:
         return
     if not is_file:
         what = "is a directory" if is_directory else "does not exist"
-        fix = "it is looked up in spec.workingDirectory, relative to the spec file"
+        fix = "scripts are looked up in spec.workingDirectory, relative to the spec file"
         yield Problem(field, f"{written} ({path} {what})", "a Python file", fix)
     elif not os.access(path, os.R_OK):
-        yield Problem(field, f"{written} (no permission)", "a file that you may read")
+        yield Problem(field, f"{written} (no permission)", "a readable file")
 
 
 def _module(work: Path, name: str) -> Iterator[Problem]:
@@ -128,7 +132,7 @@ def _module(work: Path, name: str) -> Iterator[Problem]:
         yield Problem("spec.entrypoint.module", f"{_cut(name)} ({error.strerror})", "a module")
         return
     if not here and importlib.util.find_spec(top) is None:
-        fix = "install it, or set spec.workingDirectory to the directory that holds it"
+        fix = "install it, or set spec.workingDirectory to the directory that contains it"
         yield Problem("spec.entrypoint.module", f"{name} (no module {top})", "a module", fix)
 
 
@@ -144,20 +148,20 @@ def _data(work: Path, written: str) -> Iterator[Problem]:
     if not there:
         yield Problem(field, f"{written} ({path} does not exist)", expected)
     elif not os.access(path, os.R_OK):
-        yield Problem(field, f"{written} (no permission)", "something that you may read")
+        yield Problem(field, f"{written} (no permission)", "readable data")
     elif path.is_dir() and not any(child.is_file() for child in path.rglob("*")):
-        yield Problem(field, f"{written} ({path} holds no file)", "a directory with files")
+        yield Problem(field, f"{written} ({path} contains no file)", "a directory with files")
     elif path.is_file() and path.stat().st_size == 0:
         yield Problem(field, f"{written} ({path} is empty)", "a file with text")
 
 
 def _missing(path: Path) -> list[Path]:
-    """Of a path and the directories above it, those that do not exist, deepest first."""
+    """Which of a path and its parents do not exist, deepest first."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
-    """Write, list and delete, as agents and controller will: permissions say less than a try."""
+    """Write, list and delete a file, as agents and controller will do."""
     import fsspec
 
     field, fix = CHECKPOINT_FIELD, "choose another path, or make this one writable"
@@ -170,7 +174,7 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         name = f"{root.rstrip('/')}/.holdfast-probe-{uuid.uuid4().hex}"
         files.pipe_file(name, b"probe")
         files.rm_file(name)
-        with suppress(FileNotFoundError):  # an object store has no empty directories
+        with suppress(FileNotFoundError):  # object stores have no empty directories
             files.ls(root, detail=False)
         for directory in made:
             directory.rmdir()
@@ -178,6 +182,38 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         yield missing_driver(path, error)
     except ValueError as error:
         yield Problem(field, f"{path} ({error})", "a directory or a URL that fsspec knows")
-    except Exception as error:  # every driver has exceptions of its own
+    except Exception as error:  # each driver raises its own exceptions
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield Problem(field, f"{_cut(path)} ({why})", "a place that can be written and listed", fix)
+        yield Problem(
+            field, f"{_cut(path)} ({why})", "a directory or URL that can be written and listed", fix
+        )
+
+
+def local_facts(slots: int) -> NodeFacts:
+    """This machine as a node of the local backend, for `holdfast plan`."""
+    import psutil
+
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    return NodeFacts(
+        hostname=socket.gethostname(),
+        address="127.0.0.1",
+        data_port=0,
+        slots=slots,
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=gpus(),
+        interfaces=tuple(sorted(up)),
+        hcas=_hcas(),
+    )
+
+
+def _hcas() -> tuple[str, ...]:
+    found = []
+    root = Path("/sys/class/infiniband")
+    for device in sorted(root.iterdir()) if root.is_dir() else []:
+        try:
+            layer = (device / "ports/1/link_layer").read_text().strip()
+        except OSError:
+            layer = ""
+        found.append(f"{device.name}:{layer}" if layer else device.name)
+    return tuple(found)

@@ -1,7 +1,4 @@
-"""JobView -> what a person sees. The same pieces serve the live display, `status` and `report`.
-
-Owns: wording and order. Must not: compute facts; the view holds them all.
-"""
+"""A JobView as text and tables, for the live display, `status` and `report`."""
 
 from __future__ import annotations
 
@@ -15,22 +12,22 @@ from rich.text import Text
 from ..runtime.observe.view import Incident, JobView, NodeView
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
-LEDGER = {
-    "productive": ("green", "steps that moved the model forward"),
+TIME_CAUSES = {
+    "productive": ("green", "new training steps"),
     "starting": ("cyan", "first launch to first step"),
     "recovering": ("red", "from a failure to the next step"),
-    "redone": ("yellow", "steps computed again after a loss"),
-    "stalled": ("magenta", "training blocked by staging checkpoints"),
-    "waiting": ("blue", "for nodes"),
-    "suspended": ("bright_black", "held on purpose"),
-    "finishing": ("cyan", "last checkpoint and shut-down"),
+    "redone": ("yellow", "lost steps trained again"),
+    "stalled": ("magenta", "training blocked by checkpoint staging"),
+    "waiting": ("blue", "waiting for nodes"),
+    "suspended": ("bright_black", "suspended on request"),
+    "finishing": ("cyan", "final checkpoint and shutdown"),
 }
 FINISHED = ("succeeded", "failed", "cancelled")
 BAR_WIDTH = 40
 
 
 def live(view: JobView, losses: list[float]) -> Group:
-    """Everything at a glance, for a terminal that is redrawn."""
+    """The live display."""
     parts: list[RenderableType] = [header(view), *_progress(view), facts(view, losses)]
     if view.nodes:
         parts += ["", nodes(view)]
@@ -40,7 +37,7 @@ def live(view: JobView, losses: list[float]) -> Group:
 
 
 def status(view: JobView) -> Group:
-    """The same, printed once."""
+    """The same for `holdfast status`, printed once."""
     return live(view, [])
 
 
@@ -99,7 +96,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     if view.goodput:
         yield "goodput", f"{view.goodput:.1%}"
     if view.device_memory_peak_bytes:
-        yield "memory", f"{size(view.device_memory_peak_bytes)} at most on a device"
+        yield "memory", f"{size(view.device_memory_peak_bytes)} peak per device"
     if view.metrics_port and view.controller_alive and view.state not in FINISHED:
         yield "metrics", f"http://127.0.0.1:{view.metrics_port}/metrics"
 
@@ -114,16 +111,16 @@ def checkpoints(view: JobView) -> str:
 
 
 def storage_problem(view: JobView) -> str:
-    """Which place, what went wrong, and that it is not the end."""
-    end = "" if view.state in FINISHED else "; tried again with the next checkpoint"
+    """Which path failed and why, and that the next checkpoint tries again."""
+    end = "" if view.state in FINISHED else "; the next checkpoint tries again"
     return f"{view.checkpoint_path}: {view.storage_problem}{end}"
 
 
 def nodes(view: JobView) -> Table:
-    table = columns("node", "state", "address", "beat", "workers")
+    table = columns("node", "state", "address", "heartbeat", "workers")
     for node in view.nodes:
-        beat = "" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s"
-        table.add_row(node.name, state_text(node.state), node.address, beat, _workers(node))
+        heartbeat = "" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s ago"
+        table.add_row(node.name, state_text(node.state), node.address, heartbeat, _workers(node))
     return table
 
 
@@ -144,26 +141,28 @@ def incidents(found: list[Incident], *, ended: bool = False) -> Table:
     table.columns[2].no_wrap = False
     for incident in found:
         style = "yellow" if incident.generation_after is None else ""
-        title = incident.title + (" (rehearsal)" if incident.rehearsal else "")
-        table.add_row(
-            clock(incident.at_ns), Text(title, style=style), outcome(incident, ended=ended)
-        )
+        title = Text(incident_title(incident), style=style)
+        table.add_row(clock(incident.at_ns), title, outcome(incident, ended=ended))
     return table
 
 
+def incident_title(incident: Incident) -> str:
+    return incident.title + (" (injected)" if incident.rehearsal else "")
+
+
 def is_open(incident: Incident) -> bool:
-    """Whether the next step of all ranks is still to come."""
+    """Whether the job has not finished a step of all ranks since then."""
     return "total" not in incident.seconds
 
 
 def outcome(incident: Incident, *, ended: bool = False) -> str:
-    """What became of it, in one line. `ended`: so has the job."""
+    """The result in one line. `ended`: the job has ended."""
     if is_open(incident):
         if incident.overtaken_by is not None:
-            return f"overtaken by incident {incident.overtaken_by}"
-        return "the job ended" if ended else incident.decision or "being handled"
-    again = "all workers run again" if incident.no_steps else "next step"
-    parts = [f"{again} after {duration(incident.seconds['total'])}"]
+            return f"superseded by incident {incident.overtaken_by}"
+        return "the job ended" if ended else incident.decision or "in progress"
+    resumed = "all workers running" if incident.no_steps else "next step"
+    parts = [f"{resumed} after {duration(incident.seconds['total'])}"]
     if incident.steps_lost is not None:
         parts.append(f"{plural(incident.steps_lost, 'step')} lost")
     if incident.restored_from and incident.restored_from != "nothing":
@@ -175,10 +174,10 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
 
 
 def ledger(view: JobView) -> Table:
-    """Where the time went: one bar per cause, so it reads without colours too."""
+    """Where the time went: one labelled bar per cause, readable without colours."""
     total = sum(view.ledger.values()) or 1.0
     grid = Table.grid(padding=(0, 2))
-    for name, (colour, meaning) in LEDGER.items():
+    for name, (colour, meaning) in TIME_CAUSES.items():
         seconds = view.ledger.get(name, 0.0)
         if seconds <= 0:
             continue

@@ -1,7 +1,4 @@
-"""The report of a job: how it ended, where the time went, what happened and what it cost.
-
-Owns: its layout. Must not: compute; everything is in the view, which is also what `--json` prints.
-"""
+"""The report of a job: how it ended, where the time went, and what each incident cost."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ PHASES = ("detect", "stop", "place", "launch", "first-step")
 
 
 STACK_LINES = 15
-"""Of the culprit's main thread; the innermost frames tell what it was doing."""
+"""Frames shown of the culprit's main thread, innermost first."""
 
 
 def local_command(*words: str) -> str:
-    """How a person types a command for a job of this machine."""
+    """A command line for a local job."""
     return " ".join(["holdfast", *words])
 
 
@@ -33,9 +30,9 @@ def print_report(
     *,
     stacks: bool = False,
     command: Callable[..., str] = local_command,
-    reads: bool = True,
+    can_read: bool = True,
 ) -> None:
-    shown = report(view, stacks=stacks, command=command, reads=reads)
+    shown = report(view, stacks=stacks, command=command, can_read=can_read)
     console.print(shown, soft_wrap=not console.is_terminal)
 
 
@@ -44,27 +41,31 @@ def report(
     *,
     stacks: bool = False,
     command: Callable[..., str] = local_command,
-    reads: bool = True,
+    can_read: bool = True,
 ) -> Group:
-    """`stacks`: all of them in full, not only the culprit's main thread. `command`: how hints are
-    spelled where this job lives. `reads`: its checkpoints can be read from here."""
+    """`stacks`: print all stacks in full, not only the culprit's main thread. `command` makes the
+    command lines of hints. `can_read`: this machine can read the checkpoints."""
     parts: list[RenderableType] = [_title(view), *_summary(view)]
     if view.ledger:
         goodput = Text(f"goodput {view.goodput:.1%}", style="bold")
         goodput.append(" of the time since the first launch", style="not bold")
         parts += ["", goodput, ledger(view)]
         if view.step < 0 and view.ledger.get("productive"):
-            parts.append("no step was reported: all the time that the workers ran is productive")
+            parts.append("the script reports no steps, so all running time counts as productive")
     if view.incidents:
         parts += ["", _count(view)]
         ended = view.state in FINISHED
-        told = {view.traceback: "at the end of this report"} if view.traceback else {}
-        parts += [_incident(one, told, ended=ended, stacks=stacks) for one in view.incidents]
+        printed = {view.traceback: "at the end of this report"} if view.traceback else {}
+        parts += [_incident(one, printed, ended=ended, stacks=stacks) for one in view.incidents]
     elif view.submitted_ns:
         parts += ["", "no incidents"]
-    parts += ["", *_checkpoints(view, command, reads)]
+    parts += ["", *_checkpoints(view, command, can_read)]
     if view.traceback:
-        parts += ["", Text("the error that ended it", style="bold"), Text(view.traceback.rstrip())]
+        parts += [
+            "",
+            Text("the error that ended the job", style="bold"),
+            Text(view.traceback.rstrip()),
+        ]
     return Group(*parts)
 
 
@@ -72,7 +73,7 @@ def _count(view: JobView) -> Text:
     many = max(view.num_incidents, len(view.incidents))
     text = Text(plural(many, "incident"), style="bold")
     if many > len(view.incidents):
-        text.append(f"; the newest {len(view.incidents)} are kept", style="not bold")
+        text.append(f"; only the newest {len(view.incidents)} are kept", style="not bold")
     return text
 
 
@@ -105,29 +106,29 @@ def _summary(view: JobView) -> Iterator[str]:
         restarts = sum(view.restarts.values())
         yield f"{world}; generation {view.generation}, {plural(restarts, 'restart')}"
     if view.controller_restarts:
-        yield f"controller taken over {plural(view.controller_restarts, 'time')}"
+        yield f"controller restarted {plural(view.controller_restarts, 'time')}"
 
 
 def _incident(
-    incident: Incident, told: dict[str, str], *, ended: bool, stacks: bool
+    incident: Incident, printed: dict[str, str], *, ended: bool, stacks: bool
 ) -> RenderableType:
-    """`told`: traceback -> where it is printed; none is printed twice."""
+    """`printed`: traceback -> where the report prints it, so that none is printed twice."""
     head = Text(f"{incident.number}. {clock(incident.at_ns)}  ")
     head.append(incident.title, style="bold")
-    label = f"  {incident.failure_class}" + (", rehearsal" if incident.rehearsal else "")
+    label = f"  {incident.failure_class}" + (", injected" if incident.rehearsal else "")
     head.append(label, style="dim")
     lines = [*incident_lines(incident, ended=ended)]
-    if where := told.get(incident.traceback):
+    if where := printed.get(incident.traceback):
         lines.append(f"traceback: {where}")
     elif incident.traceback:
-        told[incident.traceback] = f"as in incident {incident.number}"
+        printed[incident.traceback] = f"as in incident {incident.number}"
         lines.append(incident.traceback.rstrip())
     lines += _stacks(incident, full=stacks)
     return Group(head, *(textwrap.indent(line, "   ") for line in lines))
 
 
 def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
-    """What is known of it, one fact per line; tracebacks and stacks aside."""
+    """The facts of an incident, one per line, without tracebacks and stacks."""
     culprit = incident.culprit_node
     if incident.culprit_rank is not None:
         culprit = f"rank {incident.culprit_rank}" + (f" on {culprit}" if culprit else "")
@@ -145,26 +146,27 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
 
 
 def _stacks(incident: Incident, *, full: bool) -> Iterator[str]:
-    """Victims all wait in the same collective; the culprit's stack is the one that tells."""
+    """By default only the culprit's stack: the other ranks wait in the same collective."""
     if not incident.stacks:
         return
     if full:
-        for who, stack in incident.stacks.items():
-            yield f"stack of rank {who}:\n{stack.rstrip()}"
+        for rank, stack in incident.stacks.items():
+            yield f"stack of rank {rank}:\n{stack.rstrip()}"
         return
     culprit = str(incident.culprit_rank)
-    who = culprit if culprit in incident.stacks else next(iter(incident.stacks))
-    lines = main_thread(incident.stacks[who])
-    yield f"stack of rank {who}, innermost call first:\n" + "\n".join(lines[:STACK_LINES])
+    rank = culprit if culprit in incident.stacks else next(iter(incident.stacks))
+    lines = main_thread(incident.stacks[rank])
+    yield f"stack of rank {rank}, innermost call first:\n" + "\n".join(lines[:STACK_LINES])
     hidden = [f"{len(lines) - STACK_LINES} more frames"] if len(lines) > STACK_LINES else []
     others = len(incident.stacks) - 1
     hidden += [f"the stacks of {plural(others, 'other rank')}"] if others else []
     if hidden:
-        yield f"({' and '.join(hidden)}: --stacks)"
+        yield f"(--stacks shows {' and '.join(hidden)})"
 
 
 def main_thread(stack: str) -> list[str]:
-    """Its frames, innermost first. py-spy says `MainThread`; faulthandler, `Current thread`."""
+    """The frames of the main thread, innermost first. py-spy names it `MainThread`, faulthandler
+    `Current thread`."""
     frames: list[str] = []
     inside = False
     for line in stack.splitlines():
@@ -175,7 +177,9 @@ def main_thread(stack: str) -> list[str]:
     return frames or stack.rstrip().splitlines()
 
 
-def _checkpoints(view: JobView, command: Callable[..., str], reads: bool) -> Iterator[str | Text]:
+def _checkpoints(
+    view: JobView, command: Callable[..., str], can_read: bool
+) -> Iterator[str | Text]:
     if view.storage_problem:
         yield Text(storage_problem(view), style="red")
     if not view.checkpoints:
@@ -183,7 +187,7 @@ def _checkpoints(view: JobView, command: Callable[..., str], reads: bool) -> Ite
         return
     last = view.checkpoints[-1]
     yield f"checkpoint of step {last.step} ({size(last.num_bytes)}) in {view.checkpoint_path}"
-    if reads:
-        yield f"take it out with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
+    if can_read:
+        yield f"export it with: {command('checkpoint', 'export', view.name, 'DIRECTORY')}"
     else:
-        yield "take it out where that is mounted: holdfast checkpoint export PATH DIRECTORY"
+        yield "export it where that path is mounted: holdfast checkpoint export PATH DIRECTORY"

@@ -1,1 +1,1 @@
-"""The verbs. Each module registers its commands; heavy imports happen inside them."""
+"""The commands of the CLI. They import heavy modules inside functions: `--help` must be fast."""

@@ -1,7 +1,7 @@
-"""`holdfast chaos`: rehearse failures on a running job.
+"""`holdfast chaos`: inject faults into a running job.
 
-Owns: these verbs. Must not: kill anything itself; the controller notes the rehearsal, then the
-node's agent does it, so that it hits exactly what a real failure would hit.
+The controller records the fault in the journal, then the node's agent causes it, so that it takes
+the same path as a real failure.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from ..options import JobArgument, JsonOption, Target, with_target
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""Rehearse failures on a running job.
+    help="""Inject faults into a running job.
 
-The report marks what was rehearsed. Without --rank or --node the victim is the last one, which is
-as good as any: there is no special rank or node.""",
+The report marks these incidents as injected. The default victim is the last rank or node.""",
 )
 
 RankOption = Annotated[
-    int | None, typer.Option("--rank", min=0, help="The worker.", show_default="the last one")
+    int | None,
+    typer.Option("--rank", min=0, help="Rank of the worker.", show_default="the last one"),
 ]
 NodeOption = Annotated[
-    str | None, typer.Option("--node", help="The node.", show_default="the last one")
+    str | None, typer.Option("--node", help="Name of the node.", show_default="the last one")
 ]
 HoldOption = Annotated[
     float | None,
     typer.Option(
-        "--hold", min=0, metavar="SECONDS", help="No replacement for this long: the job shrinks."
+        "--hold",
+        min=0,
+        metavar="SECONDS",
+        help="Request no replacement for this long, so that the job shrinks.",
     ),
 ]
 
@@ -41,13 +44,13 @@ def kill_worker(
     rank: RankOption = None,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """SIGKILL one worker process.
+    """Kill one worker process with SIGKILL.
 
     Example: `holdfast chaos kill-worker stdlib-bytes --rank 1`
     """
-    _inject("kill-worker", place, job, as_json, rank=rank)
+    _inject("kill-worker", target, job, as_json, rank=rank)
 
 
 @app.command("hang-worker")
@@ -57,13 +60,13 @@ def hang_worker(
     rank: RankOption = None,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """SIGSTOP one worker process: it lives, but makes no progress.
+    """Stop one worker process with SIGSTOP, so that it hangs.
 
     Example: `holdfast chaos hang-worker stdlib-bytes`
     """
-    _inject("hang-worker", place, job, as_json, rank=rank)
+    _inject("hang-worker", target, job, as_json, rank=rank)
 
 
 @app.command("kill-node")
@@ -74,18 +77,18 @@ def kill_node(
     hold: HoldOption = None,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """SIGKILL a node's agent; its workers and the checkpoints in its memory go with it.
+    """Kill the agent of a node with SIGKILL: its workers and in-memory checkpoints are lost.
 
     Example: `holdfast chaos kill-node stdlib-bytes --node node-0`
     """
-    _inject("kill-node", place, job, as_json, node=node, hold_s=hold)
+    _inject("kill-node", target, job, as_json, node=node, hold_s=hold)
 
 
 def _inject(
     kind: str,
-    place: Target,
+    target: Target,
     job: str,
     as_json: bool,
     **arguments: int | float | str | None,
@@ -93,7 +96,7 @@ def _inject(
     from ..output import print_json
 
     given = {name: value for name, value in arguments.items() if value is not None}
-    answer = place.find(job).request("chaos", kind=kind, **given)
+    answer = target.find(job).request("chaos", kind=kind, **given)
     if as_json:
         print_json(
             {"job": job, "verb": "chaos", "kind": kind, "detail": answer.detail, **answer.body}

@@ -1,6 +1,6 @@
-"""`holdfast checkpoint list | save | verify | export | adopt`: what is in the storage tier.
+"""`holdfast checkpoint list | save | verify | export | adopt`: checkpoints in the storage tier.
 
-Owns: these verbs. Must not: read tensors; `python -m holdfast.workers.checkpoint` does, because
+Commands that read tensors run `python -m holdfast.workers.checkpoint` in a child process, because
 the control plane never imports torch.
 """
 
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,37 +23,40 @@ from ..options import JsonOption, Target, with_target
 if TYPE_CHECKING:
     from holdfast.orchestrator.errors import UserError
     from holdfast.orchestrator.protocol.manifest import Manifest
-    from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
+    from holdfast.orchestrator.runtime.observe.view import JobView
+
+    from ..targets.base import Response, TargetJob
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, save, verify, export and adopt the checkpoints of a job, alive or not.
+    help="""List, save, verify, export and adopt the checkpoints of a job.
 
-JOB_OR_PATH is a job's name, or the directory or URL of a storage tier (spec.checkpoint.path).""",
+JOB_OR_PATH is the name of a job, or the directory or URL of its checkpoints
+(spec.checkpoint.path).""",
 )
 
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="JOB_OR_PATH", help="A job, or a storage tier.")
+    str, typer.Argument(metavar="JOB_OR_PATH", help="A job, or a directory or URL.")
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", help="Of this step.", show_default="the newest")
+    int | None, typer.Option("--step", help="Step of the checkpoint.", show_default="the newest")
 ]
 
 
 @app.command("list")
 @with_target
-def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Target) -> None:
+def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: Target) -> None:
     """List committed checkpoints, oldest first.
 
     Example: `holdfast checkpoint list stdlib-bytes`
     """
     from ..output import columns, print_json, size, stdout
 
-    if _is_path(target):
-        path = _tier(target)
+    if _is_path(job_or_path):
+        path = _tier(job_or_path)
         manifests = _manifests(path)
     else:
-        job = _find(target, place)
+        job = _find(job_or_path, target)
         found = job.manifests()
         if found is None:
             _list_view(job.view(), as_json)
@@ -79,11 +83,14 @@ def list_(target: TargetArgument, as_json: JsonOption = False, *, place: Target)
 
 
 def _list_view(view: JobView, as_json: bool) -> None:
-    """What the job's controller says of them, where they cannot be read from here."""
+    """The list of the job's controller, for storage that this process cannot read."""
     from ..output import columns, date, print_json, size, stdout
 
     if as_json:
-        print_json([{**_facts(one), "path": view.checkpoint_path} for one in view.checkpoints])
+        import msgspec
+
+        rows: list[dict[str, Any]] = msgspec.to_builtins(view.checkpoints)
+        print_json([{**row, "path": view.checkpoint_path} for row in rows])
         return
     if not view.checkpoints:
         where = f" in {view.checkpoint_path}" if view.checkpoint_path else ""
@@ -101,58 +108,122 @@ def _list_view(view: JobView, as_json: bool) -> None:
     stdout().print(table)
 
 
-def _facts(checkpoint: CheckpointView) -> dict[str, Any]:
-    import msgspec
-
-    facts: dict[str, Any] = msgspec.to_builtins(checkpoint)
-    return facts
-
-
 @app.command()
 @with_target
 def save(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A running job.")],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Until it is committed; exit code 1 if it will not be.")
+        bool, typer.Option("--wait", help="Wait until it is committed; exit code 1 if that fails.")
     ] = False,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """Write the running job's next state to storage now, whatever its cadence.
+    """Write a checkpoint of the running job to storage now.
 
     Example: `holdfast checkpoint save stdlib-bytes --wait`
     """
     from ..output import print_json
-    from ..save_wait import save_and_wait
 
-    answer = save_and_wait(place, job) if wait else place.find(job).request("checkpoint")
+    answer = save_and_wait(target, job) if wait else target.find(job).request("checkpoint")
     if as_json:
         print_json({"job": job, "verb": "checkpoint", "detail": answer.detail, **answer.body})
     else:
         typer.echo(f"job {job}: {answer.detail}")
 
 
+POLL_S = 0.5
+NO_CONTROLLER_S = 60.0
+"""Without a controller nothing is committed. A new controller is usually there within seconds."""
+BETWEEN_GENERATIONS = ("starting", "recovering")
+"""The controller refuses requests for a checkpoint now and accepts them again within seconds."""
+
+
+def save_and_wait(target: Target, name: str) -> Response:
+    """Wait until a checkpoint of the requested step, or of a later one, is committed.
+
+    A request ends with its generation, so each new generation gets a new request. Raises
+    HoldfastError when the job does not train any more or has no controller, and UserError when the
+    controller refuses the request.
+    """
+    from holdfast.orchestrator.errors import HoldfastError
+
+    from ..output import stderr
+    from ..render import FINISHED
+    from ..targets.base import Response
+
+    step: int | None = None
+    generation = 0
+    """The generation that has the request; 0: none."""
+    absent_since: float | None = None
+    printed: set[str] = set()
+    while True:
+        job = target.find(name)
+        view = job.view()
+        newest = max((one.step for one in view.checkpoints), default=-1)
+        if step is not None and newest >= step:
+            return Response(f"step {newest} is committed", {"step": newest})
+        if step is not None and (view.state == "suspended" or view.state in FINISHED):
+            raise HoldfastError(_not_committed(view, step, f"it is {view.state}"))
+        absent_since = None if view.controller_alive else absent_since or time.monotonic()
+        if absent_since is not None and time.monotonic() - absent_since > NO_CONTROLLER_S:
+            raise HoldfastError(_not_committed(view, step, "it has had no controller for a minute"))
+        first = generation == 0 and view.state not in BETWEEN_GENERATIONS
+        if first or (view.state == "running" and view.generation != generation):
+            requested = _request_save(job, view)
+            if requested is not None:
+                step, generation = requested, view.generation
+        problem = f"not committed yet: {view.storage_problem}" if view.storage_problem else ""
+        for text in {*job.remarks(view), problem} - {"", *printed}:
+            stderr().print(text, soft_wrap=True)
+            printed.add(text)
+        time.sleep(POLL_S)
+
+
+def _request_save(job: TargetJob, view: JobView) -> int | None:
+    """The requested step. None: the generation ended meanwhile, and the next one gets the request.
+
+    Without a step in the answer it is the next step: on Kubernetes the step is in an Event, which
+    not every user may read.
+    """
+    from holdfast.orchestrator.errors import HoldfastError
+
+    try:
+        step = job.request("checkpoint").body.get("step")
+    except HoldfastError:
+        if job.view().state in BETWEEN_GENERATIONS:
+            return None
+        raise
+    return view.step + 1 if step is None else int(step)
+
+
+def _not_committed(view: JobView, step: int | None, what: str) -> str:
+    newest = max((one.step for one in view.checkpoints), default=-1)
+    has = f"the newest one is of step {newest}" if newest >= 0 else "there is none yet"
+    wanted = "a new checkpoint" if step is None else f"the checkpoint of step {step}"
+    return f"job {view.name}: {what}, so {wanted} was not committed; {has}"
+
+
 @app.command()
 @with_target
 def verify(
-    target: TargetArgument,
+    job_or_path: TargetArgument,
     step: StepOption = None,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
     from ..output import plural, size
 
-    with _storage(target, place) as path:
-        code, body = _run(["verify", *_arguments(target, path, step)], as_json)
+    with _storage(job_or_path, target) as path:
+        code, body = _run(["verify", *_arguments(job_or_path, path, step)], as_json)
     if not as_json:
         where = f"{body['directory']} in {body['path']}"
         for problem in body["problems"]:
             typer.echo(f"damaged: {problem}")
         files, tensors = plural(body["num_files"], "file"), plural(body["num_tensors"], "tensor")
-        what = "is good" if body["ok"] else "must not be used"
+        what = "is intact" if body["ok"] else "is damaged: do not use it"
         typer.echo(f"{where} {what}: {files}, {tensors}, {size(body['num_bytes'])} read")
     raise typer.Exit(code)
 
@@ -160,27 +231,27 @@ def verify(
 @app.command()
 @with_target
 def export(
-    target: TargetArgument,
+    job_or_path: TargetArgument,
     destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="A directory; made if needed.")
+        Path, typer.Argument(metavar="DESTINATION", help="A directory; created if missing.")
     ],
     step: StepOption = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="The optimizer's state as well.")
+        bool, typer.Option("--optimizer", help="Export the optimizer state too.")
     ] = False,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """Write the model of a checkpoint as plain safetensors, whatever mesh wrote it.
+    """Export the model of a checkpoint as safetensors, whatever mesh wrote it.
 
     Example: `holdfast checkpoint export stdlib-bytes ./model`
     """
     from ..output import size
 
     more = ["--to", str(destination), *(["--optimizer"] * optimizer)]
-    with _storage(target, place) as path:
-        code, body = _run(["export", *_arguments(target, path, step), *more], as_json)
+    with _storage(job_or_path, target) as path:
+        code, body = _run(["export", *_arguments(job_or_path, path, step), *more], as_json)
     if not as_json:
         for file in body["files"]:
             typer.echo(file)
@@ -191,20 +262,23 @@ def export(
 @app.command()
 @with_target
 def adopt(
-    target: TargetArgument,
+    job_or_path: TargetArgument,
     job: Annotated[
-        str, typer.Option("--job", metavar="[NAMESPACE/]NAME", help="Whose they become.")
+        str,
+        typer.Option(
+            "--job", metavar="[NAMESPACE/]NAME", help="The job that gets the checkpoints."
+        ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """Give committed checkpoints to another job, which then goes on from them.
+    """Give committed checkpoints to another job, which then continues from them.
 
-    A job goes on from its own checkpoints only, and on Kubernetes it is called NAMESPACE/NAME. So
-    this is how a job gets another name, or moves from one machine or Ray to Kubernetes. Nothing is
-    copied, and the job that wrote them must have ended.
+    A job continues only from its own checkpoints, and a job on Kubernetes is named NAMESPACE/NAME.
+    Use this to rename a job, or to move it from one machine or Ray to Kubernetes. Nothing is
+    copied. The job that wrote the checkpoints must have ended.
 
     Example: `holdfast checkpoint adopt s3://bucket/my-job --job team/my-job`
     """
@@ -213,12 +287,12 @@ def adopt(
     from ..output import plural, print_json
 
     _expect_key(job)
-    if not _is_path(target):
-        _expect_ended(target, place.find(target).view().state)
-    with _storage(target, place) as path:
+    if not _is_path(job_or_path):
+        _expect_ended(job_or_path, target.find(job_or_path).view().state)
+    with _storage(job_or_path, target) as path:
         found = _manifests(path)
         if not found:
-            raise _nothing_in(path, target)
+            raise _nothing_in(path, job_or_path)
         others = [one for one in found if one.job != job]
         whose = ", ".join(sorted({one.job for one in others}))
         what = f"{plural(len(others), 'checkpoint')} of {whose} in {path}"
@@ -228,13 +302,13 @@ def adopt(
     if as_json:
         print_json({"path": path, "job": job, "adopted": [one.directory for one in others]})
     elif not others:
-        typer.echo(f"{plural(len(found), 'checkpoint')} in {path}: all are those of {job} already")
+        typer.echo(f"{plural(len(found), 'checkpoint')} in {path}: all belong to {job} already")
     else:
-        typer.echo(f"{what}: those of {job} now; run it with checkpoint.path: {path}")
+        typer.echo(f"{what}: now belong to {job}; run it with spec.checkpoint.path: {path}")
 
 
 def _expect_key(job: str) -> None:
-    """Raises UserError for what no job can be called."""
+    """Raises UserError for an invalid job name."""
     from holdfast.orchestrator.api.v1alpha1.job import NAME_PATTERN
     from holdfast.orchestrator.errors import Problem, UserError
 
@@ -246,7 +320,7 @@ def _expect_key(job: str) -> None:
 
 
 def _expect_ended(job: str, state: str) -> None:
-    """Raises UserError for a job that may still write."""
+    """Raises UserError for a job that may still write checkpoints."""
     from holdfast.orchestrator.errors import Problem, UserError
 
     from ..render import FINISHED
@@ -256,20 +330,20 @@ def _expect_ended(job: str, state: str) -> None:
         raise UserError(str(Problem("job", f"{job}, {state}", "a job that has ended", fix)))
 
 
-def _nothing_in(path: str, target: str) -> UserError:
+def _nothing_in(path: str, job_or_path: str) -> UserError:
     from holdfast.orchestrator.errors import Problem, UserError
 
-    whose = path if _is_path(target) else target
+    whose = path if _is_path(job_or_path) else job_or_path
     return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
 
 
-def _arguments(target: str, path: str, step: int | None) -> list[str]:
-    """The storage tier and the step, as arguments. Raises UserError for an unknown step."""
+def _arguments(job_or_path: str, path: str, step: int | None) -> list[str]:
+    """Storage tier and step as command-line arguments. Raises UserError for an unknown step."""
     from holdfast.orchestrator.errors import Problem, UserError
 
-    steps = [manifest.step for manifest in _manifests(path, target)]
+    steps = [manifest.step for manifest in _manifests(path, job_or_path)]
     if not steps:
-        raise _nothing_in(path, target)
+        raise _nothing_in(path, job_or_path)
     if step is None:
         return [path]
     if step not in steps:
@@ -278,57 +352,57 @@ def _arguments(target: str, path: str, step: int | None) -> list[str]:
     return [path, "--step", str(step)]
 
 
-def _is_path(target: str) -> bool:
-    return "://" in target or "/" in target or target in (".", "..")
+def _is_path(job_or_path: str) -> bool:
+    return "://" in job_or_path or "/" in job_or_path or job_or_path in (".", "..")
 
 
-def _tier(target: str) -> str:
+def _tier(job_or_path: str) -> str:
     """Directory or URL of a storage tier. Raises UserError."""
     from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
 
-    if "://" not in target and not _is_directory(target):
-        raise UserError(str(Problem("JOB_OR_PATH", target, "a directory, a URL or a job")))
-    return storage_place(target, Path.cwd())
+    if "://" not in job_or_path and not _is_directory(job_or_path):
+        raise UserError(str(Problem("JOB_OR_PATH", job_or_path, "a directory, a URL or a job")))
+    return storage_place(job_or_path, Path.cwd())
 
 
-def _is_directory(target: str) -> bool:
-    """Whatever cannot be one, such as a name that is too long, is none."""
-    return os.path.isdir(os.path.expanduser(target))  # noqa: PTH111, PTH112
+def _is_directory(job_or_path: str) -> bool:
+    """False also for a name that no file can have, such as one that is too long."""
+    return os.path.isdir(os.path.expanduser(job_or_path))  # noqa: PTH111, PTH112
 
 
-def _find(target: str, place: Target) -> Any:
+def _find(job_or_path: str, target: Target) -> TargetJob:
     """The job of that name. Raises UserError."""
     from holdfast.orchestrator.errors import UserError
 
     try:
-        return place.find(target)
+        return target.find(job_or_path)
     except UserError as error:
-        if not _is_directory(target):
+        if not _is_directory(job_or_path):
             raise
-        raise UserError(f"{error}; for the directory write ./{target}") from None
+        raise UserError(f"{error}; to name the directory, write ./{job_or_path}") from None
 
 
 @contextmanager
-def _storage(target: str, place: Target) -> Iterator[str]:
-    """Directory or URL of the storage tier. A job's is opened with its spec.env, any other with
-    this process' environment."""
-    if _is_path(target):
-        yield _tier(target)
+def _storage(job_or_path: str, target: Target) -> Iterator[str]:
+    """Directory or URL of the storage tier. That of a job is opened with its spec.env, any other
+    with the environment of this process."""
+    if _is_path(job_or_path):
+        yield _tier(job_or_path)
         return
-    with _find(target, place).storage() as path:
+    with _find(job_or_path, target).storage() as path:
         yield path
 
 
-def _manifests(path: str, target: str = "") -> list[Manifest]:
-    """`target`: the job whose they are; a path is any job's."""
+def _manifests(path: str, job_or_path: str = "") -> list[Manifest]:
+    """Of the job `job_or_path`; of all jobs if that is a path."""
     from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
-    return CheckpointStore(path, "" if _is_path(target) else target).manifests()
+    return CheckpointStore(path, "" if _is_path(job_or_path) else job_or_path).manifests()
 
 
 def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
-    """Its exit code and the JSON it printed. Raises HoldfastError or UserError as it reports."""
+    """Exit code and JSON output of the child process. Raises the error that it reports."""
     import json
 
     from holdfast.orchestrator.errors import HoldfastError, UserError

@@ -1,7 +1,4 @@
-"""`holdfast resize | suspend | resume | cancel | delete`: change a job.
-
-Owns: these verbs. Must not: change anything itself; the controller does.
-"""
+"""`holdfast resize | suspend | resume | cancel | delete`: change a job."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ def register(app: typer.Typer, panel: str) -> None:
 
 
 def _request(
-    place: Target, job: str, as_json: bool, verb: str, done: str, **arguments: Any
+    target: Target, job: str, as_json: bool, verb: str, done: str, **arguments: Any
 ) -> None:
     from ..output import print_json
 
-    answer = place.find(job).request(verb, **arguments)
+    answer = target.find(job).request(verb, **arguments)
     if as_json:
         print_json({"job": job, "verb": verb, "detail": answer.detail, **answer.body})
     else:
@@ -35,59 +32,63 @@ def _request(
 def resize(
     job: JobArgument,
     nodes: Annotated[
-        int, typer.Argument(metavar="N", min=1, max=limits.MAX_NODES, help="Nodes to train on.")
+        int, typer.Argument(metavar="N", min=1, max=limits.MAX_NODES, help="Number of nodes.")
     ],
     as_json: JsonOption = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """Train on N nodes from now on, also beyond spec.nodes.max.
+    """Train on N nodes from now on. N may exceed spec.nodes.max.
 
-    The job stops for a moment, gets whole replica groups on N nodes, and goes on after its last
-    step with the same global batch.
+    The job stops briefly, forms as many whole replicas as N nodes can hold, and continues after its
+    last step with the same global batch.
 
     Example: `holdfast resize my-job 1`
     """
-    _request(place, job, as_json, "resize", f"resize to {nodes} requested", nodes=nodes)
+    _request(target, job, as_json, "resize", f"resize to {nodes} requested", nodes=nodes)
 
 
-def suspend(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
-    """Write a checkpoint, stop the workers and hold the job until `holdfast resume`."""
-    _request(place, job, as_json, "suspend", "suspend requested")
+def suspend(job: JobArgument, as_json: JsonOption = False, *, target: Target) -> None:
+    """Write a checkpoint, stop the workers and release the nodes until `holdfast resume`."""
+    _request(target, job, as_json, "suspend", "suspend requested")
 
 
-def resume(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
-    """Go on with a suspended job.
+def resume(job: JobArgument, as_json: JsonOption = False, *, target: Target) -> None:
+    """Continue a suspended job.
 
-    Its controller must be there; if it is gone, `holdfast run --attach JOB` brings it back first.
+    Its controller must be running; if it is not, start it with `holdfast run --attach JOB`.
     """
-    _request(place, job, as_json, "resume", "resume requested")
+    _request(target, job, as_json, "resume", "resume requested")
 
 
-def cancel(job: JobArgument, as_json: JsonOption = False, *, place: Target) -> None:
-    """End a job for good. Its record and its checkpoints stay."""
-    _request(place, job, as_json, "cancel", "cancel requested")
+def cancel(job: JobArgument, as_json: JsonOption = False, *, target: Target) -> None:
+    """End a job permanently. Its record and its checkpoints stay."""
+    _request(target, job, as_json, "cancel", "cancel requested")
 
 
 def delete(
     job: JobArgument,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep-checkpoints", metavar="DIRECTORY", help="Move them there first."),
+        typer.Option(
+            "--keep-checkpoints",
+            metavar="DIRECTORY",
+            help="Move the checkpoints to this directory first.",
+        ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
     """Delete the record of a finished job: journal, logs, and checkpoints in its directory.
 
-    Checkpoints at a spec.checkpoint.path outside of the job's directory stay where they are. To go
-    on from them, run a job of the same name with that path.
+    Checkpoints at a spec.checkpoint.path outside of that directory stay. To continue from them, run
+    a job of the same name with that path.
 
     Example: `holdfast delete my-job --keep-checkpoints my-checkpoints`
     """
-    found = place.find(job)
-    what = found.deleting(keep)
+    found = target.find(job)
+    what = found.describe_deletion(keep)
     if not yes:
         typer.confirm(f"Delete {what}?", abort=True)
     remarks = found.delete(keep)

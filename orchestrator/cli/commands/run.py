@@ -1,7 +1,4 @@
-"""`holdfast run`: start a job and watch it, or take over one whose controller died.
-
-Owns: this verb. Must not: hold the controller's loop; runtime/run.py does.
-"""
+"""`holdfast run`: start a job and watch it, or take over one whose controller died."""
 
 from __future__ import annotations
 
@@ -26,31 +23,32 @@ def run(
         typer.Option(
             "--attach",
             metavar="JOB",
-            help="Take over a job whose controller died; in a cluster, watch it again. No FILE.",
+            help="Take over a job whose controller died; in a cluster, watch it again.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Show nothing while it runs; print the report as JSON.")
+        bool,
+        typer.Option("--json", help="Print nothing while the job runs, then the report as JSON."),
     ] = False,
     *,
-    place: Target,
+    target: Target,
 ) -> None:
-    """Train on this machine and watch, until the job ends. The report comes last.
+    """Train on this machine, show the progress until the job ends, then print the report.
 
-    Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for a mistake in FILE,
-    130 when Ctrl-C cancelled it. When this process is killed, or its machine's terminal is lost,
-    the agents go on training for 15 minutes; `--attach` takes them over.
+    Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for invalid usage or an
+    invalid job spec, 130 when Ctrl-C cancelled the job. When this process is killed or loses its
+    terminal, the agents keep training for 15 minutes; `--attach` takes the job over.
 
-    With --kubernetes the job is created in a cluster and watched. There it needs nobody who
-    watches: Ctrl-C (130 as well) leaves it as it is, and `--attach` shows it again.
+    With --kubernetes or --ray the job is created in a cluster and watched. It runs there without
+    this process: Ctrl-C (also 130) leaves it running, and `--attach` watches it again.
 
     Examples: `holdfast run examples/stdlib-bytes.yaml`,
     `holdfast run --attach stdlib-bytes`
     """
-    raise typer.Exit(_run(file, attach, place, as_json))
+    raise typer.Exit(_run(file, attach, target, as_json))
 
 
-def _run(file: Path | None, attach: str | None, place: Target, as_json: bool) -> int:
+def _run(file: Path | None, attach: str | None, target: Target, as_json: bool) -> int:
     """The exit code."""
     from holdfast.orchestrator.errors import UserError
 
@@ -59,15 +57,15 @@ def _run(file: Path | None, attach: str | None, place: Target, as_json: bool) ->
     from ..report import print_report
 
     if file is not None and attach is not None:
-        raise UserError("FILE: got one beside --attach JOB; expected one of them")
+        raise UserError("FILE: got FILE and --attach JOB; expected only one of them")
     if file is None and attach is None:
         raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or --attach JOB")
     console = stderr() if as_json else stdout()
-    ended = place.run(file, attach, SilentDisplay(console) if as_json else make_display(console))
-    if ended.view is not None:
+    done = target.run(file, attach, SilentDisplay(console) if as_json else make_display(console))
+    if done.view is not None:
         if as_json:
-            print_json(ended.view)
+            print_json(done.view)
         else:
-            reads = place.reads(ended.view.checkpoint_path)
-            print_report(console, ended.view, command=place.command, reads=reads)
-    return ended.exit_code
+            can_read = target.can_read(done.view.checkpoint_path)
+            print_report(console, done.view, command=target.command, can_read=can_read)
+    return done.exit_code

@@ -1,7 +1,4 @@
-"""`holdfast validate | plan | schema`: before anything runs.
-
-Owns: these verbs. Must not: start or change anything.
-"""
+"""`holdfast validate | plan | schema`: check and explain a job without starting it."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def register(app: typer.Typer, panel: str) -> None:
 def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     """Check a job without running it: fields, mesh, script, data and checkpoint path.
 
-    Lists every problem with the field, what was got, what was expected and the fix; exit code 2.
+    Lists every problem with the field, the value, what was expected and the fix; exit code 2.
     """
     from holdfast.orchestrator.errors import SpecError
     from holdfast.orchestrator.planner import choose_mesh
@@ -60,21 +57,23 @@ def plan(
             "--nodes",
             min=1,
             max=limits.MAX_NODES,
-            help="Plan for this many, also beyond nodes.max, as after a resize.",
+            help="Plan for this number of nodes; may exceed nodes.max, as after a resize.",
             show_default="nodes.max",
         ),
     ] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
-            "--device-memory", metavar="QUANTITY", help="Of one worker's device, such as 80Gi."
+            "--device-memory",
+            metavar="QUANTITY",
+            help="Memory of one worker's device, such as 80Gi.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what would run where, and why: mesh, ranks, environment, memory, bytes on the wire.
+    """Show what would run where, and why: mesh, ranks, environment, memory, network traffic.
 
-    Nodes are taken to be like this machine. Nothing is started.
+    The plan assumes nodes like this machine. Nothing is started.
 
     Example: `holdfast plan examples/stdlib-bytes.yaml --nodes 1`
     """
@@ -84,9 +83,9 @@ def plan(
     from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.planner import make_plan
 
-    from ..local_facts import local_facts
     from ..output import print_json, stdout
     from ..plan_text import render
+    from ..preflight import local_facts
 
     job = load_job(file)
     if nodes is not None and nodes > job.spec.nodes.max:
@@ -103,7 +102,7 @@ def plan(
     made = make_plan(job, local_facts(job.spec.workers_per_node), nodes, memory)
     if made is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
-        expected = f"{low} to {high} nodes on which a whole replica group fits"
+        expected = f"{low} to {high} nodes that hold at least one replica group"
         raise UserError(str(Problem("--nodes", str(nodes), expected)))
     if as_json:
         print_json(made)
@@ -114,18 +113,19 @@ def plan(
 
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The reference page (docs/spec.md) instead.")
+        bool, typer.Option("--markdown", help="Print the reference page in Markdown instead.")
     ] = False,
     crd: Annotated[
-        bool, typer.Option("--crd", help="The CustomResourceDefinition for Kubernetes instead.")
+        bool,
+        typer.Option("--crd", help="Print the CustomResourceDefinition for Kubernetes instead."),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
     ] = None,
 ) -> None:
-    """Print the JSON schema of a TrainingJob, for editors and checks.
+    """Print the JSON schema of a TrainingJob, for editors and CI.
 
-    Example, for the YAML language server: `holdfast schema -o trainingjob.schema.json`
+    Example for the YAML language server: `holdfast schema -o trainingjob.schema.json`
     """
     import json
 
@@ -134,7 +134,7 @@ def schema(
     from holdfast.orchestrator.errors import Problem, UserError
 
     if markdown and crd:
-        raise UserError(str(Problem("--markdown", "it beside --crd", "at most one of them")))
+        raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))
     if crd:
         text = definition_text()
     else:
@@ -146,4 +146,4 @@ def schema(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         got = f"{output} ({error.strerror})"
-        raise UserError(str(Problem("--output", got, "a file that can be written"))) from None
+        raise UserError(str(Problem("--output", got, "a writable file"))) from None

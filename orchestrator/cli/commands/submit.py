@@ -1,7 +1,4 @@
-"""`holdfast submit`: hand a job to a Ray cluster through its Jobs API and come back.
-
-Owns: this verb. Must not: watch the job; `status`, `logs -f` and `ray job logs` do.
-"""
+"""`holdfast submit`: submit a job to a Ray cluster through its Jobs API."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def submit(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="http://HEAD:8265, or auto inside of it. Without ADDRESS: $RAY_ADDRESS, or auto.",
+            help="http://HEAD:8265, or auto in the cluster. Default: $RAY_ADDRESS, or auto.",
         ),
     ],
     runtime_env: Annotated[
@@ -34,21 +31,22 @@ def submit(
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show its lines until it ends.")
+        bool, typer.Option("--follow", "-f", help="Print its output until it ends.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a job to a Ray cluster. It shows in `ray job list` and in Ray's dashboard.
+    """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
 
-    With a script, everything beside FILE goes along (Ray's working_dir). `ray job stop` cancels the
-    job. Exit code as `holdfast run` with --follow; otherwise 0 when it was handed in.
+    If the job runs a script, the directory of FILE is uploaded (Ray's working_dir). `ray job stop`
+    cancels the job. With --follow the exit code is that of `holdfast run`; otherwise it is 0 once
+    the job is submitted.
 
     Example: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`
     """
     from ..output import print_json
-    from ..targets.ray.jobs_api import submit as hand_in
+    from ..targets.ray.jobs_api import submit as submit_job
 
-    submitted, code = hand_in(file, ray_address(ray), runtime_env, attach=follow)
+    submitted, code = submit_job(file, ray_address(ray), runtime_env, attach=follow)
     if code is not None:
         raise typer.Exit(code)
     if as_json:

@@ -1,7 +1,6 @@
-"""What the commands ask of the place where jobs live, and of one job there.
+"""What the commands need from a target (where jobs live) and from one job there.
 
-Owns: that interface, small enough for a third place. Must not: know any of them. Whatever cannot be
-done is a HoldfastError with a sentence; what a place cannot offer at all is a UserError.
+Every method raises HoldfastError, and UserError for what a target cannot do at all.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from ..display import Display
 
 
 class Response(NamedTuple):
-    """To a request: what will happen, in words and as facts."""
+    """The answer to a request."""
 
     detail: str
+    """One sentence: what will happen."""
     body: dict[str, Any]
 
 
 class LogSelector(NamedTuple):
-    """Which lines of a job's logs."""
+    """Which logs of a job to print."""
 
     rank: int | None = None
     generation: int | None = None
@@ -33,29 +33,27 @@ class LogSelector(NamedTuple):
 
 
 class RunResult(NamedTuple):
-    """How `holdfast run` came back."""
+    """How `holdfast run` ended."""
 
     view: JobView | None
-    """None: the job goes on somewhere else, there is nothing to report."""
+    """None: the job goes on without this process, so there is nothing to report."""
     exit_code: int
 
 
 class TargetJob(Protocol):
-    """One job that exists."""
+    """One existing job."""
 
     @property
     def name(self) -> str: ...
 
-    def view(self) -> JobView:
-        """All that is known of it now."""
-        ...
+    def view(self) -> JobView: ...
 
     def remarks(self, view: JobView) -> list[str]:
-        """What a reader of the view must be told, such as that nobody keeps it current."""
+        """Warnings for a reader of the view, for example that no controller updates it."""
         ...
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        """resize, suspend, resume, cancel, chaos or checkpoint, see runtime/control_api.py."""
+        """resize, suspend, resume, cancel, chaos or checkpoint; see runtime/control_api.py."""
         ...
 
     def print_events(self, *, follow: bool, as_json: bool) -> None: ...
@@ -63,50 +61,51 @@ class TargetJob(Protocol):
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None: ...
 
     def storage(self) -> AbstractContextManager[str]:
-        """Directory or URL that holds its checkpoints, to be read by this process meanwhile."""
+        """The directory or URL of its checkpoints, readable by this process inside the context."""
         ...
 
     def manifests(self) -> tuple[str, list[Manifest]] | None:
-        """Where its committed checkpoints are, and what they are, oldest first. None: they are not
-        read from here, and what the view knows of them is all."""
+        """Where its committed checkpoints are, and their manifests, oldest first. None: this
+        process cannot read them; the view has what is known."""
         ...
 
-    def deleting(self, keep: Path | None) -> str:
-        """What would go, to ask about it. Raises UserError where it must not."""
+    def describe_deletion(self, keep: Path | None) -> str:
+        """What `delete` would delete, for a confirmation. Raises UserError if it must not."""
         ...
 
     def delete(self, keep: Path | None) -> list[str]:
-        """Forget the job. What is to be said afterwards."""
+        """Delete the job's record. Returns remarks to print."""
         ...
 
 
 class Target(Protocol):
-    """Somewhere that jobs live."""
+    """Where jobs live: this machine, a Kubernetes cluster or a Ray cluster."""
 
     def find(self, name: str) -> TargetJob:
-        """Raises UserError, naming the jobs that there are."""
+        """Raises UserError that lists the existing jobs."""
         ...
 
     def views(self) -> list[JobView]:
-        """Of all jobs, by name. One that cannot be read is told on stderr."""
+        """The views of all jobs, sorted by name. Jobs that cannot be read are reported on
+        stderr."""
         ...
 
-    def nothing(self) -> str:
-        """What is said where there are none."""
+    def empty_message(self) -> str:
+        """What `status` prints when there are no jobs."""
         ...
 
     def command(self, *words: str) -> str:
-        """A command as the person would type it for a job here."""
+        """A command line for a job of this target, as the user would type it."""
         ...
 
-    def reads(self, path: str) -> bool:
-        """Whether the checkpoint commands can read a job's place for checkpoints."""
+    def can_read(self, path: str) -> bool:
+        """Whether the checkpoint commands can read this checkpoint path from here."""
         ...
 
-    def ending(self) -> AbstractContextManager[None]:
-        """Around a command: how it ends when the place goes away meanwhile."""
+    def guard(self) -> AbstractContextManager[None]:
+        """Wraps a command: turns the loss of the target into an error message."""
         ...
 
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
-        """Start a job, or go on with one, and show it until it ends."""
+        """Start the job in `file`, or attach to an existing one, and show it until it ends."""
         ...

@@ -1,8 +1,4 @@
-"""Jobs of a home on this machine: their controllers are asked over a socket, their files are read.
-
-Owns: what the commands do with a job's directory. Must not: interpret; runtime/ and the renderers
-do.
-"""
+"""Local jobs: requests go to the controller over a socket, everything else is read from files."""
 
 from __future__ import annotations
 
@@ -26,16 +22,13 @@ from .base import LogSelector, Response, RunResult
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 
-FOLLOW_INTERVAL_S = 0.2
-
 
 class LocalJob:
-    """One job's directory."""
-
-    def __init__(self, directory: JobDirectory) -> None:
+    def __init__(self, directory: JobDirectory, follow_interval_s: float = 0.2) -> None:
         self._directory = directory
+        self._follow_interval_s = follow_interval_s
         self._damaged = False
-        """Nobody knows its state."""
+        """Its files are damaged, so its state is unknown."""
 
     @property
     def name(self) -> str:
@@ -49,20 +42,20 @@ class LocalJob:
             return []
         from holdfast.orchestrator.backends.local import node_registry
 
-        attach = f"`holdfast run --attach {view.name}` takes the job over"
+        attach = f"`holdfast run --attach {view.name}`"
         try:
             living = node_registry.living(self._directory.nodes_file)
         except HoldfastError as error:
-            return [f"No controller is running: this is what the journal says. {error}."]
+            return [f"No controller is running; this view comes from the journal. {error}."]
         if living:
             return [
-                "No controller is running: this is what the journal says. Training goes on without "
-                f"one, for 15 minutes; {attach}."
+                "No controller is running; this view comes from the journal. The agents keep "
+                f"training for 15 minutes without one: take the job over with {attach}."
             ]
         return [
-            "No controller is running and none of the job's nodes is left, as after a restart of "
-            f"the machine: this is what the journal says. {attach} and goes on from its last "
-            "checkpoint in storage."
+            "No controller is running and no node of the job is left, as after a restart of the "
+            "machine; this view comes from the journal. Continue from the last checkpoint in "
+            f"storage with {attach}."
         ]
 
     def request(self, verb: str, **arguments: Any) -> Response:
@@ -78,24 +71,24 @@ class LocalJob:
         from ..output import stdout
 
         reader = JournalReader(self._directory.journal, history=True)
-        console, narrator = stdout(), EventFormatter()
+        console, formatter = stdout(), EventFormatter()
         while True:
-            # Asked before reading: what was written up to a controller's end is then seen.
+            # Before reading, so that the last records of a controller that ends now are read.
             alive = self._directory.controller_alive()
             for item in reader.read():
                 if isinstance(item, Snapshot):
-                    narrator.resume(console, item, as_json=as_json)
+                    formatter.print_snapshot(console, item, as_json=as_json)
                 else:
-                    narrator.tell(console, item.now_ns, item.event, as_json=as_json)
+                    formatter.print_record(console, item.now_ns, item.event, as_json=as_json)
             if not follow or not alive:
                 return
-            time.sleep(FOLLOW_INTERVAL_S)
+            time.sleep(self._follow_interval_s)
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         from ..log_files import follow_files, print_files
 
         if follow:
-            follow_files(self._directory, *wanted, FOLLOW_INTERVAL_S)
+            follow_files(self._directory, *wanted, self._follow_interval_s)
         else:
             print_files(self._directory, *wanted)
 
@@ -113,7 +106,7 @@ class LocalJob:
         with self.storage() as path:
             return path, CheckpointStore(path, self.name).manifests()
 
-    def deleting(self, keep: Path | None) -> str:
+    def describe_deletion(self, keep: Path | None) -> str:
         try:
             self._check_keep(keep)
             state: str = self.view().state
@@ -121,17 +114,16 @@ class LocalJob:
             return self._deleting_damaged(keep, error)
         except SpecError as error:
             raise UserError(
-                f"{error}\njob {self.name}: got this spec, with which nobody can tell whether the "
-                f"job has ended; expected one of this version; delete it with the Holdfast that "
-                f"wrote it, or remove {self._directory.path} once nothing of it runs"
+                f"{error}\njob {self.name}: this version cannot read the job spec, so it does not "
+                f"know whether the job has ended; delete it with the Holdfast that wrote it, or "
+                f"remove {self._directory.path} once none of its processes runs"
             ) from None
         if state not in FINISHED:
             raise UserError(
-                f"job {self.name}: got a job that is {state}; expected one that is "
-                f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
-                f"`holdfast cancel {self.name}`"
+                f"job {self.name}: is {state}; only a job that is {', '.join(FINISHED[:-1])} or "
+                f"{FINISHED[-1]} can be deleted; end it with `holdfast cancel {self.name}`"
             )
-        return self._what(keep)
+        return self._deleted_files(keep)
 
     def _check_keep(self, keep: Path | None) -> None:
         path = self._directory.job().spec.checkpoint.path
@@ -142,16 +134,17 @@ class LocalJob:
             )
 
     def _deleting_damaged(self, keep: Path | None, error: Damaged) -> str:
-        """A job whose state nobody can tell any more, once nothing of it runs."""
+        """For a job whose state is unknown, but of which no process runs."""
         from holdfast.orchestrator.backends.local import node_registry
 
         living = node_registry.living(self._directory.nodes_file)
         if self._directory.controller_alive() or living:
             raise error
         self._damaged = True
-        return f"{self._what(keep)}, of a job that may not have ended: nobody can tell ({error})"
+        files = self._deleted_files(keep)
+        return f"{files}, of a job that may not have ended: its state is unknown ({error})"
 
-    def _what(self, keep: Path | None) -> str:
+    def _deleted_files(self, keep: Path | None) -> str:
         what = "logs" if keep is not None else "logs and checkpoints"
         return f"{self._directory.path} with its {what}"
 
@@ -160,15 +153,13 @@ class LocalJob:
         self._directory.remove(kept)
         remarks = []
         if self._damaged:
-            remarks.append("its files were damaged: nobody could tell whether it had ended")
+            remarks.append("its files were damaged, so it is unknown whether it had ended")
         if kept is not None:
-            remarks.append(f"to go on from its checkpoints: spec.checkpoint.path: {kept}")
+            remarks.append(f"to continue from its checkpoints, set spec.checkpoint.path: {kept}")
         return remarks
 
 
 class LocalTarget:
-    """A home."""
-
     def __init__(self, home: Path | None) -> None:
         self._home = Home(home)
 
@@ -184,77 +175,67 @@ class LocalTarget:
                 stderr().print(f"{directory.name}: {error}", markup=False, soft_wrap=True)
         return found
 
-    def nothing(self) -> str:
+    def empty_message(self) -> str:
         return f"no jobs in {self._home.path}; start one with `holdfast run FILE`"
 
     def command(self, *words: str) -> str:
         return local_command(*words)
 
-    def reads(self, path: str) -> bool:
+    def can_read(self, path: str) -> bool:
         return True
 
-    def ending(self) -> AbstractContextManager[None]:
+    def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
-        from holdfast.orchestrator.hosts.local.job_records import expire
-        from holdfast.orchestrator.hosts.local.service import run_job
-        from holdfast.orchestrator.runtime.clock import Clock
+        from holdfast.orchestrator.hosts.local.service import attach_job, run_job
 
-        job, spec_directory = self._job(file, attach)
-        for name in expire(self._home, Clock().now_ns()) if attach is None else ():
-            stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
-        notes: list[str] = []
-
-        def note(text: str) -> None:
-            notes.append(text)
-            display.note(text)
-
-        with display:
-            view = run_job(
-                job,
-                self._home,
-                spec_directory,
-                on_view=display.show,
-                attach=attach is not None,
-                on_note=note,
-            )
-        if any(text.startswith("Ctrl-C") for text in notes):
-            return RunResult(view, 130)
-        return RunResult(view, 0 if view.state == "succeeded" else 1)
-
-    def _job(self, file: Path | None, attach: str | None) -> tuple[TrainingJob, Path]:
-        """What to run, and the directory that its paths are relative to. Raises UserError."""
         if attach is not None:
             directory = self._home.find(attach)
-            return directory.job(), Path(directory.spec_directory)
+            with display:
+                done = attach_job(directory, display.show, display.note)
+        else:
+            assert file is not None
+            job = self._load(file)
+            with display:
+                done = run_job(job, self._home, file.absolute().parent, display.show, display.note)
+        if done.interrupted:
+            return RunResult(done.view, 130)
+        return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
+
+    def _load(self, file: Path) -> TrainingJob:
+        """The job in a file, after expired jobs made room for it. Raises UserError."""
+        from holdfast.orchestrator.hosts.local.job_records import expire
+        from holdfast.orchestrator.runtime.clock import Clock
+
         from ..preflight import load_checked
 
-        assert file is not None
         job = load_checked(file)
         _check_size(job)
-        return job, file.absolute().parent
+        for name in expire(self._home, Clock().now_ns()):
+            stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
+        return job
 
 
 def read_view(directory: JobDirectory) -> JobView:
-    """The job as its controller sees it now, or as its journal tells when there is none."""
+    """The view of the controller, or the one of the journal when no controller answers."""
     import msgspec
 
-    from holdfast.orchestrator.hosts.local.job_records import read_view as fold
+    from holdfast.orchestrator.hosts.local import job_records
 
     from ..client import ControllerGone, ask
 
     try:
         body = ask(directory, "status").body
     except ControllerGone:
-        view = fold(directory)
+        view = job_records.read_view(directory)
         view.controller_alive = False
         return view
     return msgspec.convert(body.get("view", body), JobView)
 
 
 def _check_size(job: TrainingJob) -> None:
-    """Raises SpecError for more nodes than this machine can bear."""
+    """Raises SpecError for more nodes than this machine can run."""
     from holdfast.orchestrator.backends.local import node_limit
     from holdfast.orchestrator.backends.local.devices import shared_out
 
@@ -263,11 +244,11 @@ def _check_size(job: TrainingJob) -> None:
     if wanted > limit:
         workers, gpus = job.spec.workers_per_node, shared_out(job)
         if gpus == ():
-            expected = "0 on this machine, where no GPU can be used"
+            expected = "0 on this machine, which has no usable GPU"
             fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES"
             gpu = str(job.spec.resources.gpu)
             raise SpecError([Problem("spec.resources.gpu", gpu, expected, fix)])
-        expected = f"at most {limit} nodes of {workers} workers, spares included, on this machine"
+        expected = f"at most {limit} nodes of {workers} workers, including spares, on this machine"
         if gpus is not None:
-            expected += f", where {plural(len(gpus), 'GPU')} can be used"
-        raise SpecError([Problem("spec.nodes.max", f"{wanted} with spares", expected)])
+            expected += f", which has {plural(len(gpus), 'usable GPU')}"
+        raise SpecError([Problem("spec.nodes.max", f"{wanted} including spares", expected)])

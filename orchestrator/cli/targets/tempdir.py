@@ -1,7 +1,4 @@
-"""A directory for what a command needs while it runs.
-
-Owns: that it ends with the command, also with one that is told to (`timeout 60 holdfast logs -f`).
-"""
+"""A temporary directory for one command; SIGTERM removes it too (`timeout 60 holdfast logs`)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from holdfast.orchestrator.backends.ray import actor_calls
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Its path; nobody else may look into it."""
+    """Yields the path; only this user may read it."""
     with tempfile.TemporaryDirectory(prefix=prefix) as path:
 
         def end() -> None:

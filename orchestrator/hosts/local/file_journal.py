@@ -1,22 +1,29 @@
-"""The journal of a job on this machine: a file that grows at its end, and is compacted.
+"""The journal of a local job: an append-only file that one controller writes and anyone may read.
 
-Owns: writing it, what "durable" means, and that there is one writer. Must not: know what an event
-means, or repair damage by leaving something out. The format is in journal_reader.py.
+A file is a 20-byte header (16 bytes magic, 4 bytes format version) and frames (core/journal.py). In
+version 1 every frame is a record. A compaction starts a file of version 2, whose first frame is a
+snapshot: 8 bytes (number of records that it covers, little-endian) and the snapshot itself.
 
-A writer that dies leaves a prefix of what it wrote; a machine that dies may also leave zeros at the
-end. Both are a torn tail: nothing was done on its account yet, so it is cut off. Everything else
-that cannot be read is damage, and reported with its offset.
+A killed writer leaves a prefix of what it wrote; a machine that loses power may also leave zeros at
+the end. Both are a torn tail: no action was taken on it yet, so the next writer cuts it off.
+Anything else that cannot be read is damage and is reported with its offset.
 
-A compaction writes a new file that begins with a snapshot, makes it durable and gives it the
-journal's name: at every moment that name means a whole journal. The file before stays, under a name
-with its number, as history for people.
+A compaction makes the new file durable before it renames it to `journal`, so that this name is a
+complete journal at every moment. The replaced file stays as `journal.000000001234` (the number of
+records up to its end): history for `holdfast events`, which no controller needs. The oldest ones
+are deleted.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.events import AnyEvent
@@ -25,36 +32,218 @@ from holdfast.orchestrator.core.journal import (
     JournalError,
     JournalLost,
     Record,
+    decode_body,
     encode_record,
     frame,
 )
+from holdfast.orchestrator.errors import Damaged
 from holdfast.orchestrator.protocol.atomic_files import sync_directory
 
-from .file_journal_reader import (
-    COMPACTED_HEADER,
-    COVERED,
-    HEADER,
-    JournalDamaged,
-    JournalReader,
-    Snapshot,
-    older_files,
-)
+MAGIC = b"holdfast journal"
+PLAIN, COMPACTED = 1, 2
+HEADER = MAGIC + struct.pack("<I", PLAIN)
+COMPACTED_HEADER = MAGIC + struct.pack("<I", COMPACTED)
+COVERED = struct.Struct("<Q")
+ZERO_TAIL_BYTES = 16
+"""This many zero bytes at the end of a file are blocks that never reached the disk; no event ends
+with that many."""
 
-__all__ = [
-    "HEADER",
-    "FileJournal",
-    "JournalDamaged",
-    "JournalError",
-    "JournalLost",
-    "JournalReader",
-    "Record",
-    "Snapshot",
-]
+
+class JournalDamaged(JournalError, Damaged):
+    """The file does not hold what was written to it, before its end."""
+
+    def __init__(self, path: Path, offset: int, what: str) -> None:
+        self.path, self.offset = path, offset
+        super().__init__(
+            f"{path}: damaged at byte {offset}: {what}. Nothing was changed and training is not "
+            f"affected. Restore the file from a copy, or delete the job and start it again from "
+            f"its checkpoint"
+        )
+
+
+class Snapshot(NamedTuple):
+    """The controller's state after the first `num_records` records, which it replaces."""
+
+    num_records: int
+    data: bytes
+
+
+def older_files(path: Path) -> list[Path]:
+    """The replaced files that are still kept, oldest first."""
+    numbered = re.compile(re.escape(path.name) + r"\.\d{12}")
+    found = [other for other in path.parent.iterdir() if numbered.fullmatch(other.name)]
+    # A killed compaction leaves a second link to the live file.
+    return sorted(other for other in found if not _same(other, path))
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return True  # just deleted
+
+
+class JournalReader:
+    """Reads up to the last complete record, also while another process writes and compacts.
+
+    Each call of `read()` continues where the previous one stopped. It yields a Snapshot where the
+    records that it covers are gone: at the beginning, or after a compaction that overtook this
+    reader. With `history`, reading begins at the oldest file that is kept.
+    """
+
+    def __init__(self, path: Path, *, history: bool = False) -> None:
+        self._path = path
+        self._history = history
+        self._file: _JournalFile | None = None
+        self.num_records = 0
+        """Records from the beginning of the job up to the position of this reader."""
+
+    @property
+    def offset(self) -> int:
+        """End of the last complete record in the current file."""
+        return self._file.offset if self._file is not None else 0
+
+    def read(self) -> Iterator[Record | Snapshot]:
+        """New complete records. Raises JournalDamaged, JournalError."""
+        if self._file is None:
+            self._file = self._file_after(-1) if self._history else _JournalFile(self._path)
+        yield from self._new_items(self._file)
+        while not self._file.is_at(self._path):
+            # Read once more: the writer completed this file before it renamed the next one.
+            yield from self._new_items(self._file)
+            self._file.close()
+            self._file = self._file_after(self.num_records)
+            yield from self._new_items(self._file)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _new_items(self, file: _JournalFile) -> Iterator[Record | Snapshot]:
+        for item in file.read():
+            if isinstance(item, Record):
+                self.num_records += 1
+                yield item
+            elif item.num_records != self.num_records:
+                self.num_records = item.num_records
+                yield item
+
+    def _file_after(self, num_records: int) -> _JournalFile:
+        """The oldest file that holds records after the first `num_records`."""
+        for path in older_files(self._path):
+            if int(path.name.rpartition(".")[2]) > num_records:
+                try:
+                    return _JournalFile(path)
+                except JournalError:
+                    if path.exists():
+                        raise
+                    # The writer just deleted it; the next file begins with a snapshot.
+        return _JournalFile(self._path)
+
+
+class _JournalFile:
+    """One file, kept open: the writer may replace and delete it while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.offset = 0
+        try:
+            self._open: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def close(self) -> None:
+        self._open.close()
+
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` is still this file."""
+        try:
+            return os.path.samestat(os.fstat(self._open.fileno()), path.stat())
+        except OSError:
+            return True  # deleted with its job: there is no other file to read
+
+    def read(self) -> Iterator[Record | Snapshot]:
+        try:
+            self._open.seek(self.offset)
+            data = self._open.read()
+        except OSError as error:
+            raise JournalError(f"{self._path}: cannot be read ({error.strerror})") from None
+        base, at = self.offset, 0
+        version = PLAIN
+        if base == 0:
+            version = self._check_header(data)
+            if not version:
+                return
+            at = len(HEADER)
+            if version == PLAIN:
+                self.offset = at
+        while (end := self._frame_end(data, at, base)) is not None:
+            body = data[at + FRAME.size : end]
+            if version == COMPACTED:
+                version = PLAIN
+                found: Record | Snapshot = self._snapshot(body, at)
+            else:
+                found = self._record(body, base + at)
+            at = end
+            self.offset = base + end
+            yield found
+        if version == COMPACTED:
+            # The writer renames a file only after its snapshot is durable.
+            raise JournalDamaged(self._path, at, "the snapshot is incomplete")
+
+    def _record(self, body: bytes, offset: int) -> Record:
+        try:
+            return decode_body(body)
+        except ValueError as error:
+            # The checksum is right, so this is what was written.
+            raise JournalError(
+                f"{self._path}: byte {offset}: {error}; use the Holdfast that wrote it"
+            ) from None
+
+    def _snapshot(self, body: bytes, offset: int) -> Snapshot:
+        if len(body) < COVERED.size:
+            raise JournalDamaged(self._path, offset, "the snapshot is too short")
+        return Snapshot(COVERED.unpack_from(body)[0], body[COVERED.size :])
+
+    def _check_header(self, data: bytes) -> int:
+        """The format version; 0 while the header is incomplete."""
+        header = data[: len(HEADER)]
+        if header in (HEADER, COMPACTED_HEADER):
+            return PLAIN if header == HEADER else COMPACTED
+        if HEADER.startswith(data) or not data.strip(b"\0"):
+            return 0
+        if data.startswith(MAGIC):
+            (version,) = struct.unpack_from("<I", data.ljust(len(HEADER), b"\0"), len(MAGIC))
+            raise JournalError(
+                f"{self._path}: got format version {version}; expected {PLAIN} or {COMPACTED}; "
+                f"use the Holdfast that wrote it"
+            )
+        raise JournalDamaged(self._path, 0, "this is not the header of a journal")
+
+    def _frame_end(self, data: bytes, at: int, base: int) -> int | None:
+        """Where the frame at `at` ends; None for an incomplete tail."""
+        if len(data) - at < FRAME.size:
+            return None
+        length, length_crc, body_crc = FRAME.unpack_from(data, at)
+        zeros = data.endswith(bytes(ZERO_TAIL_BYTES))
+        written = len(data.rstrip(b"\0")) if zeros else len(data)
+        if zlib.crc32(data[at : at + 4]) != length_crc:
+            if written < at + FRAME.size:
+                return None
+            raise JournalDamaged(self._path, base + at, "the length of a record is wrong")
+        end: int = at + FRAME.size + length
+        if end > len(data):
+            return None
+        if zlib.crc32(data[at + FRAME.size : end]) != body_crc:
+            if written < end:
+                return None
+            raise JournalDamaged(self._path, base + at, "the checksum of a record does not match")
+        return end
 
 
 class FileJournal:
-    """The one writer (core.journal.Journal). `append` buffers in the kernel, `commit` makes
-    durable: an fdatasync, which is short on one machine and so done in the loop."""
+    """The one writer (implements core.journal.Journal). `append` writes to the page cache, `commit`
+    calls fdatasync, which is short on a local disk and therefore runs in the event loop."""
 
     def __init__(
         self,
@@ -63,10 +252,10 @@ class FileJournal:
         bound_bytes: int = limits.JOURNAL_BYTES,
         keep_files: int = limits.JOURNAL_FILES,
     ) -> None:
-        """Open or create, read what is there into `snapshot` and `records` and cut off a torn tail.
+        """Open or create the journal, read it into `snapshot` and `records`, cut off a torn tail.
 
-        Raises JournalLost when somebody else writes it, JournalError when it cannot be opened,
-        JournalDamaged when it cannot be trusted.
+        Raises JournalLost when another process writes it, JournalError when it cannot be opened,
+        JournalDamaged when its contents are wrong.
         """
         self.path = path
         self._bound_bytes, self._keep_files = bound_bytes, keep_files
@@ -88,7 +277,7 @@ class FileJournal:
             raise JournalError(f"{self.path}: cannot be opened ({error.strerror})") from None
 
     def _lock(self, fd: int) -> None:
-        """The lock is on the file, not on its name: it must still be the one with the name."""
+        """A lock holds the inode, so check that `path` is still this inode."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.path.samestat(os.fstat(fd), self.path.stat())
@@ -114,21 +303,18 @@ class FileJournal:
             self._end = reader.offset
             os.ftruncate(self._fd, self._end)
         reader.close()
-        self._full_at = self._begin(self.snapshot) + self._room(self.snapshot)
+        snapshot_bytes = 0
+        if self.snapshot is not None:
+            snapshot_bytes = FRAME.size + COVERED.size + len(self.snapshot)
+        self._full_at = len(HEADER) + snapshot_bytes + self._bytes_until_full(self.snapshot)
         if size != self._end:
             os.fsync(self._fd)
             sync_directory(self.path.parent)
         self._new_name.unlink(missing_ok=True)
         return max(0, size - self._end)
 
-    @staticmethod
-    def _begin(snapshot: bytes | None) -> int:
-        """Where the records begin."""
-        covered = 0 if snapshot is None else FRAME.size + COVERED.size + len(snapshot)
-        return len(HEADER) + covered
-
-    def _room(self, snapshot: bytes | None) -> int:
-        """Bytes of records before the next compaction: no less than the snapshot has, so that
+    def _bytes_until_full(self, snapshot: bytes | None) -> int:
+        """Bytes of records before the next compaction: at least the size of the snapshot, so that
         compacting never costs more than appending."""
         return max(self._bound_bytes, len(snapshot or b""))
 
@@ -141,9 +327,9 @@ class FileJournal:
         return self._end >= self._full_at
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
-        """Add a record. It survives this process from now on, the machine after `commit`.
+        """Add a record. From now on it survives this process, and after `commit` the machine too.
 
-        Raises JournalError, leaving the file as it was, when it cannot be written.
+        Raises JournalError when it cannot be written, and leaves the file as it was.
         """
         data = encode_record(now_ns, event)
         try:
@@ -159,7 +345,7 @@ class FileJournal:
         self.sync()
 
     def sync(self) -> None:
-        """As `commit`."""
+        """`commit` for callers without an event loop."""
         if not self._dirty:
             return
         try:
@@ -169,8 +355,8 @@ class FileJournal:
         self._dirty = False
 
     async def compact(self, snapshot: bytes) -> None:
-        """Begin a new file with a snapshot of everything so far. Where that cannot be written, the
-        old file goes on, and it is tried again when as much again has been appended."""
+        """Start a new file with a snapshot of everything so far. If it cannot be written, the old
+        file stays in use, and the next attempt follows after another `bound_bytes`."""
         data = COMPACTED_HEADER + frame(COVERED.pack(self._num_records) + snapshot)
         try:
             fd = self._write_new(data)
@@ -179,21 +365,21 @@ class FileJournal:
             self.sync()
             return
         try:
-            self._put_aside()
+            self._keep_replaced()
             self._new_name.replace(self.path)
             sync_directory(self.path.parent)
         except OSError as error:
-            # Nobody knows which of the two has the name now: whoever opens it will see.
+            # Either file may have the name now; the next writer opens the one that does.
             os.close(fd)
             self._fail(error)
         os.close(self._fd)
         self._fd, self._end, self._dirty = fd, len(data), False
-        self._full_at = self._end + self._room(snapshot)
+        self._full_at = self._end + self._bytes_until_full(snapshot)
         for path in older_files(self.path)[: -self._keep_files or None]:
             path.unlink(missing_ok=True)
 
     def _write_new(self, data: bytes) -> int:
-        """The new file under its temporary name, durable and locked."""
+        """Write the new file under a temporary name. Returns it durable and locked."""
         self._new_name.unlink(missing_ok=True)
         fd = os.open(self._new_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -206,8 +392,8 @@ class FileJournal:
             raise
         return fd
 
-    def _put_aside(self) -> None:
-        """A second name for the file that is about to lose its own."""
+    def _keep_replaced(self) -> None:
+        """Link the file that is about to be replaced under its number of records."""
         if self._keep_files:
             aside = self.path.with_name(f"{self.path.name}.{self._num_records:012d}")
             aside.unlink(missing_ok=True)
@@ -217,7 +403,7 @@ class FileJournal:
         os.ftruncate(self._fd, self._end)
         raise JournalError(
             f"{self.path}: cannot be written ({error.strerror}); training goes on without a "
-            f"controller; make room, then attach again"
+            f"controller; free disk space, then attach again"
         ) from None
 
     def close(self) -> None:
@@ -228,7 +414,7 @@ class FileJournal:
 
 
 def _write(fd: int, data: bytes, at: int) -> None:
-    """All of it. Raises OSError."""
+    """Write all of `data`. Raises OSError."""
     written = os.pwrite(fd, data, at)
     while written < len(data):
         written += os.pwrite(fd, data[written:], at + written)

@@ -1,20 +1,17 @@
-"""Where jobs live on this machine: one directory per job under the home.
+"""Job directories on this machine: their layout, their lock and their small files.
 
-Owns: the layout of a job's directory, its lock and its small files. Must not: know what is in the
-journal, or start anything.
-
-    <home>/jobs/<name>/
-      job.json          what was submitted: {job_id, spec_directory, document}
-      token             secret of the job's agents and of the command line, mode 0600
-      journal           see journal.py
-      controller.json   where the controller listens: {pid, address, port, metrics_port}
-      lock              held (flock) by the controller that lives
-      nodes.json        the local backend's nodes, see backends/local/node_registry.py
-      host.sock         the machine host of the local backend
-      logs/             agent-<node>.log, host.log, gen-0001/rank-00000.log
-      checkpoints/      the storage tier, where the spec names no other
-    <home>/jobs/.<name>.<hex>           one that is being made
-    <home>/jobs/.<name>.<hex>.deleted   what is left of one that is forgotten
+<home>/jobs/<name>/
+  job.json          what was submitted: {job_id, spec_directory, document}
+  token             shared secret of the controller, the agents and the CLI, mode 0600
+  journal           see file_journal.py
+  controller.json   where the controller listens: {pid, address, port, metrics_port}
+  lock              held (flock) by the running controller
+  nodes.json        the local backend's nodes, see backends/local/node_registry.py
+  host.sock         socket of the local backend's node launcher
+  logs/             agent-<node>.log, host.log, gen-0001/rank-00000.log
+  checkpoints/      the storage tier, if the spec names no other
+<home>/jobs/.<name>.<hex>           a directory that is being created
+<home>/jobs/.<name>.<hex>.deleted   files of a deleted job that are still to be removed
 """
 
 from __future__ import annotations
@@ -38,18 +35,15 @@ from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserEr
 from holdfast.orchestrator.protocol.atomic_files import PRIVATE, replace, sync_directory
 from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
 
-from . import fs_utils
-
 HOME_VARIABLE = "HOLDFAST_HOME"
-DOOMED = ".deleted"
-"""Ends the name of a directory whose job is forgotten."""
+DELETED_SUFFIX = ".deleted"
 RECORD_FIELDS = frozenset({"job_id", "spec_directory", "document"})
 SOCKET_PATH_BYTES = 107
-"""sun_path of a Unix socket, less the final zero: a limit of the kernel."""
+"""Linux limit for the path of a Unix socket: sun_path less the final zero."""
 
 
 class JobDirectory:
-    """One job's files."""
+    """The files of one job."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +83,7 @@ class JobDirectory:
         return _read(self.token_file).strip()
 
     def record(self) -> dict[str, Any]:
-        """job.json as it stands. Raises Damaged, and HoldfastError when it cannot be read now."""
+        """The contents of job.json. Raises Damaged, or HoldfastError when it cannot be read now."""
         record = _read_json(self.path / "job.json")
         if missing := RECORD_FIELDS - record.keys():
             raise Damaged(f"{self.path / 'job.json'}: is damaged (no {min(missing)})")
@@ -114,7 +108,7 @@ class JobDirectory:
         return storage_place(path, self.spec_directory)
 
     def controller(self) -> dict[str, Any] | None:
-        """controller.json while a controller lives, else None."""
+        """The contents of controller.json; None if no controller is running."""
         if not self.controller_alive():
             return None
         try:
@@ -123,13 +117,13 @@ class JobDirectory:
             return None
 
     def controller_alive(self) -> bool:
-        """Whether a process holds the lock."""
+        """Whether a controller holds the lock."""
         try:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            # Shared: two that only ask must not take each other for a controller.
+            # Shared: two processes that only check must not mistake each other for a controller.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -139,80 +133,84 @@ class JobDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the controller of this job. Raises UserError when there is one already, or no job any
-        more."""
+        """Hold the lock of this job's controller. Raises UserError when another process holds it
+        or the job was deleted."""
         lock = self.path / "lock"
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            raise UserError(f"job {self.name}: was deleted meanwhile") from None
+            raise UserError(f"job {self.name}: was deleted in the meantime") from None
         except OSError as error:
             raise HoldfastError(f"{lock}: cannot be opened ({error.strerror})") from None
         try:
             if not _lock(fd):
                 pid = (self.controller() or {}).get("pid", "unknown")
                 raise UserError(
-                    f"job {self.name}: got a controller that lives (pid {pid}); expected none; "
-                    f"see it with `holdfast status {self.name}`"
+                    f"job {self.name}: a controller is already running (pid {pid}); "
+                    f"see `holdfast status {self.name}`"
                 )
-            if not _is_file(fd, lock):  # another job may have the name by now
-                raise UserError(f"job {self.name}: was deleted meanwhile")
+            if not _is_file(fd, lock):  # a new job may have this name by now
+                raise UserError(f"job {self.name}: was deleted in the meantime")
             yield
         finally:
             os.close(fd)
 
     def write_controller(self, address: str, port: int, metrics_port: int) -> None:
-        """Say where this process listens; agents and the command line read it. Raises
-        HoldfastError."""
-        place = {"pid": os.getpid(), "address": address, "port": port, "metrics_port": metrics_port}
+        """Publish where this process listens, for agents and the CLI. Raises HoldfastError."""
+        record = {
+            "pid": os.getpid(),
+            "address": address,
+            "port": port,
+            "metrics_port": metrics_port,
+        }
         try:
-            replace(self.controller_file, json.dumps(place).encode() + b"\n", PRIVATE)
+            replace(self.controller_file, json.dumps(record).encode() + b"\n", PRIVATE)
         except OSError as error:
             raise HoldfastError(
                 f"{self.controller_file}: cannot be written ({error.strerror}); training goes on "
-                f"without a controller; make room, then attach again"
+                f"without a controller; free disk space, then attach again"
             ) from None
 
     def remove_controller(self) -> None:
         self.controller_file.unlink(missing_ok=True)
 
     def remove(self, keep_checkpoints: Path | None = None) -> None:
-        """Forget the job, its logs and the checkpoints in its directory; or move these to a
-        directory that does not exist. Raises UserError when that cannot be, and HoldfastError when
-        files of a job that is forgotten are left."""
+        """Delete the job, its logs and the checkpoints in its directory, after moving these to
+        `keep_checkpoints`, a directory that must not exist. Raises UserError when that is not
+        possible, and HoldfastError when files of the deleted job remain."""
         with self.locked():
             if keep_checkpoints is not None:
-                self._keep(keep_checkpoints)
-            # First its name: what is interrupted after that has forgotten the job all the same.
-            doomed = self.path.with_name(f".{self.name}.{secrets.token_hex(4)}{DOOMED}")
+                self._move_checkpoints(keep_checkpoints)
+            # Rename first: the job is deleted even if removing its files is interrupted.
+            deleted = self.path.with_name(f".{self.name}.{secrets.token_hex(4)}{DELETED_SUFFIX}")
             try:
-                self.path.rename(doomed)
-                sync_directory(doomed.parent)
+                self.path.rename(deleted)
+                sync_directory(deleted.parent)
             except OSError as error:
                 why = f"cannot be deleted ({error.strerror})"
                 raise HoldfastError(f"job {self.name}: {self.path} {why}") from None
-            fs_utils.clear(doomed)
+            remove_tree(deleted)
 
-    def _keep(self, place: Path) -> None:
-        """Move the checkpoints; durable when this returns."""
+    def _move_checkpoints(self, target: Path) -> None:
+        """Durable when this returns. Raises UserError."""
         source = self.path / "checkpoints"
         try:
-            if place.resolve().is_relative_to(self.path.resolve()):
-                raise OSError(errno.EINVAL, "in the directory that is deleted")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if place.exists():
+            if target.resolve().is_relative_to(self.path.resolve()):
+                raise OSError(errno.EINVAL, "inside the directory to delete")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
                 raise OSError(errno.EEXIST, "exists")
             try:
-                source.rename(place)
-                sync_directory(place.parent)
+                source.rename(target)
+                sync_directory(target.parent)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                fs_utils.copy(source, place)
+                copy_tree(source, target)
         except OSError as error:
             raise UserError(
-                f"--keep-checkpoints: got {place} ({error.strerror or error}); expected a "
-                f"directory outside of {self.path} that does not exist yet and can be written"
+                f"--keep-checkpoints: got {target} ({error.strerror or error}); expected a "
+                f"new, writable directory outside of {self.path}"
             ) from None
 
 
@@ -220,19 +218,19 @@ class NameTaken(UserError):
     """A job of this name exists."""
 
     def __init__(self, directory: JobDirectory) -> None:
-        super().__init__(f"metadata.name: got {directory.name}; expected a name that is free")
+        super().__init__(f"metadata.name: got {directory.name}; expected an unused name")
         self.directory = directory
 
 
 class Home:
-    """All jobs of one person on this machine."""
+    """The directory that holds all jobs of one user on this machine."""
 
     def __init__(self, path: Path | str | None = None) -> None:
         chosen = path or os.environ.get(HOME_VARIABLE) or "~/.holdfast"
         try:
             self.path = Path(chosen).expanduser().absolute()
         except RuntimeError:  # no such user, or one without a home
-            got = f"{chosen}, and no home is known here for its ~"
+            got = f"{chosen}, whose ~ has no home directory on this machine"
             raise UserError(str(Problem(f"${HOME_VARIABLE}", got, "a directory"))) from None
         self.jobs = self.path / "jobs"
 
@@ -240,24 +238,24 @@ class Home:
         return JobDirectory(self.jobs / name)
 
     def create(self, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
-        """Make a new job's directory. Raises UserError when the name is taken or it cannot be
-        written; then nothing is left behind."""
+        """Create a job's directory. Raises UserError when the name is taken or the directory
+        cannot be written; then nothing is left behind."""
         directory = self.directory(job.name)
         socket_bytes = len(os.fsencode(directory.host_socket))
         if socket_bytes > SOCKET_PATH_BYTES:
             problem = Problem(
                 "--home",
                 f"{self.path} ({socket_bytes} bytes with the job's socket)",
-                f"a path so short that {directory.host_socket} has at most {SOCKET_PATH_BYTES}",
-                f"choose a shorter one, or set {HOME_VARIABLE}",
+                f"a path short enough that {directory.host_socket} has at most {SOCKET_PATH_BYTES}",
+                f"choose a shorter path, or set {HOME_VARIABLE}",
             )
             raise UserError(str(problem))
         new = self.jobs / f".{job.name}.{secrets.token_hex(4)}"
         try:
             new.mkdir(parents=True, mode=0o700)
             self._fill(new, job, spec_directory)
-            # A rename is atomic and refuses a directory that is not empty: of two that create the
-            # same job at once, one wins.
+            # A rename is atomic and refuses to replace a directory that is not empty: if two
+            # processes create the same job at once, one wins.
             new.rename(directory.path)
             sync_directory(self.jobs)
         except OSError as error:
@@ -286,12 +284,12 @@ class Home:
             "--home",
             f"{self.path} ({error.strerror})",
             f"a directory that can be {use}",
-            f"choose another, or set {HOME_VARIABLE}",
+            f"choose another directory, or set {HOME_VARIABLE}",
         )
 
     def find(self, name: str) -> JobDirectory:
-        """An existing job, or what is left of one without job.json, to be deleted. Raises
-        UserError, naming the jobs that there are."""
+        """The directory of an existing job; it may lack job.json, and can then only be deleted.
+        Raises UserError that lists the existing jobs."""
         directory = self.directory(name)
         if re.fullmatch(r"[a-z0-9][-a-z0-9]*", name):
             record = directory.path / "job.json"
@@ -304,20 +302,20 @@ class Home:
             except OSError as error:
                 raise HoldfastError(f"{record}: cannot be read ({error.strerror})") from None
         names = [job.name for job in self.list()]
-        known = f"one of {', '.join(names)}" if names else f"a job; there is none in {self.path}"
+        known = f"one of {', '.join(names)}" if names else f"a job; {self.path} holds none"
         raise UserError(str(Problem("job", name, known, "see `holdfast status`")))
 
     def list(self) -> list[JobDirectory]:
-        """All jobs, by name; but those that somebody else has put here for himself."""
+        """The directories of all jobs, sorted by name; those without job.json are left out."""
         paths = [path for path in self._paths() if not path.name.startswith(".")]
         return [JobDirectory(path) for path in paths if _has_record(path)]
 
     def sweep(self) -> None:
-        """Finish deletions that were interrupted, as far as that is possible."""
+        """Remove the files of jobs whose deletion was interrupted, as far as possible."""
         for path in self._paths():
-            if path.name.startswith(".") and path.name.endswith(DOOMED):
+            if path.name.startswith(".") and path.name.endswith(DELETED_SUFFIX):
                 with suppress(HoldfastError):
-                    fs_utils.clear(path)
+                    remove_tree(path)
 
     def _paths(self) -> Iterable[Path]:
         """Raises UserError when the home cannot be read."""
@@ -338,7 +336,7 @@ def _has_record(path: Path) -> bool:
 
 
 def _is_file(fd: int, path: Path) -> bool:
-    """Whether this open file has that name now."""
+    """Whether the open file is the one at `path` now."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -346,7 +344,7 @@ def _is_file(fd: int, path: Path) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    # Somebody who only asks whether a controller lives holds the lock for microseconds.
+    # A process in controller_alive() holds the lock for microseconds.
     for _ in range(5):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,3 +373,35 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{path}: is damaged (not a mapping)")
     return value
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy to another file system; durable when this returns. The copy gets its name only when it
+    is complete, so a kill leaves a `.NAME.HEX.partial`. Raises OSError, also for an existing
+    `target`, which is left as it is."""
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        shutil.copytree(source, partial)
+        os.sync()
+        if os.path.lexists(target):  # a rename would replace an empty directory
+            raise OSError(errno.EEXIST, "exists")
+        partial.rename(target)
+    except shutil.Error as error:  # holds a list of (from, to, reason)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(errno.EIO, str(error.args[0][0][2])) from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory that other processes may be deleting too. Raises HoldfastError for files
+    that remain."""
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another process was faster
+        except OSError as error:
+            raise HoldfastError(f"{path}: cannot be removed ({error.strerror})") from None

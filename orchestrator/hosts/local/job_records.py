@@ -1,39 +1,55 @@
-"""A job's record as somebody reads it who is not its controller: its last view, and its name.
+"""Reading and deleting the records of local jobs, without their controllers.
 
-Owns: the fold of a journal on disk, and what is said when a name is taken. Must not: write.
+The last view of a job comes from its journal: its newest snapshot and the records after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.journal import JournalError, Record
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
-from holdfast.orchestrator.runtime.observe.goodput import NS
+from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.observe.goodput import TERMINAL
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from .file_journal import JournalError, JournalReader, Record, Snapshot
+from .file_journal import JournalReader, Snapshot
 from .job_directory import Home, JobDirectory, NameTaken
-from .replay import replay
+
+
+def replay(
+    job: TrainingJob, records: Iterable[Record], start: bytes | None = None
+) -> JobProjection:
+    """The read model after these records, which follow the snapshot `start` if there is one."""
+    state, memory = snapshot.decode(start) if start is not None else (None, None)
+    controller, projection = Controller(state), JobProjection(job, memory, state)
+    for now_ns, event in records:
+        actions = controller.step(now_ns, event)
+        projection.observe(now_ns, event, actions, controller.state)
+    return projection
 
 
 def read_view(directory: JobDirectory) -> JobView:
-    """The view of a job whose controller is not asked: as of the last event in its journal.
+    """The view of a job as of the last event in its journal.
 
     Raises Damaged, and other HoldfastErrors when the job's files cannot be read now or by this
     version.
     """
     job = directory.job()
-    story = _story(job, directory)
-    view = story.view(story.now_ns, live=False, checkpoint_path=directory.checkpoint_path(job))
+    projection = _project(job, directory)
+    path = directory.checkpoint_path(job)
+    view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
     view.job_id = view.job_id or directory.job_id
     view.controller_alive = directory.controller_alive()
     return view
 
 
-def _story(job: TrainingJob, directory: JobDirectory) -> JobProjection:
-    """The fold of the newest snapshot and of what came after it."""
+def _project(job: TrainingJob, directory: JobDirectory) -> JobProjection:
     try:
         directory.journal.stat()
     except FileNotFoundError:
@@ -41,71 +57,65 @@ def _story(job: TrainingJob, directory: JobDirectory) -> JobProjection:
     except OSError as error:
         raise JournalError(f"{directory.journal}: cannot be read ({error.strerror})") from None
     reader = JournalReader(directory.journal)
+    start, records = None, list[Record]()
     try:
-        items = list(reader.read())
+        for item in reader.read():
+            if isinstance(item, Snapshot):  # not only at the start: a compaction may overtake us
+                start, records = item.data, []
+            else:
+                records.append(item)
     finally:
         reader.close()
-    # The last one only counts where this reader was overtaken by a compaction.
-    starts = [index for index, item in enumerate(items) if isinstance(item, Snapshot)]
-    first = starts[-1] if starts else 0
-    records = [item for item in items[first:] if isinstance(item, Record)]
-    start = items[first] if starts else None
-    return replay(job, records, start.data if isinstance(start, Snapshot) else None)
+    return replay(job, records, start)
 
 
 def expire(home: Home, now_ns: int) -> list[str]:
-    """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago, and
-    what interrupted deletions have left."""
+    """Delete jobs that finished longer than their ttlSecondsAfterFinished ago, and the files of
+    interrupted deletions. Returns the names of the deleted jobs."""
     home.sweep()
     deleted = []
     for directory in home.list():
         try:
             ttl_s = directory.job().spec.ttl_s_after_finished
             finished_ns = read_view(directory).finished_ns if ttl_s is not None else None
-            if ttl_s is None or finished_ns is None or now_ns < finished_ns + ttl_s * NS:
+            if ttl_s is None or finished_ns is None or now_ns < finished_ns + ttl_s * SECOND_NS:
                 continue
             directory.remove()
         except HoldfastError:
-            continue  # damaged, or a controller is still about: not ours to delete
+            continue  # damaged, or a controller is still running: leave it
         deleted.append(directory.name)
     return deleted
 
 
 def create_job(home: Home, job: TrainingJob, spec_directory: str | Path) -> JobDirectory:
-    """A new job's directory. Raises UserError, saying what there is, when the name is taken."""
+    """Create a job's directory. Raises UserError that describes the existing job when the name is
+    taken."""
     try:
         return home.create(job, spec_directory)
     except NameTaken as taken:
-        raise UserError(str(_taken(home, taken.directory))) from None
+        raise UserError(str(_name_taken(home, taken.directory))) from None
 
 
-def _taken(home: Home, directory: JobDirectory) -> Problem:
-    name, damaged = directory.name, False
+def _name_taken(home: Home, directory: JobDirectory) -> Problem:
+    name, error = directory.name, None
     try:
         state: str = read_view(directory).state
-    except HoldfastError as error:
-        state, damaged = f"unreadable ({error})", isinstance(error, Damaged)
+    except HoldfastError as raised:
+        error, state = raised, f"unreadable ({raised})"
     if directory.controller_alive():
-        fix = f"watch it with `holdfast status {name}`, or choose another metadata.name"
-    elif state in ("succeeded", "failed", "cancelled"):
+        fix = f"watch it with `holdfast status {name}`"
+    elif isinstance(error, Damaged):
+        fix = f"restore it from a copy, remove it with `holdfast delete {name}`"
+    elif error is not None:
+        fix = "make it readable (a newer Holdfast may have written it)"
+    elif state in TERMINAL:
         fix = (
-            f"remove it with `holdfast delete {name}`, or choose another metadata.name (to go on "
-            f"from its checkpoints: `holdfast delete {name} --keep-checkpoints DIRECTORY`)"
-        )
-    elif damaged:
-        fix = (
-            f"restore it from a copy, remove it with `holdfast delete {name}`, or choose another "
-            f"metadata.name"
-        )
-    elif state.startswith("unreadable"):
-        fix = (
-            "make it readable (a newer Holdfast may have written it), or choose another "
-            "metadata.name"
+            f"remove it with `holdfast delete {name}` (to continue from its checkpoints: "
+            f"`holdfast delete {name} --keep-checkpoints DIRECTORY`)"
         )
     else:
-        fix = (
-            f"its controller is gone: take it over with `holdfast run --attach {name}`, or "
-            f"choose another metadata.name"
-        )
-    where = f"{name}, which exists in {home.path} and is {state}"
-    return Problem("metadata.name", where, "a name that is free", fix)
+        fix = f"its controller is gone: take it over with `holdfast run --attach {name}`"
+    got = f"{name}, which exists in {home.path} and is {state}"
+    return Problem(
+        "metadata.name", got, "an unused name", f"{fix}, or choose another metadata.name"
+    )

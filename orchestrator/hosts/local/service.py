@@ -1,11 +1,9 @@
-"""One job of this machine from its directory to its end: `holdfast run`, attached to it or anew.
+"""Runs the controller of one local job in the `holdfast run` process.
 
-Owns: what is local about a job around its Assembly: its files, its journal's file, the port that
-agents dial, /metrics, the log file, the display, the signals of the terminal. Must not: decide
-anything about the job.
-
-When this process is killed, the job goes on without it: machine host and agents are sessions of
-their own, agents look for the next controller, and everything that was decided is in the journal.
+It provides what is local about a job: files, journal, port for agents, /metrics, log file, display
+and terminal signals. When this process is killed, training goes on: the node launcher and the
+agents run in sessions of their own, agents wait for the next controller, and the journal holds
+every decision.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.backends.base import Backend
@@ -40,46 +39,75 @@ from .file_journal import FileJournal
 from .job_directory import Home, JobDirectory
 from .job_records import create_job
 
-VIEW_INTERVAL_S = 0.25
-FORCED_END_S = 10.0
-METRICS_TIMEOUT_S = 5.0
 T = TypeVar("T")
 
 log = logging.getLogger("holdfast")
 
 
+@dataclass(frozen=True)
+class Timing:
+    view_interval_s: float = 0.25
+    """At least this long between two views for the display."""
+    forced_end_s: float = 10.0
+    """After a second Ctrl-C: from killing all nodes to ending the controller itself."""
+    metrics_timeout_s: float = 5.0
+    """A scrape waits this long for the event loop."""
+
+
+class FinishedRun(NamedTuple):
+    view: JobView
+    interrupted: bool
+    """The user pressed Ctrl-C."""
+
+
 def run_job(
     job: TrainingJob,
-    home: Home | Path | str | None,
-    spec_directory: str | Path,
+    home: Home,
+    spec_directory: Path,
     on_view: Callable[[JobView], None] | None = None,
-    attach: bool = False,
     on_note: Callable[[str], None] | None = None,
-) -> JobView:
-    """Run a job to its end and return its last view.
+) -> FinishedRun:
+    """Create a job and run it to its end.
 
-    With `attach`, take over the existing job of this name; its own document counts, not `job`.
-    `on_view` is called from this thread whenever something has changed, a few times a second;
-    `on_note` gets one sentence for a person (what Ctrl-C has done). Raises UserError when the job
-    cannot be started as asked; then nothing is left behind.
+    `on_view` is called from this thread a few times a second while the job changes; `on_note` gets
+    single sentences for the user. Raises UserError when the job cannot be started; then nothing is
+    left behind.
     """
-    where = home if isinstance(home, Home) else Home(home)
-    note = on_note or (lambda text: print(text, file=sys.stderr))
-    if attach:
-        directory = where.find(job.name)
-        with directory.locked(), _surroundings(directory):
-            service = LocalJobHost(directory, on_view, note)
-            return asyncio.run(service.run())
-    directory = create_job(where, job, spec_directory)
+    directory = create_job(home, job, spec_directory)
     try:
-        with directory.locked(), _surroundings(directory):
-            return asyncio.run(LocalJobHost(directory, on_view, note).run())
+        with directory.locked():
+            return _run(directory, job, on_view, on_note)
     except BaseException:
-        # If it never began, the name is free again and nothing runs.
+        # If the job never started, delete it: its name is free again and nothing runs.
         if not directory.journal.exists():
             with suppress(HoldfastError):
                 directory.remove()
         raise
+
+
+def attach_job(
+    directory: JobDirectory,
+    on_view: Callable[[JobView], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> FinishedRun:
+    """Take over an existing job whose controller is gone and run it to its end, as `run_job`."""
+    with directory.locked():
+        return _run(directory, directory.job(), on_view, on_note)
+
+
+def _run(
+    directory: JobDirectory,
+    job: TrainingJob,
+    on_view: Callable[[JobView], None] | None,
+    on_note: Callable[[str], None] | None,
+) -> FinishedRun:
+    # The storage driver may read more variables of spec.env than it has options for.
+    needs_environment = own_options(job, directory.checkpoint_path(job)) is None
+    with job_environment(job) if needs_environment else nullcontext():
+        host = LocalJobHost(
+            directory, job, on_view, on_note or (lambda text: print(text, file=sys.stderr))
+        )
+        return FinishedRun(asyncio.run(host.run()), host.interrupted)
 
 
 def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
@@ -94,22 +122,13 @@ def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
     return LocalBackend(job, paths)
 
 
-def _surroundings(directory: JobDirectory) -> AbstractContextManager[None]:
-    """spec.env in this process' environment, where the driver of the job's store looks for more
-    than can be told to it."""
-    job = directory.job()
-    if own_options(job, directory.checkpoint_path(job)) is None:
-        return job_environment(job)
-    return nullcontext()
-
-
-def _unheard(say: Callable[[T], None]) -> Callable[[T], None]:
-    """The same, but nobody has to listen: `holdfast run FILE | head` still trains to the end, and
-    Ctrl-C still cancels it."""
+def _ignoring_closed_output(write: Callable[[T], None]) -> Callable[[T], None]:
+    """The same function without OSError: `holdfast run FILE | head` still trains to the end, and
+    Ctrl-C still cancels the job."""
 
     def attempt(what: T) -> None:
         try:
-            say(what)
+            write(what)
         except OSError as error:
             log.debug("not shown: %s", error)
 
@@ -117,21 +136,28 @@ def _unheard(say: Callable[[T], None]) -> Callable[[T], None]:
 
 
 class LocalJobHost:
-    """One job of this machine. The directory's lock is held by the caller."""
+    """The controller of one local job. The caller holds the lock of the directory."""
 
     def __init__(
         self,
         directory: JobDirectory,
+        job: TrainingJob,
         on_view: Callable[[JobView], None] | None = None,
         on_note: Callable[[str], None] = lambda text: None,
         make_backend: Callable[[TrainingJob, JobDirectory], Backend] = local_backend,
         open_journal: Callable[[Path], FileJournal] = FileJournal,
+        timing: Timing = Timing(),
     ) -> None:
-        self._directory, self._open_journal = directory, open_journal
-        self._on_view, self._on_note = _unheard(on_view or (lambda view: None)), _unheard(on_note)
-        self.job = job = directory.job()
+        self.job = job
         self.metrics_port = 0
-        self._interrupts = 0
+        self.interrupted = False
+        """The user pressed Ctrl-C."""
+        self._directory = directory
+        self._open_journal = open_journal
+        self._timing = timing
+        self._on_view = _ignoring_closed_output(on_view or (lambda view: None))
+        self._on_note = _ignoring_closed_output(on_note)
+        self._num_signals = 0
         self._dirty = asyncio.Event()
         self.endpoint = AgentServer()
         path = directory.checkpoint_path(job)
@@ -159,28 +185,29 @@ class LocalJobHost:
         return self.assembly.view(live=live, metrics_port=self.metrics_port)
 
     async def run(self) -> JobView:
-        """Until the job has ended. Raises UserError, leaving nothing running, when it cannot begin;
-        JournalError, leaving the job running, when its journal cannot be written any more."""
+        """Returns when the job has ended. Raises UserError when the job cannot start (then nothing
+        is left running) and JournalError when its journal cannot be written (then the job keeps
+        running)."""
         async with AsyncExitStack() as stack:
             self._log_to_file(stack)
             try:
                 await self._open(stack)
             except BaseException:
-                # A mistake of the user, or Ctrl-C before anything was written down: leave nothing.
+                # A user error, or Ctrl-C before the journal exists: leave nothing running.
                 await self.assembly.close(release=not self._directory.journal.exists())
                 raise
             stack.push_async_callback(self.assembly.close)
-            # First of all, so that nobody who dials again is told that there is no such job.
+            # Closed first: an agent that reconnects now must not learn that the job is unknown.
             stack.push_async_callback(self.endpoint.close)
             self._handle_signals(stack)
-            self._background(stack, self._show())
+            self._background(stack, self._show_views())
             await self.assembly.run()
         view = self.view(live=False)
         self._on_view(view)
         return view
 
     async def _open(self, stack: AsyncExitStack) -> None:
-        self._directory.remove_controller()  # of a controller that was killed
+        self._directory.remove_controller()  # left by a controller that was killed
         metrics = MetricsServer(self.job, self._metrics_view)
         self.metrics_port = metrics.open(self.job.spec.metrics.port)
         stack.callback(metrics.close)
@@ -190,30 +217,29 @@ class LocalJobHost:
         journal = self._open_journal(self._directory.journal)
         stack.callback(journal.close)
         if journal.cut_bytes:
-            log.warning("the journal ended in %d bytes of half a record", journal.cut_bytes)
+            log.warning("cut off an incomplete record of %d bytes", journal.cut_bytes)
         await self.assembly.begin(journal)
-        # From here on agents find us.
+        # From here on agents find this controller.
         stack.callback(self._directory.remove_controller)
         self._directory.write_controller(
             self.endpoint.address, self.endpoint.port, self.metrics_port
         )
 
-    # -- showing -------------------------------------------------------------------------------
-    async def _show(self) -> None:
-        """Views for the display; no more often than an eye can follow."""
+    async def _show_views(self) -> None:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
             self._on_view(self.view())
-            await asyncio.sleep(VIEW_INTERVAL_S)
+            await asyncio.sleep(self._timing.view_interval_s)
 
     def _metrics_view(self) -> JobView:
-        """For the thread of the metrics server."""
+        """Called in the thread of the metrics server."""
 
         async def build() -> JobView:
             return self.view()
 
-        return asyncio.run_coroutine_threadsafe(build(), self._loop).result(METRICS_TIMEOUT_S)
+        future = asyncio.run_coroutine_threadsafe(build(), self._loop)
+        return future.result(self._timing.metrics_timeout_s)
 
     def _background(self, stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -232,7 +258,7 @@ class LocalJobHost:
             handler = logging.FileHandler(path)
         except OSError as error:
             raise HoldfastError(f"{path}: cannot be written ({error.strerror})") from None
-        # A full disk is told once, by who writes the journal; not as a traceback for every line.
+        # The journal reports a full disk once; do not print a traceback for every log line too.
         handler.handleError = lambda record: None  # type: ignore[method-assign]
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         for name in ("holdfast", "asyncio"):
@@ -243,32 +269,32 @@ class LocalJobHost:
         log.propagate = False
         stack.callback(handler.close)
 
-    # -- signals -------------------------------------------------------------------------------
     def _handle_signals(self, stack: AsyncExitStack) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted, signal.Signals(number).name)
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
             stack.callback(loop.remove_signal_handler, number)
 
-    def _interrupted(self, name: str) -> None:
-        self._interrupts += 1
-        by = "Ctrl-C" if name == "SIGINT" else name
-        if self._interrupts == 1:
-            self._on_note(f"{by}: cancelling the job cleanly; once more kills everything at once")
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._num_signals += 1
+        self.interrupted |= number == signal.SIGINT
+        by = "Ctrl-C" if number == signal.SIGINT else number.name
+        if self._num_signals == 1:
+            self._on_note(f"{by}: cancelling the job; press Ctrl-C again to kill all nodes at once")
             self.driver.submit(CancelRequested(by=by))
-        elif self._interrupts == 2:
+        elif self._num_signals == 2:
             self._on_note(f"{by}: killing all nodes")
             self._forced = asyncio.get_running_loop().create_task(self._force())
 
     async def _force(self) -> None:
-        """End every node, so that the core has nothing left to wait for."""
+        """Kill every node, so that the controller has nothing left to wait for."""
         backend = self.assembly.backend
         for node in await backend.list_nodes():
             await backend.release_node(node)
-        await asyncio.sleep(FORCED_END_S)
-        # The core should have ended the job long ago. Whatever it waits for, end everything.
+        await asyncio.sleep(self._timing.forced_end_s)
+        # The job should have ended by now. End the controller, whatever it waits for.
         try:
             await backend.close(release=True)
         except HoldfastError as error:

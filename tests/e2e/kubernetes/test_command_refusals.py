@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.orchestrator.cli.plugin import main as plugin
+from holdfast.orchestrator.cli.main import kubectl_main as plugin
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import JOBS, NotAuthenticated
 from tests.e2e.kubernetes.commands import (
@@ -148,7 +148,7 @@ def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
     jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "kubectl-holdfast"
-    code = "from holdfast.orchestrator.cli.plugin import main; main()"
+    code = "from holdfast.orchestrator.cli.main import kubectl_main; kubectl_main()"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

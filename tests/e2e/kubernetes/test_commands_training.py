@@ -83,7 +83,7 @@ def test_a_job_is_watched_broken_looked_at_and_ended(holdfast: Commands, tmp_pat
         lambda v: v["incidents"] and "total" in v["incidents"][0]["seconds"],
     )  # fmt: skip
     assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 3
-    written(tmp_path / "run", "incident 1 over: next step after ")
+    written(tmp_path / "run", "incident 1 resolved: next step after ")
     assert "incident 1" in holdfast("events", "broken").out
 
     wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")

@@ -132,7 +132,7 @@ def test_cancelling_leaves_no_process_behind(job: Job) -> None:
     assert job.command.returncode == 130
     assert job.processes() == []
     assert not job.directory.host_socket.exists()
-    assert "Ctrl-C: cancelling the job cleanly" in job.output()
+    assert "Ctrl-C: cancelling the job" in job.output()
     assert abs(sum(view.ledger.values()) - _elapsed_s(view)) < 1e-6
 
 

@@ -64,7 +64,7 @@ def test_who_waits_is_told_that_the_job_has_ended_without_it(job: Job, tmp_path:
     assert job.ask("cancel").ok
     _, said = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 1
-    assert "cancelled, and a checkpoint of step " in said and "there is none" in said
+    assert "cancelled, so the checkpoint of step " in said and "there is none" in said
 
 
 def test_the_next_generation_is_asked_when_one_ends_with_the_wish(job: Job) -> None:

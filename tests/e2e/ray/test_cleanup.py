@@ -218,7 +218,7 @@ def test_a_job_that_is_being_ended_is_deleted_once_its_controller_has_written_it
 
     actor.create(made, make_host)
     job = RayTarget(cluster.address).find(NAME)
-    assert NAME in job.deleting(None)
+    assert NAME in job.describe_deletion(None)
     assert job.ended is not None
     job.delete(None)
     assert keys.list("") == []

@@ -141,7 +141,7 @@ def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(
     for verb in ("run", "submit"):
         done = holdfast(verb, str(file), "--ray", address)
         assert done.returncode == 2, done.stderr
-        assert "spec.checkpoint.path: got here; expected an absolute path, or a URL" in done.stderr
+        assert "spec.checkpoint.path: got here; expected an absolute path or a URL" in done.stderr
 
 
 def test_a_client_of_another_version_than_the_clusters_is_refused_with_both(address: str) -> None:

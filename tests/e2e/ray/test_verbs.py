@@ -60,7 +60,7 @@ def look_at_checkpoints(job: Job, address: str, place: Path) -> None:
     job.until(lambda view: any(one.step >= step for one in view.checkpoints))
     listed = json.loads(told("checkpoint", "list", NAME, "--json"))
     assert listed[-1]["step"] >= step and listed[-1]["mesh"]
-    assert "is good" in told("checkpoint", "verify", NAME)
+    assert "is intact" in told("checkpoint", "verify", NAME)
     assert "model.safetensors" in told("checkpoint", "export", NAME, str(place / "model"))
     assert (place / "model" / "model.safetensors").stat().st_size > 0
 
@@ -323,6 +323,6 @@ def test_a_deleted_job_is_gone_and_its_checkpoints_stay(tmp_path: Path) -> None:
         assert "stay in" in ask(job, "delete", "short-lived", "--yes")
         done = holdfast("status", "short-lived", "--ray", cluster_rig.shared().address)
         assert done.returncode == 2 and "job: got short-lived" in done.stderr
-        assert "is good" in ask(job, "checkpoint", "verify", str(tmp_path / "tier"))
+        assert "is intact" in ask(job, "checkpoint", "verify", str(tmp_path / "tier"))
     finally:
         job.end()

@@ -96,7 +96,7 @@ def _read_it_with_the_commands(job: Job, steps: list[int]) -> None:
     listed = json.loads(holdfast(job, "checkpoint", "list", job.name, "--json").stdout)
     assert [one["step"] for one in listed] == steps
     verified = holdfast(job, "checkpoint", "verify", job.name)
-    assert verified.returncode == 0 and "is good" in verified.stdout, verified.stderr
+    assert verified.returncode == 0 and "is intact" in verified.stdout, verified.stderr
     target = job.place / "exported"
     exported = holdfast(job, "checkpoint", "export", job.name, str(target))
     assert exported.returncode == 0, exported.stderr

@@ -34,7 +34,7 @@ def test_all_of_them_are_given_to_another_job_and_nothing_else_changes(
     before = tier.manifests()
     done = holdfast("checkpoint", "adopt", tier.path, "--job", "team/other", "--yes")
     assert done.code == 0
-    assert f"2 checkpoints of tiny in {tier.path}: those of team/other now" in done.out
+    assert f"2 checkpoints of tiny in {tier.path}: now belong to team/other" in done.out
     after = tier.manifests()
     assert owners(tier) == ["team/other"] * 2
     assert [(one.step, one.files, one.committed_at) for one in after] == [
@@ -50,7 +50,7 @@ def test_what_was_cut_short_is_finished_and_what_is_done_stays(
     assert owners(tier) == ["other", "tiny"]
     assert json.loads(holdfast(*words).out)["adopted"] == ["step-00000007.gen-1"]
     assert json.loads(holdfast(*words).out)["adopted"] == []
-    assert "all are those of other already" in holdfast(*words[:-1]).out
+    assert "all belong to other already" in holdfast(*words[:-1]).out
 
 
 def test_without_a_yes_nothing_is_given_away(

@@ -158,8 +158,8 @@ CASES = [
     ),
     pytest.param(
         SCRIPT + "  checkpoint: {path: /proc/holdfast}\n",
-        ["spec.checkpoint.path: got /proc/holdfast (", "a place that can be written"],
-        id="a checkpoint path that nobody may write",
+        ["spec.checkpoint.path: got /proc/holdfast (", "a directory or URL that can be written"],
+        id="a checkpoint path that cannot be written",
     ),
     pytest.param(
         SCRIPT + "  checkpoint: {path: 'nofs://bucket/x'}\n",

@@ -48,7 +48,7 @@ def test_a_directory_that_looks_like_a_job_is_told_how_it_is_written(
         result = holdfast("checkpoint", verb, "adir", *more)
         assert result.code == 2
         assert "job: got adir; expected a job" in result.err
-        assert "for the directory write ./adir" in result.err
+        assert "to name the directory, write ./adir" in result.err
     assert "./" not in holdfast("checkpoint", "list", "bdir").err
 
 

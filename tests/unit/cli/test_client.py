@@ -117,9 +117,9 @@ def test_without_a_controller_it_is_said_whether_training_goes_on(directory: Job
 
     here = identify(os.getpid())
     assert here is not None
-    assert "Training goes on" in remark(here)
+    assert "The agents keep training" in remark(here)
     # After a restart of the machine another process has its number.
-    assert "none of the job's nodes is left" in remark(Identity(here.pid, here.start_ticks + 1))
+    assert "no node of the job is left" in remark(Identity(here.pid, here.start_ticks + 1))
 
 
 def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_shown(
@@ -128,5 +128,5 @@ def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_sho
     (directory.path / "nodes.json").write_bytes(b"")
     view = JobView(name="demo", state="running", controller_alive=False)
     (line,) = LocalJob(directory).remarks(view)
-    assert "this is what the journal says" in line
+    assert "this view comes from the journal" in line
     assert "nodes.json: cannot be read" in line and "damaged" in line

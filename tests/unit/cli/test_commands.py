@@ -64,7 +64,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["resize", "demo", "two"], "Invalid value for 'N'"),
         (["status", "--nope"], "No such option: --nope"),
         (["run"], "FILE: got nothing"),
-        (["run", "x.yaml", "--attach", "demo"], "expected one of them"),
+        (["run", "x.yaml", "--attach", "demo"], "expected only one of them"),
         (["status", "nope"], "job: got nope; expected a job"),
         (["report", "../x"], "job: got ../x; expected a job"),
         (["run", "--attach", "nope"], "job: got nope; expected a job"),
@@ -147,7 +147,7 @@ def test_the_crd_is_printed_and_is_not_the_reference_page(holdfast: Holdfast) ->
     assert "kind: CustomResourceDefinition" in text and "trainingjobs.holdfast.dev" in text
     both = holdfast("schema", "--crd", "--markdown")
     assert both.code == 2
-    assert "--markdown: got it beside --crd; expected at most one of them" in both.err
+    assert "--markdown: got --markdown and --crd; expected only one of them" in both.err
 
 
 def test_version_names_torch(holdfast: Holdfast) -> None:

@@ -72,8 +72,8 @@ def test_an_incident_is_told_when_it_opens_and_when_it_is_over() -> None:
     lines = show(make_view(), opened, opened, closed, closed)
     told = [line for line in lines if line.startswith("incident")]
     assert told == [
-        "incident 1: worker 2 on node-1 was killed by SIGKILL (rehearsal)",
-        "incident 1 over: next step after 0.67 s, 1 step lost, restored from memory",
+        "incident 1: worker 2 on node-1 was killed by SIGKILL (injected)",
+        "incident 1 resolved: next step after 0.67 s, 1 step lost, restored from memory",
     ]
     assert any(line.startswith("generation 2: 4 workers") for line in lines)
 
@@ -123,10 +123,10 @@ def report_lines(view: JobView) -> Iterator[str]:
 
 def test_the_report_names_no_command_for_checkpoints_that_cannot_be_read_from_here() -> None:
     view = make_view(state="succeeded", finished_ns=T0 + 71 * NS)
-    assert "take it out with: holdfast checkpoint export demo DIRECTORY" in list(report_lines(view))
+    assert "export it with: holdfast checkpoint export demo DIRECTORY" in list(report_lines(view))
     to = console()
-    print_report(to, view, reads=False)
-    assert "take it out where that is mounted: holdfast checkpoint export PATH" in text_of(to)
+    print_report(to, view, can_read=False)
+    assert "export it where that path is mounted: holdfast checkpoint export PATH" in text_of(to)
 
 
 def test_the_report_says_how_it_ended_and_what_each_incident_cost() -> None:
@@ -154,7 +154,7 @@ def test_the_report_of_a_failed_job_has_its_traceback_and_stacks() -> None:
     text = "\n".join(report_lines(view))
     assert "stack of rank 2, innermost call first:" in text
     assert "stack of rank 3" not in text
-    assert "(the stacks of 1 other rank: --stacks)" in text
+    assert "(--stacks shows the stacks of 1 other rank)" in text
     assert text.count("ValueError: no") == 1, "the same traceback is printed once"
     assert "traceback: as in incident 1" in text
     assert text.count("Traceback: boom") == 1
@@ -182,7 +182,7 @@ def test_only_the_innermost_frames_of_the_culprits_main_thread_are_shown() -> No
     begin = lines.index("stack of rank 2, innermost call first:")
     assert lines[begin + 1] == "all_gather (torch/distributed/x.py:1)"
     assert lines[begin + 15] == "frame_13 (train.py:13)"
-    assert lines[begin + 16] == "(6 more frames and the stacks of 1 other rank: --stacks)"
+    assert lines[begin + 16] == "(--stacks shows 6 more frames and the stacks of 1 other rank)"
     assert "wait (threading.py:331)" not in lines
     assert main_thread(FAULTHANDLER) == ['  File "train.py", line 7 in step']
     to = console()
@@ -195,14 +195,14 @@ def test_an_incident_that_the_next_one_overtook_says_so() -> None:
     first = make_incident(over=False, overtaken_by=2)
     view = make_view(state="failed", incidents=[first, make_incident(number=2, over=False)])
     lines = [line for line in report_lines(view) if line.startswith("outcome")]
-    assert lines == ["outcome: overtaken by incident 2", "outcome: the job ended"]
+    assert lines == ["outcome: superseded by incident 2", "outcome: the job ended"]
 
 
 def test_an_incident_of_workers_that_report_no_steps_is_over_when_all_run_again() -> None:
     incident = make_incident(no_steps=True, steps_lost=None, restored_from="nothing")
     lines = list(report_lines(make_view(incidents=[incident], step=-1)))
-    assert "outcome: all workers run again after 0.67 s" in lines
-    assert "no step was reported: all the time that the workers ran is productive" in lines
+    assert "outcome: all workers running after 0.67 s" in lines
+    assert "the script reports no steps, so all running time counts as productive" in lines
 
 
 def test_text_of_the_job_is_never_taken_for_markup() -> None:

@@ -78,7 +78,7 @@ def test_checkpoints_never_overwrite_what_is_there(tmp_path: Path, holdfast: Hol
     (tmp_path / "kept").mkdir()
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", tmp_path / "kept")
     assert result.code == 2
-    assert "--keep-checkpoints: got" in result.err and "does not exist yet" in result.err
+    assert "--keep-checkpoints: got" in result.err and "a new, writable directory" in result.err
     assert (directory.path / "checkpoints" / "shard").exists()
 
 
@@ -89,7 +89,7 @@ def test_checkpoints_are_not_kept_in_what_is_deleted(
     monkeypatch.chdir(directory.path)
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", "kept")
     assert result.code == 2
-    assert "in the directory that is deleted" in result.err
+    assert "inside the directory to delete" in result.err
     assert (directory.path / "checkpoints" / "shard").exists()
 
 
@@ -203,10 +203,10 @@ def test_who_deletes_a_damaged_job_is_told_that_it_may_not_have_ended(
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     refused = holdfast("delete", "waiting")
     assert refused.code == 130
-    assert "of a job that may not have ended: nobody can tell" in refused.out
+    assert "of a job that may not have ended: its state is unknown" in refused.out
     assert (directory.path / "checkpoints" / "shard").exists()
     result = holdfast("delete", "waiting", "--yes")
-    assert result.code == 0 and "nobody could tell whether it had ended" in result.out
+    assert result.code == 0 and "it is unknown whether it had ended" in result.out
     assert not directory.path.exists()
 
 

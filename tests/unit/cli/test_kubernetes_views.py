@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.orchestrator.cli import render, report
-from holdfast.orchestrator.cli.plugin import reordered
+from holdfast.orchestrator.cli.main import reordered
 from holdfast.orchestrator.cli.targets.base import LogSelector
 from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesJob
 from holdfast.orchestrator.cli.targets.kubernetes.output import line_filter, select_pods
@@ -279,7 +279,7 @@ def test_a_cluster_without_the_crd_says_what_to_install(body: bytes) -> None:
     [
         (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
         (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
-        (["status", "--kubernetes", "--home", "/x"], "--home: got /x beside --kubernetes"),
+        (["status", "--kubernetes", "--home", "/x"], "--home: got --home and --kubernetes"),
         (["status", "--kubernetes", "--kubeconfig", "/nope"], "got /nope (no such file)"),
     ],
     ids=["namespace", "context", "home", "kubeconfig"],
@@ -293,4 +293,4 @@ def test_options_of_different_targets_are_refused(
 
 def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:main"
+    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:kubectl_main"

@@ -108,4 +108,4 @@ def test_a_job_without_logs(tmp_path: Path, holdfast: Holdfast) -> None:
     Home().create(job_from_mapping(JOB), tmp_path)
     result = holdfast("logs", "demo")
     assert result.code == 2
-    assert "there is none yet" in result.err
+    assert "there are no logs yet" in result.err

@@ -11,8 +11,7 @@ from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
-from holdfast.orchestrator.hosts.local.job_records import read_view
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import read_view, replay
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 
@@ -62,7 +61,7 @@ def test_its_events_begin_with_what_is_not_kept_any_more(
     long_job(tmp_path, keep_files=2)
     done = holdfast("events", "tale", "--home", tmp_path)
     first, *rest = done.out.splitlines()
-    assert "facts up to here are not kept any more; the job was" in first
+    assert "older events no longer kept; the job was" in first
     assert len(rest) > 10 and "job job-1 submitted" not in done.out
     assert "action" not in " ".join(line for line in rest if "succeeded" in line)
     done = holdfast("events", "tale", "--home", tmp_path, "--json")

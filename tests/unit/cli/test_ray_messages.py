@@ -68,8 +68,8 @@ def test_a_relative_checkpoint_path_of_a_job_that_runs_elsewhere_is_refused(
     file = write(RECIPE + f"  checkpoint: {{path: '{path}'}}\n")
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2
-    assert f"spec.checkpoint.path: got {path}; expected an absolute path, or a URL" in result.err
-    assert "name a directory that all nodes share, or a store" in result.err
+    assert f"spec.checkpoint.path: got {path}; expected an absolute path or a URL" in result.err
+    assert "use a directory that all nodes share, or an object store" in result.err
 
 
 @pytest.mark.parametrize("path", ["/no/such/place", "~/out", "s3://bucket/x", "file:///no/such"])
@@ -93,7 +93,7 @@ def test_data_and_scripts_that_do_not_go_along_are_refused(
     (file.parent.parent / "train.py").touch()
     result = holdfast("submit", file, "--ray", NOWHERE)
     assert result.code == 2 and "spec.entrypoint.script: got ../train.py" in result.err
-    assert "which is all that goes along" in result.err
+    assert "the only directory that is uploaded" in result.err
 
 
 def test_a_working_dir_without_the_spec_is_refused(holdfast: Holdfast, write: Write) -> None:

@@ -18,7 +18,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import NodeGone, NoRoom, Starts
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
-from holdfast.orchestrator.hosts.local.service import LocalJobHost
+from holdfast.orchestrator.hosts.local.service import LocalJobHost, Timing
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard, WorkerBeat
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
@@ -281,8 +281,9 @@ class World:
         tmp_path: Path,
         job: TrainingJob,
         open_journal: Callable[[Path], FileJournal] = FileJournal,
+        timing: Timing = Timing(),  # noqa: B008 - frozen
     ) -> None:
-        self.job, self.open_journal = job, open_journal
+        self.job, self.open_journal, self.timing = job, open_journal, timing
         self.directory = Home(tmp_path).create(job, tmp_path)
         self.backend = FakeBackend()
         self.backend.directory = self.directory
@@ -295,8 +296,10 @@ class World:
         self._lock.__enter__()
         self.service = LocalJobHost(
             self.directory,
+            self.job,
             make_backend=lambda job, directory: self.backend,
             open_journal=self.open_journal,
+            timing=self.timing,
         )
         self.task = asyncio.create_task(self.service.run())
 

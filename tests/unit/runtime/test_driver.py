@@ -17,7 +17,8 @@ from holdfast.orchestrator.core.events import (
     ResizeRequested,
     Tick,
 )
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalError, JournalReader
+from holdfast.orchestrator.core.journal import JournalError
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
 

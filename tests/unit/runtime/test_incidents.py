@@ -11,7 +11,7 @@ from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.context import MAX_INCIDENTS
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.state import FailureClass, Purpose
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.runtime.observe.incidents import KINDS
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import CancelRequested, HeartbeatReceived, StepCompleted
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView

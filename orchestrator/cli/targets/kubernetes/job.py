@@ -163,7 +163,7 @@ class KubernetesJob:
         yield path
 
     # -- deletion ------------------------------------------------------------------------------
-    def deleting(self, keep: Path | None) -> str:
+    def describe_deletion(self, keep: Path | None) -> str:
         view = self._object_view()
         if keep is not None:
             path = f" ({view.checkpoint_path})" if view.checkpoint_path else ""

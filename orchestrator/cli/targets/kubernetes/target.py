@@ -70,17 +70,17 @@ class KubernetesTarget:
         now_ns = Clock().now_ns()
         return [view_of_object(document, now_ns) for document in self._session.run(act)]
 
-    def nothing(self) -> str:
+    def empty_message(self) -> str:
         start = self._session.hint("run", "FILE")
         return f"no jobs in namespace {self._searched}; start one with {start}"
 
     def command(self, *words: str) -> str:
         return self._session.hint(*words).strip("`")
 
-    def reads(self, path: str) -> bool:
+    def can_read(self, path: str) -> bool:
         return "://" in path  # other paths are directories in the pods
 
-    def ending(self) -> AbstractContextManager[None]:
+    def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     # -- run -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from holdfast.orchestrator.cli.render import FINISHED
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.hosts.ray import actor, gcs_journal
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.host import checkpoint_path
@@ -163,7 +163,7 @@ class RayJob:
         from holdfast.orchestrator.cli.event_format import EventFormatter
         from holdfast.orchestrator.cli.output import stdout
 
-        console, narrator, after, seen = stdout(), EventFormatter(), "", -1
+        console, formatter, after, seen = stdout(), EventFormatter(), "", -1
         told = 0
         while True:
             # Asked before reading: what was written up to the job's end is then seen.
@@ -171,10 +171,10 @@ class RayJob:
             for chunk in gcs_journal.read(self._keys, self.name, after, history=True):
                 if chunk.snapshot is not None and chunk.covered != told:
                     item = Snapshot(chunk.covered, chunk.snapshot)
-                    narrator.resume(console, item, as_json=as_json)
+                    formatter.print_snapshot(console, item, as_json=as_json)
                     told = chunk.covered
                 for record in chunk.records:
-                    narrator.tell(console, record.now_ns, record.event, as_json=as_json)
+                    formatter.print_record(console, record.now_ns, record.event, as_json=as_json)
                 told += len(chunk.records)
                 after = chunk.key
             if not follow or over:
@@ -209,7 +209,7 @@ class RayJob:
                 return None  # a directory of the cluster's machines
             return path, CheckpointStore(path, self.name).manifests()
 
-    def deleting(self, keep: Path | None) -> str:
+    def describe_deletion(self, keep: Path | None) -> str:
         state = self.view().state
         if keep is not None:
             raise UserError(

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, load_job
 from holdfast.orchestrator.backends.ray import actor_calls, jobs_api
 from holdfast.orchestrator.backends.ray.jobs_page import OWNER
-from holdfast.orchestrator.cli.preflight import check_handed_in
+from holdfast.orchestrator.cli.preflight import check_submission
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..tempdir import scratch
@@ -36,7 +36,7 @@ def submit(
     wanted = _runtime_env(runtime_env)
     own = wanted.get("working_dir")
     job = load_job(file)
-    check_handed_in(job, file.absolute().parent, str(file), ships=not own)
+    check_submission(job, file.absolute().parent, str(file), ships=not own)
     with scratch("holdfast-submit-") as place:
         if own:
             name = _name_in(own, file)

@@ -17,7 +17,7 @@ from holdfast.orchestrator.backends.ray import actor_calls, cluster, kv, names, 
 from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.output import stderr
-from holdfast.orchestrator.cli.preflight import check_handed_in, load_checked
+from holdfast.orchestrator.cli.preflight import check_submission, load_checked
 from holdfast.orchestrator.cli.render import FINISHED
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
@@ -66,17 +66,17 @@ class RayTarget:
                 stderr().print(f"{name}: {error}", markup=False, soft_wrap=True)
         return found
 
-    def nothing(self) -> str:
+    def empty_message(self) -> str:
         return f"no jobs in this Ray cluster; start one with `{self.command('run', 'FILE')}`"
 
     def command(self, *words: str) -> str:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
-    def reads(self, path: str) -> bool:
+    def can_read(self, path: str) -> bool:
         return True  # on a Ray node where not here
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         try:
             yield
         except ConnectionError as error:
@@ -138,7 +138,7 @@ class RayTarget:
         if not self._outside:
             return load_checked(file)
         job = load_job(file)
-        check_handed_in(job, file.absolute().parent, str(file), ships=False)
+        check_submission(job, file.absolute().parent, str(file), ships=False)
         return job
 
     def _create(self, job: TrainingJob, spec_directory: Path) -> None:

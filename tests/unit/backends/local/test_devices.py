@@ -15,7 +15,7 @@ import yaml
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
 from holdfast.orchestrator.backends.base import NoRoom
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths, devices, node_limit
-from holdfast.orchestrator.cli.local_facts import local_facts
+from holdfast.orchestrator.cli.preflight import local_facts
 from holdfast.orchestrator.cli.targets.local import _check_size
 from holdfast.orchestrator.errors import SpecError
 from holdfast.orchestrator.planner.plan import make_plan
@@ -119,5 +119,8 @@ def test_more_nodes_than_there_are_gpus_for_are_refused(three_gpus: None, tmp_pa
     words += ["--home", str(tmp_path / "home")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert "spec.nodes.max: got 2 with spares; expected at most 1 nodes of 2 workers" in done.stderr
-    assert "where 3 GPUs can be used" in done.stderr
+    assert (
+        "spec.nodes.max: got 2 including spares; expected at most 1 nodes of 2 workers"
+        in done.stderr
+    )
+    assert "which has 3 usable GPUs" in done.stderr

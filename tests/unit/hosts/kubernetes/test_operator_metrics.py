@@ -16,7 +16,7 @@ from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
 from holdfast.orchestrator.hosts.kubernetes.metrics_page import LEAST, MOST, page
 from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionState, state_of
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
 from tests.sim.host import _DECODER as SIM_RECORD

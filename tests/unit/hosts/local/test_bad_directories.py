@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.hosts.local.job_directory import Home
 from holdfast.orchestrator.hosts.local.service import LocalJobHost, run_job
 from tests.unit.runtime.harness import World, drive, make_job
 
@@ -19,7 +20,7 @@ def test_a_metrics_port_in_use_is_a_user_error_that_leaves_nothing(tmp_path: Pat
         port = taken.getsockname()[1]
         job = make_job(metrics={"port": port})
         with pytest.raises(UserError, match=rf"spec.metrics.port: got {port}, which is in use"):
-            run_job(job, tmp_path / "home", tmp_path)
+            run_job(job, Home(tmp_path / "home"), tmp_path)
     assert list((tmp_path / "home/jobs").iterdir()) == []
 
 
@@ -42,7 +43,7 @@ def test_an_unknown_kind_of_storage_is_a_user_error(tmp_path: Path) -> None:
         world = World(tmp_path, make_job(checkpoint={"path": "nonsense://here"}))
         with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got nonsense://here"):
             await LocalJobHost(
-                world.directory, make_backend=lambda job, directory: world.backend
+                world.directory, world.job, make_backend=lambda job, directory: world.backend
             ).run()
 
     drive(scenario())

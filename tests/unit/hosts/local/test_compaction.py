@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.core.events import NodeLost
-from holdfast.orchestrator.hosts.local import file_journal_reader
+from holdfast.orchestrator.core.journal import JournalLost, Record
+from holdfast.orchestrator.hosts.local import file_journal
 from holdfast.orchestrator.hosts.local.file_journal import (
     FileJournal,
-    JournalLost,
     JournalReader,
-    Record,
     Snapshot,
+    older_files,
 )
-from holdfast.orchestrator.hosts.local.file_journal_reader import older_files
 
 PADDING = 100
 """Bytes of detail in a record."""
@@ -154,6 +153,7 @@ def test_a_writer_killed_while_it_compacts_leaves_a_journal_that_opens(tmp_path:
 import asyncio, sys
 from pathlib import Path
 from holdfast.orchestrator.core.events import NodeLost
+from holdfast.orchestrator.core.journal import JournalLost, Record
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 journal = FileJournal(Path(sys.argv[1]), bound_bytes=3000, keep_files=2)
 number = int(journal.snapshot or 0) + len(journal.records)
@@ -284,7 +284,7 @@ def test_a_reader_goes_on_when_the_file_it_wants_next_is_deleted_at_that_moment(
     assert len(kept) > 3
     for deleted in kept:
         deleted.unlink()
-    monkeypatch.setattr(file_journal_reader, "older_files", lambda _path: kept)
+    monkeypatch.setattr(file_journal, "older_files", lambda _path: kept)
     assert "snapshot" in str(numbers_of(reader))
     assert reader.num_records == 30
     reader.close()

@@ -11,15 +11,13 @@ import msgspec
 import pytest
 
 from holdfast.orchestrator.core.events import ActionSucceeded, AnyEvent, NodeLost, Tick
-from holdfast.orchestrator.core.journal import frame
+from holdfast.orchestrator.core.journal import JournalError, Record, frame
 from holdfast.orchestrator.errors import Damaged
 from holdfast.orchestrator.hosts.local.file_journal import (
     HEADER,
     FileJournal,
     JournalDamaged,
-    JournalError,
     JournalReader,
-    Record,
 )
 
 # Short, because every byte of them is a place to be cut.
@@ -153,7 +151,8 @@ def test_a_full_disk_is_reported_and_leaves_whole_records(tmp_path: Path) -> Non
 import resource, signal, sys
 from pathlib import Path
 from holdfast.orchestrator.core.events import Tick
-from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalError
+from holdfast.orchestrator.core.journal import JournalError
+from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
 journal = FileJournal(path)

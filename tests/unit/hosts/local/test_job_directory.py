@@ -15,7 +15,7 @@ from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local import job_directory as home_module
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
-from holdfast.orchestrator.hosts.local.job_directory import HOME_VARIABLE, Home
+from holdfast.orchestrator.hosts.local.job_directory import HOME_VARIABLE, Home, copy_tree
 from holdfast.orchestrator.hosts.local.job_records import create_job
 
 
@@ -49,7 +49,7 @@ def test_a_home_that_nobody_knows_is_told_in_words(
 
     monkeypatch.setenv(HOME_VARIABLE, chosen)
     monkeypatch.setattr(os.path, "expanduser", unknown)  # what it does without $HOME and account
-    told = f"{chosen or '~/.holdfast'}, and no home is known here for its ~"
+    told = f"{chosen or '~/.holdfast'}, whose ~ has no home directory on this machine"
     with pytest.raises(UserError, match=rf"\${HOME_VARIABLE}: got {told}"):
         Home()
 
@@ -109,7 +109,7 @@ def test_there_is_one_controller(tmp_path: Path) -> None:
         assert place == {
             "pid": os.getpid(), "address": "127.0.0.1", "port": 4000, "metrics_port": 5000,
         }  # fmt: skip
-        with pytest.raises(UserError, match=f"a controller that lives .pid {os.getpid()}"):
+        with pytest.raises(UserError, match=f"a controller is already running .pid {os.getpid()}"):
             directory.locked().__enter__()
     assert directory.controller() is None
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_said_to_who_wants_to_be_the_controller(tmp_path: Path) -
 
 def test_an_unknown_job_names_those_that_there_are(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    with pytest.raises(UserError, match="there is none in"):
+    with pytest.raises(UserError, match="holds none"):
         home.find("nothing")
     home.create(make_job(), tmp_path)
     for name in ("nothing", "../jobs/tiny", ""):
@@ -171,7 +171,7 @@ def test_a_removed_job_leaves_its_name_free(tmp_path: Path) -> None:
     directory = home.create(make_job(), tmp_path)
     directory.remove()
     assert home.list() == []
-    with pytest.raises(UserError, match="tiny: was deleted meanwhile"):
+    with pytest.raises(UserError, match="tiny: was deleted in the meantime"):
         directory.remove()
     home.create(make_job(), tmp_path)
 
@@ -210,7 +210,7 @@ def test_a_job_that_was_deleted_and_made_anew_meanwhile_is_not_deleted_again(
         return lock(fd)
 
     monkeypatch.setattr(home_module, "_lock", overtaken)
-    with pytest.raises(UserError, match="tiny: was deleted meanwhile"):
+    with pytest.raises(UserError, match="tiny: was deleted in the meantime"):
         directory.remove()
     assert home.find("tiny").job() == make_job()
 
@@ -248,3 +248,48 @@ def test_a_home_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "jobs").symlink_to("jobs")
     with pytest.raises(UserError, match=r"--home: got .*; expected a directory that can be read"):
         Home(tmp_path).list()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    (path / "step-10").mkdir(parents=True)
+    (path / "step-10" / "shard").write_text("data")
+    return path
+
+
+def there(place: Path) -> list[str]:
+    return sorted(path.name for path in place.parent.iterdir())
+
+
+def test_a_copy_has_the_name_once_it_is_durable(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a kill at any moment leaves nothing that looks like the whole."""
+    place, before = tmp_path / "kept", list[bool]()
+    monkeypatch.setattr(os, "sync", lambda: before.append(place.exists()))
+    copy_tree(source, place)
+    assert before == [False]
+    assert (place / "step-10" / "shard").read_text() == "data"
+    assert there(place) == ["kept", "source"]
+
+
+@pytest.mark.parametrize("names", [[], ["mine"]])
+def test_a_directory_that_is_there_is_left_as_it_is(
+    tmp_path: Path, source: Path, names: list[str]
+) -> None:
+    place = tmp_path / "kept"
+    place.mkdir()
+    for name in names:
+        (place / name).write_text("")
+    with pytest.raises(FileExistsError):
+        copy_tree(source, place)
+    assert [path.name for path in place.iterdir()] == names
+    assert there(place) == ["kept", "source"]
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> None:
+    (source / "lost").symlink_to("nowhere")
+    with pytest.raises(OSError, match="No such file"):
+        copy_tree(source, tmp_path / "kept")
+    assert there(tmp_path / "kept") == ["source"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from holdfast.orchestrator.core.events import (
     NodeLost,
 )
 from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.hosts.local import service
 from holdfast.orchestrator.hosts.local.file_journal import JournalReader
-from holdfast.orchestrator.hosts.local.job_records import read_view
-from holdfast.orchestrator.hosts.local.replay import replay
+from holdfast.orchestrator.hosts.local.job_records import read_view, replay
+from holdfast.orchestrator.hosts.local.service import Timing
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import BOUND_S, Frames, World, drive, make_job, node_facts
@@ -135,7 +135,7 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
+        world = World(tmp_path, make_job(), timing=Timing(forced_end_s=0.0))
         world.start()
         await world.running()
 
@@ -144,12 +144,11 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
                 raise HoldfastError("node-0: still there")
 
         monkeypatch.setattr(world.backend, "close", close)
-        monkeypatch.setattr(service, "FORCED_END_S", 0.0)
         for _ in range(2):
-            world.service._interrupted("SIGINT")
+            world.service._on_signal(signal.SIGINT)
         async with asyncio.timeout(BOUND_S):
             view = await world.task
-        assert view.state == "cancelled"
+        assert view.state == "cancelled" and world.service.interrupted
 
     drive(scenario())
 
