@@ -18,7 +18,7 @@ def test_what_lies_in_the_users_directory_is_not_imported(tmp_path: Path) -> Non
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     holdfast = [sys.executable, "-P", "-m", "holdfast.orchestrator.cli.main", "checkpoint"]
     for words, said in (
-        (["verify", place], "is good: 2 files"),
+        (["verify", place], "is intact: 2 files"),
         (["export", place, tmp_path / "out"], "model.safetensors"),
     ):
         done = subprocess.run(
