@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView, NodeView
 from .output import clock, columns, count, duration, plural, size, sparkline, state_text
 
@@ -22,7 +23,7 @@ TIME_CAUSES = {
     "suspended": ("bright_black", "suspended on request"),
     "finishing": ("cyan", "final checkpoint and shutdown"),
 }
-FINISHED = ("succeeded", "failed", "cancelled")
+FINISHED = TERMINAL
 BAR_WIDTH = 40
 
 

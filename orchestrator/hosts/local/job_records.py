@@ -12,9 +12,9 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.core.journal import JournalError, Record
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
 from holdfast.orchestrator.runtime import snapshot
-from holdfast.orchestrator.runtime.observe.goodput import TERMINAL
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 
