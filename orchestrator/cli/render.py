@@ -33,7 +33,7 @@ def live(view: JobView, losses: list[float]) -> Group:
     if view.nodes:
         parts += ["", nodes(view)]
     if view.incidents:
-        parts += ["", incidents(view.incidents[-6:], ended=view.state in FINISHED)]
+        parts += ["", incidents(view.incidents[-6:], ended=view.state in TERMINAL)]
     return Group(*parts)
 
 
@@ -98,7 +98,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "goodput", f"{view.goodput:.1%}"
     if view.device_memory_peak_bytes:
         yield "memory", f"{size(view.device_memory_peak_bytes)} peak per device"
-    if view.metrics_port and view.controller_alive and view.state not in FINISHED:
+    if view.metrics_port and view.controller_alive and view.state not in TERMINAL:
         yield "metrics", f"http://127.0.0.1:{view.metrics_port}/metrics"
 
 
@@ -113,7 +113,7 @@ def checkpoints(view: JobView) -> str:
 
 def storage_problem(view: JobView) -> str:
     """Which path failed and why, and that the next checkpoint tries again."""
-    end = "" if view.state in FINISHED else "; the next checkpoint tries again"
+    end = "" if view.state in TERMINAL else "; the next checkpoint tries again"
     return f"{view.checkpoint_path}: {view.storage_problem}{end}"
 
 

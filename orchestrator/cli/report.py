@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
 from .output import clock, count, date, duration, plural, size, state_text
-from .render import FINISHED, ledger, outcome, storage_problem
+from .render import ledger, outcome, storage_problem
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -54,7 +55,7 @@ def report(
             parts.append("the script reports no steps, so all running time counts as productive")
     if view.incidents:
         parts += ["", _count(view)]
-        ended = view.state in FINISHED
+        ended = view.state in TERMINAL
         printed = {view.traceback: "at the end of this report"} if view.traceback else {}
         parts += [_incident(one, printed, ended=ended, stacks=stacks) for one in view.incidents]
     elif view.submitted_ns:
@@ -83,7 +84,7 @@ def _title(view: JobView) -> Text:
     text.append_text(state_text(view.state))
     end = view.finished_ns or view.now_ns
     if view.submitted_ns and end:
-        verb = "after" if view.state in FINISHED else "for"
+        verb = "after" if view.state in TERMINAL else "for"
         text.append(f" {verb} {duration((end - view.submitted_ns) / 1e9)}")
     return text
 

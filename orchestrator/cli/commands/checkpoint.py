@@ -146,10 +146,10 @@ def save_and_wait(target: Target, name: str) -> Response:
     HoldfastError when the job does not train any more or has no controller, and UserError when the
     controller refuses the request.
     """
+    from holdfast.orchestrator.core.transitions import TERMINAL
     from holdfast.orchestrator.errors import HoldfastError
 
     from ..output import stderr
-    from ..render import FINISHED
     from ..targets.base import Response
 
     step: int | None = None
@@ -163,7 +163,7 @@ def save_and_wait(target: Target, name: str) -> Response:
         newest = max((one.step for one in view.checkpoints), default=-1)
         if step is not None and newest >= step:
             return Response(f"step {newest} is committed", {"step": newest})
-        if step is not None and (view.state == "suspended" or view.state in FINISHED):
+        if step is not None and (view.state == "suspended" or view.state in TERMINAL):
             raise HoldfastError(_not_committed(view, step, f"it is {view.state}"))
         absent_since = None if view.controller_alive else absent_since or time.monotonic()
         if absent_since is not None and time.monotonic() - absent_since > NO_CONTROLLER_S:
@@ -321,11 +321,10 @@ def _expect_key(job: str) -> None:
 
 def _expect_ended(job: str, state: str) -> None:
     """Raises UserError for a job that may still write checkpoints."""
+    from holdfast.orchestrator.core.transitions import TERMINAL
     from holdfast.orchestrator.errors import Problem, UserError
 
-    from ..render import FINISHED
-
-    if state not in FINISHED:
+    if state not in TERMINAL:
         fix = f"holdfast cancel {job}"
         raise UserError(str(Problem("job", f"{job}, {state}", "a job that has ended", fix)))
 

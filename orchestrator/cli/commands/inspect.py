@@ -43,8 +43,9 @@ def status(
 
 
 def _list(target: Target, as_json: bool) -> None:
+    from holdfast.orchestrator.core.transitions import TERMINAL
+
     from ..output import columns, count, date, print_json, state_text, stdout
-    from ..render import FINISHED
 
     views = target.views()
     if as_json:
@@ -55,7 +56,7 @@ def _list(target: Target, as_json: bool) -> None:
         return
     table = columns("job", "state", "steps", "loss", "workers", "incidents", "submitted")
     for view in views:
-        unattended = not view.controller_alive and view.state not in FINISHED
+        unattended = not view.controller_alive and view.state not in TERMINAL
         steps = str(view.step + 1) + (f"/{view.total_steps}" if view.total_steps else "")
         table.add_row(
             view.name,

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.manifest import Manifest
@@ -15,7 +16,6 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
 from ..output import plural, stderr
-from ..render import FINISHED
 from ..report import local_command
 from .base import LogSelector, Response, RunResult
 
@@ -38,7 +38,7 @@ class LocalJob:
         return read_view(self._directory)
 
     def remarks(self, view: JobView) -> list[str]:
-        if view.controller_alive or view.state in FINISHED:
+        if view.controller_alive or view.state in TERMINAL:
             return []
         from holdfast.orchestrator.backends.local import node_registry
 
@@ -118,10 +118,10 @@ class LocalJob:
                 f"know whether the job has ended; delete it with the Holdfast that wrote it, or "
                 f"remove {self._directory.path} once none of its processes runs"
             ) from None
-        if state not in FINISHED:
+        if state not in TERMINAL:
             raise UserError(
-                f"job {self.name}: is {state}; only a job that is {', '.join(FINISHED[:-1])} or "
-                f"{FINISHED[-1]} can be deleted; end it with `holdfast cancel {self.name}`"
+                f"job {self.name}: is {state}; only a job that is {', '.join(TERMINAL[:-1])} or "
+                f"{TERMINAL[-1]} can be deleted; end it with `holdfast cancel {self.name}`"
             )
         return self._deleted_files(keep)
 
