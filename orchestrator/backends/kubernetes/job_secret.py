@@ -1,11 +1,8 @@
-"""What a job's parts prove to each other that they belong together: a Secret per job.
+"""The Secret `<job>-agents`: token and TLS key pair of a job. Its content is never logged.
 
-Owns: the Secret `<job>-agents` with a token and a self-signed certificate, made once per job. Must
-not: speak TLS (protocol.tls does), or log what is in it.
-
-There is no authority that signs: all parts of a job hold the same key and trust that certificate
-only, so nothing has to be handed out, revoked or renewed beside it. It is valid for as long as any
-job may live; it goes with the job, as the Secret does.
+The certificate is self-signed: the operator and the agents of a job hold the same key and trust
+only that certificate, so nothing has to be issued, revoked or renewed. It is valid for as long as
+any job may live and is deleted with the job.
 """
 
 from __future__ import annotations
@@ -18,28 +15,27 @@ from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import SECRETS, Conflict
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.protocol import tls
-from holdfast.orchestrator.protocol.certificate import TlsKeyPair, make_keys
-
-__all__ = ["KeysUnusable", "TlsKeyPair", "ensure_keys", "make_keys", "secret_document"]
+from holdfast.orchestrator.protocol.certificate import TlsKeyPair as TlsKeyPair
+from holdfast.orchestrator.protocol.certificate import make_keys
 
 TOKEN = "token"
 
 
 class KeysUnusable(HoldfastError):
-    """The Secret belongs to somebody else, or was edited."""
+    """The Secret has another owner or was edited."""
 
 
 async def ensure_keys(
     cluster: KubeClient, owner: Owner, known: TlsKeyPair | None, *, fresh: bool = False
 ) -> tuple[TlsKeyPair, bool]:
-    """The job's keys, and whether the Secret had to be made. One that was deleted is made again:
-    with the same content where `known` says it, so that running agents do not notice; otherwise
-    with a new one, and running agents can no longer be spoken to. `fresh`: most likely there is
-    none yet, so it is not asked for before.
+    """The job's keys, and whether the Secret was created now.
 
-    One that was edited is not written over: we may not, and somebody may have meant it.
+    A deleted Secret is created again with the `known` content, so that running agents are not
+    affected; with new keys if none are known, and then running agents are refused. An edited Secret
+    is not overwritten: the operator has no right to, and the edit may be intended. `fresh`: there
+    is probably no Secret yet, so it is not looked up first.
 
-    Raises KeysUnusable and the errors of the API.
+    Raises KeysUnusable and ApiError.
     """
     name = names.secret_name(owner.name)
     found = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
@@ -55,21 +51,21 @@ async def ensure_keys(
     references = found["metadata"].get("ownerReferences") or ()
     if not any(one.get("uid") == owner.uid for one in references):
         raise KeysUnusable(
-            f"Secret {owner.namespace}/{name}: belongs to something else, or to an earlier job of "
+            f"Secret {owner.namespace}/{name}: has another owner, or belongs to an earlier job of "
             f"this name that is being deleted; the job starts when it is gone"
         )
     held = _keys_in(found)
     if held is None or (known is not None and held != known):
-        what = "edited beyond use" if held is None else "edited, running agents have other keys"
+        what = "not usable" if held is None else "edited, and running agents have other keys"
         raise KeysUnusable(
-            f"Secret {owner.namespace}/{name}: {what}; delete it and it is made again "
+            f"Secret {owner.namespace}/{name}: {what}; delete it and the operator creates it again "
             f"(kubectl delete secret -n {owner.namespace} {name})"
         )
     return held, made
 
 
 def _keys_in(secret: Document) -> TlsKeyPair | None:
-    """None: nobody can speak with what is in it."""
+    """None when the content cannot be used for TLS."""
     try:
         data = {key: base64.b64decode(value) for key, value in (secret.get("data") or {}).items()}
         keys = TlsKeyPair(

@@ -1,10 +1,8 @@
-"""Kubernetes nodes as far as a job must know them: their labels, and whether they are gone.
+"""Kubernetes nodes: their labels, and whether they still exist.
 
-Owns: looking them up, one by one and only when somebody asks, kept for a while. Must not: watch all
-nodes of a cluster, or change any.
-
-The right to get nodes is cluster-wide; an operator of one namespace may lack it. Then no node ever
-counts as gone, and no label is known.
+Nodes are read one by one when a job needs them, and labels are cached; the operator does not watch
+all nodes of a cluster. The right to get nodes is cluster-wide, and an operator of one namespace may
+lack it: then no labels are known and no node counts as gone.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import NamedTuple
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import NODES, ApiError, Forbidden
 
-KEEP_S = 600.0
-"""Labels of racks and zones do not move."""
+LABELS_FRESH_S = 600.0
+"""Labels of racks and zones hardly change."""
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 log = logging.getLogger("holdfast.kubernetes")
@@ -29,60 +27,57 @@ class NodeObservation(NamedTuple):
 
 
 class NodeInformer:
-    """Shared by all jobs."""
+    """Shared by all jobs of an operator."""
 
     def __init__(self, cluster: KubeClient) -> None:
         self._cluster = cluster
         self._seen: dict[str, NodeObservation] = {}
-        self._asking: set[str] = set()
+        self._reading: set[str] = set()
         self._forbidden = False
 
-    def labels(self, place: str) -> dict[str, str]:
-        """What is known by now; ask `learn` first."""
-        seen = self._seen.get(place)
+    def labels(self, node: str) -> dict[str, str]:
+        """The labels that `read_labels` has found; empty before."""
+        seen = self._seen.get(node)
         return seen.labels if seen is not None else {}
 
-    async def learn(self, place: str) -> None:
-        """Have the labels of a node at hand. Errors leave them unknown."""
+    async def read_labels(self, node: str) -> None:
+        """Read the labels unless they are fresh. Errors leave them unknown."""
         now = asyncio.get_running_loop().time()
-        seen = self._seen.get(place)
-        if self._forbidden or (seen is not None and now - seen.at_s < KEEP_S):
+        seen = self._seen.get(node)
+        if self._forbidden or (seen is not None and now - seen.at_s < LABELS_FRESH_S):
             return
-        if place in self._asking:  # a job's pods may come to one place together
+        if node in self._reading:  # several pods of a job may start on one node
             return
-        self._asking.add(place)
+        self._reading.add(node)
         try:
-            found = await self._find(place)
+            found = await self._cluster.find(NODES, "", node)
+        except ApiError as error:
+            self._report(error)
+        else:
+            if found is not None:
+                labels = found["metadata"].get("labels") or {}
+                self._seen[node] = NodeObservation(now, dict(labels))
         finally:
-            self._asking.discard(place)
-        if found is not None:
-            self._seen[place] = NodeObservation(now, dict(found["metadata"].get("labels") or {}))
+            self._reading.discard(node)
 
-    async def is_gone(self, place: str) -> bool:
-        """Its Node object is gone, or an administrator has said that it is off (out-of-service):
-        only then is it safe to remove a pod that its kubelet has not confirmed to have ended."""
-        if not place or self._forbidden:
+    async def is_gone(self, node: str) -> bool:
+        """The Node object is gone or has the taint out-of-service. Only then is it safe to remove a
+        pod whose end the kubelet has not confirmed."""
+        if not node or self._forbidden:
             return False
         try:
-            found = await self._cluster.find(NODES, "", place)
+            found: Document | None = await self._cluster.find(NODES, "", node)
         except ApiError as error:
-            self._note(error)
+            self._report(error)
             return False
         if found is None:
             return True
         taints = found.get("spec", {}).get("taints") or ()
         return any(taint["key"] == OUT_OF_SERVICE for taint in taints)
 
-    async def _find(self, place: str) -> Document | None:
-        try:
-            return await self._cluster.find(NODES, "", place)
-        except ApiError as error:
-            self._note(error)
-            return None
-
-    def _note(self, error: ApiError) -> None:
+    def _report(self, error: ApiError) -> None:
         if isinstance(error, Forbidden):
             self._forbidden = True
-            log.warning("nodes cannot be read: no topology, no forced removal (%s)", error)
+            log.warning("nodes cannot be read: no topology and no forced deletion (%s)", error)
         else:
             log.info("a node could not be read: %s", error)

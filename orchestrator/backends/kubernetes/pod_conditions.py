@@ -1,7 +1,4 @@
-"""What pods, their conditions and the API server say -> plain sentences. Pure.
-
-Owns: the wording, and telling an end from a trouble that may pass. Must not: touch the API or
-decide what is done about it.
+"""The state of a pod in words: why it ended, is being removed, or does not start. Pure.
 
 Sources: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ (conditions, reasons),
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions
@@ -10,11 +7,10 @@ https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-c
 from __future__ import annotations
 
 import signal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.orchestrator.kube import names
-
-Document = dict[str, Any]
+from holdfast.orchestrator.kube.names import Document
 
 DISRUPTIONS = {
     "PreemptionByScheduler": "preempted by a pod of higher priority",
@@ -29,7 +25,7 @@ MAX_MESSAGE = 600
 
 
 class PodProblem(NamedTuple):
-    """Why a pod has not started. It may pass."""
+    """Why a pod has not started; it may be temporary."""
 
     code: str
     """CamelCase, for conditions: Unschedulable, ImagePullBackOff, ..."""
@@ -37,7 +33,7 @@ class PodProblem(NamedTuple):
 
 
 def is_over(pod: Document) -> bool:
-    """Nothing of the node runs any more, or ever will."""
+    """The agent has ended, and the pod is not restarted."""
     return _phase(pod) in ("Succeeded", "Failed") or _ended_container(pod) is not None
 
 
@@ -47,41 +43,41 @@ def is_running(pod: Document) -> bool:
     return _phase(pod) == "Running" and "running" in state
 
 
-def is_leaving(pod: Document) -> bool:
-    """Somebody has deleted it; it may still run."""
+def is_terminating(pod: Document) -> bool:
+    """It is being deleted and may still run."""
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
-def place(pod: Document) -> str:
-    """The Kubernetes node; empty: none yet."""
+def node_name(pod: Document) -> str:
+    """The Kubernetes node; empty before it is scheduled."""
     return str(pod.get("spec", {}).get("nodeName") or "")
 
 
 def has_trained(pod: Document) -> bool:
-    """It is, or was when it was last told, in a generation that has finished a step."""
+    """Its label says that it belongs to a generation that has finished a step."""
     return names.LABEL_RANK in (pod["metadata"].get("labels") or {})
 
 
 def job(pod: Document) -> str:
-    """Whose it is, as the log has it: namespace/name."""
+    """The job, namespace/name, for log lines."""
     metadata = pod["metadata"]
     name = (metadata.get("labels") or {}).get(names.LABEL_JOB, "")
     return f"{metadata.get('namespace', '')}/{name}" if name else ""
 
 
 def disruption(pod: Document) -> str:
-    """Why it is taken away, where Kubernetes says so (DisruptionTarget); empty: it is not."""
+    """Why Kubernetes removes the pod (condition DisruptionTarget); empty if it does not."""
     for condition in _conditions(pod):
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = str(condition.get("reason", ""))
-            text = DISRUPTIONS.get(reason, f"it is taken away ({reason})")
+            text = DISRUPTIONS.get(reason, f"it is being removed ({reason})")
             return _with_message(text, condition.get("message", ""))
     return ""
 
 
 def end(pod: Document, *, deleted: bool = False) -> str:
-    """How it ended, in one sentence. `deleted`: its object is gone, and this was its last state."""
-    where = f" on {place(pod)}" if place(pod) else ""
+    """How it ended, in one sentence. `deleted`: `pod` is the last state of a deleted object."""
+    where = f" on {node_name(pod)}" if node_name(pod) else ""
     host = f"its Kubernetes node{where.removeprefix(' on')}"
     why = disruption(pod)
     reason = str(pod.get("status", {}).get("reason", ""))
@@ -129,8 +125,8 @@ def _exit(ended: Document, where: str) -> str:
     return _with_message(f"its agent ended with exit code {code}{where}", message)
 
 
-def trouble(pod: Document) -> PodProblem | None:
-    """Why it does not start; None: it starts, runs or is over."""
+def problem(pod: Document) -> PodProblem | None:
+    """Why it does not start; None if it starts, runs or is over."""
     if is_over(pod) or is_running(pod):
         return None
     for condition in _conditions(pod):
@@ -140,8 +136,8 @@ def trouble(pod: Document) -> PodProblem | None:
                 return PodProblem(
                     code, "held back by a scheduling gate: a queue has not admitted it"
                 )
-            said = condition.get("message", "") or "no reason given"
-            return PodProblem(code, f"the scheduler finds no place: {said}"[:MAX_MESSAGE])
+            message = condition.get("message", "") or "no reason given"
+            return PodProblem(code, f"the scheduler finds no node: {message}"[:MAX_MESSAGE])
     for status in (*_statuses(pod, "initContainerStatuses"), *_statuses(pod, "containerStatuses")):
         waiting = status.get("state", {}).get("waiting", {})
         code = str(waiting.get("reason", ""))
@@ -155,15 +151,15 @@ def trouble(pod: Document) -> PodProblem | None:
 
 
 def not_started(pod: Document, seconds: float) -> str:
-    """What is said of a pod that is given back because it did not start."""
-    found = trouble(pod)
-    text = found.text if found else "its containers did not come up"
+    """Why a pod is released that did not start in time."""
+    found = problem(pod)
+    text = found.text if found else "its containers did not start"
     return f"not started within {seconds:g} s: {text}"
 
 
-def _with_message(text: str, message: Any) -> str:
-    said = " ".join(str(message or "").split())
-    return f"{text}: {said}"[:MAX_MESSAGE] if said else text
+def _with_message(text: str, message: object) -> str:
+    line = " ".join(str(message or "").split())
+    return f"{text}: {line}"[:MAX_MESSAGE] if line else text
 
 
 def _phase(pod: Document) -> str:
@@ -186,6 +182,6 @@ def _container(pod: Document) -> Document:
 
 
 def _ended_container(pod: Document) -> Document | None:
-    """With restartPolicy Never there is no second life."""
+    """Final, since the restartPolicy is Never."""
     ended: Document | None = _container(pod).get("state", {}).get("terminated")
     return ended

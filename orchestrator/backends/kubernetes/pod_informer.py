@@ -1,7 +1,4 @@
-"""The pods of all jobs, from one watch, handed to the backend of each job.
-
-Owns: the index by job, and what is kept of a pod. Must not: decide what a change means.
-"""
+"""The pods of all jobs from one watch per namespace, indexed by job."""
 
 from __future__ import annotations
 
@@ -13,18 +10,43 @@ from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS
 from holdfast.orchestrator.kube.informer import Change, Informer, Key
 
-Listener = Callable[[Change, Document], None]
+Handler = Callable[[Change, Document], None]
+FIELDS = {
+    "metadata": (
+        "name",
+        "namespace",
+        "uid",
+        "resourceVersion",
+        "labels",
+        "annotations",
+        "ownerReferences",
+        "creationTimestamp",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "finalizers",
+    ),
+    "spec": ("nodeName", "schedulingGates"),
+    "status": (
+        "phase",
+        "reason",
+        "message",
+        "conditions",
+        "containerStatuses",
+        "initContainerStatuses",
+    ),
+}
+"""What pod_conditions.py, the queues and the backend read."""
 
 
 class PodInformer:
-    """`run()` for ever; backends wait for `synced` and subscribe."""
+    """`run()` until cancelled; backends wait for `synced` and subscribe."""
 
     def __init__(self, cluster: KubeClient, namespaces: Sequence[str] = ("",)) -> None:
-        """`namespaces`: an empty one: all."""
-        self.handlers: list[Listener] = []
+        """An empty namespace stands for all."""
+        self.handlers: list[Handler] = []
         """Called for every change of any pod."""
-        self._listeners: dict[Key, Listener] = {}
         self._by_job: dict[Key, dict[str, Document]] = {}
+        self._job_handlers: dict[Key, Handler] = {}
         self.informers = [
             Informer(
                 cluster,
@@ -47,16 +69,16 @@ class PodInformer:
             await informer.synced.wait()
 
     def pods(self, job: Key) -> dict[str, Document]:
-        """Name -> pod, as of now."""
+        """Name -> pod."""
         return self._by_job.get(job, {})
 
-    def subscribe(self, job: Key, listener: Listener) -> None:
-        """`listener` is called from the event loop for every change from now on."""
-        assert job not in self._listeners, f"{job} is watched twice"
-        self._listeners[job] = listener
+    def subscribe(self, job: Key, handler: Handler) -> None:
+        """`handler` is called from the event loop for every further change."""
+        assert job not in self._job_handlers, f"{job} is watched twice"
+        self._job_handlers[job] = handler
 
     def unsubscribe(self, job: Key) -> None:
-        self._listeners.pop(job, None)
+        self._job_handlers.pop(job, None)
 
     def _on_change(self, change: Change, pod: Document) -> None:
         metadata = pod["metadata"]
@@ -70,25 +92,13 @@ class PodInformer:
             pods[metadata["name"]] = pod
         for handler in self.handlers:
             handler(change, pod)
-        listener = self._listeners.get(job)
-        if listener is not None:
-            listener(change, pod)
+        if job in self._job_handlers:
+            self._job_handlers[job](change, pod)
 
 
 def trim(pod: Document) -> Document:
-    """What words.py and the backend read; of 10 kB of a pod one or two."""
-    metadata = pod["metadata"]
-    kept = (
-        "name", "namespace", "uid", "resourceVersion", "labels", "annotations", "ownerReferences",
-        "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers",
-    )  # fmt: skip
-    kept_spec = ("nodeName", "schedulingGates")
-    spec, status = pod.get("spec", {}), pod.get("status", {})
-    kept_status = (
-        "phase", "reason", "message", "conditions", "containerStatuses", "initContainerStatuses",
-    )  # fmt: skip
+    """One or two of the 10 kB of a pod."""
     return {
-        "metadata": {key: metadata[key] for key in kept if key in metadata},
-        "spec": {key: spec[key] for key in kept_spec if key in spec},
-        "status": {key: status[key] for key in kept_status if key in status},
+        part: {name: pod[part][name] for name in kept if name in pod.get(part, {})}
+        for part, kept in FIELDS.items()
     }

@@ -1,11 +1,8 @@
-"""TrainingJob and node name -> Pod. Pure.
+"""The pod of a node, from the TrainingJob. Pure.
 
-Owns: what a pod of a job looks like before the API server has seen it. Must not: touch the API,
-read a clock or draw a name.
-
-The pod satisfies the "restricted" pod security standard. What the job's podTemplate says is merged
-over it; what makes it a node of this job (name, labels, owner, agent's command, restart policy) is
-put in place after that, because without it the pod would be none.
+The pod satisfies the "restricted" pod security standard. The job's podTemplate is merged over it.
+Afterwards the fields are set that make it a node of this job: name, labels, owner, the agent's
+command and the restart policy.
 """
 
 from __future__ import annotations
@@ -26,13 +23,13 @@ RUN_AS = 65532
 """The user `nonroot` of common base images; a restricted pod may not run as root."""
 SECRETS = "/var/run/holdfast/agents"
 LOGS = "-"
-"""Workers write to the pod's own output, where `kubectl logs` finds it."""
+"""Workers write to the pod's output, for `kubectl logs`."""
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 ANTI_AFFINITY_WEIGHT = 100
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 GRACE_MARGIN_S = 5.0
-"""On top of the job's own grace: the agent has to collect its workers and say good-bye."""
+"""On top of the job's own grace: the agent has to collect its workers and disconnect."""
 
 DOWNWARD = {
     "POD_NAME": "metadata.name",
@@ -44,14 +41,14 @@ DOWNWARD = {
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What the operator gives to the pods of all jobs."""
+    """The operator's settings for the pods of all jobs."""
 
     endpoint: str
     """HOST:PORT[,HOST:PORT...] where agents find the operator."""
     image: str = ""
-    """For jobs that name none."""
+    """For jobs whose spec names none."""
     image_pull_policy: str = ""
-    """Empty: as Kubernetes chooses."""
+    """Empty for the default of Kubernetes."""
     checkpoint_volume: Mapping[str, Any] = field(default_factory=dict)
     """A volume source, such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}, that every
     pod gets at `checkpoint_root`."""
@@ -67,9 +64,9 @@ def pod_document(
     blamed: Mapping[str, str] | None = None,
     doubtful: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The pod that is node `node`. `blamed`: nodes of the job that are not to be used again -> the
-    Kubernetes nodes that they were on. `doubtful`: Kubernetes nodes that may be dead without
-    Kubernetes knowing it yet: used only where there is no other room.
+    """The pod of node `node`. `blamed`: node of the job -> Kubernetes node that must not be used
+    again. `doubtful`: Kubernetes nodes that may be dead before Kubernetes has noticed; they are
+    used only as a last resort.
 
     Raises UserError for a template that leaves no container."""
     blamed = blamed or {}
@@ -87,13 +84,13 @@ def pod_document(
         metadata["annotations"] = {**metadata.get("annotations", {}), names.BLAMED: text}
     metadata["ownerReferences"] = [names.owner_reference(owner.name, owner.uid)]
     pod["spec"]["restartPolicy"] = "Never"
-    _keep_away(pod["spec"], set(blamed.values()))
-    _rather_not(pod["spec"], set(doubtful) - set(blamed.values()))
+    _require_other_nodes(pod["spec"], set(blamed.values()))
+    _prefer_other_nodes(pod["spec"], set(doubtful) - set(blamed.values()))
     worker = _container(pod["spec"])
     worker["args"] = _arguments(job, owner, settings, node)
     grace_s = pod["spec"].get("terminationGracePeriodSeconds")
     if isinstance(grace_s, int) and grace_s > 0:
-        # As the kubelet will keep it, whoever wrote it.
+        # The template may have changed it.
         worker["args"] += ["--grace", str(grace_s)]
     worker.setdefault("command", ["python"])
     return {"apiVersion": "v1", "kind": "Pod", **pod}
@@ -112,22 +109,22 @@ def _container(spec: dict[str, Any]) -> dict[str, Any]:
         if isinstance(container, dict) and container.get("name") == names.CONTAINER:
             return container
     field = "spec.kubernetes.podTemplate.spec.containers"
-    problem = Problem(field, f"none called {names.CONTAINER}", "the one that trains to stay")
+    problem = Problem(field, f"none called {names.CONTAINER}", "the training container")
     raise UserError(str(problem))
 
 
 def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str) -> list[str]:
-    return [
-        # -P: the image's directory is the user's, see protocol/python_command.py.
-        "-P", "-m", "holdfast.workers.agent",
-        "--job", owner.key,
-        "--node", node,
-        "--slots", str(job.spec.workers_per_node),
-        "--token-file", f"{SECRETS}/token",
-        "--endpoint", settings.endpoint,
-        "--tls", SECRETS,
-        "--tls-name", names.tls_name(owner.uid),
-    ]  # fmt: skip
+    options = {
+        "--job": owner.key,
+        "--node": node,
+        "--slots": str(job.spec.workers_per_node),
+        "--token-file": f"{SECRETS}/token",
+        "--endpoint": settings.endpoint,
+        "--tls": SECRETS,
+        "--tls-name": names.tls_name(owner.uid),
+    }
+    # -P: the working directory belongs to the user, see protocol/python_command.py.
+    return ["-P", "-m", "holdfast.workers.agent", *(w for pair in options.items() for w in pair)]
 
 
 def _spec(job: TrainingJob, owner: Owner, settings: PodSettings) -> dict[str, Any]:
@@ -174,7 +171,7 @@ def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
                 {"name": n, "valueFrom": {"fieldRef": {"fieldPath": p}}}
                 for n, p in DOWNWARD.items()
             ),
-            # Whoever the image runs as need not have an entry in its password file or a home.
+            # The image need not have a passwd entry or a home directory for its user.
             {"name": "HOME", "value": "/tmp"},
             {"name": "USER", "value": "holdfast"},
         ],
@@ -185,7 +182,7 @@ def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
             "runAsNonRoot": True,
         },
         "volumeMounts": mounts,
-        # When an agent ends with an error, its last words become the pod's status.
+        # The last log lines of a failed agent become the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     if settings.image_pull_policy:
@@ -193,13 +190,9 @@ def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
     return container
 
 
-def _field(name: str, path: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def _resources(job: TrainingJob) -> dict[str, Any]:
-    """Of the pod: that of a worker times their number. Memory is limited to what is requested; CPU
-    is not limited, because a worker that is throttled holds up all others."""
+    """The resources of a worker times the workers of a node. Memory is limited to its request. CPU
+    has no limit, because a throttled worker delays all others."""
     each, count = job.spec.resources, job.spec.workers_per_node
     requests: dict[str, str] = {}
     limits: dict[str, str] = {}
@@ -241,14 +234,14 @@ def _affinity(job: TrainingJob, owner: Owner) -> dict[str, Any]:
             return {}
 
 
-def _keep_away(spec: dict[str, Any], places: set[str]) -> None:
-    """From these Kubernetes nodes, whatever else the template wants of nodes. By the nodes' names
-    and not their hostname labels: the two may differ."""
-    if not places:
+def _require_other_nodes(spec: dict[str, Any], excluded: set[str]) -> None:
+    """Exclude Kubernetes nodes, in addition to the affinity of the template. By name, not by
+    hostname label: the two may differ."""
+    if not excluded:
         return
-    fields = _none_of(places)
+    fields = _none_of(excluded)
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    # Terms are alternatives, so each of them has to say it.
+    # Terms are alternatives, so each of them needs the exclusion.
     terms = affinity.setdefault(REQUIRED, {}).setdefault("nodeSelectorTerms", [])
     for term in terms or [{}]:
         term["matchFields"] = [*term.get("matchFields", []), *fields]
@@ -256,13 +249,13 @@ def _keep_away(spec: dict[str, Any], places: set[str]) -> None:
             terms.append(term)
 
 
-def _rather_not(spec: dict[str, Any], places: set[str]) -> None:
-    if not places:
+def _prefer_other_nodes(spec: dict[str, Any], doubtful: set[str]) -> None:
+    if not doubtful:
         return
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    wish = {"weight": ANTI_AFFINITY_WEIGHT, "preference": {"matchFields": _none_of(places)}}
-    affinity[PREFERRED] = [*affinity.get(PREFERRED, []), wish]
+    other = {"weight": ANTI_AFFINITY_WEIGHT, "preference": {"matchFields": _none_of(doubtful)}}
+    affinity[PREFERRED] = [*affinity.get(PREFERRED, []), other]
 
 
-def _none_of(places: set[str]) -> list[dict[str, Any]]:
-    return [{"key": "metadata.name", "operator": "NotIn", "values": [p]} for p in sorted(places)]
+def _none_of(nodes: set[str]) -> list[dict[str, Any]]:
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in sorted(nodes)]

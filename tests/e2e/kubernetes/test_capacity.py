@@ -94,7 +94,7 @@ def test_a_job_whose_quota_has_room_for_less_than_its_most_trains_with_what_ther
     job = Job(cluster_namespace, document)
     job.wait_running(3)
     before = names_of(job)
-    told = "1 pod was asked for and none was made: "
+    told = "1 pod was requested and none was created: "
     job.wait(lambda status: told in str(status["conditions"]), "to have asked for the fourth")
     job.wait_steps(5)
     assert names_of(job) == before and len(before) == 3

@@ -110,7 +110,7 @@ def test_without_the_right_to_create_pods_the_condition_names_it_and_what_to_do(
         "trainingjob", "podless", lambda d: reason_of(d) == "MissingRight", "to name the right",
         timeout_s=BOUND_S,
     )  # fmt: skip
-    assert "2 pods were asked for and none was made: missing right: create pods" in message_of(
+    assert "2 pods were requested and none was created: missing right: create pods" in message_of(
         found
     )
     assert "bind a role that has it, see the chart's RBAC" in message_of(found), replica.tail()

@@ -87,7 +87,7 @@ def test_an_applied_job_gets_pods_a_secret_a_journal_and_a_status(
     assert status["state"] == "pending"
     assert status["nodes"] == {"ready": 0, "desired": 2, "summary": "0/2", "spares": 0}
     assert status["observedGeneration"] == document["metadata"]["generation"]
-    assert "the scheduler finds no place" in message_of(document)
+    assert "the scheduler finds no node" in message_of(document)
     assert {one["type"] for one in status["conditions"]} == {
         "Ready", "Progressing", "Suspended", "Succeeded", "Failed",
     }  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
 ) -> None:
     small.apply(job("crowded", nodes={"min": 2, "max": 2}))
     found = small.wait("trainingjob", "crowded", lambda d: reason_of(d) == "NoRoom", "has no room")
-    assert "2 pods were asked for and none was made" in message_of(found)
+    assert "2 pods were requested and none was created" in message_of(found)
     assert "exceeded quota: small" in message_of(found)
     until(lambda: pods(small, "crowded") == [], "no pod to be left", timeout_s=BOUND_S)
     small.run("delete", "quota", "small")
@@ -241,7 +241,7 @@ def test_a_quota_between_the_least_and_the_most_is_used_up_and_nothing_is_made_i
     small.wait("quota", "middle", lambda q: "used" in (q or {}).get("status", {}), "counted")
     small.apply(job("elastic", nodes={"min": 2, "max": 4}))
     kept = names_of(wait_pods(small, "elastic", 3))
-    told = "1 pod was asked for and none was made: "
+    told = "1 pod was requested and none was created: "
     small.wait("trainingjob", "elastic", lambda d: told in message_of(d), "asked again")
     assert names_of(pods(small, "elastic")) == kept
     small.run("delete", "quota", "middle")
@@ -359,7 +359,7 @@ def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
     jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":true}}')
     jobs.wait("pod", lost, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
     # Kubernetes would do it, too, but only after 40 s.
-    assert f"{lost}: removed by force" in operator.log.read_text()
+    assert f"{lost}: deleted by force" in operator.log.read_text()
     found = jobs.json("get", "pod", kept)
     assert found["metadata"]["deletionTimestamp"], "asked to end, as its kubelet may still do"
     jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":false}}')
@@ -383,7 +383,7 @@ def test_a_deleted_job_leaves_no_pod_on_a_kubernetes_node_that_is_gone(
     jobs.run("delete", "trainingjob", "ghostly", "--timeout=60s")
     for pod in pods:
         jobs.wait("pod", pod, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
-        assert f"{pod}: removed by force" in operator.log.read_text()
+        assert f"{pod}: deleted by force" in operator.log.read_text()
 
 
 def test_the_operator_outlives_a_restart_of_the_api_server(

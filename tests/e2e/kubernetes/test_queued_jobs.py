@@ -146,7 +146,7 @@ def test_a_job_waits_behind_the_gate_and_grows_only_when_its_gang_is_admitted(
     gang = wait_pods(jobs, "queued", 2)
     assert members(gang) == set(gang)
     message = wait_reason(jobs, "queued", "Queued")
-    assert "Kueue's queue team-a has not admitted them yet" in message
+    assert "Kueue's queue team-a has not admitted the pods yet" in message
     status = jobs.json("get", "trainingjob", "queued")["status"]
     assert (status["state"], status.get("restarts", 0)) == ("pending", 0)
 
@@ -195,7 +195,7 @@ def test_a_queue_that_does_not_exist_is_refused_and_taken_when_it_does(jobs: Kub
     jobs.apply(job("early", "kueue", queue="team-b"))
     message = wait_reason(jobs, "early", "Refused")
     assert "spec.queue: got team-b; expected a LocalQueue" in message
-    assert "(there: team-a); make it, or name another" in message
+    assert "(existing: team-a); create it, or name another" in message
     assert pods(jobs, "early") == {}
     queue = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue"}
     jobs.create({**queue, "metadata": {"name": "team-b"}, "spec": {"clusterQueue": "training"}})

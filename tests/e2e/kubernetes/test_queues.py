@@ -22,7 +22,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
-from holdfast.orchestrator.backends.kubernetes.queues.base import group_of
+from holdfast.orchestrator.backends.kubernetes.queues.base import gang_of
 from holdfast.orchestrator.backends.kubernetes.queues.selection import integration_of, problems
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import KubeClient
@@ -108,7 +108,7 @@ def test_a_cluster_without_the_system_is_told_of_with_the_fix(
         pytest.skip("what a given cluster serves is not known")
     text = complaints[gang]
     assert text.startswith("spec.kubernetes.gang: ")
-    assert "was chosen, and the cluster does not serve" in text
+    assert "was chosen, but the cluster does not serve" in text
     assert "choose another spec.kubernetes.gang" in text
 
 
@@ -121,7 +121,7 @@ def test_a_pod_group_is_what_the_published_definition_says(
     integration = integration_of(wanted)
     assert integration is not None
     pod = pod_document(wanted, owner, SETTINGS, "llm-x")
-    document = integration.extra(group_of(wanted, owner), integration.apis[0], pod)
+    document = integration.extra(gang_of(wanted, owner), integration.apis[0], pod)
     assert document is not None
     text = yaml.safe_dump(document)
     namespace.run("apply", "--server-side", "--validate=strict", "--filename=-", stdin=text)

@@ -121,7 +121,7 @@ def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> 
     team.create(job(spec, "life"))
     until(lambda: pods(team, "life") == 4, "pods of three nodes and a spare", timeout_s=60)
     until(
-        lambda: "the scheduler finds no place" in yaml.safe_dump(status(team, "life"), width=9999),
+        lambda: "the scheduler finds no node" in yaml.safe_dump(status(team, "life"), width=9999),
         "the scheduler's words in the status", timeout_s=60, last=lambda: status(team, "life"),
     )  # fmt: skip
     assert condition(team.get("tj", "life"), "Ready") == "False"

@@ -60,7 +60,7 @@ def test_a_pod_that_never_starts_is_given_back_at_its_deadline_and_asked_for_ane
 ) -> None:
     jobs.apply(job("late", kubernetes={"startTimeoutSeconds": 2}))
     first = names_of(wait_pods(jobs, "late", 2))
-    found = wait_told(jobs, "late", "not started within 2 s: the scheduler finds no place: ")
+    found = wait_told(jobs, "late", "not started within 2 s: the scheduler finds no node: ")
     assert found["status"]["state"] == "pending"
     until(
         lambda: names_of(pods(jobs, "late")) and not first & names_of(pods(jobs, "late")),
@@ -112,9 +112,9 @@ def test_a_secret_of_somebody_else_under_the_jobs_name_is_left_alone_and_named(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ('{"data": {"tls.key": null}}', "edited beyond use"),
-        ('{"data": {"tls.key": "bm9uc2Vuc2U="}}', "edited beyond use"),
-        ('{"stringData": {"token": "another"}}', "edited, running agents have other keys"),
+        ('{"data": {"tls.key": null}}', "not usable"),
+        ('{"data": {"tls.key": "bm9uc2Vuc2U="}}', "not usable"),
+        ('{"stringData": {"token": "another"}}', "edited, and running agents have other keys"),
     ],
     ids=["a-key-taken-out", "a-key-that-is-none", "another-token"],
 )
@@ -147,7 +147,7 @@ def test_a_secret_that_was_edited_while_no_operator_ran_is_named(
     jobs.run("patch", "secret", "tampered-agents", "--type=merge", f"--patch={change}")
     operator.start()
     operator.wait_leading()
-    found = wait_told(jobs, "tampered", "edited beyond use; delete it and it is made again")
+    found = wait_told(jobs, "tampered", "not usable; delete it and the operator creates it again")
     assert reason_of(found) == "OperatorWaits"
     jobs.run("delete", "secret", "tampered-agents")
     wait_told(jobs, "tampered", "agents that still run cannot be spoken to any more")

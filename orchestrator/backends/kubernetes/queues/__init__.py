@@ -1,2 +1,1 @@
-"""Who places a job's nodes together and admits them: one small file per system, pure, and queue.py,
-which a job's backend speaks to."""
+"""Gang scheduling and queues: one Integration for each system, and the Admission of a job."""

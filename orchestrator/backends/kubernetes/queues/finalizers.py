@@ -1,9 +1,7 @@
-"""Takes Kueue's finalizer off pods of a gang that are over and deleted, whoever deleted them.
+"""Removes Kueue's finalizer from deleted pods of gangs, for the pods of all jobs.
 
-Owns: that, for the pods of all jobs, also of those that are gone. Must not: touch any other pod.
-
-Kueue keeps a deleted member of a pod group until the group is over or a replacement is there. A job
-that is deleted or held while it waits in the queue gets none, and its pods would stay for ever.
+Kueue keeps a deleted member of a pod group until the group is over or has a replacement for it. A
+job that is deleted or suspended while it is queued gets no replacement: its pods would never go.
 """
 
 from __future__ import annotations
@@ -22,28 +20,28 @@ log = logging.getLogger("holdfast.kubernetes")
 
 
 class Finalizers:
-    """`on_pod_change` is called for every change of a pod of ours."""
+    """`on_pod_change` is called for every change of a pod of any job."""
 
     def __init__(self, cluster: KubeClient) -> None:
         self._cluster = cluster
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def on_pod_change(self, change: Change, pod: Document) -> None:
         uid = str(pod["metadata"]["uid"])
-        patch = None if change == "DELETED" else kueue.given_back(pod)
-        if patch is None or uid in self._under_way:
+        patch = None if change == "DELETED" else kueue.finalizer_patch(pod)
+        if patch is None or uid in self._tasks:
             return
-        task = asyncio.get_running_loop().create_task(self._take_off(pod, patch))
-        self._under_way[uid] = task
-        task.add_done_callback(lambda _task: self._under_way.pop(uid, None))
+        task = asyncio.get_running_loop().create_task(self._remove(pod, patch))
+        self._tasks[uid] = task
+        task.add_done_callback(lambda _task: self._tasks.pop(uid, None))
 
     def close(self) -> None:
-        for task in self._under_way.values():
+        for task in self._tasks.values():
             task.cancel()
 
-    async def _take_off(self, pod: Document, patch: Document) -> None:
-        """Until it is done: nobody else will do it."""
-        metadata, pauses = pod["metadata"], Backoff()
+    async def _remove(self, pod: Document, patch: Document) -> None:
+        """Retry without limit: no other component removes it."""
+        metadata, backoff = pod["metadata"], Backoff()
         while True:
             try:
                 await self._cluster.patch(PODS, metadata["namespace"], metadata["name"], patch)
@@ -52,9 +50,9 @@ class Finalizers:
                 return
             except ApiError as error:
                 log.warning(
-                    "%s keeps Kueue's finalizer for now: %s",
+                    "%s: Kueue's finalizer is not removed yet: %s",
                     metadata["name"],
                     error,
                     extra={"job": pod_conditions.job(pod)},
                 )
-                await asyncio.sleep(pauses.next_s())
+                await asyncio.sleep(backoff.next_s())

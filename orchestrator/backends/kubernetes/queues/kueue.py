@@ -1,33 +1,31 @@
-"""Kueue: pods that wait behind a gate until their queue has quota for them. Pure.
+"""Kueue: pods wait behind a scheduling gate until their queue has quota for them. Pure.
 
-Owns: the names that Kueue looks at, and how a job's pods form groups. Must not: touch the API.
+Written to the published CRDs and KEP-976 (plain pods), with tests against these; not run against a
+real Kueue. Source: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/. The rules that matter:
 
-Source: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ and KEP-976 (plain pods). What decides:
-
-* A pod group has one size, which cannot change, and is admitted as a whole. So the gang
-  (nodes.min) is a pod group, and every node beyond it is a pod of its own, which is asked for only
-  once the gang is admitted: before, such pods could take the quota that the gang waits for.
-* The group keeps the quota of a pod that failed, for its replacement. A replacement counts only if
-  its role is that of the lost pod; the role is normally a hash of resources, affinity and so on,
-  and ours may differ (they keep away from blamed nodes), so all have one role, named in an
-  annotation, as Kueue's own controllers do it.
-* A pod that ended well is not replaced, and a deleted member stays, by a finalizer, until a
-  replacement is there or the group is over. A node that was given back, and a job that is deleted
-  or held in the queue, have neither: their finalizer is taken off (finalizers.py).
-* A group is over when all its pods ended well, or when all have ended and one of them says that
-  none will be replaced. A job that ends says so: its quota is free although pods stay for their
-  logs.
+* A pod group has a fixed size and is admitted as a whole. So the gang (nodes.min) is a pod group,
+  and each further node is a single pod, which is requested after the gang is admitted: earlier it
+  could take the quota that the gang waits for.
+* The group keeps the quota of a failed pod for a replacement of the same role. By default the role
+  is a hash of resources, affinity and so on. Pods of a job differ in their affinity, so all get the
+  same role by an annotation, as Kueue's own controllers do.
+* A pod that succeeded is not replaced. A deleted member stays, by a finalizer, until it has a
+  replacement or the group is over. A released node and a job that is deleted or suspended in the
+  queue have neither; finalizers.py removes their finalizer.
+* A group is over when all its pods succeeded, or when all have ended and one has the annotation
+  that none will be replaced. A finished job sets it, so that its quota is free while its pods stay
+  for their logs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from holdfast.orchestrator.kube.errors import Resource
+from holdfast.orchestrator.kube.names import Document
 
 from .. import pod_conditions
-from .base import Document, PodGang, with_metadata, with_spec
+from .base import PodGang, with_metadata, with_spec
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -54,60 +52,59 @@ class Kueue:
         "another spec.kubernetes.gang"
     )
 
-    def pod(self, pod: Document, group: PodGang, *, member: bool) -> Document:
-        """The gate and the label are what Kueue's webhook would set: a pod that it does not see
-        must not pass the queue by."""
-        labels = {QUEUE_LABEL: group.queue, MANAGED: "true"}
-        if group.workload_priority_class:
-            labels[PRIORITY_LABEL] = group.workload_priority_class
+    def pod(self, pod: Document, gang: PodGang, *, member: bool) -> Document:
+        """Sets the gate and the label like Kueue's webhook, so that a pod which the webhook misses
+        does not bypass the queue."""
+        labels = {QUEUE_LABEL: gang.queue, MANAGED: "true"}
+        if gang.workload_priority_class:
+            labels[PRIORITY_LABEL] = gang.workload_priority_class
         notes = {}
         if member:
-            labels[GROUP_LABEL] = group.name
-            notes = {COUNT_NOTE: str(group.size), ROLE_NOTE: ROLE}
+            labels[GROUP_LABEL] = gang.name
+            notes = {COUNT_NOTE: str(gang.size), ROLE_NOTE: ROLE}
         gates = [*pod["spec"].get("schedulingGates", ()), {"name": GATE}]
         unique = list({gate["name"]: gate for gate in gates}.values())
         return with_spec(with_metadata(pod, labels=labels, notes=notes), schedulingGates=unique)
 
-    def extra(self, group: PodGang, api: Resource, pod: Document) -> None:
-        """None: Kueue makes its Workload itself, from the pods."""
+    def pod_group(self, gang: PodGang, api: Resource, pod: Document) -> None:
+        """Kueue makes its Workload itself, from the pods."""
 
 
 def is_held(pod: Document) -> bool:
     """Kueue has not admitted it."""
     gates = pod["spec"].get("schedulingGates") or ()
-    return any(gate["name"] == GATE for gate in gates) and not pod_conditions.is_leaving(pod)
+    return any(gate["name"] == GATE for gate in gates) and not pod_conditions.is_terminating(pod)
 
 
 def is_member(pod: Document) -> bool:
     return GROUP_LABEL in pod["metadata"].get("labels", {})
 
 
-def members_wanted(pods: Mapping[str, Document], group: PodGang) -> int:
-    """So many are missing from the gang, as Kueue counts it. `pods`: all of the job.
+def members_wanted(pods: Mapping[str, Document], gang: PodGang) -> int:
+    """Members that the gang lacks, as Kueue counts them. `pods`: all of the job.
 
-    A member that is deleted and still runs has its place until it has ended: one more would be one
-    too many, and Kueue deletes the newest of those.
+    A member that is deleted and still runs counts until it has ended. Kueue deletes the newest pod
+    of a group with too many.
     """
-    return max(0, group.size - sum(map(_has_place, pods.values())))
+    return max(0, gang.size - sum(map(_counts, pods.values())))
 
 
-def _has_place(pod: Document) -> bool:
-    never_ran = pod_conditions.is_leaving(pod) and not pod_conditions.place(pod)
+def _counts(pod: Document) -> bool:
+    never_ran = pod_conditions.is_terminating(pod) and not pod_conditions.node_name(pod)
     return is_member(pod) and _phase(pod) != "Failed" and not never_ran
 
 
 def is_ending(pod: Document) -> bool:
-    """A member whose place will soon be free for its replacement."""
-    return pod_conditions.is_leaving(pod) and _has_place(pod)
+    """A member that will soon be replaceable."""
+    return pod_conditions.is_terminating(pod) and _counts(pod)
 
 
-def spent(pods: Mapping[str, Document]) -> list[str]:
-    """Members that ended well while the job goes on: only when they are deleted is their place in
-    the gang free."""
+def succeeded_members(pods: Mapping[str, Document]) -> list[str]:
+    """Members that succeeded while the job continues; they must be deleted to be replaceable."""
     return [
         name
         for name, pod in pods.items()
-        if is_member(pod) and _phase(pod) == "Succeeded" and not pod_conditions.is_leaving(pod)
+        if is_member(pod) and _phase(pod) == "Succeeded" and not pod_conditions.is_terminating(pod)
     ]
 
 
@@ -115,16 +112,16 @@ def _phase(pod: Document) -> str:
     return str(pod.get("status", {}).get("phase", "Pending"))
 
 
-def given_back(pod: Document) -> dict[str, Any] | None:
-    """A patch that lets a deleted member of the gang go that does not run any more or never did;
-    None: nothing is to be done. Its quota stays with the group, for a replacement."""
+def finalizer_patch(pod: Document) -> Document | None:
+    """The patch that releases a deleted member which has ended or never ran; None for other pods.
+    Its quota stays with the group for a replacement."""
     finalizers = pod["metadata"].get("finalizers") or []
-    if MANAGED not in finalizers or not (is_member(pod) and pod_conditions.is_leaving(pod)):
+    if MANAGED not in finalizers or not (is_member(pod) and pod_conditions.is_terminating(pod)):
         return None
-    if pod_conditions.place(pod) and not pod_conditions.is_over(pod):
+    if pod_conditions.node_name(pod) and not pod_conditions.is_over(pod):
         return None
     return {"metadata": {"finalizers": [name for name in finalizers if name != MANAGED]}}
 
 
-NO_REPLACEMENT: dict[str, Any] = {"metadata": {"annotations": {RETRIABLE_NOTE: "false"}}}
-"""A patch: no pod of the group will be replaced."""
+NO_REPLACEMENT: Document = {"metadata": {"annotations": {RETRIABLE_NOTE: "false"}}}
+"""The patch which declares that no pod of the group will be replaced."""

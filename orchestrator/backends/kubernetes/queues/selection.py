@@ -1,29 +1,22 @@
-"""What a spec says about gangs and queues: which integration, what is wrong with it, and whether
-the job is ours at all. Pure.
-
-Owns: that reading. Must not: touch the API.
-"""
+"""The integration that a spec chooses, its problems, and spec.managedBy. Pure."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem
+from holdfast.orchestrator.kube.names import Document
 
 from .base import Integration
-from .coscheduling import Coscheduling
 from .kueue import Kueue
-from .native import Native
-from .volcano import Volcano
+from .pod_groups import Coscheduling, Native, Volcano
 
 MANAGER = "holdfast.dev/operator"
-"""Our name in spec.managedBy."""
+"""Holdfast's name in spec.managedBy."""
 WITH_QUEUES = ("kueue", "volcano")
 
 
 def integration_of(job: TrainingJob) -> Integration | None:
-    """None: a plain cluster."""
+    """None for a cluster without gang scheduling."""
     match job.spec.kubernetes.gang:
         case "kueue":
             return Kueue()
@@ -38,7 +31,7 @@ def integration_of(job: TrainingJob) -> Integration | None:
 
 
 def problems(job: TrainingJob) -> list[Problem]:
-    """What fits together on no cluster."""
+    """Combinations that work on no cluster."""
     gang, queue = job.spec.kubernetes.gang, job.spec.queue
     found = []
     if queue and gang not in WITH_QUEUES:
@@ -72,7 +65,7 @@ def problems(job: TrainingJob) -> list[Problem]:
     return found
 
 
-def has_other_manager(document: dict[str, Any]) -> bool:
-    """Another controller has the job, as with a batch/v1 Job's managedBy: we do nothing with it and
-    say nothing of it."""
+def has_other_manager(document: Document) -> bool:
+    """Another controller manages the job, as with managedBy of a batch/v1 Job; the operator ignores
+    it."""
     return (document.get("spec") or {}).get("managedBy") not in (None, MANAGER)

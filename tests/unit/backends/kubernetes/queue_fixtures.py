@@ -1,4 +1,4 @@
-"""Jobs and pods for the tests of gangs and queues. Owns these documents; no cluster is asked."""
+"""Jobs and pods for the tests of gang schedulers and queues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def training_job(gang: str, queue: str | None = None, **kubernetes: Any) -> Trai
 
 
 def queue_of(wanted: TrainingJob) -> Admission:
-    """Without a cluster: nothing here asks one."""
+    """Without a cluster: these tests send no requests."""
     return Admission(wanted, OWNER, cluster=None)  # type: ignore[arg-type]
 
 
@@ -36,14 +36,14 @@ def plain_pod(wanted: TrainingJob, name: str = "llm-a") -> Document:
 
 
 def kueue_pods(queue: Admission, wanted: TrainingJob, *names: str) -> dict[str, Document]:
-    """Pods as they are made together, while there are no others."""
+    """Pods of one request, while there are no others."""
     return {
         name: queue.decorate(plain_pod(wanted, name), {}, index) for index, name in enumerate(names)
     }
 
 
 def admit(*pods: Document) -> None:
-    """What Kueue does: it takes the gate off."""
+    """As Kueue does: remove the gate."""
     for pod in pods:
         pod["spec"]["schedulingGates"] = []
         pod["status"] = {"phase": "Pending"}

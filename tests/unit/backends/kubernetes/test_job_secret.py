@@ -9,7 +9,7 @@ import ssl
 import pytest
 from cryptography import x509
 
-from holdfast.orchestrator.backends.kubernetes.job_secret import make_keys, secret_document
+from holdfast.orchestrator.backends.kubernetes.job_secret import secret_document
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.protocol.tls import client_context_from_pem, server_context_from_pem
 
@@ -17,7 +17,7 @@ NAME = "0b1c.jobs.holdfast.dev"
 
 
 async def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bytes:
-    """What a client hears that dials in."""
+    """What a client receives when it connects."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"welcome")
@@ -29,19 +29,19 @@ async def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", port, ssl=client, server_hostname=name
         )
-        heard = await reader.read()
+        received = await reader.read()
         writer.close()
-    return heard
+    return received
 
 
-def test_all_parts_of_a_job_can_speak_with_its_keys() -> None:
+def test_the_keys_of_a_job_authenticate_both_sides() -> None:
     keys = make_keys(NAME)
     server = server_context_from_pem(keys.certificate, keys.key)
     client = client_context_from_pem(keys.certificate, keys.key)
     assert asyncio.run(handshake(server, client, NAME)) == b"welcome"
 
 
-def test_the_keys_of_another_job_open_nothing() -> None:
+def test_the_keys_of_another_job_are_refused() -> None:
     ours, theirs = make_keys(NAME), make_keys(NAME)
     server = server_context_from_pem(ours.certificate, ours.key)
     client = client_context_from_pem(theirs.certificate, theirs.key)
@@ -49,13 +49,13 @@ def test_the_keys_of_another_job_open_nothing() -> None:
         asyncio.run(handshake(server, client, NAME))
 
 
-def test_the_certificate_is_the_jobs_and_no_hosts() -> None:
+def test_the_certificate_names_the_job_and_no_host() -> None:
     certificate = x509.load_pem_x509_certificate(make_keys(NAME).certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [NAME]
 
 
-def test_a_secret_holds_what_pods_mount_and_goes_with_its_job() -> None:
+def test_a_secret_has_the_files_of_the_pods_and_the_job_as_owner() -> None:
     keys = make_keys(NAME)
     document = secret_document(Owner("team-a", "llm", "0b1c"), keys)
     assert document["metadata"]["name"] == "llm-agents"

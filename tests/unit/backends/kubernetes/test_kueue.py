@@ -1,5 +1,5 @@
-"""Kueue without Kueue: which nodes are asked for when, and what becomes of those that wait or end.
-Owns the pure part; tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
+"""Kueue's rules without Kueue: which pods are created when, and what happens to queued and ended ones.
+tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.backends.kubernetes.queue_fixtures import (
 )
 
 
-def test_the_gang_is_one_pod_group_and_further_nodes_are_pods_of_their_own() -> None:
+def test_the_gang_is_one_pod_group_and_further_nodes_are_single_pods() -> None:
     wanted = training_job("kueue", "team-a", workloadPriorityClassName="high")
     queue = queue_of(wanted)
     pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c", "llm-d")
@@ -39,8 +39,8 @@ def test_the_gang_is_one_pod_group_and_further_nodes_are_pods_of_their_own() -> 
         assert pod["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
 
 
-def test_a_replacement_has_the_role_of_what_it_replaces_wherever_it_must_not_go() -> None:
-    """Kueue derives the role from affinity too, and ours keeps away from blamed nodes."""
+def test_a_replacement_has_the_role_of_the_lost_pod_despite_other_affinity() -> None:
+    """Kueue derives the role from affinity too, and a replacement excludes blamed nodes."""
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
@@ -53,14 +53,14 @@ def test_a_replacement_has_the_role_of_what_it_replaces_wherever_it_must_not_go(
     assert roles == {"main"}
 
 
-def test_the_core_hears_of_nodes_when_they_are_admitted_and_growth_comes_after_the_gang() -> None:
+def test_admitted_pods_become_nodes_and_further_pods_follow_the_gang() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     queue.opened({})
 
     first = queue.plan(6, {})
     assert (first.ready, first.create) == ((), 3)
-    assert "queue team-a has not admitted them yet" in first.held
+    assert "queue team-a has not admitted the pods yet" in first.held
 
     gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
     waiting = queue.plan(6, gang)
@@ -79,7 +79,7 @@ def test_the_core_hears_of_nodes_when_they_are_admitted_and_growth_comes_after_t
     assert queue.plan(3, gang | single).ready == ("llm-d",)
 
 
-def test_nothing_is_asked_for_twice_while_pods_are_on_their_way() -> None:
+def test_no_pod_is_requested_twice_while_others_are_being_created() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pods = kueue_pods(queue, wanted, "llm-a")
@@ -87,14 +87,14 @@ def test_nothing_is_asked_for_twice_while_pods_are_on_their_way() -> None:
     assert (plan.create, bool(plan.held)) == (0, True)
 
 
-def test_a_job_that_is_held_gives_its_places_in_the_queue_up_and_asks_again_later() -> None:
+def test_a_suspended_job_leaves_the_queue_and_enters_it_again_later() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
-    assert queue.unwanted(pods) == []
+    assert queue.surplus(pods) == []
     spec = wanted.spec.model_copy(update={"suspend": True})
     queue.follow(wanted.model_copy(update={"spec": spec}))
-    assert queue.unwanted(pods) == ["llm-a", "llm-b", "llm-c"]
+    assert queue.surplus(pods) == ["llm-a", "llm-b", "llm-c"]
     assert queue.plan(6, {}).create == 0
     changed = queue.changed
     queue.follow(wanted)
@@ -102,20 +102,20 @@ def test_a_job_that_is_held_gives_its_places_in_the_queue_up_and_asks_again_late
     assert queue.plan(6, {}).create == 3
 
 
-def test_a_job_that_became_smaller_takes_single_nodes_out_of_the_queue() -> None:
+def test_a_smaller_job_takes_single_pods_out_of_the_queue() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
     admit(*gang.values())
     single = {n: queue.decorate(plain_pod(wanted, n), gang) for n in ("llm-d", "llm-e", "llm-f")}
-    assert queue.unwanted(gang | single) == []
+    assert queue.surplus(gang | single) == []
     nodes = wanted.spec.nodes.model_copy(update={"max": 4})
     spec = wanted.spec.model_copy(update={"nodes": nodes})
     queue.follow(wanted.model_copy(update={"spec": spec}))
-    assert len(queue.unwanted(gang | single)) == 2
+    assert len(queue.surplus(gang | single)) == 2
 
 
-def test_an_operator_that_starts_anew_knows_admitted_nodes_from_waiting_ones() -> None:
+def test_a_restarted_operator_tells_admitted_nodes_from_queued_ones() -> None:
     wanted = training_job("kueue", "team-a")
     before = queue_of(wanted)
     gang = kueue_pods(before, wanted, "llm-a", "llm-b", "llm-c")
@@ -140,7 +140,7 @@ def test_a_lost_member_of_the_gang_is_replaced_in_the_gang() -> None:
     assert kueue.is_member(queue.decorate(plain_pod(wanted, "llm-f"), gang))
 
 
-def test_a_member_that_is_being_taken_away_is_replaced_when_it_has_ended() -> None:
+def test_a_terminating_member_is_replaced_when_it_has_ended() -> None:
     """Earlier, Kueue would delete the replacement as one too many."""
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
@@ -158,14 +158,14 @@ def test_a_member_that_is_being_taken_away_is_replaced_when_it_has_ended() -> No
     assert queue.plan(1, gang).create == 1
 
 
-def test_a_member_that_ended_well_by_itself_is_deleted_to_free_its_place() -> None:
+def test_a_member_that_succeeded_is_deleted_so_that_it_can_be_replaced() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     gang = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c")
     gang["llm-b"]["status"] = {"phase": "Succeeded"}
-    assert queue.spent(gang) == ["llm-b"]
+    assert queue.succeeded_members(gang) == ["llm-b"]
     queue.stop()
-    assert queue.spent(gang) == [], "at its end they stay for their logs"
+    assert queue.succeeded_members(gang) == [], "pods of a finished job stay for their logs"
 
 
 @pytest.mark.parametrize(
@@ -176,19 +176,19 @@ def test_a_member_that_ended_well_by_itself_is_deleted_to_free_its_place() -> No
         ({"status": {"phase": "Running"}, "spec": {"nodeName": "node-1"}}, False),
         ({"status": {"phase": "Pending"}, "spec": {"schedulingGates": []}}, True),
     ],
-    ids=["ended well", "failed", "still runs", "never ran"],
+    ids=["succeeded", "failed", "still runs", "never ran"],
 )
-def test_a_deleted_member_of_a_gang_is_let_go_unless_it_runs(state: Document, freed: bool) -> None:
+def test_a_deleted_member_loses_its_finalizer_unless_it_runs(state: Document, freed: bool) -> None:
     wanted = training_job("kueue", "team-a")
     pod = kueue_pods(queue_of(wanted), wanted, "llm-a")["llm-a"] | state
     pod["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed", "example.com/other"]
-    assert kueue.given_back(pod) is None, "nobody has deleted it"
+    assert kueue.finalizer_patch(pod) is None, "it is not deleted"
     pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     patch = {"metadata": {"finalizers": ["example.com/other"]}}
-    assert kueue.given_back(pod) == (patch if freed else None)
+    assert kueue.finalizer_patch(pod) == (patch if freed else None)
 
 
-def test_at_its_end_a_job_says_that_no_pod_will_be_replaced() -> None:
+def test_a_finished_job_declares_that_no_pod_will_be_replaced() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pods = kueue_pods(queue, wanted, "llm-a", "llm-b", "llm-c", "llm-d")

@@ -1,4 +1,4 @@
-"""What pods say, in the words that a person reads."""
+"""The state of pods in the words that users read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ENDS = {
         pod("Failed", **disrupted("PreemptionByScheduler", "default-scheduler: preempting")),
         "its pod on n1 is gone: preempted by a pod of higher priority: default-scheduler",
     ),
-    "preempted, and the container told so": (
+    "preempted, with the container's exit code": (
         pod("Failed", **container(terminated={"exitCode": 143}),
             **disrupted("PreemptionByScheduler")),
         "its agent was ended by SIGTERM on n1; preempted by a pod of higher priority",
@@ -76,30 +76,30 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("document", "text"), ENDS.values(), ids=ENDS)
-def test_an_end_is_told_in_one_sentence(document: Document, text: str) -> None:
+def test_an_end_is_one_sentence(document: Document, text: str) -> None:
     assert pod_conditions.is_over(document)
     assert pod_conditions.end(document).startswith(text)
-    assert pod_conditions.trouble(document) is None
+    assert pod_conditions.problem(document) is None
 
 
-def test_a_pod_that_was_running_and_is_deleted_says_so() -> None:
+def test_a_deleted_pod_that_was_running_has_a_reason() -> None:
     document = pod(**container(running={}))
     assert not pod_conditions.is_over(document)
     assert pod_conditions.end(document, deleted=True) == "its pod on n1 was deleted"
 
 
-def test_a_pod_of_a_node_that_is_gone_says_why_it_was_deleted() -> None:
+def test_a_pod_of_a_lost_kubernetes_node_has_a_reason() -> None:
     document = pod(**container(running={}), **disrupted("DeletionByPodGC"))
     assert "its Kubernetes node is gone" in pod_conditions.end(document, deleted=True)
 
 
-TROUBLES = {
-    "no room": (
+PROBLEMS = {
+    "no capacity": (
         pod("Pending", "", conditions=[{
             "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
             "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."}]),
         "Unschedulable",
-        "the scheduler finds no place: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        "the scheduler finds no node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     ),
     "held back": (
         pod("Pending", "", conditions=[{
@@ -122,21 +122,21 @@ TROUBLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("document", "code", "text"), TROUBLES.values(), ids=TROUBLES)
-def test_a_pod_that_does_not_start_says_why(document: Document, code: str, text: str) -> None:
-    assert pod_conditions.trouble(document) == (code, text)
+@pytest.mark.parametrize(("document", "code", "text"), PROBLEMS.values(), ids=PROBLEMS)
+def test_a_pod_that_does_not_start_has_a_reason(document: Document, code: str, text: str) -> None:
+    assert pod_conditions.problem(document) == (code, text)
     assert not pod_conditions.is_over(document)
     assert text in pod_conditions.not_started(document, 120)
 
 
-def test_a_pod_whose_image_is_on_its_way_is_in_no_trouble() -> None:
+def test_a_pod_whose_image_is_being_pulled_has_no_problem() -> None:
     assert (
-        pod_conditions.trouble(pod("Pending", **container(waiting={"reason": "ContainerCreating"})))
+        pod_conditions.problem(pod("Pending", **container(waiting={"reason": "ContainerCreating"})))
         is None
     )
 
 
-def test_what_kubernetes_will_take_away_is_known_before_it_goes() -> None:
+def test_a_disruption_is_known_before_the_pod_ends() -> None:
     document = pod(**container(running={}), **disrupted("EvictionByEvictionAPI", "Eviction API"))
     assert pod_conditions.disruption(document) == "evicted, by a drain for example: Eviction API"
     assert pod_conditions.disruption(pod(**container(running={}))) == ""

@@ -1,4 +1,4 @@
-"""TrainingJob -> Pod, and a user's template over it."""
+"""The pod of a node, and the user's podTemplate merged over it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.orchestrator.backends.kubernetes.pod_tracker import PodTracker
+from holdfast.orchestrator.backends.kubernetes.backend import PodTracker
 from holdfast.orchestrator.backends.kubernetes.pods import SECRETS, PodSettings, pod_document
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.kube import names
@@ -53,7 +53,7 @@ def test_a_pod_is_named_labelled_and_owned_as_a_node_of_its_job() -> None:
     assert owner["controller"] is True
 
 
-def test_the_agent_is_told_everything_that_it_must_know_to_dial_in() -> None:
+def test_the_agents_arguments_suffice_to_connect() -> None:
     arguments = worker(pod(workersPerNode=4))["args"]
     given = dict(zip(arguments[3::2], arguments[4::2], strict=True))
     assert arguments[:3] == ["-P", "-m", "holdfast.workers.agent"]
@@ -69,7 +69,7 @@ def test_the_agent_is_told_everything_that_it_must_know_to_dial_in() -> None:
     }
 
 
-def test_the_agent_knows_the_grace_that_the_pod_really_has() -> None:
+def test_the_agent_gets_the_grace_of_the_template() -> None:
     mine = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
     assert worker(pod(kubernetes=mine))["args"][-2:] == ["--grace", "600"]
 
@@ -86,7 +86,7 @@ def test_a_pod_satisfies_the_restricted_security_standard() -> None:
     assert all("hostPath" not in volume for volume in document["spec"]["volumes"])
 
 
-def test_resources_of_a_pod_are_those_of_a_worker_times_their_number() -> None:
+def test_requests_of_a_pod_are_those_of_a_worker_times_their_number() -> None:
     document = pod(
         workersPerNode=8,
         resources={"cpu": "1500m", "memory": "4Gi", "gpu": 1},
@@ -101,17 +101,17 @@ def test_resources_of_a_pod_are_those_of_a_worker_times_their_number() -> None:
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": str(64 * 2**30)}
 
 
-def test_another_maker_of_gpus_has_another_resource() -> None:
+def test_the_gpu_resource_can_be_chosen() -> None:
     document = pod(resources={"gpu": 1}, kubernetes={"gpuResource": "amd.com/gpu"})
     assert worker(document)["resources"]["limits"] == {"amd.com/gpu": "1"}
 
 
-def test_the_grace_of_a_pod_is_that_of_the_job_and_a_little_more() -> None:
+def test_the_grace_of_a_pod_is_that_of_the_job_plus_a_margin() -> None:
     document = pod(recovery={"terminationGraceSeconds": 100})
     assert document["spec"]["terminationGracePeriodSeconds"] == 105
 
 
-def test_nodes_that_are_blamed_are_kept_away_from_and_written_down_for_the_next_operator() -> None:
+def test_blamed_nodes_are_excluded_and_annotated_for_the_next_operator() -> None:
     document = pod(blamed={"llm-aaaaa": "gpu-7", "llm-bbbbb": "gpu-9"})
     required = document["spec"]["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
@@ -123,7 +123,7 @@ def test_nodes_that_are_blamed_are_kept_away_from_and_written_down_for_the_next_
     assert noted == {"llm-aaaaa": "gpu-7", "llm-bbbbb": "gpu-9"}
 
 
-def test_blame_holds_in_each_alternative_of_the_users_own_affinity() -> None:
+def test_blamed_nodes_are_excluded_in_each_term_of_the_users_affinity() -> None:
     mine = [{"matchExpressions": [{"key": "pool", "operator": "In", "values": [v]}]} for v in "ab"]
     affinity = {
         "nodeAffinity": {
@@ -140,11 +140,11 @@ def test_blame_holds_in_each_alternative_of_the_users_own_affinity() -> None:
         assert term["matchExpressions"] and term["matchFields"][0]["values"] == ["gpu-7"]
 
 
-def test_a_kubernetes_node_that_may_be_dead_is_used_only_where_there_is_no_other_room() -> None:
+def test_a_node_that_may_be_dead_is_only_a_last_resort() -> None:
     affinity = pod(blamed={"llm-a": "gpu-1"}, doubtful=("gpu-2", "gpu-1"))["spec"]["affinity"]
-    (wish,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    (field,) = wish["preference"]["matchFields"]
-    assert (field["operator"], field["values"]) == ("NotIn", ["gpu-2"]), "gpu-1 is out altogether"
+    (term,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (field,) = term["preference"]["matchFields"]
+    assert (field["operator"], field["values"]) == ("NotIn", ["gpu-2"]), "gpu-1 is excluded"
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_a_kubernetes_node_that_may_be_dead_is_used_only_where_there_is_no_other
         ("required", "requiredDuringSchedulingIgnoredDuringExecution"),
     ],
 )
-def test_pods_of_a_job_keep_apart_as_asked(spread: str, rule: str) -> None:
+def test_spread_sets_the_anti_affinity(spread: str, rule: str) -> None:
     affinity = pod(kubernetes={"spread": spread})["spec"]["affinity"]["podAntiAffinity"]
     assert list(affinity) == [rule]
     assert "affinity" not in pod(kubernetes={"spread": "none"})["spec"]
 
 
-def test_a_template_adds_and_changes_by_name_but_makes_no_other_node_of_it() -> None:
+def test_a_template_merges_by_name_but_keeps_the_identity_of_the_node() -> None:
     template = {
         "metadata": {
             "name": "mine",
@@ -211,18 +211,18 @@ def test_a_pod_has_the_priority_class_and_the_service_account_of_the_job() -> No
     assert "priorityClassName" not in pod()["spec"]
 
 
-def test_a_template_without_the_training_container_is_refused_in_words() -> None:
+def test_a_template_without_the_training_container_is_refused() -> None:
     template = {"spec": {"containers": [{"name": "worker", "$patch": "delete"}]}}
     with pytest.raises(UserError, match="none called worker"):
         pod(kubernetes={"podTemplate": template})
 
 
-def test_the_jobs_own_image_goes_before_the_operators() -> None:
+def test_the_jobs_image_overrides_the_operators() -> None:
     assert worker(pod())["image"] == "default:1"
     assert worker(pod(image="mine:2"))["image"] == "mine:2"
 
 
-def test_checkpoints_of_all_jobs_may_share_a_volume() -> None:
+def test_all_jobs_can_share_a_checkpoint_volume() -> None:
     claim = {"persistentVolumeClaim": {"claimName": "checkpoints"}}
     settings = PodSettings("e:1", "i", checkpoint_volume=claim, checkpoint_root="/checkpoints")
     document = pod(settings=settings)
@@ -231,7 +231,7 @@ def test_checkpoints_of_all_jobs_may_share_a_volume() -> None:
     assert mount in worker(document)["volumeMounts"]
 
 
-def test_merging_changes_neither_side_and_null_takes_away() -> None:
+def test_merging_changes_neither_side_and_null_removes() -> None:
     base = {"a": {"b": 1, "c": 2}, "env": [{"name": "x", "value": "1"}]}
     over = {"a": {"b": None}, "env": [{"name": "x", "value": "2"}, {"name": "y"}]}
     kept = json.loads(json.dumps([base, over]))
@@ -239,17 +239,17 @@ def test_merging_changes_neither_side_and_null_takes_away() -> None:
     assert [base, over] == kept
 
 
-def test_a_mapping_can_be_replaced_and_lists_without_a_key_are() -> None:
+def test_mappings_can_be_replaced_and_lists_without_a_key_are() -> None:
     base = {"a": {"b": 1}, "args": ["1", "2"], "env": [{"name": "x"}]}
     over = {"a": {"$patch": "replace", "c": 2}, "args": ["3"]}
     assert merge(base, over) == {"a": {"c": 2}, "args": ["3"], "env": [{"name": "x"}]}
 
 
-def test_nodes_whose_pods_were_given_up_and_have_not_been_seen_to_end_are_in_doubt() -> None:
-    known = PodTracker(released={"a", "b"})
+def test_nodes_of_released_pods_are_doubtful_until_the_pods_have_ended() -> None:
+    tracker = PodTracker(released={"a", "b"})
 
     def on(node: str, phase: str) -> dict[str, Any]:
         return {"spec": {"nodeName": node}, "status": {"phase": phase}, "metadata": {}}
 
     pods = {"a": on("n1", "Running"), "b": on("n2", "Failed"), "c": on("n3", "Running")}
-    assert known.doubtful(pods) == {"n1"}
+    assert tracker.doubtful(pods) == {"n1"}

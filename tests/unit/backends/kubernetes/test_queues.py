@@ -1,5 +1,5 @@
-"""Gangs and queues without a cluster: what becomes of pods, what a spec may say, what is asked for
-when. Owns the pure parts; tests/e2e/kubernetes has the published APIs."""
+"""Gang schedulers and queues without a cluster: decorated pods, PodGroups, and valid specs.
+tests/e2e/kubernetes has the published APIs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import copy
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.backends.kubernetes.queues.base import PodGang, group_of, resources_of
+from holdfast.orchestrator.backends.kubernetes.queues.base import PodGang, gang_of
+from holdfast.orchestrator.backends.kubernetes.queues.pod_groups import requests_of
 from holdfast.orchestrator.backends.kubernetes.queues.selection import (
     has_other_manager,
     integration_of,
@@ -26,7 +27,7 @@ from tests.unit.backends.kubernetes.queue_fixtures import (
 )
 
 
-# -- what becomes of a pod ---------------------------------------------------------------------
+# -- pods and PodGroups ------------------------------------------------------------------------
 def test_without_a_gang_system_a_pod_stays_as_it_is() -> None:
     wanted = training_job("none")
     pod = plain_pod(wanted)
@@ -34,7 +35,7 @@ def test_without_a_gang_system_a_pod_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling", "native"])
-def test_a_decorated_pod_is_a_new_document_with_all_that_it_had(gang: str) -> None:
+def test_decorating_adds_fields_to_a_copy_of_the_pod(gang: str) -> None:
     wanted = training_job(gang, "team-a" if gang in ("kueue", "volcano") else None)
     pod = plain_pod(wanted)
     before = copy.deepcopy(pod)
@@ -56,12 +57,12 @@ def test_volcano_gets_its_scheduler_unless_the_template_names_another() -> None:
     assert queue_of(named).decorate(plain_pod(named), {})["spec"]["schedulerName"] == "volcano-2"
 
 
-def test_a_pod_group_asks_for_what_its_members_need_together() -> None:
+def test_a_pod_group_requests_the_resources_of_all_members() -> None:
     wanted = training_job("volcano", "team-a", priorityClassName="high")
     integration = integration_of(wanted)
     assert integration is not None
-    group = group_of(wanted, OWNER)
-    made = integration.extra(group, integration.apis[0], plain_pod(wanted))
+    gang = gang_of(wanted, OWNER)
+    made = integration.pod_group(gang, integration.apis[0], plain_pod(wanted))
     assert made is not None
     assert made["spec"] == {
         "minMember": 3,
@@ -72,7 +73,7 @@ def test_a_pod_group_asks_for_what_its_members_need_together() -> None:
     assert made["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid
 
 
-def test_resources_count_limits_init_containers_and_all_ways_of_writing() -> None:
+def test_requests_count_limits_and_init_containers_in_any_notation() -> None:
     pod = {
         "spec": {
             "containers": [
@@ -91,16 +92,16 @@ def test_resources_count_limits_init_containers_and_all_ways_of_writing() -> Non
             "overhead": {"memory": "64"},
         }
     }
-    assert resources_of(pod, 2) == {
+    assert requests_of(pod, 2) == {
         "cpu": "6",
         "memory": str(2 * (1536 + 64)),
         "nvidia.com/gpu": "16",
     }
 
 
-# -- what a spec may say -----------------------------------------------------------------------
+# -- valid specs -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("wanted", "told"),
+    ("wanted", "message"),
     [
         (
             training_job("none", "team-a"),
@@ -123,9 +124,9 @@ def test_resources_count_limits_init_containers_and_all_ways_of_writing() -> Non
     ],
     ids=["a queue and no gang", "a queue and native", "Kueue without", "priority"],
 )
-def test_a_queue_that_fits_nowhere_is_refused_in_words(wanted: TrainingJob, told: str) -> None:
+def test_a_queue_that_does_not_fit_is_refused(wanted: TrainingJob, message: str) -> None:
     [problem] = problems(wanted)
-    assert told in str(problem)
+    assert message in str(problem)
 
 
 @pytest.mark.parametrize("gang", ["none", "coscheduling", "native", "volcano"])
@@ -142,7 +143,7 @@ def test_a_job_of_another_manager_is_ignored(manager: str | None, left: bool) ->
     assert has_other_manager(document) is left
 
 
-# -- what is said of those that wait -----------------------------------------------------------
+# -- pods that wait ----------------------------------------------------------------------------
 def unschedulable(pod: Document, text: str) -> Document:
     condition = {
         "type": "PodScheduled",
@@ -153,58 +154,58 @@ def unschedulable(pod: Document, text: str) -> Document:
     return {**pod, "status": {"phase": "Pending", "conditions": [condition]}}
 
 
-def test_a_pod_behind_the_gate_is_queued_and_not_in_trouble() -> None:
+def test_a_gated_pod_is_queued() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pod = kueue_pods(queue, wanted, "llm-a")["llm-a"]
-    found = queue.trouble(pod)
+    found = queue.problem(pod)
     assert found is not None
     assert found.code == "Queued"
     assert found.text == (
-        "queued: Kueue's queue team-a has not admitted them yet "
-        "(kubectl get workloads -n research says why)"
+        "queued: Kueue's queue team-a has not admitted the pods yet "
+        "(kubectl get workloads -n research shows why)"
     )
     assert queue.waits(pod)
     admit(pod)
-    assert queue.trouble(pod) is None
+    assert queue.problem(pod) is None
 
 
-def test_a_gang_that_finds_no_place_is_queued_and_the_scheduler_is_quoted() -> None:
+def test_an_unschedulable_gang_is_queued_and_the_scheduler_is_quoted() -> None:
     wanted = training_job("volcano", "team-a")
     queue = queue_of(wanted)
     pod = unschedulable(queue.decorate(plain_pod(wanted), {}), "0/2 nodes are available")
-    found = queue.trouble(pod)
+    found = queue.problem(pod)
     assert found is not None
     assert found == (
         "Queued",
-        "queued: Volcano places 3 nodes together (queue team-a); the scheduler finds no place: "
+        "queued: Volcano schedules 3 nodes together (queue team-a); the scheduler finds no node: "
         "0/2 nodes are available",
     )
     assert queue.waits(pod)
     silent = {**pod, "status": {"phase": "Pending"}}
-    found = queue.trouble(silent)
+    found = queue.problem(silent)
     assert found is not None
-    assert found.text == "queued: Volcano places 3 nodes together (queue team-a)"
-    placed = {**silent, "spec": {**pod["spec"], "nodeName": "node-1"}}
-    assert queue.trouble(placed) is None
-    assert not queue.waits(placed)
+    assert found.text == "queued: Volcano schedules 3 nodes together (queue team-a)"
+    bound = {**silent, "spec": {**pod["spec"], "nodeName": "node-1"}}
+    assert queue.problem(bound) is None
+    assert not queue.waits(bound)
 
 
-def test_what_kueue_has_admitted_goes_the_way_of_any_pod() -> None:
+def test_a_pod_that_kueue_has_admitted_is_treated_like_any_other() -> None:
     wanted = training_job("kueue", "team-a")
     queue = queue_of(wanted)
     pod = kueue_pods(queue, wanted, "llm-a")["llm-a"]
     admit(pod)
     pod = unschedulable(pod, "0/2 nodes are available")
-    assert queue.trouble(pod) is None
+    assert queue.problem(pod) is None
     assert not queue.waits(pod)
 
 
-def test_on_a_plain_cluster_a_pod_without_a_place_is_in_trouble() -> None:
+def test_without_a_gang_system_an_unschedulable_pod_is_not_queued() -> None:
     wanted = training_job("none")
     queue = queue_of(wanted)
     pod = unschedulable(plain_pod(wanted), "0/2 nodes are available")
-    assert queue.trouble(pod) is None
+    assert queue.problem(pod) is None
     assert not queue.waits(pod)
 
 
@@ -215,4 +216,4 @@ def test_a_smaller_minimum_makes_a_smaller_gang() -> None:
         job(script(nodes={"min": 1, "max": 6}, kubernetes={"gang": "volcano"}), "llm")
     )
     queue.follow(smaller)
-    assert queue.group == PodGang(OWNER, 1)
+    assert queue.gang == PodGang(OWNER, 1)

@@ -149,7 +149,7 @@ def test_the_name_of_a_node_that_has_ended_is_not_given_again(
         backend = RayBackend(JOB, "id", Kept("job"), Secrets("token", b"", b""))
         async with asyncio.timeout(BOUND_S):
             assert await backend.request_nodes(1, ()) == ("node-0",)
-            group = backend._group_of("node-0")
+            group = backend._gang_of("node-0")
             assert group is not None
             backend._forget("node-0")
             assert await backend._start([(group, 0)]) != ["node-0"]
