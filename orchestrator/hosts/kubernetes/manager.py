@@ -9,10 +9,10 @@ import logging
 from dataclasses import dataclass
 
 from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
-from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.orphan_pods import OrphanPods
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
+from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.backends.kubernetes.queues.finalizers import Finalizers

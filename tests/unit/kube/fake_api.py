@@ -1,7 +1,6 @@
-"""A small HTTP server that answers as an API server does: lists, watches and single objects.
+"""A fake API server over HTTP: lists, watches and single objects, as a test scripts them.
 
-Owns: these answers, said by the test line by line. Must not: know what the objects mean, or keep
-to more of the protocol than tests here need; a real API server is in tests/e2e/kubernetes.
+A real API server is in tests/e2e/kubernetes.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from holdfast.orchestrator.kube.client import KubeClient
 
 Document = dict[str, Any]
 BOUND_S = 30
-"""What a test waits for takes a second at most."""
+"""Usually a second is enough."""
 
 
 @dataclass
 class Watch:
-    """One watch that a client has opened, and what it hears."""
+    """One watch that a client has opened, and the events that it receives."""
 
     version: str
-    """From which it was asked for."""
+    """The resource version of the request."""
     _lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
 
-    def tell(self, kind: str, document: Document) -> None:
+    def send(self, kind: str, document: Document) -> None:
         line = json.dumps({"type": kind, "object": document})
         self._lines.put_nowait(line.encode() + b"\n")
 
@@ -43,36 +42,40 @@ class Watch:
 
 
 def status(code: int, reason: str, message: str = "") -> Document:
-    """The document of a refusal."""
+    """A Status document."""
     return {
-        "kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message,
-    }  # fmt: skip
+        "kind": "Status",
+        "status": "Failure",
+        "code": code,
+        "reason": reason,
+        "message": message,
+    }
 
 
 @dataclass
 class FakeApi:
-    """Of one kind of object that is listed and watched, and of any that are read one by one."""
+    """Serves one kind of object by list and watch, and single objects by path."""
 
     objects: dict[str, Document] = field(default_factory=dict)
-    """Path -> what GET of it answers; without: 404."""
+    """Path -> response to GET; other paths are 404."""
     listed: list[Document] = field(default_factory=list)
     version: str = "1"
-    """Of the list."""
+    """The resource version of the list."""
     num_lists: int = 0
     refusals: list[Document] = field(default_factory=list)
-    """Answers to the next requests, each once."""
+    """Responses to the next requests, each once."""
     made: dict[str, Document] = field(default_factory=dict)
-    """Pods that were made and not deleted, by name."""
+    """Pods that were created and not deleted, by name."""
     num_made: int = 0
-    """Of all pods that ever were made."""
+    """Pods ever created."""
     room: int = 1_000_000
-    """Pods that a quota lets be there."""
+    """Quota of pods."""
     lost_answers: int = 0
-    """So many of the next pods are made, and the connection breaks before anybody hears of it."""
+    """The connection breaks after the creation of this many of the next pods."""
     token: str = ""
-    """Which it wants to see; empty: none."""
+    """Required token; empty: none."""
     watches: asyncio.Queue[Watch] = field(default_factory=asyncio.Queue)
-    """Those that were opened, in order."""
+    """Opened watches, in order."""
     _opened: list[Watch] = field(default_factory=list)
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ def _refusal(document: Document) -> web.Response:
 
 @asynccontextmanager
 async def serving(api: FakeApi) -> AsyncIterator[str]:
-    """Its URL, while it answers."""
+    """The URL of the running server."""
     server = web.Server(api.answer, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=1)
     await runner.setup()
@@ -150,7 +153,7 @@ async def serving(api: FakeApi) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def cluster_of(api: FakeApi) -> AsyncIterator[KubeClient]:
-    """A client of it."""
+    """A client of the server."""
     async with serving(api) as url:
         configuration = library.Configuration(host=url)
         async with KubeClient(library.ApiClient(configuration), "default") as cluster:

@@ -1,8 +1,5 @@
-"""Credentials that expire while somebody watches: they are fetched anew from where they came from.
-
-Owns: these tests, with a real exec plugin in a kubeconfig and a small HTTP server that wants a
-token. Against a real API server: tests/e2e/kubernetes/test_command_refusals.py.
-"""
+"""Credentials that expire are reloaded: a real exec plugin in a kubeconfig and a fake API server
+that requires a token. Against a real API server: tests/e2e/kubernetes/test_command_refusals.py."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ END
 
 
 class Plugin:
-    """What a cloud's command for tokens does, in a kubeconfig."""
+    """An exec plugin for tokens, as clouds have one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -38,7 +35,7 @@ class Plugin:
         self.program.write_text(PLUGIN.format(directory=directory))
         self.program.chmod(0o755)
 
-    def gives(self, token: str) -> None:
+    def set_token(self, token: str) -> None:
         (self._directory / "token").write_text(token)
 
     @property
@@ -71,42 +68,42 @@ async def connected(api: FakeApi, plugin: Plugin) -> AsyncIterator[KubeClient]:
             yield cluster
 
 
-def test_a_token_that_is_refused_is_asked_for_anew_once_for_all_who_wait(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_refused_token_is_reloaded_once_for_all_waiting_requests(tmp_path: Path) -> None:
+    async def scenario() -> None:
         api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.gives("first")
+        plugin.set_token("first")
         async with connected(api, plugin) as cluster:
             await cluster.list_all(PODS)
             assert plugin.num_runs == 1
             api.token = "second"
-            plugin.gives("second")
+            plugin.set_token("second")
             await asyncio.gather(*(cluster.list_all(PODS) for _ in range(5)))
             assert plugin.num_runs == 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_watch_goes_on_with_another_token_when_the_first_has_expired(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_watch_continues_with_a_new_token_after_the_first_expired(tmp_path: Path) -> None:
+    async def scenario() -> None:
         api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.gives("first")
+        plugin.set_token("first")
         async with connected(api, plugin) as cluster:
-            heard = []
+            versions = []
             for version in ("1", "2"):
-                following = asyncio.ensure_future(anext(cluster.watch(PODS, version)))
+                event = asyncio.ensure_future(anext(cluster.watch(PODS, version)))
                 watch = await api.next_watch()
-                watch.tell("BOOKMARK", {"metadata": {"resourceVersion": watch.version}})
-                heard.append((await following)[1]["metadata"]["resourceVersion"])
+                watch.send("BOOKMARK", {"metadata": {"resourceVersion": watch.version}})
+                versions.append((await event)[1]["metadata"]["resourceVersion"])
                 watch.end()
                 api.token = "second"
-                plugin.gives("second")
-            assert heard == ["1", "2"] and plugin.num_runs == 2
+                plugin.set_token("second")
+            assert versions == ["1", "2"] and plugin.num_runs == 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_token_in_a_kubeconfig_that_somebody_replaces_is_read_anew(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_token_that_was_replaced_in_a_kubeconfig_is_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
         api, path = FakeApi(token="first"), tmp_path / "kubeconfig"
         async with serving(api) as url:
             path.write_text(kubeconfig_text(url, {"token": "first"}))
@@ -118,31 +115,31 @@ def test_a_token_in_a_kubeconfig_that_somebody_replaces_is_read_anew(tmp_path: P
                 path.write_text(kubeconfig_text(url, {"token": "second"}))
                 await cluster.list_all(PODS)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_plugin_that_fails_later_leaves_the_refusal_to_be_told(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_the_refusal_is_reported_when_the_plugin_fails_later(tmp_path: Path) -> None:
+    async def scenario() -> None:
         api, plugin = FakeApi(token="first"), Plugin(tmp_path)
-        plugin.gives("first")
+        plugin.set_token("first")
         async with connected(api, plugin) as cluster:
             await cluster.list_all(PODS)
             api.token = "second"
             (tmp_path / "token").unlink()
             with pytest.raises(NotAuthenticated, match="rejected the credentials"):
                 await cluster.list_all(PODS)
-            plugin.gives("second")
+            plugin.set_token("second")
             await cluster.list_all(PODS)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_tokens_do_not_show_in_logs(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         path = tmp_path / "kubeconfig"
         path.write_text(kubeconfig_text("http://127.0.0.1:1", {"token": "a-secret"}))
         async with await KubeClient.connect(kubeconfig=path) as cluster:
-            proof = cluster._credentials.auth
-            assert "a-secret" in proof.token and "a-secret" not in f"{proof} {proof!r}"
+            auth = cluster._credentials.auth
+            assert "a-secret" in auth.token and "a-secret" not in f"{auth} {auth!r}"
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,5 +1,5 @@
-"""What a replica that stands by says of its lease. How leaders take over from each other is tested
-at a real API server (tests/e2e/kubernetes/test_replicas.py)."""
+"""What a standby replica reports about its lease. Takeovers are tested at a real API server
+(tests/e2e/kubernetes/test_replicas.py)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from holdfast.orchestrator.kube.leader_election import LeaseHealth
 EXPIRED = "the API server at x rejected the credentials"
 
 
-def test_before_the_first_answer_it_is_not_ready_and_says_why() -> None:
+def test_a_candidate_has_a_problem_before_the_first_answer() -> None:
     health = LeaseHealth(10.0)
     assert health.problem(0.0) == "the lease cannot be acquired: not requested yet"
     health.failed(EXPIRED)
     assert health.problem(0.1) == f"the lease cannot be acquired: {EXPIRED}"
 
 
-def test_that_another_one_leads_is_an_answer() -> None:
+def test_another_leader_is_no_problem() -> None:
     health = LeaseHealth(10.0)
     for second in range(0, 1000, 2):
         health.answered(float(second))
         assert health.problem(second + 1.9) == ""
 
 
-def test_an_outage_shorter_than_the_lease_is_none() -> None:
+def test_an_outage_shorter_than_the_lease_is_no_problem() -> None:
     health = LeaseHealth(10.0)
     for second in range(100):
         if second % 10 == 0:
@@ -32,7 +32,7 @@ def test_an_outage_shorter_than_the_lease_is_none() -> None:
         assert health.problem(float(second)) == ""
 
 
-def test_a_longer_outage_is_told_and_ends_with_the_first_answer() -> None:
+def test_a_longer_outage_is_a_problem_until_the_first_answer() -> None:
     health = LeaseHealth(10.0)
     health.answered(0.0)
     health.failed(EXPIRED)
@@ -42,7 +42,7 @@ def test_a_longer_outage_is_told_and_ends_with_the_first_answer() -> None:
     assert health.problem(11.0) == ""
 
 
-def test_a_request_that_is_never_answered_is_an_outage_too() -> None:
+def test_a_request_without_any_answer_is_an_outage_too() -> None:
     health = LeaseHealth(10.0)
     health.answered(0.0)
     assert health.problem(25.0) == "the lease cannot be acquired: no answer for 25 s"

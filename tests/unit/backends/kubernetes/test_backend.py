@@ -1,5 +1,5 @@
-"""The Kubernetes backend against a fake API server: where a node is, that it is about to be removed,
-and when nodes are released. The contract of all backends is in tests/contract."""
+"""The Kubernetes backend against a fake API server: where a node is, that it will be removed, and
+when nodes are released. The contract of all backends is in tests/contract."""
 
 from __future__ import annotations
 

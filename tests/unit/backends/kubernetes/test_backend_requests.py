@@ -1,5 +1,5 @@
-"""Requests for nodes when the API server does not create all of the pods. tests/e2e/kubernetes has a
-real quota."""
+"""Requests for nodes when the API server does not create all pods. tests/e2e/kubernetes has a real
+quota."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_surplus_pods_are_deleted_eventually_and_the_reason_is_shown_at_once() -
             await refuse_next(api)
             with pytest.raises(NoRoom, match="4 pods were requested and none was created"):
                 await seen.backend.request_nodes(4, ())
-            assert len(api.made) == 3 and "none was made" in problems(seen)[0]
+            assert len(api.made) == 3 and "none was created" in problems(seen)[0]
             await eventually(lambda: api.num_refused >= 3, "all deletions to be refused")
             api.busy = False
             await settled(seen)

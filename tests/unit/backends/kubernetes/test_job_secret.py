@@ -1,4 +1,4 @@
-"""A job's keys: what is made can be used, and shows nothing of itself."""
+"""The token and the TLS key pair of a job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cryptography import x509
 
 from holdfast.orchestrator.backends.kubernetes.job_secret import secret_document
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.protocol.tls import client_context_from_pem, server_context_from_pem
 
 NAME = "0b1c.jobs.holdfast.dev"

@@ -1,5 +1,5 @@
-"""Kueue's rules without Kueue: which pods are created when, and what happens to queued and ended ones.
-tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
+"""Kueue's rules without Kueue: which pods are created when, and what happens to queued and ended
+ones. tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_smaller_job_takes_single_pods_out_of_the_queue() -> None:
     assert len(queue.surplus(gang | single)) == 2
 
 
-def test_a_restarted_operator_tells_admitted_nodes_from_queued_ones() -> None:
+def test_a_restarted_operator_recognizes_admitted_nodes() -> None:
     wanted = training_job("kueue", "team-a")
     before = queue_of(wanted)
     gang = kueue_pods(before, wanted, "llm-a", "llm-b", "llm-c")

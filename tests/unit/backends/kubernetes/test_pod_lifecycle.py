@@ -9,7 +9,6 @@ from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import (
     GangPriority,
     PodTiming,
     StartupTimeouts,
-    StartupTimeouts,
 )
 
 LIMIT_S = 120.0

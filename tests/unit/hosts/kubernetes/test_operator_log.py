@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.orchestrator.backends.kubernetes import orphan_pods
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
+from holdfast.orchestrator.backends.kubernetes.orphan_pods import OrphanPods
 from holdfast.orchestrator.hosts.kubernetes.run import JsonLines
 from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import Unreachable
@@ -97,14 +97,12 @@ class ClusterWithoutNodes:
         self.deleted.set()
 
 
-def test_force_deleted_pods_are_logged_with_their_job(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(orphan_pods, "CHECK_MIN_S", 0.001)
-
+def test_force_deleted_pods_are_logged_with_their_job(collector: Collector) -> None:
     async def scenario() -> None:
         cluster = ClusterWithoutNodes()
-        watcher = orphan_pods.OrphanPods(cast(KubeClient, cluster), cast(NodeInformer, cluster))
+        watcher = OrphanPods(
+            cast(KubeClient, cluster), cast(NodeInformer, cluster), check_min_s=0.001
+        )
         pod = {
             "metadata": {
                 "namespace": "team",
