@@ -11,22 +11,21 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from holdfast.orchestrator.runtime.observe.prometheus import (
     METRICS,
-    Family,
     Kind,
     Sample,
     build_labels,
+    metric_of_jobs,
 )
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
-Name = tuple[str, str]
-"""(namespace, name) of a job."""
+JobKey = tuple[str, ...]
+"""(namespace, name)"""
 
 
 class OperatorState(NamedTuple):
@@ -35,9 +34,9 @@ class OperatorState(NamedTuple):
     leading: bool
     requests: Mapping[tuple[str, str], int]
     """(verb, resource) -> requests to the API server so far."""
-    views: Mapping[Name, JobView]
+    views: Mapping[JobKey, JobView]
     """Of the jobs that have a controller here."""
-    states: Mapping[Name, JobPhase]
+    states: Mapping[JobKey, JobPhase]
     """Of all other TrainingJob objects: ended, refused, suspended, or not started yet."""
 
 
@@ -108,30 +107,12 @@ class OperatorCollector(Collector):
                 family.add_metric([values[name] for name in one.labels], number)
             yield family
         for spec in JOB_METRICS:
-            metric = _family(spec, self._state.views)
+            metric = metric_of_jobs(spec, ("namespace", "job"), self._state.views)
             if spec.name == STATE:
                 for (namespace, job), state in self._state.states.items():
                     labels = {"namespace": namespace, "job": job, "state": state}
                     metric.add_sample(STATE, labels, 1.0)
             yield metric
-
-
-def _family(spec: Family, views: Mapping[Name, JobView]) -> Metric:
-    labels = ["namespace", "job", *spec.labels]
-    if spec.kind == "summary":
-        summary = SummaryMetricFamily(spec.name, spec.help, labels=labels)
-        for where, view in views.items():
-            samples = list(spec.samples(view))
-            for phase in dict.fromkeys(one["phase"] for one, _ in samples):
-                found = {one[""]: value for one, value in samples if one["phase"] == phase}
-                summary.add_metric([*where, phase], int(found["count"]), found["sum"])
-        return summary
-    make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family = make(spec.name, spec.help, labels=labels)
-    for where, view in views.items():
-        for values, number in spec.samples(view):
-            family.add_metric([*where, *(values[name] for name in spec.labels)], number)
-    return family
 
 
 def exposition(state: OperatorState) -> bytes:

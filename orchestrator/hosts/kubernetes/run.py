@@ -24,7 +24,7 @@ from holdfast.orchestrator.runtime.agent_server import cannot_listen
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
 from .manager import Manager, Options
-from .metrics import OperatorState, exposition
+from .metrics import JobKey, OperatorState, exposition
 
 LogFormat = Literal["json", "text"]
 LEASE_NAME = "holdfast-operator"
@@ -135,8 +135,8 @@ class Operator:
 
     async def _metrics(self) -> bytes:
         """Yields to the event loop between two jobs, so that agents do not wait."""
-        views: dict[tuple[str, str], JobView] = {}
-        states: dict[tuple[str, str], JobPhase] = {}
+        views: dict[JobKey, JobView] = {}
+        states: dict[JobKey, JobPhase] = {}
         jobs = list(self.manager.jobs.items()) if self.manager is not None else []
         for key, job in jobs:
             view = job.view

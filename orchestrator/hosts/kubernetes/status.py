@@ -213,28 +213,19 @@ def _checkpoint(view: JobView) -> CheckpointStatus | None:
 
 
 def _incident(one: Incident) -> IncidentStatus:
-    return IncidentStatus(
-        number=one.number,
-        time=_time(one.at_ns) or datetime.datetime.fromtimestamp(0, datetime.UTC),
-        failure_class=one.failure_class,
-        title=one.title,
-        culprit_node=one.culprit_node or None,
-        culprit_rank=one.culprit_rank,
-        evidence=one.evidence or None,
-        decision=one.decision or None,
-        rehearsal=one.rehearsal or None,
-        generation_before=one.generation_before,
-        generation_after=one.generation_after,
-        world_size_before=one.world_size_before,
-        world_size_after=one.world_size_after,
-        resumed_after_step=one.resumed_after_step,
-        restored_from=one.restored_from or None,
-        steps_lost=one.steps_lost,
-        seconds={phase: round(seconds, 3) for phase, seconds in one.seconds.items()},
-        overtaken_by=one.overtaken_by,
-        no_steps=one.no_steps or None,
-        traceback=one.traceback[-TRACEBACK_CHARACTERS:] or None,
-    )
+    """Fields of the same names; empty ones are left out."""
+    values = {name: getattr(one, name) for name in IncidentStatus.model_fields if name != "time"}
+    values |= {
+        "seconds": {phase: round(seconds, 3) for phase, seconds in one.seconds.items()},
+        "traceback": one.traceback[-TRACEBACK_CHARACTERS:],
+    }
+    values = {
+        name: value
+        for name, value in values.items()
+        if value not in ("", None) and value is not False
+    }
+    time = _time(one.at_ns) or datetime.datetime.fromtimestamp(0, datetime.UTC)
+    return IncidentStatus(**{"title": "", **values, "time": time})
 
 
 def _time(wall_ns: int | None) -> datetime.datetime | None:
@@ -254,7 +245,8 @@ def _rounded(value: float | None, digits: int = 4) -> float | None:
 def view_of(document: Document, now_ns: int) -> JobView:
     """What the command line can show of a job, from the object alone."""
     metadata = document["metadata"]
-    status = TrainingJobStatus.model_validate(document.get("status") or {})
+    # A newer operator may write fields that this version does not have.
+    status = TrainingJobStatus.model_validate(document.get("status") or {}, extra="ignore")
     view = JobView(
         name=metadata["name"],
         job_id=status.job_id or metadata.get("uid", ""),

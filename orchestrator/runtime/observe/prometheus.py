@@ -219,22 +219,27 @@ class JobCollector(Collector):
         view = self._view()
         for spec in METRICS:
             if not spec.per_rank or self._job.spec.metrics.per_rank:
-                yield _family(spec, view, self._job.name)
+                yield metric_of_jobs(spec, ("job",), {(self._job.name,): view})
 
 
-def _family(spec: Family, view: JobView, job: str) -> Metric:
-    names = ["job", *spec.labels]
-    samples = list(spec.samples(view))
+def metric_of_jobs(
+    spec: Family, job_labels: tuple[str, ...], views: Mapping[tuple[str, ...], JobView]
+) -> Metric:
+    """One metric of jobs. `views`: by the values of `job_labels`."""
+    names = [*job_labels, *spec.labels]
     if spec.kind == "summary":
         summary = SummaryMetricFamily(spec.name, spec.help, labels=names)
-        for key in dict.fromkeys(labels["phase"] for labels, _ in samples):
-            found = {labels[""]: value for labels, value in samples if labels["phase"] == key}
-            summary.add_metric([job, key], int(found["count"]), found["sum"])
+        for job, view in views.items():
+            samples = list(spec.samples(view))
+            for key in dict.fromkeys(labels["phase"] for labels, _ in samples):
+                found = {labels[""]: value for labels, value in samples if labels["phase"] == key}
+                summary.add_metric([*job, key], int(found["count"]), found["sum"])
         return summary
     make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
     family = make(spec.name, spec.help, labels=names)
-    for labels, value in samples:
-        family.add_metric([job, *(labels[name] for name in spec.labels)], value)
+    for job, view in views.items():
+        for labels, value in spec.samples(view):
+            family.add_metric([*job, *(labels[name] for name in spec.labels)], value)
     return family
 
 

@@ -5,11 +5,8 @@ pods, and whether an operator handles it. Pure.
 from __future__ import annotations
 
 import datetime
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
-from pydantic import BaseModel
-
-from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.hosts.kubernetes.status import BUSY, view_of
@@ -33,8 +30,7 @@ class OperatorAbsence(NamedTuple):
 def view_of_object(document: Document, now_ns: int) -> JobView:
     """The view of a job's object. Fields that only a newer operator knows are left out."""
     status = document.get("status") or {}
-    known = _known(status, TrainingJobStatus)
-    view = view_of({**document, "status": known}, now_ns)
+    view = view_of(document, now_ns)
     view.num_incidents = max((one.number for one in view.incidents), default=0)
     if status.get("state"):
         view.reason = _longest(str(status.get("reason") or ""), status)
@@ -133,26 +129,3 @@ def _longest(reason: str, status: Document) -> str:
     """The message of a condition is the reason, followed by problems of pods."""
     messages = [str(one.get("message", "")) for one in status.get("conditions") or ()]
     return max((m for m in messages if m.startswith(reason)), key=len, default=reason)
-
-
-def _known(value: Any, model: type[BaseModel]) -> Document:
-    """Without fields that this version of the model does not have."""
-    found = {}
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        if key not in value:
-            continue
-        inner = next(iter(_models(field.annotation)), None)
-        child = value[key]
-        if inner is not None and isinstance(child, dict):
-            child = _known(child, inner)
-        elif inner is not None and isinstance(child, list):
-            child = [_known(one, inner) for one in child]
-        found[key] = child
-    return found
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models(inner)]
