@@ -38,10 +38,10 @@ class HoldfastOnRay(Holdfast):
         self.controller = self.spawn(words, "holdfast.log")
 
     def controller_node(self) -> str:
-        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.backends.ray import actors
         from holdfast.orchestrator.hosts.ray import actor
 
-        return str(actor_calls.ask(actor.find("bench"), "facts")["ray_node"])
+        return str(actors.ask(actor.find("bench"), "facts")["ray_node"])
 
     def kill_node(self, worker_pid: int) -> None:
         self.cluster.kill_node(self.cluster.node_of(worker_pid))

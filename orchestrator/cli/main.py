@@ -13,7 +13,6 @@ import typer
 
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
 from .options import PLUGIN, complete
-from .targets.ray.stream_mux import mark_if_asked
 
 # Newer versions of typer bundle click, older ones import it; in both, these are the bases of the
 # one usage error that typer exports.
@@ -104,7 +103,6 @@ def main(
     that help texts show, `default_target` applies when no option chooses a target."""
     from ..errors import HoldfastError
 
-    mark_if_asked()
     try:
         words = complete(sys.argv[1:] if arguments is None else arguments)
         result = app(args=words, prog_name=program, standalone_mode=False, obj=default_target)

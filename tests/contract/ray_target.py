@@ -32,20 +32,20 @@ class RayContractTarget:
 
         from holdfast.orchestrator.backends.ray import actors
 
-        actor = actors.find(self.job.name, node)
+        actor = actors.find_agent(self.job.name, node)
         return None if actor is None else int(ray.get(actor.facts.remote(), timeout=90)["pid"])
 
     def leftovers(self) -> list[str]:
         import ray
 
-        from holdfast.orchestrator.backends.ray import placement_groups
+        from holdfast.orchestrator.backends.ray import placement
 
         actors = [
             one["name"]
             for one in ray.util.list_named_actors(all_namespaces=True)
             if one["name"].startswith(f"{self.job.name}-")
         ]
-        return [*actors, *placement_groups.names_of(self.job.name)]
+        return [*actors, *placement.group_names(self.job.name)]
 
     def close(self) -> None:
         self.keys.clear()  # the cluster is shared by all tests

@@ -1,2 +1,2 @@
-"""Nodes as actors of a Ray cluster, one placement-group bundle each; the only room that imports
-ray."""
+"""Nodes as actors of a Ray cluster, one placement-group bundle each. Only this package and
+hosts/ray import ray."""

@@ -1,33 +1,68 @@
-"""Agents' actors from outside: starting, finding and ending them, and why one is dead.
-
-Owns: the options that an agent's actor is started with. Must not: know which nodes are wanted.
-"""
+"""Calls to a job's Ray actors and to the cluster's head: starting, finding and ending actors,
+retries while the head does not answer, and Ray's errors as short texts."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
-from typing import Any
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from . import names, runtime_env
+from holdfast.orchestrator.errors import HoldfastError
+
+from . import names
 from .agent import AgentActor, AgentOrder
 
+ANSWER_S = 60.0
+"""A controller that Ray restarts answers once it has read its journal."""
+PAUSE_S = 0.25
+"""Between two calls to an actor that Ray restarts."""
+HEAD_PATIENCE_S = 120.0
+"""A head that restarts is back within a minute where Ray keeps its state; training goes on."""
+HEAD_PAUSE_S = 0.5
+UNLISTED = ("watch",)
+"""Methods that are called every other second: they would fill Ray's list of tasks."""
+
 log = logging.getLogger("holdfast.ray")
+T = TypeVar("T")
 
 
+# -- the head ----------------------------------------------------------------------------------
+async def until_head_answers(
+    work: Callable[[], T], what: str, pause_s: float = HEAD_PAUSE_S
+) -> T:  # fmt: skip
+    """Call `work`, which is safe to repeat, in a thread until it succeeds. Raises HoldfastErrors of
+    `work` at once, and any other error after HEAD_PATIENCE_S."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + HEAD_PATIENCE_S
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except HoldfastError:
+            raise
+        # Ray raises its own RpcError, but also plain RuntimeErrors, depending on its version.
+        except Exception as error:
+            if loop.time() > give_up:
+                raise
+            log.warning("%s: %s; trying again", what, error)
+        await asyncio.sleep(pause_s)
+
+
+# -- agents ------------------------------------------------------------------------------------
 @functools.cache
-def _remote_class() -> Any:
-    """Made once: Ray puts each one that is made into the cluster's store."""
+def _agent_class() -> Any:
+    """Made once: Ray puts each remote class into the cluster's store."""
     import ray
 
     return ray.remote(AgentActor)
 
 
-def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float]) -> Any:
-    """The actor of a new node, holding all of its bundle. It outlives the controller that asked
-    for it, and is never restarted: what was in its memory would be gone. Blocks for round trips to
-    the head; safe to repeat."""
+def start_agent(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float]) -> Any:
+    """The actor of a new node, holding its whole bundle. It outlives the controller, and is never
+    restarted: its memory would be lost. Blocks for round trips to the head; safe to repeat."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     options: dict[str, Any] = {"num_cpus": resources["CPU"]}
@@ -35,7 +70,7 @@ def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float
         options["num_gpus"] = resources["GPU"]
     if "memory" in resources:
         options["memory"] = resources["memory"]
-    made = _remote_class().options(
+    made = _agent_class().options(
         name=names.agent(order.job, order.node),
         namespace=names.NAMESPACE,
         lifetime="detached",
@@ -48,14 +83,18 @@ def start(order: AgentOrder, group: Any, bundle: int, resources: dict[str, float
     return made.remote(order)
 
 
-def find(job: str, node: str) -> Any:
-    """The actor of a node; None where there is none any more."""
+def find(name: str) -> Any:
+    """The actor of this name; None where there is none."""
     import ray
 
     try:
-        return ray.get_actor(names.agent(job, node), names.NAMESPACE)
+        return ray.get_actor(name, names.NAMESPACE)
     except ValueError:
         return None
+
+
+def find_agent(job: str, node: str) -> Any:
+    return find(names.agent(job, node))
 
 
 def kill(actor: Any) -> None:
@@ -64,23 +103,20 @@ def kill(actor: Any) -> None:
     ray.kill(actor, no_restart=True)
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def kill_all(job: str) -> None:
+    """SIGKILL for the controller and the agents of a job, workers included."""
+    import ray
+
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == names.NAMESPACE and names.belongs(one["name"], job):
+            actor = find(one["name"])
+            if actor is not None:
+                kill(actor)
 
 
-def cause(error: BaseException) -> str:
-    """What Ray says of an actor's death, without the table of its ids. Of an actor that could not
-    be made there is a traceback, which says in its last line what was wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [line for line in lines if line.startswith("The actor is dead because")]
-    if not found and "raised in its creation task" in str(error):
-        found = lines[-1:]
-    return (found or [first_line(error)])[0][:400]
-
-
-async def until_ended(actor: Any, answer_s: float) -> str:
-    """Until the node of this actor has ended, for whatever reason; returns it. `answer_s`: an actor
-    whose connection broke and that does not answer within this has ended."""
+async def agent_end(actor: Any, answer_s: float) -> str:
+    """Wait until this agent's node has ended; returns why. An actor whose connection broke and that
+    does not answer within `answer_s` has ended."""
     from ray.exceptions import (
         ActorUnavailableError,
         RayActorError,
@@ -91,7 +127,7 @@ async def until_ended(actor: Any, answer_s: float) -> str:
     while True:
         try:
             how = await actor.wait_for_end.remote()
-            if how is not None:  # else newer calls of others took its place
+            if how is not None:  # else newer calls replaced this one
                 return f"its agent {how}"
         except ActorUnavailableError as error:
             try:
@@ -100,13 +136,87 @@ async def until_ended(actor: Any, answer_s: float) -> str:
             except (RayError, TimeoutError):
                 return f"its actor does not answer ({first_line(error)})"
         except RayActorError as error:
-            return cause(error)
+            return death_cause(error)
         except RuntimeEnvSetupError as error:
-            why = runtime_env.short(error.error_message or str(error))
+            why = runtime_env_summary(error.error_message or str(error))
             return f"its Ray node could not build the job's runtime env: {why}"
         except RayError as error:
             return first_line(error)
-        # Ray's RpcError or a plain RuntimeError: the head restarts, and the node may well be there.
+        # Ray's RpcError or a plain RuntimeError: the head restarts, and the node may still exist.
         except Exception as error:
             log.warning("waiting for the end of %s: %s; trying again", actor, first_line(error))
             await asyncio.sleep(answer_s)
+
+
+# -- the controller, from a command without an event loop --------------------------------------
+class ControllerActorGone(HoldfastError):
+    """The job's controller has ended or does not answer."""
+
+
+class RuntimeEnvGone(ControllerActorGone):
+    """The cluster cannot build the job's runtime env, which its controller needs to start."""
+
+
+def ask(actor: Any, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+    """Raises RuntimeEnvGone, ControllerActorGone."""
+    import ray
+    from ray.exceptions import (
+        ActorUnavailableError,
+        ActorUnschedulableError,
+        GetTimeoutError,
+        RayActorError,
+        RuntimeEnvSetupError,
+    )
+
+    call = getattr(actor, method).options(enable_task_events=method not in UNLISTED)
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.1, give_up - time.monotonic())
+            return ray.get(call.remote(*arguments), timeout=left_s)
+        except ActorUnavailableError as error:
+            if time.monotonic() > give_up:
+                raise ControllerActorGone(death_cause(error)) from None
+            time.sleep(PAUSE_S)  # Ray restarts it
+        except GetTimeoutError:
+            raise ControllerActorGone(f"no answer within {timeout_s:g} s") from None
+        except RuntimeEnvSetupError as error:
+            raise RuntimeEnvGone(runtime_env_error(error.error_message or "")) from None
+        except (RayActorError, ActorUnschedulableError) as error:
+            raise ControllerActorGone(death_cause(error)) from None
+
+
+# -- Ray's errors ------------------------------------------------------------------------------
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def death_cause(error: BaseException) -> str:
+    """What Ray reports of an actor's death, without the table of its ids. For an actor that could
+    not be created, Ray gives a traceback whose last line has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("The actor is dead because")]
+    if not found and "raised in its creation task" in str(error):
+        found = lines[-1:]
+    return (found or [first_line(error)])[0][:400]
+
+
+FRAMES = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)*")
+"""Where in Ray it happened, which does not help the author of the runtime env."""
+GENERAL = re.compile(r"(Failed to set up runtime environment|Could not create the actor because).*")
+"""Lines that every such error has."""
+SUMMARY_CHARS = 200
+"""Of each end: the request comes first in pip's output, and its error last."""
+
+
+def runtime_env_error(text: str) -> str:
+    """Ray's error about a runtime env, without stack frames."""
+    return FRAMES.sub("", text).strip()
+
+
+def runtime_env_summary(text: str) -> str:
+    """The beginning and the end of that error, in one line."""
+    line = " ".join(GENERAL.sub("", runtime_env_error(text)).split())
+    if len(line) <= 2 * SUMMARY_CHARS:
+        return line
+    return f"{line[:SUMMARY_CHARS]} ... {line[-SUMMARY_CHARS:]}"

@@ -1,24 +1,28 @@
-"""The key-value store of a Ray cluster's head (GCS), as one job sees it.
+"""The key-value store of a Ray cluster's head (GCS), as one job sees it: the job's keys, and the
+registry of its nodes that a new controller reads.
 
-Owns: key names and the way there: calls block for a round trip, so a loop makes them in a thread.
-Must not: know what is stored.
-
-Ray keeps it in the head's memory, or in Redis where the cluster has GCS fault tolerance: then it
-outlives the head. `ray.experimental.internal_kv` is what Ray's own libraries (Serve, Tune, the job
-server) build on; it is not part of the documented API, so everything that touches it is here.
+Ray keeps the store in the head's memory, or in Redis where the cluster has GCS fault tolerance;
+then it outlives the head. Ray's own libraries (Serve, Tune, the job server) use
+`ray.experimental.internal_kv`; it is not part of the documented API, so only this module, and
+jobs_page.py for another namespace, call it. Calls block for a round trip.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, ClassVar
+
+import msgspec
 
 from . import names
 
 _NAMESPACE = names.NAMESPACE.encode()
 RECORD = "record"
-"""What was submitted (ControllerOrder, msgpack). Who creates it has the job's name."""
+"""What was submitted (ControllerOrder, msgpack). The command that creates it has the job's name."""
 ENDED = "ended"
-"""JSON {view, refusal}: how it ended. Without it there is, or was, a controller."""
+"""JSON {view, refusal}: how the job ended. Without it there is, or was, a controller."""
+NODES = "nodes"
+"""The RayNodeRegistry, JSON."""
 
 
 class JobKeyValueStore:
@@ -54,8 +58,8 @@ class JobKeyValueStore:
         return sorted(key.decode().removeprefix(self._prefix) for key in found)
 
     def clear(self) -> None:
-        """Forget the job. Its record last, which has its name, and how it ended just before: when
-        this is interrupted, it is still a job that has ended."""
+        """Delete the job's keys. ENDED and then RECORD, which holds the job's name, come last: an
+        interrupted deletion leaves a job that has ended."""
         self.delete(*sorted(self.list(""), key=lambda key: (key == RECORD, key == ENDED)))
 
     def _key(self, key: str) -> bytes:
@@ -73,3 +77,57 @@ def _kv() -> Any:
     from ray.experimental import internal_kv
 
     return internal_kv
+
+
+class RayNodeRegistry(msgspec.Struct):
+    """What a new controller must know of the nodes of an earlier one."""
+
+    ENDED_KEPT: ClassVar[int] = 64
+    """Ended nodes whose Ray node is remembered."""
+
+    next_number: int = 0
+    nodes: dict[str, tuple[str, int]] = {}
+    """Node -> its group and bundle."""
+    starting: set[str] = set()
+    """Nodes whose actor may not exist yet."""
+    groups: dict[str, int] = {}
+    """Name -> number of bundles, of groups that have nodes."""
+    ray_nodes: dict[str, str] = msgspec.field(default_factory=dict, name="places")
+    """Node -> Ray node, also of recently ended nodes: some Ray nodes are to be avoided."""
+
+    def prune_ended(self) -> None:
+        ended = [node for node in self.ray_nodes if node not in self.nodes]
+        for node in ended[: -self.ENDED_KEPT]:
+            del self.ray_nodes[node]
+
+
+class RegistryWriter:
+    """Writes the registry, one write at a time: an older state never overwrites a newer one."""
+
+    def __init__(self, store: JobKeyValueStore) -> None:
+        self._store = store
+        self._registry = RayNodeRegistry()
+        self._writing: asyncio.Task[None] | None = None
+        self._dirty = False
+
+    async def load(self) -> RayNodeRegistry:
+        data = await asyncio.to_thread(self._store.get, NODES)
+        if data is not None:
+            self._registry = msgspec.json.decode(data, type=RayNodeRegistry)
+        return self._registry
+
+    async def save(self) -> None:
+        """Write the registry as it is now; durable when this returns."""
+        self._dirty = True
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+        await asyncio.shield(self._writing)
+
+    async def flush(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _write(self) -> None:
+        while self._dirty:
+            self._dirty = False
+            await asyncio.to_thread(self._store.put, NODES, msgspec.json.encode(self._registry))

@@ -1,7 +1,5 @@
-"""What things of a job are called in a Ray cluster, as its dashboard shows them.
-
-Owns: those names; those of two jobs are never the same. Must not: import ray.
-"""
+"""Names of a job's actors and placement groups in a Ray cluster, as its dashboard shows them. Names
+of two jobs are never the same."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ NAMESPACE = "holdfast"
 
 
 def controller(job: str) -> str:
-    # No name of a job has a slash, so no agent of any job is called so.
+    # A job's name has no slash, so no agent of any job has this name.
     return f"holdfast/{job}"
 
 
@@ -21,12 +19,12 @@ def agent(job: str, node: str) -> str:
 
 
 def group(job: str, node: str) -> str:
-    """A placement group with one bundle. The gang of a job's minimum has its first node's name."""
+    """A placement group, named after its first node."""
     return f"{job}/{node}"
 
 
 def belongs(actor: str, job: str) -> bool:
-    """Whether an actor is this job's: its controller, or one of its agents."""
+    """Whether an actor is this job's controller or one of its agents."""
     prefix = agent(job, "")
     node = actor.removeprefix(prefix) if actor.startswith(prefix) else ""
     return actor == controller(job) or re.fullmatch(r"node-\d+", node) is not None

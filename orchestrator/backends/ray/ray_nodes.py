@@ -1,44 +1,108 @@
-"""Ray nodes as far as a job must know them: where they are, and whether they are gone.
-
-Owns: looking that up. Must not: know which node of the job is where.
-"""
+"""Ray nodes: this process's own, those that the head lists, whether they still listen, and how many
+have room for a bundle."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from ..topology import coordinates
-from . import cluster
 
-AT_ONCE = 64
-"""Connections that are tried. Each needs an open file, and a process may often have a thousand."""
+MAX_CONNECTIONS = 64
+"""At the same time. Each needs an open file, and a process may often have only a thousand."""
+
+
+def own_node() -> dict[str, str]:
+    """The Ray node of this process."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return {
+        "ray_node": context.get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "hostname": socket.gethostname(),
+    }
+
+
+def log_directory(job: str, job_id: str) -> Path:
+    """Where the dashboard's log view finds a job's files, on this Ray node."""
+    import ray
+
+    node = ray._private.worker._global_node  # Ray has no public way to its session directory
+    return Path(node.get_logs_dir_path()) / f"holdfast-{job}-{job_id[:6]}"
+
+
+def alive_nodes() -> dict[str, dict[str, Any]]:
+    """Ray nodes by id, as the head lists them."""
+    import ray
+
+    return {str(one["NodeID"]): one for one in ray.nodes() if one["Alive"]}
 
 
 async def topology(ray_node: str, keys: Sequence[str]) -> tuple[str, ...]:
     """From its labels (`ray start --labels`)."""
-    found = await asyncio.to_thread(cluster.alive_nodes)
+    found = await asyncio.to_thread(alive_nodes)
     return coordinates(found.get(ray_node, {}).get("Labels", {}), keys)
 
 
-async def ended(ray_nodes: Iterable[str]) -> set[str]:
-    """Those whose raylet has ended, though the head has not noticed yet."""
-    return {place for place, listens in (await _asked(ray_nodes)).items() if listens is False}
+# -- whether they listen -----------------------------------------------------------------------
+async def dead(ray_nodes: Iterable[str]) -> set[str]:
+    """Ray nodes whose raylet has ended, though the head still lists them."""
+    return {node for node, listens in (await _probe(ray_nodes)).items() if listens is False}
 
 
 async def answering(ray_nodes: Iterable[str]) -> set[str]:
-    """Those that are there for certain: where something new can be put."""
-    return {place for place, listens in (await _asked(ray_nodes)).items() if listens}
+    """Ray nodes that certainly exist: new bundles can be placed there."""
+    return {node for node, listens in (await _probe(ray_nodes)).items() if listens}
 
 
-async def _asked(ray_nodes: Iterable[str]) -> dict[str, bool | None]:
-    """What `cluster.listens` says of those that the head takes for alive."""
-    alive = await asyncio.to_thread(cluster.alive_nodes)
-    asked = {place for place in ray_nodes if place in alive}
-    turns = asyncio.Semaphore(AT_ONCE)
+async def _probe(ray_nodes: Iterable[str]) -> dict[str, bool | None]:
+    alive = await asyncio.to_thread(alive_nodes)
+    asked = {node for node in ray_nodes if node in alive}
+    connections = asyncio.Semaphore(MAX_CONNECTIONS)
 
-    async def listens(place: str) -> bool | None:
-        async with turns:
-            return await cluster.listens(alive[place])
+    async def probe(node: str) -> bool | None:
+        async with connections:
+            return await raylet_listens(alive[node])
 
-    return dict(zip(asked, await asyncio.gather(*map(listens, asked)), strict=True))
+    return dict(zip(asked, await asyncio.gather(*map(probe, asked)), strict=True))
+
+
+async def raylet_listens(node: dict[str, Any]) -> bool | None:
+    """Whether a Ray node's raylet accepts connections. False: it has ended; the head notices that
+    only after missed health checks, the kernel of its machine at once. None: unknown. No answer, no
+    route or no free file descriptor may be a problem of this machine."""
+    address = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
+    try:
+        async with asyncio.timeout(1.0):
+            _reader, writer = await asyncio.open_connection(*address)
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    writer.close()
+    return True
+
+
+# -- room for bundles --------------------------------------------------------------------------
+def fits(bundle: dict[str, float], resources: dict[str, float]) -> bool:
+    return all(resources.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def capacity_report(count: int, bundle: dict[str, float]) -> str:
+    """Why that many bundles cannot be placed: what the cluster has, and what is free."""
+    import ray
+
+    nodes = alive_nodes()
+    large = [one for one in nodes.values() if fits(bundle, one["Resources"])]
+    free = ray.available_resources()
+    total = ray.cluster_resources()
+    parts = [f"{free.get(k, 0.0):g} of {total.get(k, 0.0):g} {k}" for k in bundle]
+    each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    return (
+        f"{count} more nodes of {each} each on a Ray node of its own: the cluster has "
+        f"{len(nodes)} Ray nodes, {len(large)} of them that large; free are {', '.join(parts)}"
+    )

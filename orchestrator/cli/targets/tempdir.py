@@ -6,11 +6,23 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.orchestrator.backends.ray import actor_calls
+
+@contextmanager
+def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
+    """Calls `act` on SIGTERM. `ray job stop` sends it, and SIGKILL three seconds later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -23,5 +35,5 @@ def scratch(prefix: str) -> Iterator[Path]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        with actor_calls.on_sigterm(end):
+        with on_sigterm(end):
             yield Path(path)

@@ -93,9 +93,11 @@ class GrowingCluster:
 
     def nodes(self) -> set[str]:
         """Ray nodes that can hold workers."""
-        from holdfast.orchestrator.backends.ray import cluster
+        from holdfast.orchestrator.backends.ray import ray_nodes
 
-        return {n for n, one in cluster.alive_nodes().items() if one["Resources"].get("CPU", 0) > 0}
+        return {
+            n for n, one in ray_nodes.alive_nodes().items() if one["Resources"].get("CPU", 0) > 0
+        }
 
     def until(self, true: Callable[[set[str]], bool]) -> set[str]:
         give_up = time.monotonic() + BOUND_S

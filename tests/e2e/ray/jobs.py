@@ -94,7 +94,7 @@ class Job:
 
     def until(self, true: Callable[[JobView], bool]) -> JobView:
         """The first view of which it is true."""
-        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.backends.ray import actors
         from holdfast.orchestrator.errors import UserError
         from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
@@ -106,8 +106,8 @@ class Job:
                     return view
                 actor = controller_actor.find(self.name)
                 if actor is not None:
-                    seen = actor_calls.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
-            except (actor_calls.ControllerActorGone, UserError):
+                    seen = actors.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
+            except (actors.ControllerActorGone, UserError):
                 seen = -1  # not yet, or between two lives
             if self.command.poll() not in (None, 0, 1):
                 raise AssertionError(self.output.read_text())
@@ -137,14 +137,15 @@ class Job:
 
         from holdfast.orchestrator.backends.ray import actors
 
-        found: dict[str, Any] = ray.get(actors.find(self.name, node).facts.remote(), timeout=60)
+        actor = actors.find_agent(self.name, node)
+        found: dict[str, Any] = ray.get(actor.facts.remote(), timeout=60)
         return found
 
     def controller(self) -> dict[str, Any]:
-        from holdfast.orchestrator.backends.ray import actor_calls
+        from holdfast.orchestrator.backends.ray import actors
         from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
-        found: dict[str, Any] = actor_calls.ask(controller_actor.find(self.name), "facts")
+        found: dict[str, Any] = actors.ask(controller_actor.find(self.name), "facts")
         return found
 
     def worker_pid(self, rank: int) -> int:

@@ -19,11 +19,11 @@ NAME = "remains"
 @contextmanager
 def cleared() -> Iterator[cluster_rig.RayRig]:
     """The cluster, of which a test may leave everything of that job behind."""
-    from holdfast.orchestrator.backends.ray import cleanup, kv
+    from holdfast.orchestrator.backends.ray import backend, kv
 
     cluster = cluster_rig.connected()
     yield cluster
-    cleanup.end(NAME)
+    backend.end_without_controller(NAME)
     kv.JobKeyValueStore(NAME).clear()
 
 

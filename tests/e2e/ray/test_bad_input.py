@@ -89,7 +89,7 @@ def test_auto_is_refused_on_a_machine_without_a_cluster(
     done = alone(*words, "--ray", *address)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "--ray: got auto (" in done.stderr
-    assert "`ray status` on the head says whether it runs" in done.stderr
+    assert "`ray status` on the head shows whether it runs" in done.stderr
 
 
 def test_a_runtime_env_that_fails_to_build_in_the_cluster_is_told_in_rays_words(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -30,7 +29,7 @@ def cluster() -> Iterator[cluster_rig.RayRig]:
 def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_deleted(
     cluster: cluster_rig.RayRig,
 ) -> None:
-    from holdfast.orchestrator.backends.ray import actor_calls
+    from holdfast.orchestrator.backends.ray import actors
     from holdfast.orchestrator.cli.display import SilentDisplay
     from holdfast.orchestrator.cli.output import stderr
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
@@ -44,7 +43,7 @@ def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_dele
 
     actor.create(made, broken)
     job = RayTarget(cluster.address).find(NAME)
-    with pytest.raises(actor_calls.ControllerActorGone) as told:
+    with pytest.raises(actors.ControllerActorGone) as told:
         job.watch(SilentDisplay(stderr()))
     assert "its controller did not start (ModuleNotFoundError: No module named" in str(told.value)
     assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in str(told.value)
@@ -58,10 +57,10 @@ def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_dele
 
 
 def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
-    cluster: cluster_rig.RayRig, monkeypatch: pytest.MonkeyPatch
+    cluster: cluster_rig.RayRig,
 ) -> None:
     """It cannot read the job's journal, and neither can a command."""
-    from holdfast.orchestrator.backends.ray import actor_calls, kv
+    from holdfast.orchestrator.backends.ray import kv
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
     from holdfast.orchestrator.hosts.ray import actor, gcs_journal
     from holdfast.orchestrator.hosts.ray.host import RayHost
@@ -71,8 +70,7 @@ def test_a_job_whose_controller_fails_again_and_again_is_cancelled(
     gcs_journal.KvJournal(keys, NAME)  # an earlier controller
     keys.put("journal/tail-00000001-000001", b"nonsense")
     actor.create(made, RayHost)
-    monkeypatch.setattr(actor_calls, "ask", functools.partial(actor_calls.ask, timeout_s=5.0))
-    job = RayTarget(cluster.address).find(NAME)
+    job = RayTarget(cluster.address, answer_s=5.0).find(NAME)
     answer = job.request("cancel", by="me")
     assert "no controller answers" in answer.detail
     view = job.view()
@@ -85,7 +83,7 @@ def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
 ) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import kv, placement_groups
+    from holdfast.orchestrator.backends.ray import kv, placement
     from holdfast.orchestrator.hosts.ray import actor
     from holdfast.orchestrator.hosts.ray.host import RayHost
 
@@ -95,13 +93,13 @@ def test_a_controller_that_comes_after_the_end_of_its_job_starts_nothing(
     controller = actor.create(made, RayHost)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(controller.watch.remote(-1), timeout=BOUND_S)
-    assert placement_groups.names_of(NAME) == [] and keys.list("journal/") == []
+    assert placement.group_names(NAME) == [] and keys.list("journal/") == []
 
 
 def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Path) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
     from holdfast.orchestrator.hosts.ray import actor
 
     job = Job(tmp_path, "orphans", 1_000_000)
@@ -116,7 +114,7 @@ def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Pat
         assert done.returncode == 0, done.stderr
         _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
         assert alive == []
-        assert placement_groups.names_of(job.name) == []
+        assert placement.group_names(job.name) == []
         assert job.view().state == "cancelled"
     finally:
         job.end()
@@ -150,7 +148,6 @@ def test_a_finished_job_is_deleted_when_its_time_is_over(
     cluster: cluster_rig.RayRig, finished_s_ago: int, kept: bool
 ) -> None:
     from holdfast.orchestrator.backends.ray import kv
-    from holdfast.orchestrator.cli.targets.ray import cleanup
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
     from holdfast.orchestrator.runtime.control_api import view_body
     from holdfast.orchestrator.runtime.observe.view import JobView
@@ -160,17 +157,16 @@ def test_a_finished_job_is_deleted_when_its_time_is_over(
     finished_ns = time.time_ns() - finished_s_ago * 10**9
     view = JobView(name=NAME, state="succeeded", finished_ns=finished_ns)
     keys.put(kv.ENDED, json.dumps({"view": view_body(view), "refusal": ""}).encode())
-    deleted = cleanup.expire([NAME], RayTarget(cluster.address).find)
+    deleted = RayTarget(cluster.address).expire([NAME])
     assert deleted == ([] if kept else [NAME])
     assert bool(keys.list("")) is kept
 
 
 def test_a_job_that_has_not_finished_does_not_expire(cluster: cluster_rig.RayRig) -> None:
-    from holdfast.orchestrator.cli.targets.ray import cleanup
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
 
     keys = record(order(ttlSecondsAfterFinished=0))
-    assert cleanup.expire([NAME, "nobody"], RayTarget(cluster.address).find) == []
+    assert RayTarget(cluster.address).expire([NAME, "unknown"]) == []
     assert keys.list("") != []
 
 
@@ -267,7 +263,7 @@ def test_what_others_do_to_a_job_as_soon_as_it_has_a_record_counts(
         time.sleep(0.1)
     assert place.find(NAME).view().state == "cancelled"
     assert kv.JobKeyValueStore(NAME).list("") == [kv.ENDED, kv.RECORD]
-    assert not gcs_journal.begun(kv.JobKeyValueStore(NAME))
+    assert not gcs_journal.exists(kv.JobKeyValueStore(NAME))
 
 
 def test_a_job_whose_deletion_is_interrupted_has_still_ended(
@@ -357,7 +353,7 @@ def test_a_verb_that_a_controller_does_not_live_to_write_down_is_said(
         return await host.perform("suspend", {})
 
     answer = asyncio.run(scenario())
-    assert not answer["ok"] and "ask the next one" in answer["detail"]
+    assert not answer["ok"] and "send it again" in answer["detail"]
 
 
 TOLD = """

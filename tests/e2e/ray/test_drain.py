@@ -54,10 +54,10 @@ def victim(job: Job) -> tuple[str, str]:
 
 def gone(job: Job) -> None:
     """Wait until no Ray node drains any more: it ends by itself as soon as nothing uses it."""
-    from holdfast.orchestrator.backends.ray import cluster, drains
+    from holdfast.orchestrator.backends.ray import drains, ray_nodes
 
     give_up = time.monotonic() + BOUND_S
-    while drains.draining().keys() & cluster.alive_nodes().keys():
+    while drains.draining().keys() & ray_nodes.alive_nodes().keys():
         assert time.monotonic() < give_up, drains.draining()
         time.sleep(0.1)  # Ray tells it to nobody
 

@@ -23,9 +23,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def assert_on_the_head(job: Job) -> None:
     """The loss of another Ray node would take a node and the controller at once."""
-    from holdfast.orchestrator.backends.ray import cluster
+    from holdfast.orchestrator.backends.ray import ray_nodes
 
-    home = cluster.alive_nodes()[job.controller()["ray_node"]]
+    home = ray_nodes.alive_nodes()[job.controller()["ray_node"]]
     assert "node:__internal_head__" in home["Resources"]
 
 
@@ -51,7 +51,7 @@ def test_calls_that_ended_controllers_have_left_behind_do_not_silence_an_agents_
     from holdfast.orchestrator.backends.ray import actors
 
     node = job.members()[-1]
-    actor = actors.find(job.name, node)
+    actor = actors.find_agent(job.name, node)
     left = [actor.wait_for_end.remote() for _ in range(100)]  # more than it runs at once
     assert job.facts(node)["pid"]
     del left  # the next test shows that the controller is still told of this node's end
@@ -106,9 +106,9 @@ def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
 def test_nothing_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
 
     job.end()
     left = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     assert [name for name in left if "faults" in name] == []
-    assert placement_groups.names_of("faults") == []
+    assert placement.group_names("faults") == []

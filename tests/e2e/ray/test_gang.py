@@ -50,7 +50,7 @@ def ranks(place: Path, job: Job) -> int:
 def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(place: Path) -> None:
     import ray
 
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
 
     holder = start(place, "holder", 2)
     jobs = [holder]
@@ -78,7 +78,7 @@ def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(pla
         (place / f"{other.name}-end").touch()
         for job in jobs:
             assert job.command.wait(BOUND_S) == 0, job.output.read_text()
-            assert placement_groups.names_of(job.name) == []
+            assert placement.group_names(job.name) == []
     finally:
         for job in jobs:
             job.end()

@@ -92,11 +92,11 @@ def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
     give_up = time.monotonic() + BOUND_S
     while slower in {one.submission_id for one in other._client.list_jobs()}:
         assert time.monotonic() < give_up
-        mine.tidy(prefix)
+        mine.delete_ended(prefix)
         time.sleep(0.5)  # the API cannot be waited on
     with Relay(cluster.dashboard) as relay:
         gone = jobs_api.JobsApi(relay.url)
-    gone.tidy(prefix)
+    gone.delete_ended(prefix)
 
 
 class Stranger(BaseHTTPRequestHandler):

@@ -94,7 +94,7 @@ def test_ranks_are_laid_out_by_the_labels_of_ray_nodes(place: Path) -> None:
 
 
 def label_of(job: Job, rank: int) -> str:
-    from holdfast.orchestrator.backends.ray import cluster
+    from holdfast.orchestrator.backends.ray import ray_nodes
 
     node = next(
         node.name
@@ -102,4 +102,4 @@ def label_of(job: Job, rank: int) -> str:
         if any(worker.rank == rank for worker in node.workers)
     )
     ray_node = job.facts(node)["ray_node"]
-    return str(cluster.alive_nodes()[ray_node]["Labels"][KEY])
+    return str(ray_nodes.alive_nodes()[ray_node]["Labels"][KEY])

@@ -88,14 +88,14 @@ def ray_node(place: RayContractTarget, node: str) -> str:
 
     from holdfast.orchestrator.backends.ray import actors
 
-    actor = actors.find(place.job.name, node)
+    actor = actors.find_agent(place.job.name, node)
     return str(ray.get(actor.facts.remote(), timeout=90)["ray_node"])
 
 
 def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_one(
     place: RayContractTarget,
 ) -> None:
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
     from holdfast.orchestrator.core.events import SuspendRequested
     from holdfast.orchestrator.hosts.ray.gcs_journal import open_journal
 
@@ -104,7 +104,7 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_on
         nodes = await have(controller, cluster_rig.NODES)
         await lack(controller, MISSING)
         assert (
-            len(placement_groups.names_of(place.job.name)) == cluster_rig.NODES - 1 + MISSING
+            len(placement.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
         )  # the gang has two
         async with asyncio.timeout(BOUND_S):
             journal.append(1, SuspendRequested(by="somebody"))
@@ -131,7 +131,7 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
     async def first(controller: Controller) -> None:
         bad, _good = await have(controller, 2)
         blamed = ray_node(place, bad)
-        while not controller.backend._known.places.get(bad):  # type: ignore[attr-defined]
+        while not controller.backend._registry.ray_nodes.get(bad):  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
         await controller.backend.release_node(bad)
         await controller.ended(bad)
@@ -155,7 +155,7 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
 def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(
     place: RayContractTarget,
 ) -> None:
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
 
     async def scenario(controller: Controller) -> None:
         stays, lost = await have(controller, 2)
@@ -165,17 +165,17 @@ def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(
             await asyncio.sleep(0.01)  # the core asks when an agent's link has closed
         (new,) = await have(controller, 1)
         assert ray_node(place, new) not in before
-        assert len(placement_groups.names_of(place.job.name)) == 1, "the gang has all of them"
+        assert len(placement.group_names(place.job.name)) == 1, "the gang has all of them"
 
     scene(place, scenario)
 
 
 def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayContractTarget) -> None:
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
 
     async def scenario(controller: Controller) -> None:
         def demanded() -> int:
-            return len(placement_groups.names_of(place.job.name)) - (
+            return len(placement.group_names(place.job.name)) - (
                 cluster_rig.NODES - 1
             )  # two share the gang's
 
@@ -193,16 +193,14 @@ def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayContract
 
 
 def test_a_suspended_job_demands_nothing_and_a_resumed_one_does_again(tmp_path: Path) -> None:
-    from holdfast.orchestrator.backends.ray import placement_groups
+    from holdfast.orchestrator.backends.ray import placement
 
     job = Job(tmp_path, "demand", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
     try:
-        job.until(
-            lambda view: len(placement_groups.names_of(job.name)) == 3
-        )  # the gang and two more
+        job.until(lambda view: len(placement.group_names(job.name)) == 3)  # the gang and two more
         for verb, count in (("suspend", 0), ("resume", 3)):
             assert holdfast(verb, job.name, "--ray", job.cluster.address).returncode == 0
-            job.until(lambda view, count=count: len(placement_groups.names_of(job.name)) == count)  # type: ignore[misc]
+            job.until(lambda view, count=count: len(placement.group_names(job.name)) == count)  # type: ignore[misc]
     finally:
         job.end()
-    assert placement_groups.names_of(job.name) == []
+    assert placement.group_names(job.name) == []

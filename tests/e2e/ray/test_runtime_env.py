@@ -114,7 +114,7 @@ def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_
     cluster_rig.connected()
     package = "gcs://_ray_pkg_0123456789abcdef.zip"  # nobody has uploaded it
     agents = ray.remote(runtime_env={"py_modules": [package]})(actors.AgentActor)
-    monkeypatch.setattr(actors, "_remote_class", lambda: agents)
+    monkeypatch.setattr(actors, "_agent_class", lambda: agents)
     place = RayContractTarget(make_job(), tmp_path)
 
     async def scenario(controller: Controller) -> None:

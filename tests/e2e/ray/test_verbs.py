@@ -90,12 +90,13 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
     import ray
     from ray.util.state import list_tasks
 
-    from holdfast.orchestrator.backends.ray import logs
+    from holdfast.orchestrator.backends.ray import remote_files
 
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     offsets: dict[str, int] = {}
-    everything = logs.Which(None, None, None)
-    assert logs.fetch(NAME, job.running().job_id, everything, offsets, tmp_path) and offsets
+    everything = remote_files.LogFilter(None, None, None)
+    job_id = job.running().job_id
+    assert remote_files.fetch_logs(NAME, job_id, everything, offsets, tmp_path) and offsets
     later = ray.remote(num_cpus=0)(lambda: 0).options(name="later")  # Ray is told of both at once
     assert ray.get(later.remote(), timeout=BOUND_S) == 0
     names, give_up = set[str](), time.monotonic() + BOUND_S

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.orchestrator.hosts.ray.host import export
-from holdfast.orchestrator.hosts.ray.metrics import NEARLY_NOTHING, RayMetrics
 from holdfast.orchestrator.runtime.observe.incidents import KINDS
 from holdfast.orchestrator.runtime.observe.prometheus import METRICS, MetricsServer
 from holdfast.orchestrator.runtime.observe.view import (
@@ -100,40 +97,6 @@ def test_an_incident_of_a_kind_that_nobody_has_thought_of_is_counted_too() -> No
     odd = IncidentCount(failure_class="user", scope="node", count=3)
     found = scrape(JobView(name="tiny", incident_counts=[odd]))
     assert found["holdfast_job_incidents_total", ("user", "node")] == 3
-
-
-def test_rays_exporter_counts_an_incident_once_and_from_next_to_nothing_on() -> None:
-    told: list[tuple[str, dict[str, str], float]] = []
-
-    class Counting(RayMetrics):
-        """Ray's own metrics, each of which is there once, without Ray."""
-
-        def _metric(self, kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
-            return Series(name)
-
-    class Series:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def inc(self, value: float, tags: dict[str, str]) -> None:
-            assert value > 0, "Ray refuses it"
-            told.append((self.name, tags, value))
-
-        def set(self, value: float, tags: dict[str, str]) -> None:
-            told.append((self.name, tags, value))
-
-    metrics, tags = Counting(), {"job": "tiny", "class": "hang", "scope": "worker"}
-    hang = IncidentCount(failure_class="hang", scope="worker", count=1)
-    hung = JobView(name="tiny", incident_counts=[hang])
-    for view in (JobView(name="tiny"), hung, hung):
-        export(metrics, "tiny", view)
-    counted = [
-        (labels, value)
-        for name, labels, value in told
-        if name == "holdfast_job_incidents_total" and labels["class"] == "hang"
-    ]
-    assert [value for labels, value in counted if labels == tags] == [NEARLY_NOTHING, 1.0]
-    assert len(counted) == 3, "the other scope has begun, too"
 
 
 def test_the_age_of_a_checkpoint_begins_with_the_first_step_where_there_is_none() -> None:

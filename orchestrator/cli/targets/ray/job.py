@@ -1,8 +1,5 @@
-"""One job of a Ray cluster, as the commands ask about it.
-
-Owns: asking its controller, or reading what it has left in the cluster's store. Must not: import
-ray, or interpret; runtime/ and the renderers do.
-"""
+"""One job of a Ray cluster: commands call its controller, or read its keys in the cluster's store
+where no controller answers."""
 
 from __future__ import annotations
 
@@ -16,10 +13,12 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.orchestrator.backends.ray import actor_calls, kv, logs
+from holdfast.orchestrator.backends.ray import actors, kv, remote_files
+from holdfast.orchestrator.backends.ray.backend import end_without_controller
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.render import FINISHED
+from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
@@ -30,24 +29,33 @@ from holdfast.orchestrator.hosts.ray.host import checkpoint_path
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.checkpoint_store.job_environment import job_environment
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
+from holdfast.orchestrator.runtime.clock import Clock
+from holdfast.orchestrator.runtime.control_api import view_body
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import LogSelector, Response
 from ..tempdir import scratch
-from . import cleanup
-from .requester import asks
+from .jobs_api import requester
 
 FOLLOW_INTERVAL_S = 0.5
-RECORD_S = 30.0
-"""From a job's last view to its record."""
+END_RECORD_S = 30.0
+"""From a job's last view to its end record."""
 
 
 class RayJob:
     """A job that has a record."""
 
-    def __init__(self, order: ControllerOrder, command: Callable[..., str]) -> None:
-        self.order, self._command = order, command
-        self._keys = kv.JobKeyValueStore(order.job)
+    def __init__(
+        self,
+        order: ControllerOrder,
+        command: Callable[..., str],
+        *,
+        store: kv.JobKeyValueStore | None = None,
+        answer_s: float = actors.ANSWER_S,
+    ) -> None:
+        """`command`: a command line as the user would type it for this cluster."""
+        self.order, self._command, self._answer_s = order, command, answer_s
+        self._store = store or kv.JobKeyValueStore(order.job)
         self._job = job_from_mapping(order.document, f"job {order.job}")
         self._actor: Any = None
 
@@ -56,13 +64,9 @@ class RayJob:
         return self.order.job
 
     @property
-    def ttl_s(self) -> int | None:
-        return self._job.spec.ttl_s_after_finished
-
-    @property
     def ended(self) -> dict[str, Any] | None:
-        """What its controller has written last of all."""
-        data = self._keys.get(kv.ENDED)
+        """The end record, which its controller writes last."""
+        data = self._store.get(kv.ENDED)
         return json.loads(data) if data else None
 
     def view(self) -> JobView:
@@ -72,7 +76,7 @@ class RayJob:
             answer = self._ask("perform", "status", {})
             if answer["ok"]:
                 return _view(answer["body"])
-        except actor_calls.ControllerActorGone:
+        except actors.ControllerActorGone:
             pass
         # It ends now, or has ended.
         if (ended := self.ended) is not None:
@@ -80,12 +84,12 @@ class RayJob:
         return self.fold()
 
     def fold(self) -> JobView:
-        """As of the last event in its journal."""
-        chunks = gcs_journal.read(self._keys, self.name)
+        """As of the last event in its journal. Raises JournalError."""
+        chunks = gcs_journal.read(self._store, self.name)
         records = [record for chunk in chunks for record in chunk.records]
-        story = replay(self._job, records, chunks[0].snapshot if chunks else None)
+        projection = replay(self._job, records, chunks[0].snapshot if chunks else None)
         path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
-        view = story.view(story.now_ns, live=False, checkpoint_path=path)
+        view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
         view.job_id, view.controller_alive = self.order.job_id, False
         return view
 
@@ -99,14 +103,14 @@ class RayJob:
         ]
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        arguments.setdefault("by", asks())
+        arguments.setdefault("by", requester())
         try:
             answer = self._ask("perform", verb, arguments)
-        except actor_calls.ControllerActorGone as error:
+        except actors.ControllerActorGone as error:
             if (ended := self.ended) is None:
                 if verb != "cancel":
                     raise
-                detail = cleanup.cancel(self, str(arguments["by"]), str(error))
+                detail = self._cancel(str(arguments["by"]), str(error))
                 return Response(f"job {self.name}: {detail}", {})
             state = ended["view"]["state"]
             raise RequestRefused(f"job {self.name}: has {state} ({error})") from None
@@ -114,44 +118,67 @@ class RayJob:
             raise RequestRefused(f"job {self.name}: {answer['detail']}")
         return Response(answer["detail"], answer["body"])
 
+    def _cancel(self, by: str, cause: str) -> str:
+        """End all that exists of the job, and write its end record. Returns what was done."""
+        end_without_controller(self.name)
+        now_ns = Clock().now_ns()
+        try:
+            view = self.fold()
+        except JournalError:  # perhaps the reason why there is no controller
+            view = JobView(name=self.name, job_id=self.order.job_id, submitted_ns=now_ns)
+        view.state, view.finished_ns, view.now_ns, view.nodes = "cancelled", now_ns, now_ns, []
+        view.reason = f"cancelled by {by or 'an unknown user'} without its controller ({cause})"
+        record = {"view": view_body(view), "refusal": ""}
+        self._store.put(kv.ENDED, json.dumps(record).encode())
+        return f"no controller answers ({cause}): its actors and placement groups were removed"
+
+    def expire(self) -> bool:
+        """Delete the record if the job finished longer than ttlSecondsAfterFinished ago."""
+        ttl_s, ended = self._job.spec.ttl_s_after_finished, self.ended
+        finished_ns = ended["view"].get("finished_ns") if ended is not None else None
+        if ttl_s is None or finished_ns is None:
+            return False
+        if Clock().now_ns() < finished_ns + ttl_s * 10**9:
+            return False
+        self._store.clear()
+        return True
+
     def watch(self, display: Display) -> JobView:
-        """Show it until it has ended; its last view. Raises UserError when it could not begin."""
+        """Show the job until it has ended; its last view. Raises UserError when it was refused."""
         seen: Any = -1
         ended = self.ended
         while ended is None:
             try:
-                news = self._ask("watch", seen)
-                seen, view = news["seen"], _view(news["view"])
+                answer = self._ask("watch", seen)
+                seen, view = answer["seen"], _view(answer["view"])
                 display.show(view)
                 if view.state in FINISHED:
                     ended = self.ended
-            except actor_calls.ControllerActorGone as error:
-                # It ends only after it has written what it leaves behind.
+            except actors.ControllerActorGone as error:
+                # A controller ends only after it has written the end record.
                 if (ended := self.ended) is None:
-                    lost = isinstance(error, actor_calls.RuntimeEnvGone)
+                    lost = isinstance(error, actors.RuntimeEnvGone)
                     if lost or actor.find(self.name) is None:
-                        raise actor_calls.ControllerActorGone(
-                            self._without_controller(error)
-                        ) from None
+                        raise actors.ControllerActorGone(self._without_controller(error)) from None
                     seen = -1
-                    time.sleep(actor_calls.PAUSE_S)
+                    time.sleep(actors.PAUSE_S)
         if ended["refusal"]:
-            self._keys.clear()  # it never began: its name is free again
-            was_asked_wrongly = ended.get("exit_code", UserError.exit_code) == UserError.exit_code
-            raise (UserError if was_asked_wrongly else HoldfastError)(ended["refusal"])
+            self._store.clear()  # the job never began: its name is free again
+            user_error = ended.get("exit_code", UserError.exit_code) == UserError.exit_code
+            raise (UserError if user_error else HoldfastError)(ended["refusal"])
         view = _view(ended["view"])
         display.show(view)
         return view
 
-    def _without_controller(self, error: actor_calls.ControllerActorGone) -> str:
+    def _without_controller(self, error: actors.ControllerActorGone) -> str:
         cancel = f"`{self._command('cancel', self.name)}` ends the job"
-        if isinstance(error, actor_calls.RuntimeEnvGone):
+        if isinstance(error, actors.RuntimeEnvGone):
             return (
                 f"job {self.name}: no controller could be started: the cluster could not build the "
-                f"job's runtime env: {error}\nRay keeps what was uploaded for it only as long as "
-                f"something of the job is there. {cancel}"
+                f"job's runtime env: {error}\nRay keeps uploaded files only as long as an actor of "
+                f"the job exists. {cancel}"
             )
-        if not gcs_journal.begun(self._keys):
+        if not gcs_journal.exists(self._store):
             return f"job {self.name}: its controller did not start ({error}); {cancel}"
         return (
             f"job {self.name}: its controller was removed from the cluster ({error}); training "
@@ -163,33 +190,33 @@ class RayJob:
         from holdfast.orchestrator.cli.event_format import EventFormatter
         from holdfast.orchestrator.cli.output import stdout
 
-        console, formatter, after, seen = stdout(), EventFormatter(), "", -1
-        told = 0
+        console, formatter = stdout(), EventFormatter()
+        after, seen, num_printed = "", -1, 0
         while True:
-            # Asked before reading: what was written up to the job's end is then seen.
-            over = self.ended is not None
-            for chunk in gcs_journal.read(self._keys, self.name, after, history=True):
-                if chunk.snapshot is not None and chunk.covered != told:
+            # Before reading the journal: events up to the job's end are then in it.
+            ended = self.ended is not None
+            for chunk in gcs_journal.read(self._store, self.name, after, history=True):
+                if chunk.snapshot is not None and chunk.covered != num_printed:
                     item = Snapshot(chunk.covered, chunk.snapshot)
                     formatter.print_snapshot(console, item, as_json=as_json)
-                    told = chunk.covered
+                    num_printed = chunk.covered
                 for record in chunk.records:
                     formatter.print_record(console, record.now_ns, record.event, as_json=as_json)
-                told += len(chunk.records)
+                num_printed += len(chunk.records)
                 after = chunk.key
-            if not follow or over:
+            if not follow or ended:
                 return
             try:
                 seen = self._ask("watch", seen)["seen"]
-            except actor_calls.ControllerActorGone:
+            except actors.ControllerActorGone:
                 seen = -1
-                time.sleep(actor_calls.PAUSE_S)
+                time.sleep(actors.PAUSE_S)
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         from holdfast.orchestrator.cli.log_files import follow_files, print_files
 
         with scratch("holdfast-logs-") as place:
-            copy = _Copy(place / self.name, self, logs.Which(*wanted))
+            copy = _LogCopy(place / self.name, self, remote_files.LogFilter(*wanted))
             while copy.fetch():
                 continue
             if follow:
@@ -206,7 +233,7 @@ class RayJob:
     def manifests(self) -> tuple[str, list[Manifest]] | None:
         with self.storage() as path:
             if "://" not in path and not Path(path).is_dir():
-                return None  # a directory of the cluster's machines
+                return None  # a directory on the cluster's machines
             return path, CheckpointStore(path, self.name).manifests()
 
     def describe_deletion(self, keep: Path | None) -> str:
@@ -222,57 +249,57 @@ class RayJob:
                 f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
                 f"`{self._command('cancel', self.name)}`"
             )
-        self._wait_for_record()
+        self._wait_for_end_record()
         return f"the record of {self.name} in the Ray cluster"
 
-    def _wait_for_record(self) -> None:
-        """The last that its controller writes: what is deleted before would come back. Raises
-        HoldfastError when it does not come."""
-        give_up = time.monotonic() + RECORD_S
+    def _wait_for_end_record(self) -> None:
+        """The controller would write deleted keys again until it has written the end record. Raises
+        HoldfastError after END_RECORD_S."""
+        give_up = time.monotonic() + END_RECORD_S
         while self.ended is None:
             if actor.find(self.name) is None:
-                return  # nobody writes it any more
+                return
             if time.monotonic() > give_up:
                 raise HoldfastError(
-                    f"job {self.name}: has ended, and its controller still gives back what it had; "
+                    f"job {self.name}: has ended, and its controller is still releasing its nodes; "
                     f"try again in a while"
                 )
-            time.sleep(actor_calls.PAUSE_S)
+            time.sleep(actors.PAUSE_S)
 
     def delete(self, keep: Path | None) -> list[str]:
         path = checkpoint_path(self.order, self._job.spec.checkpoint.path)
-        if self.ended is None:  # its controller was ended before it had given everything back
-            cleanup.end(self)
-        self._keys.clear()
+        if self.ended is None:  # its controller ended before it had released all nodes
+            end_without_controller(self.name)
+        self._store.clear()
         return [f"its checkpoints stay in {path}, its logs in Ray's log directories"]
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # Found once: the way to it by name leads over the head.
+        # Looked up once: that is a round trip to the head.
         self._actor = self._actor or actor.find(self.name)
         if self._actor is None:
-            raise actor_calls.ControllerActorGone(f"job {self.name}: there is no controller")
+            raise actors.ControllerActorGone(f"job {self.name}: there is no controller")
         try:
-            return actor_calls.ask(self._actor, method, *arguments)
-        except actor_calls.ControllerActorGone:
+            return actors.ask(self._actor, method, *arguments, timeout_s=self._answer_s)
+        except actors.ControllerActorGone:
             self._actor = None
             raise
 
 
-class _Copy(JobDirectory):
-    """The job's log files here, brought up to date whenever they are about to be read."""
+class _LogCopy(JobDirectory):
+    """A local copy of the job's log files, updated whenever they are about to be read."""
 
-    def __init__(self, path: Path, job: RayJob, which: logs.Which) -> None:
+    def __init__(self, path: Path, job: RayJob, wanted: remote_files.LogFilter) -> None:
         super().__init__(path)
-        self._job, self._which, self._offsets = job, which, dict[str, int]()
+        self._job, self._wanted, self._offsets = job, wanted, dict[str, int]()
 
     def fetch(self) -> bool:
-        job = self._job
-        return logs.fetch(job.name, job.order.job_id, self._which, self._offsets, self.logs)
+        name, job_id = self._job.name, self._job.order.job_id
+        return remote_files.fetch_logs(name, job_id, self._wanted, self._offsets, self.logs)
 
     def controller_alive(self) -> bool:
-        over = self._job.ended is not None
+        ended = self._job.ended is not None
         self.fetch()
-        return not over
+        return not ended
 
 
 def _view(body: dict[str, Any]) -> JobView:

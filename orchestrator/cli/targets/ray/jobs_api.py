@@ -1,11 +1,9 @@
-"""Commands for a Ray cluster that is only reached through its dashboard's address.
-
-Owns: handing in a job (`holdfast submit`), and running any other command inside the cluster. Must
-not: know what the commands do.
-"""
+"""Commands for a Ray cluster that is only reached through its dashboard's address: `submit` hands a
+job in, and every other command runs once more inside the cluster, as a short Ray job."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import shutil
@@ -14,25 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, load_job
-from holdfast.orchestrator.backends.ray import actor_calls, jobs_api
+from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.backends.ray.jobs_page import OWNER
+from holdfast.orchestrator.cli.client import user
 from holdfast.orchestrator.cli.preflight import check_submission
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
-from ..tempdir import scratch
-from . import stream_mux
-from .requester import handed_on
+from ..tempdir import on_sigterm, scratch
 
 PROGRAM = "python -m holdfast.orchestrator.cli.main"
 FILE_NAME = "holdfast-job.yaml"
 COMMAND = "holdfast_command_"
-"""So begins the name of the Ray job of a command, and never that of a job: holdfast-JOB-..."""
+"""Prefix of the Ray job of a command; a submitted job is called holdfast-JOB-..."""
+BY = "HOLDFAST_BY"
+"""Environment variable with the name of the user who typed a command that runs in the cluster."""
+MAX_BY_CHARS = 64
+"""The name is kept in the job's journal."""
+STDERR_MARK = "\x1e"
+"""Between stdout and stderr of a command in the one log that a Ray job has."""
 
 
 def submit(
     file: Path, address: str, runtime_env: Path | None, *, attach: bool
 ) -> tuple[str, int | None]:
-    """Hand a job in. (name of the Ray job, its exit code if it was waited for)."""
+    """Hand a job in. Returns the name of the Ray job, and its exit code if it was followed."""
     wanted = _runtime_env(runtime_env)
     own = wanted.get("working_dir")
     job = load_job(file)
@@ -43,15 +46,13 @@ def submit(
         else:
             wanted["working_dir"], name = _shipped(job, file, place)
         api = jobs_api.JobsApi(address)
-        if (there := api.running(OWNER, job.name)) is not None:
-            got = f"{job.name}, which Ray job {there} is running"
-            fix = f"end it with `ray job stop {there}`, or choose another metadata.name"
+        if (running := api.running(OWNER, job.name)) is not None:
+            got = f"{job.name}, which Ray job {running} is running"
+            fix = f"end it with `ray job stop {running}`, or choose another metadata.name"
             raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
-        shown = metadata(job) | {"state": "submitted"}
-        submitted = api.submit(
-            f"holdfast-{job.name}-{secrets.token_hex(3)}", entrypoint, wanted, shown
-        )
+        name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
+        submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
     if not attach:
         return submitted, None
     try:
@@ -62,8 +63,8 @@ def submit(
 
 
 def _shipped(job: TrainingJob, file: Path, place: Path) -> tuple[str, str]:
-    """(The directory that goes along, the spec's name in it); `place` is an empty one."""
-    # A recipe needs nothing but the spec; whoever has a script gets what lies beside the spec.
+    """(The directory to upload, the spec's name in it); `place` is an empty directory."""
+    # A recipe needs only the spec; a script may need every file beside the spec.
     if job.spec.entrypoint.recipe is None:
         return str(file.absolute().parent), file.name
     shutil.copy(file, place / FILE_NAME)
@@ -74,18 +75,18 @@ def _name_in(own: Any, file: Path) -> str:
     """The spec's name in the working_dir of a --runtime-env, where the job's driver reads it.
     Raises UserError when it is not in there."""
     if not isinstance(own, str) or "://" in own or not Path(own).is_dir():
-        return file.name  # at the top of an archive; what Ray does not take it refuses itself
+        return file.name  # at the top of an archive; Ray itself refuses what it cannot use
     path, directory = file.parent.resolve() / file.name, Path(own).resolve()
     if not path.is_relative_to(directory):
         got = f"working_dir: {own}, which {file} is not in"
-        expected = "a directory that the spec is in: nothing else goes along"
-        fix = "without a working_dir, what the job needs goes along"
+        expected = "a directory that the spec is in: nothing else is uploaded"
+        fix = "without a working_dir, the files that the job needs are uploaded"
         raise UserError(str(Problem("--runtime-env", got, expected, fix)))
     return str(path.relative_to(directory))
 
 
 def metadata(job: TrainingJob) -> dict[str, str]:
-    """What the dashboard's Jobs view shows of it; its driver keeps it current (ray_told.py)."""
+    """What the dashboard's Jobs page shows of it; its driver updates it (StatusPublisher)."""
     spec, recipe = job.spec, job.spec.entrypoint.recipe
     mesh, nodes = spec.parallelism, spec.nodes
     if recipe is not None:
@@ -104,54 +105,74 @@ def metadata(job: TrainingJob) -> dict[str, str]:
     }
 
 
+def requester() -> str:
+    """The user who typed the command, here or on the machine that sent it. It is shown in events,
+    and not verified: printable characters only, and no line breaks."""
+    name = os.environ.get(BY)
+    return "".join(filter(str.isprintable, user() if name is None else name))[:MAX_BY_CHARS]
+
+
 def forward(address: str) -> int:
     """Run this very command inside the cluster; its exit code."""
     words = sys.argv[1:]
     _expect_possible(words, address)
     inner = [word for word in words if word != address and not word.startswith("--ray")]
-    entrypoint = handed_on(f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}")
-    # Ray has one stream for stdout and stderr.
-    entrypoint = f"{stream_mux.ENV}={stream_mux.MARKED} {entrypoint}"
+    command = f"{PROGRAM} {shlex.join([*inner, '--ray', 'auto'])}"
+    follows = bool({"-f", "--follow"} & set(inner)) or (
+        inner[:1] == ["run"] and "--json" not in inner
+    )
     api = jobs_api.JobsApi(address)
+    shown = {"job_name": shlex.join(["holdfast", *inner])}
     name = f"{COMMAND}{secrets.token_hex(4)}"
-    submitted = api.submit(name, entrypoint, {}, {"job_name": shlex.join(["holdfast", *inner])})
+    submitted = api.submit(name, shell_command(command, follows=follows), {}, shown)
 
-    parted = stream_mux.Parted(sys.stdout, sys.stderr)
+    def local(text: str) -> str:
+        return text.replace("--ray auto", f"--ray {address}")  # the user types advice here
 
-    def show(text: str) -> None:
-        # What it advises is typed here, not inside the cluster.
-        parted.feed(text.replace("--ray auto", f"--ray {address}"))
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    live = {"-f", "--follow"} & set(inner) or (inner[:1] == ["run"] and "--json" not in inner)
     try:
-        with actor_calls.on_sigterm(_interrupt):
-            if live:
-                outcome = api.follow(submitted, show, own=True)
+        with on_sigterm(interrupt):
+            if follows:
+                outcome = api.follow(submitted, lambda text: _write(local(text)), own=True)
             else:
-                outcome, said = api.wait(submitted)
+                outcome, output = api.wait(submitted)
+                stdout, stderr = split_output(local(output))
+                _write(stdout)
+                sys.stderr.write(stderr)
     except KeyboardInterrupt:
         api.stop(submitted)
         return 130
-    if not live:
-        show(said)
-    api.tidy(COMMAND)  # the Jobs view is for jobs
+    api.delete_ended(COMMAND)  # the Jobs page is for jobs
     return _code(outcome)
 
 
-def _interrupt() -> None:
-    """Whoever ends this command, by whatever means, ends it inside the cluster too."""
-    raise KeyboardInterrupt
+def shell_command(command: str, *, follows: bool) -> str:
+    """A Ray job's entrypoint for a command: it knows who typed it. A Ray job has one log, so stderr
+    follows stdout after a mark; a command that follows something mixes both."""
+    command = f"{BY}={shlex.quote(requester())} {command}"
+    if follows:
+        return f"{command} 2>&1"
+    mark = f"printf '\\{ord(STDERR_MARK):03o}'"
+    return f'e=$(mktemp); {command} 2>"$e"; c=$?; {mark}; cat "$e"; rm "$e"; exit $c'
+
+
+def split_output(output: str) -> tuple[str, str]:
+    """(stdout, stderr) of a command."""
+    stdout, mark, stderr = output.rpartition(STDERR_MARK)
+    return (stdout, stderr) if mark else (output, "")
 
 
 def _expect_possible(words: list[str], address: str) -> None:
-    """Raises UserError for what needs the terminal or the directory of who types it."""
+    """Raises UserError for commands that need this machine's terminal or working directory."""
     problem = None
     if words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
-    elif _asks(words) and not {"--yes", "-y"} & set(words):
-        expected = f"it with --ray {address}: nobody can be asked inside the cluster"
+    elif _confirms(words) and not {"--yes", "-y"} & set(words):
+        expected = f"it with --ray {address}: a command in the cluster cannot ask for confirmation"
         problem = Problem("--yes", "nothing", expected)
     elif words[:2] == ["checkpoint", "export"] and len(words) > 3 and words[3][:1] not in "/-":
         expected = "an absolute path: a directory of the cluster's head, where it is written"
@@ -160,7 +181,7 @@ def _expect_possible(words: list[str], address: str) -> None:
         raise UserError(str(problem))
 
 
-def _asks(words: list[str]) -> bool:
+def _confirms(words: list[str]) -> bool:
     return words[:1] == ["delete"] or words[:2] == ["checkpoint", "adopt"]
 
 

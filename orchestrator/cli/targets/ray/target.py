@@ -1,51 +1,61 @@
-"""Jobs of a Ray cluster: named controller actors, and records in the cluster's store.
-
-Owns: finding, listing, creating and watching them. Must not: import ray; backends/ray does.
-"""
+"""Jobs of a Ray cluster: finding, listing, creating and watching them. A job is a record in the
+cluster's store and a named controller actor."""
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
-from holdfast.orchestrator.backends.ray import actor_calls, cluster, kv, names, remote_files
+from holdfast.orchestrator.api.v1alpha1 import (
+    TrainingJob,
+    job_from_mapping,
+    job_to_mapping,
+    load_job,
+)
+from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, remote_files
 from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
-from holdfast.orchestrator.cli.display import Display
-from holdfast.orchestrator.cli.output import stderr
+from holdfast.orchestrator.cli.display import PROGRESS_INTERVAL_S, Display, progress_line
+from holdfast.orchestrator.cli.output import plural, stderr
 from holdfast.orchestrator.cli.preflight import check_submission, load_checked
 from holdfast.orchestrator.cli.render import FINISHED
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
-from holdfast.orchestrator.hosts.ray.host import RayHost
+from holdfast.orchestrator.hosts.ray.host import RayHost, checkpoint_path
 from holdfast.orchestrator.protocol import paths
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult
-from . import cleanup, head_warning
+from ..tempdir import on_sigterm
 from .job import RayJob
 from .jobs_api import metadata
-from .status_publisher import StatusPublisher
 
 
 class RayTarget:
-    """One cluster. Connects when it is first asked for something."""
+    """One cluster. Connects at the first call."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, *, answer_s: float = actors.ANSWER_S) -> None:
+        """`answer_s`: how long to wait for a controller's answer."""
+        self._address, self._answer_s = address, answer_s
 
     def find(self, name: str) -> RayJob:
         cluster.connect(self._address)
         data = kv.JobKeyValueStore(name).get(kv.RECORD) if name else None
         if data is None:
-            there = kv.jobs()
-            known = f"one of {', '.join(there)}" if there else "a job; there is none in the cluster"
+            found = kv.jobs()
+            known = f"one of {', '.join(found)}" if found else "a job; there is none in the cluster"
             raise UserError(str(Problem("job", name, known, f"see `{self.command('status')}`")))
         try:
             order = msgspec.msgpack.decode(data, type=ControllerOrder)
@@ -54,7 +64,7 @@ class RayTarget:
                 f"job {name}: its record in the cluster's store cannot be read ({error}); use the "
                 f"Holdfast that wrote it"
             ) from None
-        return RayJob(order, self.command)
+        return RayJob(order, self.command, answer_s=self._answer_s)
 
     def views(self) -> list[JobView]:
         cluster.connect(self._address)
@@ -73,7 +83,7 @@ class RayTarget:
         return " ".join(["holdfast", *words, "--ray", self._address])
 
     def can_read(self, path: str) -> bool:
-        return True  # on a Ray node where not here
+        return True  # on a Ray node, where not on this machine
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -81,7 +91,7 @@ class RayTarget:
             yield
         except ConnectionError as error:
             if type(error) is not ConnectionError:
-                raise  # a pipe's or a socket's; Ray's client raises no narrower one
+                raise  # of a pipe or a socket; Ray's client raises only the base class
             raise cluster.ClusterGone(
                 f"the connection to the Ray cluster at {self._address} was lost ({error}); its "
                 f"jobs go on without this command, and `{self.command('status')}` finds them again"
@@ -90,51 +100,59 @@ class RayTarget:
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
         if file is not None:
-            # Before connecting: several Ray nodes of one machine unpack a job's working_dir one
-            # after the other in the same place, and take it away from under our feet.
+            # Before connecting: several Ray nodes of one machine unpack a job's working_dir into
+            # the same directory, one after the other, and each replaces it.
             job, directory = self._load(file), file.absolute().parent
-            told = metadata(job)
-            cluster.connect(self._address, told)
+            shown = metadata(job)
+            cluster.connect(self._address, shown)
             if self._outside:
                 _expect_script(job, directory)
-            for one in cleanup.expire(kv.jobs(), self.find):
-                stderr().print(f"job {one}: deleted, its ttlSecondsAfterFinished is over")
+            for expired in self.expire(kv.jobs()):
+                stderr().print(f"job {expired}: deleted, its ttlSecondsAfterFinished is over")
             self._create(job, directory)
             name = job.name
         else:
             assert attach is not None
-            name, told = attach, {}
+            name, shown = attach, {}
             self._revive(self.find(attach), display)
-        found, display = self.find(name), StatusPublisher(display, JobsPageEntry(name, told))
+        found, display = self.find(name), StatusPublisher(display, JobsPageEntry(name, shown))
 
         def stop() -> None:
-            # `ray job stop` means the job that the Ray job has brought. Elsewhere somebody ends a
-            # command that only watches.
+            # `ray job stop` is meant for the job that the Ray job has submitted. Elsewhere SIGTERM
+            # ends a command that only watches.
             if attach is not None or not submission_id():
                 raise KeyboardInterrupt
             found.request("cancel", by="SIGTERM")
 
-        attached = self.command("run", "--attach", name)
-        of_head = head_warning.watched(display, found.order, attached)
-        with display, actor_calls.on_sigterm(stop), of_head:
+        attach_again = self.command("run", "--attach", name)
+        with display, on_sigterm(stop), HeadMonitor(display, found.order, attach_again):
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} goes on in the cluster. Watch it again with "
-                    f"`{attached}`; end it with "
-                    f"`{self.command('cancel', name)}`"
+                    f"`{attach_again}`; end it with `{self.command('cancel', name)}`"
                 )
                 return RunResult(None, 130)
         return RunResult(view, 0 if view.state == "succeeded" else 1)
 
+    def expire(self, jobs: list[str]) -> list[str]:
+        """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago;
+        returns their names."""
+        deleted = []
+        for name in jobs:
+            with suppress(HoldfastError):  # written by another Holdfast, or deleted meanwhile
+                if self.find(name).expire():
+                    deleted.append(name)
+        return deleted
+
     @property
     def _outside(self) -> bool:
-        """Whether this machine is none of the cluster's."""
+        """Whether this machine is outside the cluster."""
         return self._address.startswith(cluster.CLIENT)
 
     def _load(self, file: Path) -> TrainingJob:
-        """Raises SpecError, also for what cannot work where it will run, as far as is known."""
+        """Raises SpecError, also for what cannot work on the machine that will run it."""
         if not self._outside:
             return load_checked(file)
         job = load_job(file)
@@ -143,7 +161,7 @@ class RayTarget:
 
     def _create(self, job: TrainingJob, spec_directory: Path) -> None:
         """Raises UserError when the name is taken."""
-        keys, job_id = kv.JobKeyValueStore(job.name), secrets.token_hex(8)
+        store, job_id = kv.JobKeyValueStore(job.name), secrets.token_hex(8)
         made = make_keys(names.tls(job_id))
         order = ControllerOrder(
             document=job_to_mapping(job),
@@ -155,17 +173,17 @@ class RayTarget:
             key=made.key,
             runtime_env=actor.own_runtime_env(),
         )
-        # What is there before the name is ours is an earlier job's; what comes after it may be what
-        # others do to this one.
-        left = [key for key in keys.list("") if key != kv.RECORD]
-        if not keys.create(kv.RECORD, msgspec.msgpack.encode(order)):
+        # Keys from before the record are an earlier job's. Later keys may be requests of other
+        # commands for this job.
+        old = [key for key in store.list("") if key != kv.RECORD]
+        if not store.create(kv.RECORD, msgspec.msgpack.encode(order)):
             raise UserError(str(self._taken(self.find(job.name))))
-        keys.delete(*left)
+        store.delete(*old)
         try:
             actor.create(order, RayHost)
-        # An actor of that name without a record, a head that is just lost: Ray's own errors.
+        # Ray's own errors: an actor of that name without a record, a head that was just lost.
         except Exception as error:
-            keys.clear()  # its name is free again
+            store.clear()  # the name is free again
             raise HoldfastError(
                 f"job {job.name}: its controller could not be made ({error}); nothing was started"
             ) from None
@@ -182,23 +200,150 @@ class RayTarget:
         )
 
     def _revive(self, job: RayJob, display: Display) -> None:
-        """A controller whose actor somebody has removed comes back; its agents wait for it."""
+        """Start a controller again whose actor was removed; its agents wait for it."""
         if job.ended or actor.find(job.name) is not None:
             return
         display.note(f"job {job.name}: had no controller; starting one")
-        with suppress(ValueError):  # somebody else was faster
+        with suppress(ValueError):  # another command was faster
             actor.create(job.order, RayHost, job.order.runtime_env)
 
 
 def _expect_script(job: TrainingJob, directory: Path) -> None:
-    """Raises UserError when no Ray node has the script where it is here. What is on some of them
-    only, is told by those that lack it."""
+    """Raises UserError when no Ray node has the script at its path here. A node that lacks it while
+    others have it fails at its start."""
     script = job.spec.entrypoint.script
     if script is None:
         return
     path = str(paths.resolve(directory, job.spec.working_directory, script).resolve())
     if remote_files.on_no_node(path):
         got = f"{script} ({path} is on no Ray node of the cluster)"
-        fix = "`holdfast submit FILE --ray http://HEAD:8265` takes along what lies beside FILE"
+        fix = "`holdfast submit FILE --ray http://HEAD:8265` uploads the files beside FILE"
         problem = Problem("spec.entrypoint.script", got, "a file that the nodes have", fix)
         raise UserError(str(problem))
+
+
+class StatusPublisher:
+    """A display that also writes the job's status to the Jobs page of Ray's dashboard."""
+
+    def __init__(self, display: Display, entry: JobsPageEntry) -> None:
+        self._display, self._entry = display, entry
+        self._metadata: dict[str, str] = {}
+        self._written_ns = 0
+
+    def show(self, view: JobView) -> None:
+        self._display.show(view)
+        metadata = status_metadata(view)
+        due = view.now_ns - self._written_ns >= PROGRESS_INTERVAL_S * 1e9
+        if metadata != self._metadata or due:
+            self._entry.write(status_message(view), metadata)
+            self._metadata, self._written_ns = metadata, view.now_ns
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def __enter__(self) -> Self:
+        self._display.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._display.__exit__(kind, error, trace)
+
+
+def status_message(view: JobView) -> str:
+    """One line; the column `Status message` shows its beginning."""
+    progress = f": {progress_line(view)}" if view.step >= 0 else ""
+    why = f" ({view.reason})" if view.reason and view.state != "running" else ""
+    return f"{view.state}{progress}{why}"
+
+
+def status_metadata(view: JobView) -> dict[str, str]:
+    """What changes seldom."""
+    members = sum(node.state == "member" for node in view.nodes)
+    facts: dict[str, str] = {"state": view.state}
+    if view.mesh:
+        facts["mesh"] = f"{view.strategy}: {view.mesh}"
+    if members and view.world_size:
+        workers = plural(view.world_size, "worker")
+        facts["now"] = f"{workers} on {plural(members, 'node')}, generation {view.generation}"
+    if view.num_incidents:
+        facts["incidents"] = str(view.num_incidents)
+    return facts
+
+
+class HeadMonitor:
+    """Notes in the display that the cluster's head is lost or back, from a thread, and ends the
+    command when the head stays away.
+
+    Ray's own threads end the process then, after RAY_gcs_rpc_server_reconnect_timeout_s and with a
+    line for Ray's developers. The monitor ends it shortly before, with what is left of the job.
+    """
+
+    PERIOD_S = 1.0
+    RAY_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    RAY_DEFAULT_S = 60.0
+    MARGIN_S = 3.0
+
+    def __init__(self, display: Display, order: ControllerOrder, attach: str) -> None:
+        """`attach`: the command that watches the job again."""
+        self._display, self._attach = display, attach
+        job = job_from_mapping(order.document, f"job {order.job}")
+        self._checkpoints = checkpoint_path(order, job.spec.checkpoint.path)
+        self._address = cluster.head_address()
+        limit_s = float(os.environ.get(self.RAY_TIMEOUT, self.RAY_DEFAULT_S)) - self.MARGIN_S
+        self._limit_s = max(self.PERIOD_S, limit_s)
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._address:
+            threading.Thread(target=self._run, name="head monitor", daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        lost_at: float | None = None
+        while not self._closed.wait(self.PERIOD_S):
+            if self._answers():
+                if lost_at is not None:
+                    # Ray counts the drivers of a lost Ray node as ended, though they go on.
+                    self._note(
+                        f"answers again. If nothing more is shown, this command was connected "
+                        f"through the Ray node that was lost: `{self._attach}` watches again"
+                    )
+                lost_at = None
+            elif lost_at is None:
+                lost_at = time.monotonic()
+                self._note(
+                    f"does not answer. Training goes on as long as the other Ray nodes wait for "
+                    f"it; this command waits {self._limit_s:.0f} s"
+                )
+            elif time.monotonic() - lost_at > self._limit_s:
+                self._end()
+
+    def _end(self) -> None:
+        self._note(
+            f"did not come back, so this command ends. Where the cluster keeps its store in Redis, "
+            f"`{self._attach}` watches the job again once there is a head. Elsewhere the job is "
+            f"gone with the cluster; what it has committed stays in {self._checkpoints}, and a job "
+            f"with that spec.checkpoint.path goes on from it"
+        )
+        self._display.__exit__(None, None, None)  # a live display restores the terminal
+        sys.stdout.flush()
+        os._exit(1)  # Ray's shutdown would wait for the head
+
+    def _note(self, text: str) -> None:
+        self._display.note(f"The head of the Ray cluster ({self._address}) {text}")
+
+    def _answers(self) -> bool:
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), self.PERIOD_S).close()
+        except OSError:
+            return False
+        return True

@@ -1,8 +1,6 @@
-"""A Ray cluster as far as its placement groups go: in memory, and placing at once.
-
-Owns: which Ray node holds which bundles. As Ray does it: in the order in which they were made, each
-group as a whole, on Ray nodes that it does not shun, on the fullest one that has room.
-"""
+"""A Ray cluster in memory, as far as its placement groups go. It places as Ray does: groups in the
+order in which they were made, each as a whole, not on Ray nodes that it avoids, and on the fullest
+Ray node that has room."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Iterable
 
-from holdfast.orchestrator.backends.ray.placement_groups import PlacementGroupHandle, Placing
+from holdfast.orchestrator.backends.ray.placement import GroupState, PlacementGroupHandle
 
 
 class FakeCluster:
@@ -19,17 +17,18 @@ class FakeCluster:
     def __init__(self, **ray_nodes: int) -> None:
         self.ray_nodes = ray_nodes
         self.silent: set[str] = set()
-        """Gone, and the head does not know it yet."""
+        """Ended Ray nodes that the head still lists."""
         self.groups: dict[str, PlacementGroupHandle] = {}
         self.places: dict[str, dict[int, str]] = {}
-        self.fails = 0
+        """Group -> bundle -> Ray node."""
+        self.num_failures = 0
         """So many calls to the head fail from now on."""
-        self.fails_to_answer = 0
-        self.num_asked = 0
+        self.num_probe_failures = 0
+        self.num_probes = 0
         self.slow: dict[str, asyncio.Event] = {}
-        """Ray nodes of which nobody says before this whether they are there."""
-        self.one_at_a_time = threading.RLock()
-        """Makers are called in threads; Ray's head, too, takes one call after the other."""
+        """Ray nodes whose probe lasts until the event."""
+        self.lock = threading.RLock()
+        """FakeGroups is called in threads; Ray's head, too, takes one call after the other."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def add(self, ray_node: str, bundles: int = 1) -> None:
@@ -37,8 +36,8 @@ class FakeCluster:
         self.place()
 
     def lose(self, ray_node: str) -> None:
-        """The head notices that it is gone."""
-        with self.one_at_a_time:
+        """The head notices that it has ended."""
+        with self.lock:
             del self.ray_nodes[ray_node]
             self.silent.discard(ray_node)
             for places in self.places.values():
@@ -50,13 +49,13 @@ class FakeCluster:
         used = [place for places in self.places.values() for place in places.values()]
         return self.ray_nodes[ray_node] - used.count(ray_node)
 
-    def whole(self, name: str) -> bool:
-        with self.one_at_a_time:
+    def is_placed(self, name: str) -> bool:
+        with self.lock:
             group = self.groups.get(name)
             return group is not None and len(self.places[name]) == group.size
 
     def place(self) -> None:
-        with self.one_at_a_time:
+        with self.lock:
             self._place()
         for loop, event in self._waiting:
             loop.call_soon_threadsafe(event.set)
@@ -64,32 +63,32 @@ class FakeCluster:
     def _place(self) -> None:
         for name, group in self.groups.items():
             missing = [one for one in range(group.size) if one not in self.places[name]]
-            away = group.shun | set(self.places[name].values())
+            away = group.avoided | set(self.places[name].values())
             fit = [one for one in self.ray_nodes if one not in away and self.room(one)]
             fit.sort(key=self.room)
-            # What is tried where nobody answers, is tried there again.
+            # Ray tries a Ray node that does not answer again and again.
             if len(fit) >= len(missing) and not self.silent & set(fit[: len(missing)]):
                 self.places[name] |= dict(zip(missing, fit, strict=False))
 
-    def of(self, job: str) -> FakeMaker:
-        return FakeMaker(self, job)
+    def of(self, job: str) -> FakeGroups:
+        return FakeGroups(self, job)
 
 
-class FakeMaker:
-    """Implements groups.Maker for one job."""
+class FakeGroups:
+    """Implements GroupApi for one job."""
 
     def __init__(self, cluster: FakeCluster, job: str) -> None:
         self._cluster, self._job = cluster, job
 
     def _call(self) -> None:
-        if self._cluster.fails > 0:
-            self._cluster.fails -= 1
+        if self._cluster.num_failures > 0:
+            self._cluster.num_failures -= 1
             raise RuntimeError("the head does not answer")
 
-    def make(self, node: str, size: int, shun: frozenset[str]) -> PlacementGroupHandle:
+    def make(self, node: str, size: int, avoided: frozenset[str]) -> PlacementGroupHandle:
         self._call()
-        group = PlacementGroupHandle(f"{self._job}/{node}", size, None, shun)
-        with self._cluster.one_at_a_time:
+        group = PlacementGroupHandle(f"{self._job}/{node}", size, None, avoided)
+        with self._cluster.lock:
             self._cluster.places[group.name] = {}
             self._cluster.groups[group.name] = group
             self._cluster.place()
@@ -100,34 +99,34 @@ class FakeMaker:
 
     def remove(self, group: PlacementGroupHandle) -> None:
         self._call()
-        with self._cluster.one_at_a_time:
+        with self._cluster.lock:
             self._cluster.groups.pop(group.name, None)
             self._cluster.places.pop(group.name, None)
             self._cluster.place()
 
-    def table(self) -> dict[str, Placing]:
-        with self._cluster.one_at_a_time:
+    def states(self) -> dict[str, GroupState]:
+        with self._cluster.lock:
             return {
-                name: Placing(self._cluster.whole(name), dict(self._cluster.places[name]))
+                name: GroupState(self._cluster.is_placed(name), dict(self._cluster.places[name]))
                 for name in self._cluster.groups
                 if name.startswith(f"{self._job}/")
             }
 
     async def wait(self, group: PlacementGroupHandle) -> None:
-        news = asyncio.Event()
-        self._cluster._waiting.append((asyncio.get_running_loop(), news))
-        while not self._cluster.whole(group.name):
-            await news.wait()
-            news.clear()
+        changed = asyncio.Event()
+        self._cluster._waiting.append((asyncio.get_running_loop(), changed))
+        while not self._cluster.is_placed(group.name):
+            await changed.wait()
+            changed.clear()
 
     async def large(self) -> set[str]:
         return set(self._cluster.ray_nodes)
 
-    async def answering(self, ray_nodes: Iterable[str]) -> set[str]:
-        if self._cluster.fails_to_answer:
-            self._cluster.fails_to_answer -= 1
+    async def answering(self, nodes: Iterable[str]) -> set[str]:
+        if self._cluster.num_probe_failures:
+            self._cluster.num_probe_failures -= 1
             raise RuntimeError("the head does not answer")
-        for slow in self._cluster.slow.keys() & set(ray_nodes):
-            self._cluster.num_asked += 1
+        for slow in self._cluster.slow.keys() & set(nodes):
+            self._cluster.num_probes += 1
             await self._cluster.slow[slow].wait()
-        return set(ray_nodes) & self._cluster.ray_nodes.keys() - self._cluster.silent
+        return set(nodes) & self._cluster.ray_nodes.keys() - self._cluster.silent

@@ -1,9 +1,13 @@
-"""An agent's actor without Ray around it: who is told of the agent's end. The agent's process is a
-real one that does nothing."""
+"""An agent's actor without Ray around it, and the directory of its secrets. The agent's process is
+a real one that does nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import stat
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -11,9 +15,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.orchestrator.backends.ray import agent, cluster, rest
-from holdfast.orchestrator.backends.ray.agent import WAITERS, AgentActor, AgentOrder
-from holdfast.orchestrator.backends.ray.secret_dir import PrivateDirectory
+from holdfast.orchestrator.backends.ray.agent import (
+    MAX_WAITERS,
+    AgentActor,
+    AgentOrder,
+    SecretDirectory,
+)
 
 BOUND_S = 30.0
 ORDER = AgentOrder(
@@ -21,22 +28,17 @@ ORDER = AgentOrder(
     key=b"", address="127.0.0.1", port=1, env={},
 )  # fmt: skip
 Scenario = Callable[[AgentActor], Coroutine[Any, Any, None]]
-Play = Callable[[Scenario], None]
+RunScenario = Callable[[Scenario], None]
 IDLE = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Play:
+def run(tmp_path: Path) -> RunScenario:
     """Runs a scenario with an actor, as Ray would make it."""
-    monkeypatch.setattr(rest, "prepare", lambda: None)
-    monkeypatch.setattr(cluster, "log_directory", lambda job, job_id: tmp_path)
-    monkeypatch.setattr(AgentActor, "_command", lambda self: IDLE)
-    private = lambda job_id: PrivateDirectory(job_id, tmp_path)
-    monkeypatch.setattr(agent, "PrivateDirectory", private)
 
     async def bounded(scenario: Scenario) -> None:
         actor = AgentActor.__new__(AgentActor)
-        await actor.__init__(ORDER)  # type: ignore[misc]
+        await actor.__init__(ORDER, IDLE, tmp_path, tmp_path)  # type: ignore[misc]
         try:
             async with asyncio.timeout(BOUND_S):
                 await scenario(actor)
@@ -46,24 +48,22 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Play:
     return lambda scenario: asyncio.run(bounded(scenario))
 
 
-def test_calls_of_controllers_that_are_gone_do_not_pile_up_and_the_newest_are_told_of_the_end(
-    play: Play,
+def test_waiting_calls_of_ended_controllers_return_and_the_newest_get_the_end(
+    run: RunScenario,
 ) -> None:
     async def scenario(actor: AgentActor) -> None:
-        calls = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(3 * WAITERS)]
-        early, newest = calls[:-WAITERS], calls[-WAITERS:]
+        calls = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(3 * MAX_WAITERS)]
+        early, newest = calls[:-MAX_WAITERS], calls[-MAX_WAITERS:]
         assert await asyncio.gather(*early) == [None] * len(early)
         assert not any(call.done() for call in newest)
         await actor.end()
-        assert await asyncio.gather(*newest) == ["was killed by SIGKILL"] * WAITERS
+        assert await asyncio.gather(*newest) == ["was killed by SIGKILL"] * MAX_WAITERS
         assert await actor.wait_for_end() == "was killed by SIGKILL"
 
-    play(scenario)
+    run(scenario)
 
 
-def test_controllers_that_live_at_the_same_time_leave_each_others_calls_alone(
-    play: Play,
-) -> None:
+def test_calls_of_two_live_controllers_do_not_replace_each_other(run: RunScenario) -> None:
     async def scenario(actor: AgentActor) -> None:
         both = [asyncio.ensure_future(actor.wait_for_end()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -72,4 +72,68 @@ def test_controllers_that_live_at_the_same_time_leave_each_others_calls_alone(
         await actor.end()
         assert await asyncio.gather(*both) == ["was killed by SIGKILL"] * 2
 
-    play(scenario)
+    run(scenario)
+
+
+# -- the directory of its secrets --------------------------------------------------------------
+JOB_ID, OTHER_JOB_ID = "0123456789abcdef", "fedcba9876543210"
+OWNER = """
+import sys, pathlib
+from holdfast.orchestrator.backends.ray.agent import SecretDirectory
+own = SecretDirectory(sys.argv[1], pathlib.Path(sys.argv[2]))
+own.write("token", b"secret")
+print(own.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(job_id: str, parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a directory of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, job_id, str(parent)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_only_its_owner_may_read_a_secret_directory(tmp_path: Path) -> None:
+    own = SecretDirectory(JOB_ID, tmp_path)
+    own.write("token", b"secret")
+    assert (own.path / "token").read_bytes() == b"secret"
+    assert stat.S_IMODE(own.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((own.path / "token").stat().st_mode) == 0o600
+    own.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_of_killed_processes_are_removed_by_the_next_process(tmp_path: Path) -> None:
+    killed, left = owner(JOB_ID, tmp_path)
+    running, kept = owner(JOB_ID, tmp_path)
+    other, of_another_job = owner(OTHER_JOB_ID, tmp_path)
+    kill(killed)
+    kill(other)
+    for name in ("holdfast-logs-abc", f"x-holdfast-{JOB_ID}-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").touch()
+    own = SecretDirectory(JOB_ID, tmp_path)
+    assert not left.exists() and not of_another_job.exists(), "their owners have ended"
+    assert (kept / "token").read_bytes() == b"secret", "its owner lives"
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [kept, own.path, tmp_path / "holdfast-logs-abc", tmp_path / f"x-holdfast-{JOB_ID}-abc"]
+    ), "a directory with another name is not ours"
+    kill(running)
+    own.remove()
+
+
+def test_a_pipe_of_another_user_does_not_block(tmp_path: Path) -> None:
+    other = tmp_path / f"holdfast-{OTHER_JOB_ID}-abc"
+    other.mkdir()
+    os.mkfifo(other / "owner")
+    SecretDirectory(JOB_ID, tmp_path).remove()
+    assert list(tmp_path.iterdir()) == [other]

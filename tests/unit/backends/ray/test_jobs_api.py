@@ -1,37 +1,37 @@
-"""What is told of a Ray job's log, which Ray itself begins."""
+"""The log of a Ray job, with and without the lines that Ray writes first."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.orchestrator.backends.ray.jobs_api import _Log
+from holdfast.orchestrator.backends.ray.jobs_api import JobLog
 
 SETTING_UP = "2026-11-22 23:32:08,596\tINFO job_manager.py:568 -- Runtime env is setting up.\n"
 RUNNING = (
     "Running entrypoint for job holdfast-c1: python -m holdfast.orchestrator.cli.main status\n"
 )
-SAID = "NAME   STATE\nsmall  running\n"
+OUTPUT = "NAME   STATE\nsmall  running\n"
 
 
 @pytest.mark.parametrize("preamble", ["", SETTING_UP, SETTING_UP + RUNNING, RUNNING])
-@pytest.mark.parametrize("said", [SAID, "one line\n", "no end", "\n", ""])
+@pytest.mark.parametrize("output", [OUTPUT, "one line\n", "no end", "\n", ""])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_what_the_program_said_is_told_without_what_ray_put_before_it(
-    preamble: str, said: str, size: int
+def test_the_programs_output_is_passed_on_once_without_rays_lines(
+    preamble: str, output: str, size: int
 ) -> None:
-    """Ray 2.51 tells only that it sets up; 2.60 also what it runs."""
-    told: list[str] = []
-    log, whole = _Log(told.append, own=True), preamble + said
+    """Ray 2.51 writes only that it sets up; 2.60 also the entrypoint."""
+    parts: list[str] = []
+    log, whole = JobLog(parts.append, own=True), preamble + output
     for at in range(0, len(whole), size):
-        log.more(whole[at : at + size])
-    log.whole(whole)  # fetched once more at the end: nothing is told twice
+        log.read(whole[at : at + size])
+    log.read_whole(whole)
     log.end()
-    assert "".join(told) == said
+    assert "".join(parts) == output
 
 
-def test_all_of_it_is_told_where_it_is_asked_for() -> None:
-    told: list[str] = []
-    log = _Log(told.append, own=False)
-    log.whole(SETTING_UP + RUNNING + SAID)
+def test_the_whole_log_is_passed_on_where_it_is_wanted() -> None:
+    parts: list[str] = []
+    log = JobLog(parts.append, own=False)
+    log.read_whole(SETTING_UP + RUNNING + OUTPUT)
     log.end()
-    assert "".join(told) == SETTING_UP + RUNNING + SAID
+    assert "".join(parts) == SETTING_UP + RUNNING + OUTPUT

@@ -1,64 +1,82 @@
-"""Which placement groups a job has: all that is wanted is demanded at once, a gang is whole or not
-there, and no node is put where it should not be."""
+"""Which placement groups a job has: all wanted nodes are requested at once, a gang is placed as a
+whole or not at all, and no node is put on an excluded Ray node."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
-import pytest
-
-from holdfast.orchestrator.backends.ray import placement, retry
-from holdfast.orchestrator.backends.ray.placement import Bundle, GangPlacement
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job
+from holdfast.orchestrator.backends.ray.placement import (
+    Bundle,
+    GangPlacement,
+    PlacementGroupHandle,
+    PlacementTiming,
+    RayGroups,
+    bundle_of,
+)
+from holdfast.orchestrator.backends.ray.ray_nodes import fits
 
 from .fake_cluster import FakeCluster
 
+ROOT = Path(__file__).resolve().parents[4]
 BOUND_S = 30.0
+UNBOUNDED = PlacementTiming(place_s=1e6)
+"""A wait for a group without room would never end."""
 
 
-class Waiter:
-    """What a backend does with rooms: it starts a node in every bundle that it gets."""
+class JobNodes:
+    """Uses a GangPlacement as a backend does: it starts a node in every bundle that it gets."""
 
-    def __init__(self, cluster: FakeCluster, gang: int, job: str = "job") -> None:
-        self.room = asyncio.Event()
+    def __init__(
+        self,
+        cluster: FakeCluster,
+        gang: int,
+        job: str = "job",
+        timing: PlacementTiming | None = None,
+        placement: type[GangPlacement] = GangPlacement,
+    ) -> None:
+        self._placed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
-        self.rooms = GangPlacement(
-            cluster.of(job), gang, self._next_name, self._spawn, self.room.set
+        self.placement = placement(
+            cluster.of(job), gang, self._next_name, self._spawn, self._placed.set, timing
         )
 
     async def serve(
-        self, missing: int, *, barred: frozenset[str] = frozenset(), wait: bool = True
+        self, missing: int, *, excluded: frozenset[str] = frozenset(), wait: bool = True
     ) -> list[str]:
         """Ray nodes of the nodes that were started."""
-        started: list[Bundle] = await self.rooms.serve(missing, barred, wait=wait)
+        started: list[Bundle] = await self.placement.serve(missing, excluded, wait=wait)
         for group, bundle in started:
-            group.taken[bundle] = f"node {bundle} of {group.name}"
-        return [group.places[bundle] for group, bundle in started]
+            group.nodes[bundle] = f"node {bundle} of {group.name}"
+        return [group.ray_nodes[bundle] for group, bundle in started]
 
-    async def room_came(self) -> None:
-        await self.room.wait()
-        self.room.clear()
+    async def until_placed(self) -> None:
+        await self._placed.wait()
+        self._placed.clear()
 
     def on(self, ray_node: str) -> tuple[Any, int]:
         return next(
             (group, bundle)
-            for group in self.rooms.groups.values()
-            for bundle, place in group.places.items()
+            for group in self.placement.groups.values()
+            for bundle, place in group.ray_nodes.items()
             if place == ray_node
         )
 
     async def ended(self, ray_node: str) -> None:
-        """The node there ends, as the backend takes note of it."""
+        """The node there ends, and the backend notices."""
         group, bundle = self.on(ray_node)
-        del group.taken[bundle]
-        if not group.taken:
-            await self.rooms.remove(group)
+        del group.nodes[bundle]
+        if not group.nodes:
+            await self.placement.remove(group)
 
-    def demand(self) -> list[int]:
-        """Sizes of the groups that wait for a place."""
-        return [g.size for g in self.rooms.groups.values() if not g.taken]
+    def requested(self) -> list[int]:
+        """Sizes of the groups without nodes."""
+        return [g.size for g in self.placement.groups.values() if not g.nodes]
 
     def _next_name(self) -> str:
         self._number += 1
@@ -71,7 +89,7 @@ class Waiter:
         return task
 
 
-def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(BOUND_S):
             await scenario()
@@ -79,278 +97,331 @@ def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-@pytest.fixture
-def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New groups get all the time in the world: what cannot be placed must not be waited for."""
-    monkeypatch.setattr(placement, "PLACE_S", 1e6)
-
-
-@pytest.mark.usefixtures("endless")
-def test_an_empty_cluster_is_asked_for_all_that_is_wanted_at_once_and_not_waited_for() -> None:
+def test_all_wanted_nodes_are_requested_at_once_of_an_empty_cluster_without_a_wait() -> None:
     async def scenario() -> None:
-        job = Waiter(FakeCluster(), gang=2)
+        job = JobNodes(FakeCluster(), gang=2, timing=UNBOUNDED)
         assert await job.serve(5) == []
-        assert job.demand() == [2, 1, 1, 1]
+        assert job.requested() == [2, 1, 1, 1]
 
-    play(scenario)
+    run(scenario)
 
 
-@pytest.mark.usefixtures("endless")
-def test_what_has_room_starts_without_a_wait_for_what_has_none() -> None:
+def test_nodes_with_room_start_without_a_wait_for_those_without() -> None:
     async def scenario() -> None:
-        job = Waiter(FakeCluster(a=1, b=1, c=1), gang=2)
+        job = JobNodes(FakeCluster(a=1, b=1, c=1), gang=2, timing=UNBOUNDED)
         assert sorted(await job.serve(5)) == ["a", "b", "c"]
-        assert job.demand() == [1, 1]
+        assert job.requested() == [1, 1]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_what_is_on_busy_ray_nodes_is_waited_for_once_however_much_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_any_number_of_nodes_on_busy_ray_nodes_is_waited_for_once() -> None:
     waits: list[int] = []
 
-    class Counted(GangPlacement):
-        async def _settle(self, made: Any) -> bool:
+    class CountingPlacement(GangPlacement):
+        async def _until_placed_or_full(self, made: Any) -> bool:
             waits.append(len(made))
-            return await super()._settle(made)
-
-    monkeypatch.setattr(placement, "PLACE_S", 0.05)
-    monkeypatch.setattr(f"{__name__}.GangPlacement", Counted)
+            return await super()._until_placed_or_full(made)
 
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1, c=1)
-        other = Waiter(cluster, 1, "other")
+        short = PlacementTiming(place_s=0.05)
+        other = JobNodes(cluster, 1, "other", short, CountingPlacement)
         assert len(await other.serve(3)) == 3
         waits.clear()
-        job = Waiter(cluster, 1)
+        job = JobNodes(cluster, 1, timing=short, placement=CountingPlacement)
         assert await job.serve(3) == []
         assert waits == [3]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_further_node_never_starts_before_the_gang_and_holds_no_room_for_it() -> None:
+def test_a_further_node_never_starts_before_the_gang_and_takes_no_room_from_it() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1)
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2)
         assert await job.serve(3) == []
-        assert cluster.room("a") == 1 and job.demand() == [2]
+        assert cluster.room("a") == 1 and job.requested() == [2]
         cluster.add("b")
-        await job.room_came()
+        await job.until_placed()
         assert sorted(await job.serve(3, wait=False)) == ["a", "b"]
         cluster.add("c")
-        await job.room_came()
+        await job.until_placed()
         assert await job.serve(1, wait=False) == ["c"]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_two_jobs_never_hold_half_of_what_each_needs() -> None:
+def test_two_jobs_never_hold_half_of_the_room_that_each_needs() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
-        jobs = [Waiter(cluster, 2, name) for name in ("one", "two")]
+        jobs = [JobNodes(cluster, 2, name) for name in ("one", "two")]
         for job in jobs:
             assert await job.serve(3) == []
         cluster.add("a")  # a further node of the first
         cluster.add("b")  # and of the second
         for job in jobs:
-            await job.room_came()
+            await job.until_placed()
             assert await job.serve(3, wait=False) in ([], ["a", "b"], ["b", "a"])
-        running = [job for job in jobs if any(g.taken for g in job.rooms.groups.values())]
+        running = [job for job in jobs if any(g.nodes for g in job.placement.groups.values())]
         if not running:
             await asyncio.wait(
-                [asyncio.create_task(job.room_came()) for job in jobs],
+                [asyncio.create_task(job.until_placed()) for job in jobs],
                 return_when=asyncio.FIRST_COMPLETED,
             )
             running = [job for job in jobs if await job.serve(3, wait=False)]
         assert len(running) == 1
 
-    play(scenario)
+    run(scenario)
 
 
-def test_nodes_that_are_asked_for_together_are_on_ray_nodes_of_their_own() -> None:
+def test_nodes_that_are_requested_together_are_on_different_ray_nodes() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=8, b=8, c=8, d=8)
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2)
         assert sorted(await job.serve(4)) == ["a", "b", "c", "d"]
-        assert job.demand() == []
+        assert job.requested() == []
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_bundle_of_the_gang_whose_ray_node_is_lost_is_used_where_ray_puts_it_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(placement, "AGAIN_S", 0.01)
-
+def test_a_gang_bundle_of_a_lost_ray_node_is_used_where_ray_moves_it() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2, timing=PlacementTiming(recheck_s=0.01))
         assert len(await job.serve(2)) == 2
-        cluster.silent.add("b")  # the head does not know it yet
+        cluster.silent.add("b")  # the head still lists it
         await job.ended("b")
         assert await job.serve(1) == []
-        assert job.demand() == [], "its bundle is the demand"
-        for _ in range(3):  # looked at again, more than once
-            await job.room_came()
+        assert job.requested() == [], "its bundle is the request"
+        for _ in range(3):  # checked again and again
+            await job.until_placed()
             assert await job.serve(1, wait=False) == []
         cluster.lose("b")
         cluster.add("c")
         while not (started := await job.serve(1, wait=False)):
-            await job.room_came()
+            await job.until_placed()
         assert started == ["c"]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_replacement_is_not_sought_where_the_head_has_not_noticed_the_loss_yet() -> None:
+def test_a_replacement_avoids_a_lost_ray_node_that_the_head_still_lists() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1)
-        job = Waiter(cluster, gang=1)
+        job = JobNodes(cluster, gang=1)
         assert await job.serve(1) == ["a"]
         cluster.add("b")
         cluster.silent.add("a")
-        job.rooms.dead.add("a")
+        job.placement.dead.add("a")
         await job.ended("a")
         assert await job.serve(1) == ["b"]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_ray_node_that_was_taken_for_dead_by_mistake_is_used_again() -> None:
+def test_a_ray_node_that_was_wrongly_dead_is_used_again() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1)
-        cluster.fails_to_answer = 1
-        job = Waiter(cluster, gang=1)
-        job.rooms.dead.add("a")
-        assert await job.serve(1) == []  # the head does not say who answers
+        cluster.num_probe_failures = 1
+        job = JobNodes(cluster, gang=1)
+        job.placement.dead.add("a")
+        assert await job.serve(1) == []  # the head does not answer
         while not (started := await job.serve(1)):
-            await job.room_came()
-        assert started == ["a"] and job.rooms.dead == set()
+            await job.until_placed()
+        assert started == ["a"] and job.placement.dead == set()
 
-    play(scenario)
+    run(scenario)
 
 
-def test_nobody_waits_for_an_answer_of_a_ray_node_that_is_gone() -> None:
+def test_placement_does_not_wait_for_the_probe_of_a_lost_ray_node() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
         cluster.silent.add("b")
         cluster.slow["b"] = asyncio.Event()
-        job = Waiter(cluster, gang=1)
-        job.rooms.dead.add("b")
+        job = JobNodes(cluster, gang=1)
+        job.placement.dead.add("b")
         for _ in range(2):
             assert await job.serve(1) == ["a"]
             await job.ended("a")
-        assert cluster.num_asked == 1, "asked again while it is asked"
+        assert cluster.num_probes == 1, "one probe at a time"
         cluster.silent.clear()
         cluster.slow["b"].set()
-        while job.rooms.dead:
-            await job.room_came()  # told, so that what waits can be served
+        while job.placement.dead:
+            await job.until_placed()
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_group_whose_last_node_ends_while_it_is_looked_at_is_not_used() -> None:
+def test_a_group_whose_last_node_ends_during_a_probe_is_not_used() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2)
         assert sorted(await job.serve(2)) == ["a", "b"]
         group, bundle = job.on("b")
-        del group.taken[bundle]  # free again, and on a Ray node that is looked at first
+        del group.nodes[bundle]  # free again, and its Ray node is probed first
         cluster.slow["b"] = asyncio.Event()
         serving = asyncio.ensure_future(job.serve(1, wait=False))
-        while not cluster.num_asked:
+        while not cluster.num_probes:
             await asyncio.sleep(0)
         await job.ended("a")
         cluster.slow["b"].set()
-        assert await serving == [] and group.over
+        assert await serving == [] and group.removed
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_loss_that_the_head_has_noticed_is_forgotten_and_no_waiting_group_made_anew() -> None:
+def test_a_loss_that_the_head_has_noticed_keeps_pending_groups() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
-        job = Waiter(cluster, gang=1)
+        job = JobNodes(cluster, gang=1)
         cluster.silent.add("b")
-        job.rooms.dead.add("b")
+        job.placement.dead.add("b")
         assert await job.serve(2) == ["a"]
-        (waiting,) = [group for group in job.rooms.groups.values() if not group.taken]
-        assert "b" in waiting.shun and job.rooms.dead == {"b"}
+        (pending,) = [group for group in job.placement.groups.values() if not group.nodes]
+        assert "b" in pending.avoided and job.placement.dead == {"b"}
         cluster.lose("b")
         assert await job.serve(1, wait=False) == []
-        assert job.rooms.dead == set()
-        assert waiting in job.rooms.groups.values()
+        assert job.placement.dead == set()
+        assert pending in job.placement.groups.values()
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_ray_node_that_waiting_groups_were_told_to_avoid_is_used_once_it_is_free() -> None:
+def test_a_ray_node_that_pending_groups_avoid_is_used_once_it_is_free() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
-        job = Waiter(cluster, gang=1)
+        job = JobNodes(cluster, gang=1)
         assert len(await job.serve(2)) == 2
         assert await job.serve(1) == []
-        assert job.demand() == [1]
+        assert job.requested() == [1]
         await job.ended("b")
         assert await job.serve(1) == ["b"]
-        assert job.demand() == []
+        assert job.requested() == []
 
-    play(scenario)
+    run(scenario)
 
 
-def test_what_is_wanted_no_more_is_demanded_no_more() -> None:
+def test_nodes_that_are_no_longer_wanted_are_no_longer_requested() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2)
         assert await job.serve(5) == []
         assert await job.serve(3, wait=False) == []
-        assert job.demand() == [2, 1]
+        assert job.requested() == [2, 1]
         assert await job.serve(0, wait=False) == []
-        assert job.demand() == [] and cluster.groups == {}
+        assert job.requested() == [] and cluster.groups == {}
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_barred_ray_node_is_not_used_again_though_the_gang_keeps_its_bundle_there() -> None:
+def test_an_excluded_ray_node_is_not_used_again_though_the_gang_keeps_its_bundle_there() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1, c=1)
-        job = Waiter(cluster, gang=2)
+        job = JobNodes(cluster, gang=2)
         bad, _good = await job.serve(2)
         await job.ended(bad)
-        assert await job.serve(1, barred=frozenset({bad})) == ["c"]
+        assert await job.serve(1, excluded=frozenset({bad})) == ["c"]
 
-    play(scenario)
+    run(scenario)
 
 
-def test_a_group_that_the_head_does_not_remove_now_is_removed_when_it_answers_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(retry, "PAUSE_S", 0.01)
-
+def test_a_group_is_removed_once_the_head_answers_again() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1)
-        job = Waiter(cluster, gang=1)
+        job = JobNodes(cluster, gang=1, timing=PlacementTiming(head_pause_s=0.01))
         assert await job.serve(1) == ["a"]
-        cluster.fails = 3
+        cluster.num_failures = 3
         await job.ended("a")
-        assert job.rooms.groups == {}
+        assert job.placement.groups == {}
         while cluster.groups:
             await asyncio.sleep(0.01)
 
-    play(scenario)
+    run(scenario)
 
 
-def test_the_groups_of_an_earlier_controller_are_kept_where_it_had_nodes() -> None:
+def test_groups_of_an_earlier_controller_are_kept_if_they_have_nodes() -> None:
     async def scenario() -> None:
         cluster = FakeCluster(a=1, b=1)
-        before = Waiter(cluster, gang=2)
+        before = JobNodes(cluster, gang=2)
         assert len(await before.serve(3)) == 2
-        (name,) = [name for name, group in before.rooms.groups.items() if group.taken]
-        after = Waiter(cluster, gang=2)
-        await after.rooms.find({name: 2}, {"x": (name, 0), "y": (name, 1)})
+        (name,) = [name for name, group in before.placement.groups.items() if group.nodes]
+        after = JobNodes(cluster, gang=2)
+        await after.placement.adopt({name: 2}, {"x": (name, 0), "y": (name, 1)})
         assert list(cluster.groups) == [name]
-        assert after.rooms.groups[name].taken == {0: "x", 1: "y"}
+        assert after.placement.groups[name].nodes == {0: "x", 1: "y"}
 
-    play(scenario)
+    run(scenario)
+
+
+# -- Ray's own groups --------------------------------------------------------------------------
+class PendingHandle:
+    """A placement group without a place, as Ray's handle of it blocks."""
+
+    def __init__(self) -> None:
+        self.waited_for = threading.Event()
+        self.placed = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited_for.set()
+        return self.placed.wait(timeout_s)
+
+
+def test_pending_groups_take_none_of_the_shared_threads() -> None:
+    handles = [PendingHandle() for _ in range(40)]  # more than the threads that asyncio shares
+
+    async def scenario() -> None:
+        groups = RayGroups("job", {"CPU": 1.0})
+        waiting = [
+            asyncio.create_task(groups.wait(PlacementGroupHandle(f"job/node-{number}", 1, handle)))
+            for number, handle in enumerate(handles)
+        ]
+        try:
+            while not all(handle.waited_for.is_set() for handle in handles):
+                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(lambda: "at once") == "at once"
+            assert not any(task.done() for task in waiting)
+        finally:
+            for handle in handles:
+                handle.placed.set()
+        await asyncio.gather(*waiting)
+
+    run(scenario)
+
+
+def test_a_wait_that_the_head_breaks_off_goes_on() -> None:
+    class FailingHandle(PendingHandle):
+        failures = 2
+
+        def wait(self, timeout_s: float) -> bool:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("the head does not answer")
+            return True
+
+    async def scenario() -> None:
+        groups = RayGroups("job", {"CPU": 1.0}, pause_s=0.01)
+        await groups.wait(PlacementGroupHandle("job/node-0", 1, FailingHandle()))
+
+    run(scenario)
+
+
+def test_a_bundle_has_the_resources_of_all_workers_of_a_node() -> None:
+    document = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "bundle"},
+        "spec": {
+            "entrypoint": {"script": "train.py"},
+            "workersPerNode": 8,
+            "resources": {"cpu": "500m", "gpu": 1, "memory": "4Gi"},
+        },
+    }
+    bundle = bundle_of(job_from_mapping(document))
+    assert bundle == {"CPU": 4.0, "GPU": 8.0, "memory": 32.0 * 2**30}
+    assert fits(bundle, {"CPU": 16.0, "GPU": 8.0, "memory": 64.0 * 2**30})
+    assert not fits(bundle, {"CPU": 16.0, "GPU": 4.0, "memory": 64.0 * 2**30})
+
+
+def test_a_job_without_resources_takes_a_core_per_worker() -> None:
+    assert bundle_of(load_job(ROOT / "examples" / "stdlib-bytes.yaml")) == {"CPU": 2.0}

@@ -1,4 +1,4 @@
-"""What a job's record in the cluster's store says of its controller."""
+"""The record of a job in the cluster's store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 
 
-def test_a_record_of_a_holdfast_that_kept_no_runtime_env_is_read() -> None:
+def test_a_record_of_an_earlier_release_without_a_runtime_env_is_read() -> None:
     order = ControllerOrder(
         document={}, job="demo", job_id="00", spec_directory="/", token="", certificate=b"", key=b""
     )

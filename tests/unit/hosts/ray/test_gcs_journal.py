@@ -1,53 +1,22 @@
-"""What of a job's journal counts after controllers have overtaken one another. The store is a
-dictionary; tests/e2e/ray/test_journal.py has the real one."""
+"""Which records of a job's journal are valid after takeovers. The store is a dictionary;
+tests/e2e/ray/test_journal.py has the real one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
-from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
 from holdfast.orchestrator.core.events import SuspendRequested
 from holdfast.orchestrator.core.journal import JournalError, JournalLost, Record
 from holdfast.orchestrator.hosts.ray.gcs_journal import BASIS, EPOCH, Chunk, KvJournal, read
 
-
-class Store(JobKeyValueStore):
-    """In memory."""
-
-    def __init__(self) -> None:
-        super().__init__("job")
-        self._values: dict[str, bytes] = {}
-        self.written: Callable[[str], object] = lambda key: None
-        """Told of each chunk that was put, before its writer does anything else."""
-
-    def get(self, key: str) -> bytes | None:
-        return self._values.get(key)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        if not key.startswith(EPOCH):
-            self.written(key)
-
-    def create(self, key: str, value: bytes) -> bool:
-        return self._values.setdefault(key, value) is value
-
-    def exists(self, key: str) -> bool:
-        return key in self._values
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self._values.pop(key, None)
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self._values if key.startswith(prefix))
+from .memory_store import MemoryStore
 
 
 @pytest.fixture
-def store() -> Store:
-    return Store()
+def store() -> MemoryStore:
+    return MemoryStore()
 
 
 def record(number: int) -> Record:
@@ -59,14 +28,14 @@ def write(journal: KvJournal, number: int) -> None:
     asyncio.run(journal.commit())
 
 
-def overtaken(store: Store) -> tuple[KvJournal, KvJournal]:
+def taken_over(store: MemoryStore) -> tuple[KvJournal, KvJournal]:
     """A controller with one record, and its successor, which has read it."""
     old = KvJournal(store, "job")
     write(old, 1)
     return old, KvJournal(store, "job")
 
 
-def opened(store: Store) -> tuple[bytes | None, list[Record]]:
+def opened(store: MemoryStore) -> tuple[bytes | None, list[Record]]:
     journal = KvJournal(store, "job")
     return journal.snapshot, journal.records
 
@@ -76,8 +45,10 @@ def records(chunks: list[Chunk]) -> list[Record]:
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
-def test_what_an_overtaken_controller_committed_is_not_replayed(store: Store, first: str) -> None:
-    old, new = overtaken(store)
+def test_records_that_a_controller_wrote_after_a_takeover_are_not_replayed(
+    store: MemoryStore, first: str
+) -> None:
+    old, new = taken_over(store)
     if first == "new":
         write(new, 3)
     with pytest.raises(JournalLost):
@@ -88,8 +59,8 @@ def test_what_an_overtaken_controller_committed_is_not_replayed(store: Store, fi
     assert opened(store) == (None, [record(1), record(3), record(4)])
 
 
-def test_a_snapshot_of_an_overtaken_controller_hides_nothing(store: Store) -> None:
-    old, new = overtaken(store)
+def test_a_snapshot_written_after_a_takeover_hides_no_records(store: MemoryStore) -> None:
+    old, new = taken_over(store)
     with pytest.raises(JournalLost):
         asyncio.run(old.compact(b"state of the old one"))
     write(new, 2)
@@ -98,25 +69,25 @@ def test_a_snapshot_of_an_overtaken_controller_hides_nothing(store: Store) -> No
     assert opened(store) == (b"state of the new one", [])
 
 
-def test_what_the_next_controller_has_read_stays_though_its_writer_is_told_that_it_lost(
-    store: Store,
+def test_records_that_the_next_controller_has_read_stay_though_their_writer_raised(
+    store: MemoryStore,
 ) -> None:
     old = KvJournal(store, "job")
     taking_over: list[KvJournal] = []
-    store.written = lambda key: taking_over.append(KvJournal(store, "job"))
+    store.on_chunk = lambda key: taking_over.append(KvJournal(store, "job"))
     with pytest.raises(JournalLost):
         write(old, 1)
-    store.written = lambda key: None
+    store.on_chunk = lambda key: None
     (new,) = taking_over
     assert new.records == [record(1)]
     write(new, 2)
     assert opened(store) == (None, [record(1), record(2)])
 
 
-def test_who_follows_and_has_read_what_does_not_count_misses_nothing_that_does(
-    store: Store,
+def test_a_follower_that_has_read_invalid_records_misses_no_valid_ones(
+    store: MemoryStore,
 ) -> None:
-    old, new = overtaken(store)
+    old, new = taken_over(store)
     with pytest.raises(JournalLost):
         write(old, 2)
     last = read(store, "job")[-1].key
@@ -127,9 +98,9 @@ def test_who_follows_and_has_read_what_does_not_count_misses_nothing_that_does(
     assert records(read(store, "job", last)) == [record(4)]
 
 
-def test_what_a_controller_between_two_others_had_not_read_counts_for_nobody(store: Store) -> None:
-    """It lives as long as both, and could have gone on from there."""
-    first, second = overtaken(store)
+def test_records_that_no_later_controller_has_read_are_invalid(store: MemoryStore) -> None:
+    """The controller in between lives, and could have continued from them."""
+    first, second = taken_over(store)
     with pytest.raises(JournalLost):
         write(first, 2)
     third = KvJournal(store, "job")
@@ -140,10 +111,10 @@ def test_what_a_controller_between_two_others_had_not_read_counts_for_nobody(sto
     assert opened(store) == (None, [record(1), record(4)])
 
 
-def test_what_a_controller_wrote_after_its_successor_had_read_it_counts_for_nobody(
-    store: Store,
+def test_records_written_after_two_takeovers_are_invalid(
+    store: MemoryStore,
 ) -> None:
-    first, second = overtaken(store)
+    first, second = taken_over(store)
     third = KvJournal(store, "job")
     for lost, number in ((first, 2), (second, 3)):
         with pytest.raises(JournalLost):
@@ -153,8 +124,8 @@ def test_what_a_controller_wrote_after_its_successor_had_read_it_counts_for_nobo
         write(third, 4)
 
 
-def test_a_controller_that_took_over_and_has_not_said_what_it_had_read_changes_nothing(
-    store: Store,
+def test_a_controller_that_has_not_recorded_its_basis_changes_nothing(
+    store: MemoryStore,
 ) -> None:
     first = KvJournal(store, "job")
     write(first, 1)
@@ -164,11 +135,11 @@ def test_a_controller_that_took_over_and_has_not_said_what_it_had_read_changes_n
     third = KvJournal(store, "job")
     assert third.records == [record(1), record(2)]
     write(third, 3)
-    store.put(f"{EPOCH}000002", BASIS.pack(1, 1))  # it lives after all, and had read less
+    store.put(f"{EPOCH}000002", BASIS.pack(1, 1))  # it was only slow, and had read less
     assert opened(store) == (None, [record(1), record(2), record(3)])
 
 
-def test_who_follows_gets_every_record_across_compactions(store: Store) -> None:
+def test_a_follower_gets_every_record_across_compactions(store: MemoryStore) -> None:
     journal, after, followed = KvJournal(store, "job"), "", list[Record]()
     for number in range(1, 10):
         write(journal, 3 * number)
@@ -182,8 +153,8 @@ def test_who_follows_gets_every_record_across_compactions(store: Store) -> None:
     assert followed == [record(number) for number in range(3, 30)]
 
 
-def test_what_came_since_the_snapshot_before_the_last_is_kept_and_nothing_older(
-    store: Store,
+def test_chunks_since_the_second_to_last_snapshot_are_kept_and_no_older_ones(
+    store: MemoryStore,
 ) -> None:
     journal = KvJournal(store, "job")
     for number in range(1, 6):
@@ -196,7 +167,7 @@ def test_what_came_since_the_snapshot_before_the_last_is_kept_and_nothing_older(
     assert journal.snapshot == b"state after 5" and journal.records == []
 
 
-def test_who_reads_while_another_takes_over_and_compacts_sees_its_snapshot(store: Store) -> None:
+def test_a_reader_during_a_takeover_and_compaction_sees_the_snapshot(store: MemoryStore) -> None:
     first = KvJournal(store, "job")
     write(first, 1)
     lists, listed = store.list, []
@@ -212,10 +183,10 @@ def test_who_reads_while_another_takes_over_and_compacts_sees_its_snapshot(store
     assert [chunk.snapshot for chunk in read(store, "job")] == [b"state"]
 
 
-def test_records_of_an_owner_that_never_said_what_it_had_read_are_not_passed_over(
-    store: Store,
+def test_records_of_an_owner_without_a_basis_are_not_skipped(
+    store: MemoryStore,
 ) -> None:
-    """Of an earlier Holdfast: to read nothing would begin the job anew."""
+    """An earlier release wrote them; without them the job would start again."""
     write(KvJournal(store, "job"), 1)
     store.put(f"{EPOCH}000001", b"")
     with pytest.raises(JournalError, match="another version of Holdfast"):

@@ -1,4 +1,4 @@
-"""`--ray` as people type it, and jobs that are handed in to run elsewhere."""
+"""`--ray` on the command line, and checks of jobs that are submitted to run elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.orchestrator.cli.options import complete
 
-from .conftest import Holdfast
+from ...conftest import Holdfast
 
 Write = Callable[[str], Path]
 
@@ -21,11 +21,11 @@ spec:
 """
 RECIPE = SPEC + "  entrypoint: {recipe: {name: pretrain, config: {steps: 1}}}\n"
 NOWHERE = "http://127.0.0.1:1"
-"""An address that is asked only after the checks of the file."""
+"""An address that is connected to only after the checks of the file."""
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "completed"),
     [
         (["run", "job.yaml", "--ray"], ["run", "job.yaml", "--ray="]),
         (["status", "--ray", "--json"], ["status", "--ray=", "--json"]),
@@ -34,13 +34,11 @@ NOWHERE = "http://127.0.0.1:1"
         (["status", "--ray=head:6379"], ["status", "--ray=head:6379"]),
     ],
 )
-def test_an_address_may_be_left_out(words: list[str], meant: list[str]) -> None:
-    assert complete(words) == meant
+def test_an_address_may_be_left_out(words: list[str], completed: list[str]) -> None:
+    assert complete(words) == completed
 
 
-def test_what_stands_where_an_address_is_expected_is_named(
-    holdfast: Holdfast, write: Write
-) -> None:
+def test_a_word_in_place_of_an_address_is_named(holdfast: Holdfast, write: Write) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     result = holdfast("run", "--ray", file)
@@ -52,9 +50,7 @@ def test_what_stands_where_an_address_is_expected_is_named(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
-def test_an_address_that_nobody_listens_at_is_refused_at_once(
-    address: str, holdfast: Holdfast
-) -> None:
+def test_an_address_without_a_listener_is_refused_at_once(address: str, holdfast: Holdfast) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     result = holdfast("status", "--ray", address)
     assert result.code == 2 and f"--ray: got {address} (" in result.err
@@ -82,7 +78,7 @@ def test_a_checkpoint_path_of_the_cluster_is_not_looked_up_here(
     assert result.code == 2 and f"--ray: got {NOWHERE}" in result.err
 
 
-def test_data_and_scripts_that_do_not_go_along_are_refused(
+def test_data_and_scripts_that_are_not_uploaded_are_refused(
     holdfast: Holdfast, write: Write
 ) -> None:
     data = "{steps: 1, data: {source: corpus}}"
@@ -97,7 +93,7 @@ def test_data_and_scripts_that_do_not_go_along_are_refused(
 
 
 def test_a_working_dir_without_the_spec_is_refused(holdfast: Holdfast, write: Write) -> None:
-    """The driver would look for the spec in it, in vain, long after the command has succeeded."""
+    """The driver would fail to find the spec, long after the command has succeeded."""
     for entrypoint in ("{recipe: {name: pretrain, config: {steps: 1}}}", "{script: train.py}"):
         file = write(SPEC + f"  entrypoint: {entrypoint}\n")
         elsewhere, env = file.parent / "elsewhere", file.parent / "env.yaml"
@@ -113,7 +109,7 @@ def test_a_working_dir_without_the_spec_is_refused(holdfast: Holdfast, write: Wr
 def test_a_working_dir_that_may_hold_the_spec_is_not_refused_here(
     own: str, holdfast: Holdfast, write: Write
 ) -> None:
-    """What is in an archive is seen in the cluster, and what Ray does not take it tells itself."""
+    """An archive is read in the cluster, and Ray itself reports what it refuses."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     file = write(RECIPE)
     env = file.parent / "env.yaml"
