@@ -118,13 +118,13 @@ def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_
     place = RayContractTarget(make_job(), tmp_path)
 
     async def scenario(controller: Controller) -> None:
-        (node,) = await place.request(1)
-        await place.ended(node)
-        told = place.gone[node].detail
+        (node,) = await controller.request(1)
+        await controller.ended(node)
+        told = controller.gone[node].detail
         assert told.startswith("its Ray node could not build the job's runtime env: ")
         assert package in told and "Traceback" not in told and "\n" not in told
-        assert await place.backend.list_nodes() == ()
-        await place.backend.close(release=True)
+        assert await controller.backend.list_nodes() == ()
+        await controller.backend.close(release=True)
 
     try:
         run(scenario, place)
