@@ -18,6 +18,7 @@ from holdfast.orchestrator.backends.ray.backend import end_without_controller
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.render import FINISHED
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
@@ -138,7 +139,7 @@ class RayJob:
         finished_ns = ended["view"].get("finished_ns") if ended is not None else None
         if ttl_s is None or finished_ns is None:
             return False
-        if Clock().now_ns() < finished_ns + ttl_s * 10**9:
+        if Clock().now_ns() < finished_ns + ttl_s * SECOND_NS:
             return False
         self._store.clear()
         return True
