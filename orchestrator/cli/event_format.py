@@ -130,7 +130,8 @@ def _step_completed(event: e.StepCompleted) -> str:
 
 def _result(word: str) -> Callable[[Any], str]:
     def describe(event: Any) -> str:
-        return f"action {event.action_id} {word}" + (f": {event.detail}" if event.detail else "")
+        detail = event.detail or ", ".join(getattr(event, "nodes", ()))
+        return f"action {event.action_id} {word}" + (f": {detail}" if detail else "")
 
     return describe
 

@@ -1,8 +1,8 @@
-"""What the core wants done. A small closed union.
+"""The actions that the core decides on: a closed union, carried out by the runtime's executor.
 
-Owns: the actions. Every action has an id, unique within the job, and the generation it belongs to,
-and ends in exactly one result event (ActionSucceeded, ActionFailed, ActionUnknown or GroupStopped).
-Launch and stop are idempotent. Must not: say how; the executor and the backends know.
+Every action has an id, unique within the job, and the generation it belongs to, and ends in exactly
+one result event (ActionSucceeded, ActionFailed, ActionUnknown or GroupStopped). Launch and stop are
+idempotent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Outcome = Literal["succeeded", "failed", "cancelled"]
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why: a code for machines and one sentence with the numbers for people."""
+    """Why: a code that labels metrics, and a sentence with the numbers for people."""
 
     code: ReasonCode
     text: str
@@ -40,15 +40,15 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class RequestNodes(Action, frozen=True, kw_only=True, tag="request-nodes"):
-    """Have this many more nodes. Succeeds when they are on their way, with their names in the
-    result's detail; each joins by itself. Fails when the backend has no room."""
+    """Get this many more nodes. Succeeds when the backend has promised them, with their names in
+    the result's `nodes`; each joins by itself. Fails when the backend has no capacity."""
 
     count: int
     avoid: tuple[str, ...] = ()
 
 
 class ReleaseNode(Action, frozen=True, kw_only=True, tag="release-node"):
-    """Give a node back: end its agent and what it holds. For a lost node: make sure it is gone."""
+    """Give a node back: end its agent and its resources. For a lost node: make sure it is gone."""
 
     node: str
 
@@ -73,15 +73,15 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
 
 
 class StageStep(Action, frozen=True, kw_only=True, tag="stage-step"):
-    """Have a node's workers stage this very step. Succeeds when all of them have; fails when one of
-    them cannot any more."""
+    """Have a node's workers stage exactly this step. Succeeds when all of them have; fails when
+    one of them is past it."""
 
     node: str
     step: int
 
 
 class PersistStep(Action, frozen=True, kw_only=True, tag="persist-step"):
-    """Have a node write the newest step >= `step` it stages to storage."""
+    """Have a node write the newest step >= `step` that it stages to storage."""
 
     node: str
     step: int

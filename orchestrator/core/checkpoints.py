@@ -12,7 +12,7 @@ from .events import CheckpointRefused, ShardPersisted
 from .state import CommittedCheckpoint, JobState, NodeRecord, PendingCheckpoint, StepKey
 
 MAX_SOURCES_PER_SHARD = 4
-"""Nodes named as sources of one shard: enough to survive losses, small enough for the message."""
+"""Nodes named as sources of one shard: enough to survive losses, few enough for one message."""
 COMMIT_RETRY_S = 2.0
 DISTRUST_AFTER = 2
 """Generations that failed before their first step from the same state in memory."""
@@ -20,9 +20,9 @@ DISTRUST_AFTER = 2
 
 # -- the memory tier --------------------------------------------------------------------------
 def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKey, int]]:
-    """((step, generation), num_shards) of every state whose shards all live, newest first.
+    """((step, generation), num_shards) of every state whose shards are all in memory, newest first.
 
-    Without `leaving_too`: on nodes that stay and may be trained on."""
+    Without `leaving_too`: in memory of nodes that stay and may be used."""
     found: dict[tuple[int, int, int], dict[int, None]] = {}
     for node in state.nodes.values():
         if not leaving_too and (node.preempting or node.name in state.cordoned):
@@ -39,7 +39,7 @@ def in_memory(state: JobState, *, leaving_too: bool = True) -> list[tuple[StepKe
 
 
 def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocation, ...]:
-    """Who can serve each shard of a state from memory."""
+    """The nodes that can serve each shard of a state from memory."""
     holders: dict[int, list[NodeRecord]] = {}
     for node in state.nodes.values():
         for shard in node.staged:
@@ -54,14 +54,15 @@ def sources(state: JobState, key: StepKey, num_shards: int) -> tuple[ShardLocati
 
 # -- the storage tier -------------------------------------------------------------------------
 def newest_committed(state: JobState) -> CommittedCheckpoint | None:
-    """The newest that no reader has refused and nobody deletes."""
+    """The newest that no reader has refused and that is not being deleted."""
     catalog = state.catalog
     good = [c for c in catalog.committed if not c.refused and c.key not in catalog.deleting]
     return max(good, key=lambda c: c.key, default=None)
 
 
 def choose_restore(state: JobState) -> Restore | None:
-    """Where the next generation begins; None: from the beginning. Memory wins a tie: it is near."""
+    """What the next generation restores; None: it starts from the beginning. At the same step
+    memory is preferred: it is faster."""
     committed = newest_committed(state)
     for key, num_shards in in_memory(state):
         if committed is not None and key[0] < committed.step:
@@ -80,8 +81,8 @@ def choose_restore(state: JobState) -> Restore | None:
 
 
 def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
-    """Collect; a complete set is committed. Refuses every generation but the current one and the
-    one that is being drained: a zombie must not commit."""
+    """Collect shards and commit a complete set. Shards of a generation that is neither the current
+    one nor drained are refused: processes of old generations must not commit."""
     state, shard = ctx.state, event.shard
     key = (shard.step, shard.generation)
     drained = state.drain is not None and key == (state.drain.step, state.drain.generation)
@@ -98,7 +99,11 @@ def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
         return
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
-        ctx.note(f"refused shard {shard.shard} of {shard.num_shards}: not of the mesh {mesh}")
+        expected = mesh.describe() if mesh is not None else "unknown"
+        ctx.note(
+            f"refused shard {shard.shard} of {shard.num_shards} from {event.node}: the mesh of "
+            f"generation {shard.generation} is {expected}"
+        )
         return
     pending = state.catalog.pending.get(key)
     if pending is None:
@@ -124,7 +129,7 @@ def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
 
 
 def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
-    """The manifest is durable: the checkpoint counts, older ones may go."""
+    """The manifest is durable: the checkpoint counts, and older ones may be deleted."""
     catalog = ctx.state.catalog
     key = (action.step, action.generation)
     catalog.pending.pop(key, None)
@@ -146,7 +151,7 @@ def commit_failed(ctx: StepContext, action: CommitManifest, detail: str) -> None
 
 
 def retry_commits(ctx: StepContext) -> None:
-    """Complete sets without a commit under way."""
+    """Commit complete sets whose commit failed."""
     ctx.disarm("commit")
     for pending in ctx.state.catalog.pending.values():
         if len(pending.files) == pending.mesh.num_shards and pending.commit_action is None:
@@ -174,7 +179,7 @@ def observed(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     for key in sorted(by_key):
         record(ctx, tuple(by_key[key]))
         catalog.pending.pop(key, None)
-    for key in list(catalog.deleting):  # a manifest goes first: without one, files may be left
+    for key in list(catalog.deleting):  # a manifest is deleted first: files may be left
         _delete(ctx, key, "its deletion may not have been carried out")
     for pending in catalog.pending.values():
         pending.commit_action = None
@@ -183,7 +188,7 @@ def observed(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
 
 
 def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
-    """A reader found damage. True if the current generation was started from it."""
+    """A reader found damage. True if the current generation started from this checkpoint."""
     state = ctx.state
     for known in state.catalog.committed:
         if known.key == (event.step, event.generation):
@@ -199,7 +204,7 @@ def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
 
 # -- retention --------------------------------------------------------------------------------
 def clean(ctx: StepContext) -> None:
-    """Delete what retention does not keep, and attempts that a newer commit has overtaken."""
+    """Delete what retention does not keep, and incomplete sets older than the newest commit."""
     state, catalog = ctx.state, ctx.state.catalog
     newest = newest_committed(state)
     if newest is None:

@@ -1,7 +1,7 @@
 """One step of the controller: the state, the time, and the actions decided so far.
 
-Owns: the few primitives that change state anywhere in the core (emit, move, timers, notes). A Turn
-lives only inside `Controller.step`; nobody else makes one. Must not: decide.
+It holds the few operations that change state anywhere in the core (emit, move, timers, notes). One
+StepContext lives for one call of `Controller.step`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from .actions import Action, AnyAction, LaunchGroup, Reason, ReasonCode
-from .state import JobState
-from .transitions import JobPhase, check_move
+from .state import JobState, TimerName
+from .transitions import JobPhase, check_transition
 
 SECOND_NS = 1_000_000_000
 MAX_NOTES = 200
@@ -45,8 +45,8 @@ class StepContext:
         self.actions.append(action)  # type: ignore[arg-type]
         return action_id
 
-    def emit_again(self, action: LaunchGroup, reason: Reason) -> int:
-        """The same launch under a new id, for a node that may not have heard of it."""
+    def reemit(self, action: LaunchGroup, reason: Reason) -> int:
+        """The same launch under a new id, for a node that may not have received it."""
         return self.emit(
             LaunchGroup,
             reason,
@@ -60,9 +60,9 @@ class StepContext:
         )
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:
-        """To another phase, or to the same one with a new reason. Raises IllegalMove."""
+        """To another phase, or to the same one with a new reason. Raises IllegalTransition."""
         if phase != self.state.phase:
-            check_move(self.state.phase, phase)
+            check_transition(self.state.phase, phase)
         self.state.phase = phase
         self.state.reason = Reason(code, text)
 
@@ -70,26 +70,25 @@ class StepContext:
         self.state.notes.append((self.now_ns, text))
         del self.state.notes[:-MAX_NOTES]
 
-    # -- timers: name -> due time; they fire on Tick ------------------------------------------
-    def arm(self, name: str, after_s: float) -> None:
-        """(Re)start a timer."""
+    # -- timers: name -> due time; a Tick comes when one is due ----------------------------------
+    def arm(self, name: TimerName, after_s: float) -> None:
+        """Start a timer, or start it again."""
         self.state.timers[name] = self.now_ns + seconds(after_s)
 
-    def arm_once(self, name: str, after_s: float) -> None:
+    def arm_once(self, name: TimerName, after_s: float) -> None:
         """Start a timer unless it runs."""
         if name not in self.state.timers:
             self.arm(name, after_s)
 
-    def disarm(self, *names: str) -> None:
+    def disarm(self, *names: TimerName) -> None:
         for name in names:
             self.state.timers.pop(name, None)
 
-    def due(self, name: str) -> bool:
-        """The timer has run out; it stays so until it is disarmed or armed again."""
+    def due(self, name: TimerName) -> bool:
         at = self.state.timers.get(name)
         return at is not None and at <= self.now_ns
 
-    def left_s(self, name: str) -> float | None:
-        """Until it runs out; None: it does not run."""
+    def left_s(self, name: TimerName) -> float | None:
+        """Time until it is due; None: it does not run."""
         at = self.state.timers.get(name)
         return None if at is None else max(0, at - self.now_ns) / SECOND_NS

@@ -1,9 +1,8 @@
 """The state machine of one job: `step(now_ns, event) -> actions` and `next_deadline_ns()`.
 
-Owns: the only place where state changes: it hands a Turn to the modules beside it and takes it
-back. Each step first notes the fact (`_note`), then does whatever the new state asks for
-(`_settle`), which looks at levels and not at edges: after a crash the same look finds the same
-work. Must not: read a clock, do IO, or be random.
+Each step applies one event to the state, then runs every reconciler. Reconcilers are
+level-triggered: they look at the state, not at the event, so after a crash they find the same work
+again. The controller reads no clock, does no IO and is not random.
 """
 
 from __future__ import annotations
@@ -13,7 +12,18 @@ from typing import Any
 
 from .. import limits
 from ..api.v1alpha1 import job_from_mapping
-from . import checkpoints, completion, invariants, launching, nodes, quiesce, recovery, requests
+from . import (
+    checkpoints,
+    completion,
+    drain,
+    invariants,
+    launching,
+    nodes,
+    provisioning,
+    quiesce,
+    recovery,
+    requests,
+)
 from .actions import (
     AnyAction,
     CommitManifest,
@@ -55,16 +65,16 @@ from .events import (
     Tick,
     WorkerExited,
 )
-from .state import JobState
+from .state import Cause, JobState, TimerName
 
 FINISH_RETRY_S = 5.0
 
 
 class Controller:
-    """One job. `state` is None until JobSubmitted, then one object for ever; only read it."""
+    """One job. `state` is None until JobSubmitted, then always the same object; only read it."""
 
     def __init__(self, state: JobState | None = None) -> None:
-        """`state`: go on from there, as a snapshot has kept it."""
+        """`state`: continue from there, as a snapshot has it."""
         self._state = state
 
     @property
@@ -81,13 +91,13 @@ class Controller:
         """When a Tick is due; None: only events can change anything."""
         if self._state is None:
             return None
-        # What is due already has been seen in the step that brought the time up to here.
+        # Timers that are due already were seen by the step that brought the time up to here.
         now_ns = self._state.now_ns
         return min((at for at in self._state.timers.values() if at > now_ns), default=None)
 
     def step(self, now_ns: int, event: AnyEvent) -> tuple[AnyAction, ...]:
-        """Take a fact in. Same state, time and event: same actions. Raises AssertionError (broken
-        invariant, illegal move) only for bugs of ours."""
+        """Apply one event. Same state, time and event: same actions. Raises AssertionError (broken
+        invariant, illegal transition) only for bugs of Holdfast."""
         if isinstance(event, HeartbeatReceived):
             return ()
         if isinstance(event, JobSubmitted):
@@ -97,116 +107,130 @@ class Controller:
         state.now_ns = now_ns = max(now_ns, state.now_ns)
         ctx = StepContext(state, now_ns)
         if state.terminal:
-            self._after_the_end(ctx, event)
+            _after_the_end(ctx, event)
         else:
-            _NOTE.get(type(event), _ignore)(ctx, event)
-            if isinstance(event, StepCompleted) and event.step_s > 0:
-                state.step_s = event.step_s
-            _fire(ctx)
-            self._settle(ctx)
+            _HANDLERS.get(type(event), _ignore)(ctx, event)
+            _fire_timers(ctx)
+            _reconcile(ctx)
         invariants.check(state)
         return tuple(ctx.actions)
 
     def _submit(self, now_ns: int, event: JobSubmitted) -> tuple[AnyAction, ...]:
         job = job_from_mapping(event.spec, "the journal")
         self._state = JobState(
-            job, event.job_id, now_ns, now_ns, checkpoint_path=event.checkpoint_path
+            job,
+            event.job_id,
+            now_ns,
+            now_ns,
+            checkpoint_path=event.checkpoint_path,
+            needs_placement=True,
+            intent="suspend" if job.spec.suspend else "run",
         )
-        self._state.needs_placement = True
-        self._state.intent = "suspend" if job.spec.suspend else "run"
         ctx = StepContext(self._state, now_ns)
-        self._settle(ctx)
+        _reconcile(ctx)
         return tuple(ctx.actions)
 
-    def _settle(self, ctx: StepContext) -> None:
-        """Do what the state asks for. Each look finds for itself whether there is work."""
-        for look in _LOOKS:
-            if not ctx.state.terminal:
-                look(ctx)
 
-    def _after_the_end(self, ctx: StepContext, event: AnyEvent) -> None:
-        """Only FinishJob has a future."""
-        state = ctx.state
-        match event:
-            case ControllerStarted():
-                state.incarnation = event.incarnation
-                if state.finish_action is not None:
-                    completion.finish_again(ctx, "its result was lost")
-            case ActionSucceeded() if event.action_id == state.finish_action:
-                state.finish_action = None
-                state.inflight.clear()
-            case ActionFailed() if event.action_id == state.finish_action:
-                ctx.note(f"the job's end was not carried out: {event.detail}; trying again")
-                ctx.arm("finish", FINISH_RETRY_S)
-            case Tick() if ctx.due("finish"):
-                completion.finish_again(ctx, "once more")
-            case _:
-                pass
+def _after_the_end(ctx: StepContext, event: AnyEvent) -> None:
+    """Only FinishJob is still of interest."""
+    state = ctx.state
+    match event:
+        case ControllerStarted():
+            state.incarnation = event.incarnation
+            if state.finish_action is not None:
+                completion.retry_finish(ctx, "its result was lost")
+        case ActionSucceeded() if event.action_id == state.finish_action:
+            state.finish_action = None
+            state.inflight.clear()
+        case ActionFailed() if event.action_id == state.finish_action:
+            ctx.note(f"finishing the job failed: {event.detail}; trying again")
+            ctx.arm("finish", FINISH_RETRY_S)
+        case Tick() if ctx.due("finish"):
+            completion.retry_finish(ctx, "trying again")
+        case _:
+            pass
 
 
-# -- what the state asks for ------------------------------------------------------------------
+# -- reconcilers ------------------------------------------------------------------------------
 def _conclude(ctx: StepContext) -> None:
-    """A generation has ended on all its nodes."""
+    """A generation has stopped on all its nodes: the job goes on, ends, or is suspended."""
     state, stop = ctx.state, ctx.state.stop
     if stop is None or stop.waiting:
         return
-    why_fail = recovery.conclude(ctx)
+    must_fail = recovery.conclude(ctx)
     if stop.purpose == "finish" and state.intent == "run":
-        completion.trained(ctx, stop)
-    elif state.intent == "run" and why_fail:
+        completion.workers_done(ctx, stop)
+    elif state.intent == "run" and must_fail is not None:
         # Only now: a job that is suspended or cancelled does not end by this error.
         state.traceback = state.incidents[-1].traceback
-        budget = "budget is used up" in why_fail
-        completion.end_early(ctx, "failed", "budget" if budget else "user-error", why_fail)
+        completion.end_early(ctx, "failed", must_fail)
     else:
         state.needs_placement = True
         if state.intent == "run" and state.phase == "suspending":
             ctx.move("recovering", "resume", "resumed before it was suspended")
 
 
-_LOOKS: tuple[Callable[[StepContext], None], ...] = (
+_RECONCILERS: tuple[Callable[[StepContext], None], ...] = (
+    # First: what follows depends on whether a generation runs, stops, or has ended.
     _conclude,
+    # Before placement: a job that is suspended or ends launches no generation.
     requests.follow_intent,
-    requests.planned,
-    quiesce.drop,
+    # After the intent: a suspend or cancel comes before a resize or a replacement.
+    requests.interrupt_if_planned,
+    # After all that may want a planned interruption: if none does, no step has to be staged.
+    quiesce.drop_if_withdrawn,
+    # Before placement: a drain that ends may suspend or end the job, or want a new generation.
     completion.check_drain,
-    nodes.recall_promised,
-    nodes.request_missing,
+    # Recall before request: a job that shrank must not request what it is about to release.
+    provisioning.recall_promised,
+    # Before placement, which waits only for nodes that are expected.
+    provisioning.request_missing,
     launching.place,
-    completion.park,
-    nodes.release_surplus,
+    # After placement: memory is at risk only if no generation could start from it.
+    drain.persist_at_risk,
+    # Last: only now is it known which nodes are members, and which hold the restore point.
+    provisioning.release_surplus,
 )
 
 
-# -- facts ------------------------------------------------------------------------------------
+def _reconcile(ctx: StepContext) -> None:
+    for reconciler in _RECONCILERS:
+        if not ctx.state.terminal:
+            reconciler(ctx)
+
+
+# -- events -----------------------------------------------------------------------------------
 def _ignore(ctx: StepContext, event: Any) -> None:
-    """Decides nothing."""
+    """The event decides nothing."""
 
 
-def _chaos(ctx: StepContext, event: FaultInjected) -> None:
+def _fault_injected(ctx: StepContext, event: FaultInjected) -> None:
     ctx.state.injected_faults[event.node] = ctx.now_ns
 
 
 def _joined(ctx: StepContext, event: NodeJoined) -> None:
     broken = nodes.joined(ctx, event)
     if broken:
-        stop = recovery.interrupt(ctx, "failure", Reason("infrastructure", broken))
-        if stop is not None:
-            stop.launch_failure = (event.node, broken)
-    launching.all_launched(ctx)
+        reason = Reason("infrastructure", broken)
+        recovery.interrupt(ctx, Cause("failure", reason, launch_failure=(event.node, broken)))
+    launching.check_launched(ctx)
 
 
 def _lost(ctx: StepContext, event: NodeLost) -> None:
     cause = nodes.lost(ctx, event)
     if cause:
-        recovery.lost_member(ctx, event.node, cause, event.detail or event.cause)
+        recovery.member_lost(ctx, event.node, cause, event.detail or event.cause)
 
 
 def _exited(ctx: StepContext, event: WorkerExited) -> None:
-    if event.generation != ctx.state.generation:
-        ctx.note(f"an exit of generation {event.generation} on {event.node}: not the current one")
-        return
-    recovery.worker_exited(ctx, event.node, event.exit)
+    current = ctx.state.generation
+    if event.generation == current:
+        recovery.worker_exited(ctx, event.node, event.exit)
+    else:
+        ctx.note(
+            f"ignored the exit of a worker on {event.node}: its generation is {event.generation}, "
+            f"the current one is {current}"
+        )
 
 
 def _stopped(ctx: StepContext, event: GroupStopped) -> None:
@@ -224,9 +248,8 @@ def _hang(ctx: StepContext, event: HangDetected) -> None:
     if event.generation != state.generation or not state.active or state.stop is not None:
         return
     reason = Reason("hang", f"no progress: {event.evidence}")
-    stop = recovery.interrupt(ctx, "failure", reason, stacks=True)
-    if stop is not None:
-        stop.hang = (event.ranks, event.evidence)
+    cause = Cause("failure", reason, stacks=True, hang=(event.ranks, event.evidence))
+    recovery.interrupt(ctx, cause)
 
 
 def _straggler(ctx: StepContext, event: StragglerDetected) -> None:
@@ -239,7 +262,7 @@ def _succeeded(ctx: StepContext, event: ActionSucceeded) -> None:
         case LaunchGroup():
             launching.launched(ctx, action)
         case RequestNodes():
-            nodes.request_granted(ctx, action, event)
+            provisioning.request_granted(ctx, action, event)
         case CommitManifest():
             checkpoints.commit_succeeded(ctx, action)
         case DeleteCheckpoint():
@@ -257,9 +280,9 @@ def _failed(ctx: StepContext, event: ActionFailed) -> None:
         case LaunchGroup() if state.launching.get(action.node) == action.action_id:
             _launch_failed(ctx, action.node, event.detail or "no detail given")
         case RequestNodes():
-            nodes.request_failed(ctx, action, event.detail)
+            provisioning.request_failed(ctx, action, event.detail)
         case ReleaseNode():
-            nodes.release_failed(ctx, action, event.detail)
+            provisioning.release_failed(ctx, action, event.detail)
         case CommitManifest():
             checkpoints.commit_failed(ctx, action, event.detail)
         case DeleteCheckpoint():
@@ -268,39 +291,35 @@ def _failed(ctx: StepContext, event: ActionFailed) -> None:
         case StageStep():
             quiesce.answered(ctx, action, event.detail)
         case PersistStep() if state.drain is not None:
-            ctx.note(f"{action.node} did not write step {action.step}: {event.detail}")
-            ctx.arm("drain", completion.PERSIST_RETRY_S)
+            ctx.note(f"{action.node} could not be asked for step {action.step}: {event.detail}")
+            ctx.arm("drain", drain.RETRY_S)
         case _:
             pass
 
 
 def _unknown(ctx: StepContext, event: ActionUnknown) -> None:
-    """The link broke before the result came. What concerns a node is said again when it comes back
-    (membership.joined); the rest is repeated, it is idempotent."""
+    """The connection broke before the result came. Launches and stops are sent again when their
+    node reconnects (nodes.joined); the rest is idempotent and is repeated."""
     action = ctx.state.inflight.get(event.action_id)
     if isinstance(
         action, ReleaseNode | CommitManifest | DeleteCheckpoint | StageStep | PersistStep
     ):
         _failed(ctx, ActionFailed(action_id=event.action_id, detail="result unknown"))
-    elif isinstance(action, RequestNodes):
-        ctx.state.inflight.pop(event.action_id)
-        nodes.request_unknown(ctx)
     elif action is not None:
         ctx.state.inflight.pop(event.action_id)
+        if isinstance(action, RequestNodes):
+            provisioning.request_unknown(ctx)
 
 
 def _launch_failed(ctx: StepContext, node: str, detail: str) -> None:
     reason = Reason("infrastructure", f"{node} could not start its workers: {detail}")
-    stop = recovery.interrupt(ctx, "failure", reason)
-    if stop is not None and stop.launch_failure is None:
-        stop.launch_failure = (node, detail)
+    recovery.interrupt(ctx, Cause("failure", reason, launch_failure=(node, detail)))
 
 
 def _refused(ctx: StepContext, event: CheckpointRefused) -> None:
     if checkpoints.refused(ctx, event):
-        stop = recovery.interrupt(ctx, "failure", Reason("checkpoint", event.detail))
-        if stop is not None:
-            stop.refused = event.detail
+        reason = Reason("checkpoint", event.detail)
+        recovery.interrupt(ctx, Cause("failure", reason, refused=event.detail))
 
 
 def _started(ctx: StepContext, event: ControllerStarted) -> None:
@@ -314,73 +333,81 @@ def _started(ctx: StepContext, event: ControllerStarted) -> None:
     if not first:
         for lost in nodes.controller_started(ctx, event.nodes):
             _lost(ctx, lost)
+        drain.controller_started(ctx)
     checkpoints.observed(ctx, event.committed)
-    if state.drain is not None and not first:
-        ctx.arm("persist", completion.final_timeout_s(state))
-        ctx.arm("drain", completion.PERSIST_RETRY_S)
 
 
-def _fire(ctx: StepContext) -> None:
-    """Deadlines. Those that only open a way (gather, grow, replacement, persist, preempt) are read
-    where they matter."""
-    state = ctx.state
-    if ctx.due("rejoin"):
-        for lost in nodes.rejoin_expired(ctx):
-            _lost(ctx, lost)
-    if ctx.due("stop") and state.stop is not None:
-        ctx.disarm("stop")
-        for name in list(state.stop.waiting):
-            detail = f"did not stop its workers in {limits.STOP_TIMEOUT_S:g} s"
-            _lost(ctx, NodeLost(node=name, cause="no-stop", detail=detail))
-    if ctx.due("launch"):
-        launching.say_again(ctx)
-    if ctx.due("launch-again") and state.launching:
-        ctx.disarm("launch-again")
-        _launch_failed(ctx, next(iter(state.launching)), "it did not answer")
-    if ctx.due("deadline") and state.intent == "run":
-        ctx.disarm("deadline")
-        limit = state.job.spec.active_deadline_s
-        state.intent, state.intent_reason = (
-            "deadline",
-            f"it has run for its activeDeadline of {limit:g} s",
-        )
-    if ctx.due("cadence") and state.phase == "running":
-        completion.cadence_due(ctx)
-    for name, act in _DUE:
+# -- timers -----------------------------------------------------------------------------------
+def _fire_timers(ctx: StepContext) -> None:
+    """Act on timers that are due. Those that only end a wait (gather, replacement, capacity, grow,
+    preempt, stage, persist) are read by the reconciler that waits."""
+    for name, act in _TIMERS:
         if ctx.due(name):
             act(ctx)
 
 
-_DUE: tuple[tuple[str, Callable[[StepContext], None]], ...] = (
+def _rejoin_expired(ctx: StepContext) -> None:
+    for lost in nodes.rejoin_expired(ctx):
+        _lost(ctx, lost)
+
+
+def _stop_expired(ctx: StepContext) -> None:
+    ctx.disarm("stop")
+    stop = ctx.state.stop
+    for name in list(stop.waiting) if stop is not None else ():
+        detail = f"did not stop its workers in {limits.STOP_TIMEOUT_S:g} s"
+        _lost(ctx, NodeLost(node=name, cause="no-stop", detail=detail))
+
+
+def _launch_expired(ctx: StepContext) -> None:
+    ctx.disarm("launch-again")
+    if ctx.state.launching:
+        _launch_failed(ctx, next(iter(ctx.state.launching)), "it did not answer")
+
+
+def _deadline_passed(ctx: StepContext) -> None:
+    # A suspended job is to find it due when it is resumed.
+    if ctx.state.intent == "run":
+        ctx.disarm("deadline")
+        requests.deadline_passed(ctx)
+
+
+_TIMERS: tuple[tuple[TimerName, Callable[[StepContext], None]], ...] = (
+    ("rejoin", _rejoin_expired),
+    ("stop", _stop_expired),
+    ("launch", launching.retry_launch),
+    ("launch-again", _launch_expired),
+    ("deadline", _deadline_passed),
+    ("cadence", drain.cadence_due),
     ("request", lambda ctx: ctx.disarm("request")),
-    ("expect", nodes.expectation_expired),
-    ("release", nodes.release_again),
+    ("expect", provisioning.expectation_expired),
+    ("release", provisioning.retry_releases),
     ("commit", checkpoints.retry_commits),
-    ("drain", completion.ask),
+    ("drain", drain.request_persist),
 )
 
-_NOTE: dict[type, Callable[[StepContext, Any], None]] = {
+_HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     ResizeRequested: requests.resize,
     AdjustRequested: requests.adjust,
     SuspendRequested: requests.suspend,
     ResumeRequested: requests.resume,
     CancelRequested: requests.cancel,
-    FaultInjected: _chaos,
+    FaultInjected: _fault_injected,
     NodeJoined: _joined,
     NodeLost: _lost,
-    PreemptionNoticed: lambda ctx, event: nodes.preemption_noticed(ctx, event),
+    PreemptionNoticed: nodes.preemption_noticed,
     WorkerExited: _exited,
-    StepCompleted: lambda ctx, event: launching.advanced(ctx, event),
+    StepCompleted: launching.step_completed,
     HangDetected: _hang,
     StragglerDetected: _straggler,
-    HeartbeatsLost: lambda ctx, event: recovery.all_silent(ctx, event),
-    HeartbeatsRestored: lambda ctx, event: recovery.heard_again(ctx, event),
+    HeartbeatsLost: recovery.heartbeats_lost,
+    HeartbeatsRestored: recovery.heartbeats_restored,
     ActionSucceeded: _succeeded,
     ActionFailed: _failed,
     ActionUnknown: _unknown,
     GroupStopped: _stopped,
-    ShardPersisted: lambda ctx, event: checkpoints.shard_persisted(ctx, event),
-    PersistFailed: lambda ctx, event: completion.persist_failed(ctx, event),
+    ShardPersisted: checkpoints.shard_persisted,
+    PersistFailed: drain.persist_failed,
     CheckpointRefused: _refused,
     ControllerStarted: _started,
 }

@@ -1,9 +1,8 @@
-"""What the core is told. A small closed union; every event is a fact, none is a wish of the core.
+"""The events of a job: a closed union of facts, as the journal stores them.
 
-Owns: the events and their wire form (they are what the journal stores). Must not: hold logic.
-
-`DURABLE` events change the controller's state and are journaled before their actions run. The
-others feed `health.Monitor`, whose verdicts are durable events again, so a replay never needs them.
+All but heartbeats change the controller's state and are journaled before their actions run.
+Heartbeats only feed the progress monitor; what it concludes are events again, so a replay does not
+need heartbeats.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
     """Base of all events."""
 
 
-# -- what people ask for ----------------------------------------------------------------------
+# -- requests of users ------------------------------------------------------------------------
 class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     """First event of every journal."""
 
@@ -30,8 +29,8 @@ class JobSubmitted(Event, frozen=True, kw_only=True, tag="job-submitted"):
     spec: dict[str, Any]
     spec_directory: str
     checkpoint_path: str = ""
-    """Where its checkpoints are, resolved: a default that it comes from (the operator's, say) may
-    change later, and they stay. Empty in journals of before."""
+    """Where its checkpoints are, resolved: a default that it comes from (the operator's, for
+    example) may change later. Empty in journals written before this field existed."""
 
 
 class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
@@ -40,7 +39,7 @@ class ResizeRequested(Event, frozen=True, kw_only=True, tag="resize-requested"):
 
 
 class AdjustRequested(Event, frozen=True, kw_only=True, tag="adjust-requested"):
-    """What of the spec may change while the job lives, beside its size; all of it, as it is now."""
+    """All that may change of the spec while the job runs, except its size."""
 
     min_nodes: int
     spares: int
@@ -62,7 +61,7 @@ class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
 
 
 class FaultInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
-    """A rehearsed failure, noted so that the report can say so. Decides nothing."""
+    """A fault caused on purpose; the report marks its incident. Decides nothing."""
 
     kind: str
     node: str
@@ -72,7 +71,7 @@ class FaultInjected(Event, frozen=True, kw_only=True, tag="chaos-injected"):
 
 # -- nodes ------------------------------------------------------------------------------------
 class NodeJoined(Event, frozen=True, kw_only=True, tag="node-joined"):
-    """An agent said Hello: for the first time, after a reconnect, or to a new controller."""
+    """An agent has connected: for the first time, again, or to a new controller."""
 
     node: str
     facts: NodeFacts
@@ -89,12 +88,12 @@ class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
 
 
 class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-noticed"):
-    """The node will be taken away; its workers still run."""
+    """The node will be preempted; its workers still run."""
 
     node: str
     detail: str = ""
     grace_s: float = 0.0
-    """It is there for so long at least; 0: nobody knows."""
+    """How long it stays at least; 0: unknown."""
 
 
 # -- workers ----------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ class StepCompleted(
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
-    """Verdict of the monitor: no progress within the limit while processes live."""
+    """From the progress monitor: no progress within the limit while processes are alive."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -130,7 +129,7 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
 
 
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
-    """Verdict of the monitor; noted, not acted on."""
+    """From the progress monitor; noted, not acted on."""
 
     generation: int
     node: str
@@ -138,21 +137,21 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
 
 
 class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="all-silent"):
-    """Verdict of the monitor: no node is heard of, so the reason may be on our side; nobody is
-    given up for it yet."""
+    """From the progress monitor: no node sends heartbeats, so the cause is probably on the
+    controller's side; no node is declared lost yet."""
 
     nodes: int
     seconds: float
-    """Since anybody was heard of."""
+    """Since the last heartbeat of any node."""
     patience_s: float
-    """After so much silence it is believed."""
+    """After this much time without heartbeats all nodes are declared lost."""
 
 
 class HeartbeatsRestored(Event, frozen=True, kw_only=True, tag="heard-again"):
-    """Verdict of the monitor: a silence of all nodes is over."""
+    """From the progress monitor: heartbeats arrive again."""
 
     seconds: float
-    """How long it was."""
+    """How long there was none."""
 
 
 # -- results of actions -----------------------------------------------------------------------
@@ -160,10 +159,13 @@ class ActionSucceeded(Event, frozen=True, kw_only=True, tag="action-succeeded"):
     action_id: int
     generation: int = 0
     detail: str = ""
+    nodes: tuple[str, ...] = ()
+    """Of RequestNodes: the promised nodes. Empty: the backend cannot name them yet. Journals
+    written before this field existed have the names in `detail`."""
     start_s: float | None = None
     """Of RequestNodes: how long a node takes to start now, where the backend knows."""
     start_limit_s: float = limits.NODE_WAIT_S
-    """Of RequestNodes: a node that has not joined after this is given back."""
+    """Of RequestNodes: a node that has not joined after this is released."""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):
@@ -207,11 +209,11 @@ class PersistFailed(Event, frozen=True, kw_only=True, tag="persist-failed"):
     shard: int
     detail: str
     tried: bool = True
-    """False: nothing was written because there was nothing to write, or no time for it."""
+    """False: there was nothing to write, or no time to write it."""
 
 
 class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refused"):
-    """A committed checkpoint turned out to be damaged; fall back to the one before."""
+    """A committed checkpoint is damaged; fall back to the one before."""
 
     step: int
     generation: int
@@ -220,7 +222,8 @@ class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refuse
 
 # -- the controller itself --------------------------------------------------------------------
 class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-started"):
-    """Written by every incarnation after the replay: what ran before must be observed anew."""
+    """The first event of every incarnation after the replay: what ran before must be observed
+    again."""
 
     incarnation: int
     committed: tuple[ShardFile, ...] = ()
@@ -230,10 +233,10 @@ class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-starte
 
 
 class Tick(Event, frozen=True, tag="tick"):
-    """A deadline of the controller (next_deadline_ns) has come."""
+    """A timer of the controller (next_deadline_ns) is due."""
 
 
-# -- volatile: only the monitor sees it -------------------------------------------------------
+# -- not journaled: only for the progress monitor ----------------------------------------------
 class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
     node: str
     generation: int

@@ -1,11 +1,11 @@
-"""What a journal is: every durable event of a job with its time, and from time to time a snapshot.
+"""The journal of a job: its durable events with their times, and from time to time a snapshot.
 
-Owns: the interface that every keeper of a journal implements (a file, a Kubernetes object), the
-form of a record, and the errors. Must not: do IO, or know what an event means.
+Here are the interface that every journal implements (a file, a Kubernetes object, keys in Ray's
+GCS), the form of a record, and the errors; no IO.
 
 A record is 12 bytes (length, crc32 of the length, crc32 of the body; little-endian) and a msgpack
-body [time_ns, event]. The length has a checksum of its own, because a damaged length would
-otherwise look like a tail that was cut off and everything after it would be lost without a word.
+body [time_ns, event]. The length has a checksum of its own: a damaged length would otherwise look
+like a tail that was cut off, and everything after it would be lost silently.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class JournalError(HoldfastError):
 
 
 class JournalLost(JournalError):
-    """Somebody else writes this journal: another controller has taken the job over. Whoever gets
-    this has lost the right to act; nothing that it decided since its last commit counts."""
+    """Another controller writes this journal: it has taken the job over. The controller that gets
+    this error must not act any more; nothing that it decided since its last commit counts."""
 
 
 class Record(NamedTuple):
@@ -45,7 +45,7 @@ class Journal(Protocol):
     """The one writer of a job's journal.
 
     `snapshot` and `records` are what was there when it was opened: the newest snapshot (None:
-    there never was one) and the records since. Whoever has read them may let go of both.
+    there never was one) and the records since. The reader may drop both after the replay.
     """
 
     snapshot: bytes | None
@@ -53,10 +53,10 @@ class Journal(Protocol):
 
     @property
     def full(self) -> bool:
-        """It has grown so much that the next commit should be a `compact`."""
+        """It is so large that the next commit should be a `compact`."""
 
     def append(self, now_ns: int, event: AnyEvent) -> None:
-        """Add a record after the others. It need not be durable yet, and must not block."""
+        """Add a record. It need not be durable yet, and must not block."""
 
     async def commit(self) -> None:
         """Make everything appended durable. Raises JournalLost when another controller writes, any
@@ -85,8 +85,8 @@ def decode_body(body: bytes) -> Record:
 
 
 def decode_records(data: bytes) -> list[Record]:
-    """All records of a run of frames that must be whole, as a store that writes atomically gives
-    them back. Raises ValueError, with the offset, for anything else."""
+    """The records of a sequence of whole frames, as a store that writes atomically has them.
+    Raises ValueError, with the offset, for anything else."""
     found, at = [], 0
     while at < len(data):
         if len(data) - at < FRAME.size:

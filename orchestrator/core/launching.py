@@ -1,18 +1,17 @@
-"""Placing and launching: usable nodes -> members, restore point -> the next generation.
-
-Owns: the wait for nodes and the launch. Must not: say why the last generation ended.
-"""
+"""Placement and launch: usable nodes and a restore point become the next generation."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..protocol.facts import Membership, Restore
-from . import provisioning
+from . import completion, drain, provisioning
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore
-from .completion import end_early, end_parking
 from .context import StepContext
 from .events import StepCompleted
-from .nodes import any_to_be_freed, awaiting_rejoin, full_size, possible_size, usable
+from .nodes import any_to_be_stopped, possible_size, usable
+from .provisioning import awaiting_rejoin, full_size
 from .rank_assignment import (
     assign,
     buddies,
@@ -22,16 +21,17 @@ from .rank_assignment import (
     persist_cadence,
     seats_for,
 )
-from .state import IncidentRecord, JobState
+from .state import LAUNCH, PLACEMENT, PLANNED, IncidentRecord, JobState
 
 LAUNCH_TIMEOUT_S = 15.0
-"""A fork takes milliseconds; after this a launch is said again, and after twice this it failed."""
+"""A fork takes milliseconds; after this a launch is sent again, and after twice this it failed."""
 MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
 
+# -- placement --------------------------------------------------------------------------------
 def place(ctx: StepContext) -> None:
-    """Launch now, or wait for nodes and say so."""
+    """Reconciler. Launch the next generation, or wait for nodes."""
     state = ctx.state
     if not state.needs_placement or state.intent != "run":
         return
@@ -54,19 +54,17 @@ def place(ctx: StepContext) -> None:
         _wait(ctx)
     else:
         ctx.arm_once("gather", state.job.spec.recovery.grow_delay_s)
-        if ctx.due("gather") or not (state.expected_nodes or any_to_be_freed(state)):
+        if ctx.due("gather") or not (state.expected_nodes or any_to_be_stopped(state)):
             _launch(ctx, possible)
 
 
 def _wait(ctx: StepContext) -> None:
     state, limit = ctx.state, ctx.state.job.spec.recovery.capacity_timeout_s
     here, wanted = len(usable(state)), state.min_nodes
-    room = (
-        f"; {state.capacity_detail or 'the backend had no room'}" if state.capacity_denied else ""
-    )
+    denied = f"; {state.capacity_detail or 'the backend has no capacity'}"
     what = (
-        f"{here} usable, {wanted} needed at least, "
-        f"{state.expected_nodes} on their way{room}{provisioning.why_none_comes(state)}"
+        f"{here} usable, at least {wanted} needed, {state.expected_nodes} pending"
+        f"{denied if state.capacity_denied else ''}{provisioning.why_none_joins(state)}"
     )
     ctx.move("pending", "capacity", f"waiting for nodes: {what}")
     if limit is None:
@@ -74,9 +72,10 @@ def _wait(ctx: StepContext) -> None:
     ctx.arm_once("capacity", limit)
     if ctx.due("capacity"):
         text = f"recovery.capacityTimeoutSeconds: waited {limit:g} s for nodes: {what}"
-        end_early(ctx, "failed", "capacity", text)
+        completion.end_early(ctx, "failed", Reason("capacity", text))
 
 
+# -- launch -----------------------------------------------------------------------------------
 def _launch(ctx: StepContext, size: int) -> None:
     state, spec = ctx.state, ctx.state.job.spec
     mesh = mesh_for(state.job, size)
@@ -101,15 +100,15 @@ def _launch(ctx: StepContext, size: int) -> None:
     decision = _describe(state, before, members, restore)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
-    _begin_generation(ctx, membership, members, restore)
+    _begin_generation(ctx, membership, members)
+    reason = Reason(state.reason.code, decision)
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
-    code = state.reason.code
     for node_rank, name in enumerate(members):
         action_id = ctx.emit(
             LaunchGroup,
-            Reason(code, decision),
+            reason,
             node=name,
             node_rank=node_rank,
             membership=membership,
@@ -121,31 +120,27 @@ def _launch(ctx: StepContext, size: int) -> None:
         assert isinstance(action, LaunchGroup)
         state.launch_actions[name], state.launching[name] = action, action_id
         state.nodes[name].generation = state.generation
-    if state.phase == "pending":
-        ctx.move("starting", code, decision)
-    else:
-        ctx.move(state.phase, code, decision)
+    phase = "starting" if state.phase == "pending" else state.phase
+    ctx.move(phase, reason.code, decision)
     _fill_incident(ctx, state.incident, membership, decision)
 
 
-def _begin_generation(
-    ctx: StepContext, membership: Membership, members: tuple[str, ...], restore: Restore | None
-) -> None:
+def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:
     state = ctx.state
-    end_parking(ctx)
+    drain.cancel_persist(ctx)
     state.num_launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh
     held = {shard.generation for node in state.nodes.values() for shard in node.staged}
     for old in [g for g in state.meshes if g <= state.generation - MESHES_KEPT]:
-        if old not in held:  # what memory holds may have to be written yet
+        if old not in held:  # what memory holds may still have to be written
             del state.meshes[old]
     state.launch_actions, state.launching, state.exits = {}, {}, {}
     state.active, state.needs_placement, state.first_step_done = True, False, False
-    state.step = restore.step if restore else -1
+    state.step = membership.restore.step if membership.restore else -1
     state.launched_ns = ctx.now_ns
     state.resize_pending = state.resize_pending and len(members) != full_size(state)
-    ctx.disarm("gather", "replacement", "grow", "preempt", "cadence", "launch-again")
+    ctx.disarm(*PLACEMENT, *PLANNED)
     ctx.arm("launch", LAUNCH_TIMEOUT_S)
     left_s, state.deadline_left_s = state.deadline_left_s, None
     deadline_s = state.job.spec.active_deadline_s if left_s is None else left_s
@@ -164,7 +159,7 @@ def _same(count: int) -> str:
 def _describe(
     state: JobState, before: tuple[str, ...], after: tuple[str, ...], restore: Restore | None
 ) -> str:
-    """What is done, in one sentence."""
+    """The decision, in one sentence."""
     new = [name for name in after if name not in before]
     out = [name for name in before if name not in after]
     if not before:
@@ -174,16 +169,19 @@ def _describe(
     elif len(after) > len(before):
         what = f"grow from {len(before)} to {_nodes(len(after))}"
     elif out:
-        what = f"{', '.join(new)} in the place of {', '.join(out)}"
+        what = f"{', '.join(new)} replaces {', '.join(out)}"
     else:
         what = f"restart on {_same(len(after))}"
     if restore is None and state.job.spec.entrypoint.recipe is None:
-        # A script may have a checkpoint of its own, which only it knows.
+        # A script may restore a checkpoint of its own.
         return f"{what}; Holdfast has no state to restore" if before else what
     if restore is None:
         return f"{what}, from the beginning"
-    tier = "storage" if restore.directory else "memory"
-    return f"{what}, from {tier} after step {restore.step}"
+    return f"{what}, from {_tier(restore)} after step {restore.step}"
+
+
+def _tier(restore: Restore) -> Literal["memory", "storage"]:
+    return "storage" if restore.directory else "memory"
 
 
 def _fill_incident(
@@ -197,26 +195,24 @@ def _fill_incident(
     incident.world_size_after = membership.world_size
     incident.resumed_after_step = restore.step if restore else -1
     incident.launched_ns = ctx.now_ns
-    if restore is None:
-        incident.restored_from = "nothing"
-    else:
-        incident.restored_from = "storage" if restore.directory else "memory"
+    incident.restored_from = _tier(restore) if restore else "nothing"
 
 
-# -- the launch's results ---------------------------------------------------------------------
+# -- results of the launch --------------------------------------------------------------------
 def launched(ctx: StepContext, action: LaunchGroup) -> None:
     state = ctx.state
     if state.launching.get(action.node) == action.action_id:
         del state.launching[action.node]
-    all_launched(ctx)
+    check_launched(ctx)
 
 
-def all_launched(ctx: StepContext) -> None:
-    """Once every node has started its workers; a script's progress is unknown, so it runs now."""
+def check_launched(ctx: StepContext) -> None:
+    """Once every node has started its workers, a script counts as running: whether it will ever
+    report a step is unknown."""
     state = ctx.state
     if state.launching or not state.active or state.stop is not None:
         return
-    ctx.disarm("launch", "launch-again")
+    ctx.disarm(*LAUNCH)
     incident = state.incident
     if incident is not None and incident.started_ns is None:
         incident.started_ns = ctx.now_ns
@@ -225,30 +221,34 @@ def all_launched(ctx: StepContext) -> None:
         ctx.move("running", state.reason.code, f"all workers run, on {where}")
 
 
-def say_again(ctx: StepContext) -> None:
-    """Nodes that have not answered a launch."""
+def retry_launch(ctx: StepContext) -> None:
+    """Send the launch again to nodes that have not answered."""
     ctx.disarm("launch")
     ctx.arm("launch-again", LAUNCH_TIMEOUT_S)
     for name in list(ctx.state.launching):
-        reason = Reason("infrastructure", f"{name} has not answered in {LAUNCH_TIMEOUT_S:g} s")
-        ctx.state.launching[name] = ctx.emit_again(ctx.state.launch_actions[name], reason)
+        text = f"{name} has not answered its launch within {LAUNCH_TIMEOUT_S:g} s"
+        action = ctx.state.launch_actions[name]
+        ctx.state.launching[name] = ctx.reemit(action, Reason("infrastructure", text))
 
 
-def advanced(ctx: StepContext, event: StepCompleted) -> None:
+def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     """All ranks have finished a step: the first one ends the start-up."""
     state = ctx.state
+    if event.step_s > 0:
+        state.step_s = event.step_s
     if event.generation != state.generation or not state.active:
         return
     state.step = max(state.step, event.step)
     if state.first_step_done:
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
+    if state.incident is not None:
+        state.incident.first_step_ns = ctx.now_ns
+    if state.stop is not None:
+        return
     every_s = state.job.spec.checkpoint.storage.every_s
     if every_s is not None:
         ctx.arm("cadence", every_s)
-    incident = state.incident
-    if incident is not None:
-        incident.first_step_ns = ctx.now_ns
-    if state.stop is None and state.phase in ("starting", "recovering"):
+    if state.phase in ("starting", "recovering"):
         size = state.membership.world_size if state.membership else 0
         ctx.move("running", state.reason.code, f"all {size} ranks have finished step {event.step}")

@@ -1,105 +1,288 @@
-"""How long a job's nodes take from promise to arrival, whether a shrink waits for one, and what
-follows when they end before they arrive.
+"""Provisioning: requests for nodes, what the backend has promised, and giving nodes back.
 
-A replacement saves a second restart, so a shrink waits for one, but only for one that can be there
-before the wait is over. Where nodes come from, and how long that takes, differs by a factor of a
-hundred between backends. A backend may know it (on one machine the first nodes wait for torch to be
-imported, later ones are forked); else the job's own nodes have shown it, each time one came.
+A replacement saves a second restart, so a shrink waits for one, but only for one that can join
+before replacementWaitSeconds are over. How long a node takes to start differs by a factor of a
+hundred between backends. A backend may know it (on one machine the first nodes wait for torch to
+be imported, later ones are forked); otherwise the job's own nodes have shown it.
 """
 
 from __future__ import annotations
 
-from .actions import RequestNodes
+from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
+from .checkpoints import in_memory, newest_committed
 from .context import SECOND_NS, StepContext, seconds
-from .state import JobState
+from .events import ActionSucceeded
+from .rank_assignment import best_size, mesh_for
+from .state import JobState, NodeRecord, PendingNode
 
+REQUEST_RETRY_S = 5.0
+RELEASE_RETRY_S = 5.0
+REJOIN_ALLOWANCE_S = 5.0
+"""On top of the heartbeat timeout: how long agents may take to find a new controller."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 300.0
 """Pauses between requests when nodes end before they join, each twice as long as the one before: a
-wrong image or a low limit would otherwise make nodes as fast as they fail."""
-UNSTARTED_KEPT = 2
-"""Nodes that ended so and are not given back yet: their logs say why."""
-STARTS_KEPT = 8
+wrong image or a low memory limit would otherwise create nodes as fast as they fail."""
+FAILED_STARTS_KEPT = 2
+"""Nodes that ended before they joined and are not released yet: their logs say why."""
+START_DURATIONS_KEPT = 8
 """Newest starts that count. The first ones of a job may have pulled images; the last ones tell what
 a replacement takes."""
 
 
-def came(state: JobState, name: str) -> None:
-    """A promised node is here."""
-    since_ns = _no_longer_coming(state, name)
-    if since_ns is not None and name not in state.recovered_pending:
-        state.start_durations_ns.append(state.now_ns - since_ns)
-        del state.start_durations_ns[:-STARTS_KEPT]
-    state.recovered_pending = {
-        one: None for one in state.recovered_pending if one in state.pending_nodes
-    }
-    state.num_failed_starts = 0
-    state.failed_starts.clear()
+# -- queries ----------------------------------------------------------------------------------
+def full_size(state: JobState) -> int:
+    """Nodes of the largest generation that the job wants."""
+    return best_size(lambda n: mesh_for(state.job, n), state.target_nodes)
 
 
-def ended_early(ctx: StepContext, name: str, detail: str) -> list[str]:
-    """A promised node ended before it joined. Returns those to give back now."""
-    state = ctx.state
-    _no_longer_coming(state, name)
-    state.failed_starts[name] = detail
-    if "request" not in state.timers:  # else it belongs to a failure that is waited out already
-        state.num_failed_starts += 1
-        doubled = 2.0 ** min(state.num_failed_starts - 1, 30)
-        ctx.arm("request", min(RETRY_MIN_S * doubled, RETRY_MAX_S))
-    surplus = list(state.failed_starts)[:-UNSTARTED_KEPT]
-    for one in surplus:
-        del state.failed_starts[one]
-    return surplus
+def awaiting_rejoin(state: JobState) -> bool:
+    """A new controller still waits for nodes to reconnect."""
+    return "rejoin" in state.timers and not all(n.confirmed for n in state.nodes.values())
 
 
-def _no_longer_coming(state: JobState, name: str) -> int | None:
-    """Since when it was; a promise without a name stands for any node."""
-    nameless = (promised for promised in state.pending_nodes if promised.startswith("?"))
-    return state.pending_nodes.pop(
-        name if name in state.pending_nodes else next(nameless, ""), None
-    )
+def rejoin_s(state: JobState) -> float:
+    """How long nodes may take to reconnect to a new controller."""
+    return state.job.spec.recovery.heartbeat_timeout_s + REJOIN_ALLOWANCE_S
 
 
-def why_none_comes(state: JobState) -> str:
-    """To be added to the words of a job that waits for nodes; empty: nothing is known."""
+def num_missing(state: JobState) -> int:
+    """Nodes that are neither here nor promised, whether or not they are requested right now."""
+    missing = _wanted(state) - _held(state) - len(state.pending_nodes)
+    return 0 if _needs_no_nodes(state) else max(0, missing)
+
+
+def why_none_joins(state: JobState) -> str:
+    """Added to the reason of a job that waits for nodes; empty: nothing is known."""
     if not state.failed_starts:
         return ""
     name, detail = next(reversed(state.failed_starts.items()))
     return f"; {name} ended before it joined: {detail}"
 
 
+def _needs_no_nodes(state: JobState) -> bool:
+    return state.intent != "run" or state.phase in ("finishing", "suspending", "suspended")
+
+
+def _wanted(state: JobState) -> int:
+    return state.target_nodes + state.job.spec.nodes.spares
+
+
+def _held(state: JobState) -> int:
+    """Nodes that count towards the wanted size."""
+    return sum(
+        not node.preempting and node.name not in state.cordoned for node in state.nodes.values()
+    )
+
+
+# -- requests ---------------------------------------------------------------------------------
+def request_missing(ctx: StepContext) -> None:
+    """Request what is missing of the wanted size and its spares."""
+    state = ctx.state
+    missing = num_missing(state) - (state.expected_nodes - len(state.pending_nodes))
+    if missing <= 0 or "request" in state.timers:
+        return
+    held, wanted = _held(state), _wanted(state)
+    text = f"{held} of {wanted} nodes have joined, {state.expected_nodes} are pending"
+    ctx.emit(
+        RequestNodes,
+        Reason("capacity" if state.num_launches else "submitted", text),
+        count=missing,
+        avoid=tuple(state.cordoned),
+    )
+
+
+def request_granted(ctx: StepContext, action: RequestNodes, event: ActionSucceeded) -> None:
+    """The backend has promised nodes; it may not be able to name them yet."""
+    state = ctx.state
+    state.expected_start_ns = None if event.start_s is None else seconds(event.start_s)
+    state.start_limit_s = event.start_limit_s
+    # Journals written before `nodes` existed have the names in `detail`.
+    names = event.nodes or tuple(event.detail.split())
+    if not names:
+        state.pending_nodes += [PendingNode(None, ctx.now_ns)] * action.count
+    for name in names:
+        if name not in state.nodes and name not in state.released_nodes and not state.pending(name):
+            state.pending_nodes.append(PendingNode(name, ctx.now_ns))
+    ctx.arm_once("expect", state.start_limit_s)
+
+
+def request_failed(ctx: StepContext, action: RequestNodes, detail: str) -> None:
+    """The backend has no capacity: request again later, and do not wait for nodes meanwhile."""
+    ctx.state.capacity_denied, ctx.state.capacity_detail = True, detail
+    ctx.note(f"a request for {action.count} more nodes was refused: {detail or 'no capacity'}")
+    ctx.arm("request", REQUEST_RETRY_S)
+
+
+def request_unknown(ctx: StepContext) -> None:
+    """The nodes may have been promised: those that join in time need not be requested again."""
+    ctx.arm("request", rejoin_s(ctx.state))
+
+
+# -- promised nodes ---------------------------------------------------------------------------
+def joined(state: JobState, name: str) -> None:
+    """A promised node has joined."""
+    promise = _fulfil(state, name)
+    if promise is not None and not promise.recovered:
+        state.start_durations_ns.append(state.now_ns - promise.since_ns)
+        del state.start_durations_ns[:-START_DURATIONS_KEPT]
+    state.num_failed_starts = 0
+    state.failed_starts.clear()
+
+
+def ended_early(ctx: StepContext, name: str, detail: str) -> list[str]:
+    """A promised node ended before it joined. Returns the nodes to release now."""
+    state = ctx.state
+    _fulfil(state, name)
+    state.failed_starts[name] = detail
+    if "request" not in state.timers:  # otherwise this failure belongs to a pause that runs already
+        state.num_failed_starts += 1
+        doubled = 2.0 ** min(state.num_failed_starts - 1, 30)
+        ctx.arm("request", min(RETRY_MIN_S * doubled, RETRY_MAX_S))
+    surplus = list(state.failed_starts)[:-FAILED_STARTS_KEPT]
+    for one in surplus:
+        del state.failed_starts[one]
+    return surplus
+
+
+def _fulfil(state: JobState, name: str) -> PendingNode | None:
+    """Take a node off the list of promises; a promise without a name stands for any node."""
+    promise = state.pending(name) or next(
+        (one for one in state.pending_nodes if one.name is None), None
+    )
+    if promise is not None:
+        state.pending_nodes.remove(promise)
+    return promise
+
+
+def recall_promised(ctx: StepContext) -> None:
+    """Release promised nodes that are not wanted any more: a suspended or smaller job does not wait
+    for them, and they would take capacity from others when they start."""
+    state = ctx.state
+    no_nodes = _needs_no_nodes(state)
+    wanted = 0 if no_nodes else _wanted(state)
+    surplus = len(state.pending_nodes) + _held(state) - wanted
+    why = "the job needs no nodes" if no_nodes else f"only {wanted} nodes are wanted now"
+    for promise in reversed([one for one in state.pending_nodes if one.name is not None]):
+        if surplus > 0:
+            state.pending_nodes.remove(promise)
+            code: ReasonCode = "suspend" if no_nodes else "resize"
+            release(ctx, promise.name, code, f"{promise.name} has not joined, and {why}")
+            surplus -= 1
+
+
+def expectation_expired(ctx: StepContext) -> None:
+    """Release promised nodes that did not join in time; then they are requested again."""
+    state = ctx.state
+    ctx.disarm("expect")
+    limit = seconds(state.start_limit_s)
+    for promise in list(state.pending_nodes):
+        if ctx.now_ns - promise.since_ns < limit:
+            continue
+        state.pending_nodes.remove(promise)
+        text = f"{promise.name or 'a node'} did not join within {state.start_limit_s:g} s"
+        ctx.note(text)
+        release(ctx, promise.name, "capacity", text)
+    if state.pending_nodes:
+        state.timers["expect"] = min(one.since_ns for one in state.pending_nodes) + limit
+
+
 def may_wait(ctx: StepContext) -> bool:
-    """A node is on its way and the wait for one is not over."""
+    """A node is expected, and replacementWaitSeconds are not over."""
     due_ns = ctx.state.timers.get("replacement")
     return due_ns is not None and due_ns > ctx.now_ns and ctx.state.expected_nodes > 0
 
 
 def worth_a_wait(ctx: StepContext) -> bool:
-    """... and it can be here before the wait is over: as the backend says or, where it does not
-    know, as the job's nodes have shown. As long as nothing is known, every promise is believed."""
+    """A node is expected that can join before replacementWaitSeconds are over. As long as nothing
+    is known of start times, every promised node counts."""
     state = ctx.state
-    known = _known(state)
-    asked = any(isinstance(action, RequestNodes) for action in state.inflight.values())
-    if not may_wait(ctx) or asked or not known:
+    known = _start_times(state)
+    requested = any(isinstance(action, RequestNodes) for action in state.inflight.values())
+    if not may_wait(ctx) or requested or not known:
         return may_wait(ctx)
-    patience = seconds(state.job.spec.recovery.replacement_wait_s)
-    # What is long overdue (a pod without a place, say) comes at no time that could be told.
+    wait_ns = seconds(state.job.spec.recovery.replacement_wait_s)
+    # A node that is long overdue (an unschedulable pod, for example) is not expected in time.
     return any(
-        since + min(known) <= state.timers["replacement"]
-        and ctx.now_ns <= since + max([*known, *state.start_durations_ns]) + patience
-        for since in state.pending_nodes.values()
+        one.since_ns + min(known) <= state.timers["replacement"]
+        and ctx.now_ns <= one.since_ns + max([*known, *state.start_durations_ns]) + wait_ns
+        for one in state.pending_nodes
     )
 
 
 def why_no_wait(ctx: StepContext) -> str:
-    """Said with a shrink that has not waited though a node is on its way; else empty."""
+    """Added to a shrink that did not wait for an expected node; otherwise empty."""
     if not may_wait(ctx) or worth_a_wait(ctx):
         return ""
-    least_s = min(_known(ctx.state)) / SECOND_NS
-    return f", without waiting for a replacement: nodes of this job took {least_s:.1f} s or more"
+    least_s = min(_start_times(ctx.state)) / SECOND_NS
+    return f", without waiting for a replacement: a node takes {least_s:.1f} s or more to start"
 
 
-def _known(state: JobState) -> list[int]:
+def _start_times(state: JobState) -> list[int]:
     """How long nodes take to start, in nanoseconds."""
-    return (
-        state.start_durations_ns if state.expected_start_ns is None else [state.expected_start_ns]
-    )
+    told = state.expected_start_ns
+    return state.start_durations_ns if told is None else [told]
+
+
+# -- releasing --------------------------------------------------------------------------------
+def release(ctx: StepContext, name: str | None, code: ReasonCode, text: str) -> None:
+    """Give a node back. Its name is never used again; a node without a name cannot be released."""
+    if name is None:
+        return
+    ctx.state.nodes.pop(name, None)
+    ctx.state.released_nodes.setdefault(name, text)
+    for action in ctx.state.inflight.values():
+        if isinstance(action, ReleaseNode) and action.node == name:
+            return
+    ctx.emit(ReleaseNode, Reason(code, text), node=name)
+
+
+def release_failed(ctx: StepContext, action: ReleaseNode, detail: str) -> None:
+    """The node may still exist: try again until it is gone."""
+    ctx.note(f"{action.node} was not released ({detail}); trying again")
+    ctx.state.release_pending[action.node] = action.reason.text
+    ctx.arm_once("release", RELEASE_RETRY_S)
+
+
+def retry_releases(ctx: StepContext) -> None:
+    ctx.disarm("release")
+    for name in list(ctx.state.release_pending):
+        release(ctx, name, "infrastructure", ctx.state.release_pending.pop(name))
+
+
+def release_surplus(ctx: StepContext) -> None:
+    """Idle nodes that are surplus, cordoned or leaving: other jobs may need their capacity."""
+    state = ctx.state
+    if state.phase == "suspended":
+        for name in [*state.nodes, *(promise.name for promise in state.pending_nodes)]:
+            release(ctx, name, "suspend", "the job is suspended")
+        state.pending_nodes = [one for one in state.pending_nodes if one.name is None]
+        return
+    members = dict.fromkeys(state.members if state.active else ())
+    idle = [n for n in state.nodes.values() if n.name not in members and n.confirmed]
+    settled = state.active and state.stop is None and state.phase == "running"
+    for node in idle:
+        if not settled and _holds_restore_point(state, node):
+            continue
+        if node.name in state.cordoned:
+            release(ctx, node.name, "bad-node", state.cordoned[node.name])
+        elif node.preempting:
+            release(ctx, node.name, "preemption", f"{node.name} will be preempted and is idle")
+    # The next generation may start from the memory of idle nodes: never before its first step.
+    if not settled or full_size(state) > len(state.members):
+        return
+    wanted = _wanted(state)
+    surplus = len(state.nodes) - wanted
+    for node in reversed(idle):
+        if surplus > 0 and node.name in state.nodes:
+            release(ctx, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
+            surplus -= 1
+
+
+def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:
+    """The next generation may start from this node's memory."""
+    if state.active or awaiting_rejoin(state):
+        return True
+    newest, committed = next(iter(in_memory(state)), None), newest_committed(state)
+    if newest is None or (committed is not None and committed.step >= newest[0][0]):
+        return False
+    return any((s.step, s.generation) == newest[0] for s in node.staged)

@@ -1,7 +1,5 @@
-"""Which node gets which ranks: topology-stable, in whole replica groups.
-
-Owns: rank assignment, seats, buddies and the mesh for a number of nodes. Pure functions over plain
-values. Must not: know phases or failures.
+"""Which node gets which ranks, in whole replica groups; seats, buddies, and the mesh for a number
+of nodes. Pure functions over plain values.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def best_size(mesh_of: MeshOf, limit: int) -> int:
 
 
 def check_resize(job: TrainingJob, num_nodes: int) -> str:
-    """What is wrong with a size somebody asks for; empty: nothing."""
+    """What is wrong with a requested size; empty: nothing."""
     if num_nodes < 1:
         return f"nodes: got {num_nodes}; expected at least 1; to free all nodes use suspend"
     if mesh_for(resized(job, num_nodes), num_nodes) is not None:
@@ -64,7 +62,7 @@ def nodes_per_group(mesh: Mesh, workers_per_node: int) -> int:
 
 
 def order_newcomers(nodes: Iterable[tuple[str, NodeFacts, int]]) -> tuple[str, ...]:
-    """(name, facts, order of joining) -> names: near ones beside each other, then first come."""
+    """(name, facts, order of joining) -> names, sorted by topology, then by order of joining."""
     ordered = sorted(nodes, key=lambda node: (node[1].topology, node[2]))
     return tuple(name for name, _facts, _sequence in ordered)
 
@@ -111,7 +109,7 @@ def assign(
 
 
 def _filler(position: int, displaced: list[tuple[int, str]], newcomers: list[str]) -> str:
-    """Best for a hole: who sat at the same place of its group, as it holds the same shards."""
+    """Prefer a node that had the same position in its group: it holds the same shards."""
     for index, (held, name) in enumerate(displaced):
         if held == position:
             del displaced[index]
@@ -162,7 +160,7 @@ def buddies(
 
 
 def persist_cadence(job: TrainingJob) -> int:
-    """Steps between unasked copies to storage; 0: the controller asks, by time."""
+    """Steps between persists by the agents themselves; 0: the controller requests them, by time."""
     storage = job.spec.checkpoint.storage
     if storage.every_steps is not None:
         return storage.every_steps

@@ -1,7 +1,7 @@
-"""From a fact that something is wrong (or wanted otherwise) to the decision what is done about it.
+"""Recovery: stopping a generation, judging why it was interrupted, and deciding whether the job
+goes on: restart budgets, strikes against nodes, errors that a restart does not change.
 
-Owns: interruptions, from the stop of a generation to the verdict: budgets, strikes, fail or go on.
-Must not: choose nodes (launching.py) or write checkpoints.
+launching.py starts the next generation, completion.py ends the job.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from . import quiesce
+from . import nodes, quiesce
 from .actions import Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds
@@ -24,23 +24,32 @@ from .failure import (
     signature,
     when,
 )
-from .state import FailureClass, IncidentRecord, JobState, PendingStop, Purpose
+from .state import (
+    LAUNCH,
+    PLANNED,
+    Cause,
+    FailureClass,
+    IncidentRecord,
+    JobState,
+    PendingStop,
+    Purpose,
+)
 from .transitions import JobPhase
 
-REHEARSAL_WINDOW_S = 60.0
-"""A failure on a node this soon after somebody injected one there is the rehearsed one."""
+INJECTION_WINDOW_S = 60.0
+"""A failure this soon after a fault injection on its node was caused by it."""
 MAX_USER_ERRORS = 100
-# Failures that say nothing about the state that the generation started from.
+# Failures that do not throw doubt on the state that the generation started from.
 NOT_THE_STATE = (
     "launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang",
     "device-missing",
 )  # fmt: skip
-# Failures that say nothing about the machine that showed them.
+# Failures that do not throw doubt on the machine that showed them.
 NOT_THE_NODE = (
     "checkpoint-refused", "checkpoint-damaged", "checkpoint-unreadable", "out-of-memory",
     "network", "unknown",
 )  # fmt: skip
-# Failures after which the machine is known to be of no use.
+# Failures after which the machine cannot be used.
 NO_SECOND_CHANCE = ("device-missing",)
 PHASE_OF: dict[Purpose, JobPhase] = {
     "failure": "recovering", "resize": "recovering", "preemption": "recovering",
@@ -50,63 +59,75 @@ PHASE_OF: dict[Purpose, JobPhase] = {
 
 
 # -- interrupting -----------------------------------------------------------------------------
-def interrupt(
-    ctx: StepContext,
-    purpose: Purpose,
-    reason: Reason,
-    *,
-    stacks: bool = False,
-) -> PendingStop | None:
-    """Stop the current generation on all its nodes; None when none runs, or when a step is staged
-    before: ask again with every ctx.
+def interrupt(ctx: StepContext, cause: Cause) -> None:
+    """Stop the current generation on all its nodes. While it is being stopped already, `cause` is
+    added to the interruption under way.
 
-    While it is being stopped already, more news joins the interruption that is under way.
+    A planned interruption may have to wait until a step is staged; reconcilers call this again in
+    every step in which they still want it.
     """
     state = ctx.state
     if not state.active:
-        return None
+        return
     if state.stop is not None:
-        return state.stop
-    if quiesce.is_awaited(ctx, purpose, reason):
-        return None
+        state.stop.add(cause)
+        return
+    quiesce.prepare(ctx, cause)
+    if quiesce.awaited(ctx, cause.purpose):
+        return
     quiesce.end(ctx)
-    spec = state.job.spec
-    planned = purpose not in ("failure", "finish")
-    own_loop = spec.entrypoint.recipe is None
-    grace_s = spec.recovery.termination_grace_s if planned and own_loop else 0.0
-    if purpose == "preemption":
-        # Half of what the leaving nodes have: the hand-over comes after it.
-        known = [n.leaves_ns for n in state.nodes.values() if n.leaves_ns is not None]
-        left_s = (min(known) - ctx.now_ns) / SECOND_NS if known else grace_s
-        grace_s = max(0.0, min(grace_s, left_s / 2 if known else left_s))
-    stop = PendingStop(purpose, reason, ctx.now_ns, stacks, grace_s)
-    state.stop = stop
-    if purpose != "finish":
-        _open_incident(ctx, purpose, reason)
-    ctx.move(PHASE_OF[purpose], reason.code, reason.text)
+    reason, grace_s = cause.reason, _grace_s(ctx, cause.purpose)
+    stop = state.stop = PendingStop(
+        cause.purpose,
+        reason,
+        ctx.now_ns,
+        cause.stacks,
+        grace_s,
+        lost_first=cause.lost is not None,
+        hang=cause.hang,
+        leaving=list(cause.leaving),
+    )
+    stop.add(cause)
+    if cause.purpose != "finish":
+        _open_incident(ctx, cause)
+    ctx.move(PHASE_OF[cause.purpose], reason.code, reason.text)
     state.launching.clear()
-    ctx.disarm("grow", "preempt", "launch", "launch-again", "cadence")
+    ctx.disarm(*PLANNED, *LAUNCH, "cadence")
     for name in state.members:
         if name in state.nodes:
             stop.waiting[name] = ctx.emit(
-                StopGroup, reason, node=name, grace_s=grace_s, stacks=stacks
+                StopGroup, reason, node=name, grace_s=grace_s, stacks=cause.stacks
             )
-    allowance = limits.STOP_TIMEOUT_S + grace_s + (limits.STACK_TIMEOUT_S if stacks else 0.0)
-    ctx.arm("stop", allowance)
-    return stop
+    stacks_s = limits.STACK_TIMEOUT_S if cause.stacks else 0.0
+    ctx.arm("stop", limits.STOP_TIMEOUT_S + grace_s + stacks_s)
 
 
-def _open_incident(ctx: StepContext, purpose: Purpose, reason: Reason) -> None:
+def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
+    """How long workers may take to end by themselves: at a planned interruption a script may save
+    its own state."""
+    spec = ctx.state.job.spec
+    if purpose in ("failure", "finish") or spec.entrypoint.recipe is not None:
+        return 0.0
+    grace_s = spec.recovery.termination_grace_s
+    if purpose == "preemption":
+        # Half of what the leaving nodes have left: the hand-over comes after it.
+        known = [n.leaves_ns for n in ctx.state.nodes.values() if n.leaves_ns is not None]
+        if known:
+            return max(0.0, min(grace_s, (min(known) - ctx.now_ns) / SECOND_NS / 2))
+    return grace_s
+
+
+def _open_incident(ctx: StepContext, cause: Cause) -> None:
     state = ctx.state
     state.num_incidents += 1
     state.incidents.append(
         IncidentRecord(
             number=state.num_incidents,
             at_ns=ctx.now_ns,
-            purpose=purpose,
+            purpose=cause.purpose,
             generation_before=state.generation,
             world_size_before=state.membership.world_size if state.membership else 0,
-            title=reason.text,
+            title=cause.reason.text,
             step_before=state.step,
         )
     )
@@ -117,7 +138,7 @@ def _open_incident(ctx: StepContext, purpose: Purpose, reason: Reason) -> None:
 
 
 def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
-    """Note how a worker of the current generation ended; a failure stops the others."""
+    """Record how a worker of the current generation ended; a failure stops the others."""
     state = ctx.state
     if exit.rank in state.exits or not state.active:
         return
@@ -125,102 +146,91 @@ def worker_exited(ctx: StepContext, node: str, exit: Exit) -> None:
     if is_failure(exit) and state.stop is None:
         how = f"signal {exit.signal}" if exit.signal is not None else f"exit code {exit.code}"
         text = f"worker {exit.rank} on {node} ended with {how}"
-        interrupt(ctx, "failure", Reason("infrastructure", text))
+        interrupt(ctx, Cause("failure", Reason("infrastructure", text)))
 
 
-def lost_member(ctx: StepContext, node: str, cause: str, detail: str) -> None:
-    """A node of the current generation is no more."""
-    state = ctx.state
-    first = state.stop is None
-    text = f"{node} was lost ({cause}): {detail}"
-    stop = interrupt(ctx, "failure", Reason("infrastructure", text))
-    assert stop is not None
-    stop.lost[node] = (cause, detail)
-    stop.lost_first = stop.lost_first or first
-    stop.waiting.pop(node, None)
-    ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+def member_lost(ctx: StepContext, node: str, cause: str, detail: str) -> None:
+    """A node of the current generation is gone."""
+    reason = Reason("infrastructure", f"{node} was lost ({cause}): {detail}")
+    interrupt(ctx, Cause("failure", reason, lost=(node, cause, detail)))
+    ctx.arm_once("replacement", ctx.state.job.spec.recovery.replacement_wait_s)
 
 
-def all_silent(ctx: StepContext, event: HeartbeatsLost) -> None:
-    """Nothing is done about it: doubt is about ourselves. People should know all the same."""
-    whom = f"none of {event.nodes} nodes is" if event.nodes != 1 else "the only node is not"
-    _say(
+def heartbeats_lost(ctx: StepContext, event: HeartbeatsLost) -> None:
+    """No action: the cause is probably on the controller's side. The reason of the job says so."""
+    whom = f"any of {event.nodes} nodes" if event.nodes != 1 else "the only node"
+    then = "they are" if event.nodes != 1 else "it is"
+    _tell(
         ctx,
-        f"{whom} heard of for {event.seconds:.1f} s: this machine may be starved, or cut off; "
-        f"after {event.patience_s:g} s the silence is believed",
+        f"no heartbeat from {whom} for {event.seconds:.1f} s: this machine may be overloaded or "
+        f"disconnected; {then} declared lost after {event.patience_s:g} s",
     )
 
 
-def heard_again(ctx: StepContext, event: HeartbeatsRestored) -> None:
-    _say(ctx, f"nodes are heard of again, after {event.seconds:.1f} s in which none was")
+def heartbeats_restored(ctx: StepContext, event: HeartbeatsRestored) -> None:
+    _tell(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
 
 
-def _say(ctx: StepContext, text: str) -> None:
+def _tell(ctx: StepContext, text: str) -> None:
     ctx.note(text)
     if ctx.state.phase == "running":
         ctx.move("running", ctx.state.reason.code, text)
 
 
 def group_stopped(ctx: StepContext, event: GroupStopped) -> None:
-    """Nothing of the generation runs on this node any more; this is what is left."""
+    """A member of the current generation has stopped its workers."""
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None
     stop.waiting.pop(event.node, None)
-    node = state.nodes[event.node]
-    node.generation = 0
-    node.staged = event.staged
-    node.offered_port = event.offered_port or node.offered_port
+    nodes.group_stopped(state.nodes[event.node], event)
     for exit in event.exits:
         state.exits.setdefault(exit.rank, (event.node, exit))
     stop.stacks.extend(event.stacks)
 
 
 # -- concluding -------------------------------------------------------------------------------
-def conclude(ctx: StepContext) -> str:
-    """All nodes have stopped (or are lost). Returns why the job must fail; empty: go on."""
+def conclude(ctx: StepContext) -> Reason | None:
+    """All nodes have stopped, or are lost. Returns why the job must fail; None: it goes on."""
     state, stop = ctx.state, ctx.state.stop
     assert stop is not None and not stop.waiting
     state.stop, state.active = None, False
     ctx.disarm("stop")
     incident = state.incident
     if incident is None or stop.purpose == "finish":
-        return ""
+        return None
     incident.stopped_ns = ctx.now_ns
     steps = [exit.step for _node, exit in state.exits.values()]
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
-    # A rank stages a step before it says that it has done it.
+    # A rank stages a step before it reports that it has finished it.
     staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
     state.step = max(state.step, incident.step_before)
-    suspects = stop.hang[0] if stop.hang is not None else ()
-    incident.stacks = _within_bound(stop.stacks, suspects)
+    incident.stacks = _kept_stacks(stop.stacks, stop.hang[0] if stop.hang is not None else ())
     if stop.purpose == "preemption":
         names = ", ".join(node for node, _why in stop.leaving)
         incident.failure_class, incident.rule = "preemption", "preempted"
-        incident.title = f"{names} will be taken away"
+        incident.title = f"{names} will be preempted"
         incident.evidence = "; ".join(dict.fromkeys(why for _node, why in stop.leaving))
-        incident.culprit_node = stop.leaving[0][0] if stop.leaving else ""
-        return _charge(ctx, "preemption")
-    if stop.purpose != "failure":
-        return ""
-    return _judge(ctx, stop, incident)
+        incident.culprit_node = stop.leaving[0][0]
+        return _charge(ctx, incident)
+    return _judge(ctx, stop, incident) if stop.purpose == "failure" else None
 
 
-def _within_bound(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, str]:
-    """By rank. Where they are too many, those are kept that do not wait for their peers, and among
-    the others the likeliest suspects."""
+def _kept_stacks(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, str]:
+    """Rank -> stack. Every snapshot holds them: if they are too long, stacks of ranks that do not
+    wait for their peers are kept first, then those of the likeliest suspects."""
     likely = {rank: index for index, rank in enumerate(suspects)}
     room, kept = limits.MAX_INCIDENT_STACK_BYTES, dict[int, None]()
-    telling = sorted(stacks, key=lambda s: (s.in_collective, likely.get(s.rank, len(likely))))
-    for stack in telling:
+    ranked = sorted(stacks, key=lambda s: (s.in_collective, likely.get(s.rank, len(likely))))
+    for stack in ranked:
         room -= len(stack.text.encode())
         if room >= 0 or not kept:
             kept[stack.rank] = None
     return {stack.rank: stack.text for stack in stacks if stack.rank in kept}
 
 
-def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> str:
+def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Reason | None:
     state = ctx.state
     failure = attribute(
         FailureEvidence(
@@ -240,22 +250,19 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> str
     incident.culprit_node, incident.culprit_rank = failure.culprit_node, failure.culprit_rank
     if failure.exit is not None:
         incident.traceback = failure.exit.traceback
-    ctx.move(state.phase, _code(failure), failure.title)
+    code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
+    ctx.move(state.phase, code, failure.title)
     _doubt_the_state(ctx, failure)
     injected = state.injected_faults.pop(failure.culprit_node, None)
-    if injected is not None and ctx.now_ns - injected <= seconds(REHEARSAL_WINDOW_S):
+    if injected is not None and ctx.now_ns - injected <= seconds(INJECTION_WINDOW_S):
         incident.fault_injected = True
-        return ""
+        return None
     _strike(ctx, failure)
-    return _same_mistake(ctx, failure) or _charge(ctx, failure.failure_class, failure)
-
-
-def _code(failure: Failure) -> ReasonCode:
-    return "user-error" if failure.failure_class == "user" else failure.failure_class
+    return _same_mistake(ctx, failure) or _charge(ctx, incident)
 
 
 def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
-    """A state from which generations fail before their first step may be bad itself."""
+    """A state from which generations fail before their first step may be damaged itself."""
     state = ctx.state
     restore = state.membership.restore if state.membership else None
     if restore is None or state.first_step_done or failure.rule in NOT_THE_STATE:
@@ -271,42 +278,45 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
 
 
 def _strike(ctx: StepContext, failure: Failure) -> None:
-    """Machines that are blamed again and again are not used again."""
+    """Cordon a machine that causes incidents again and again."""
     state, node = ctx.state, failure.culprit_node
     if not node or failure.failure_class not in ("infrastructure", "hang"):
         return
     if failure.rule in NOT_THE_NODE:
         return
     window = seconds(state.job.spec.recovery.budgets.infrastructure.window_s)
-    recent = [at for at in state.strikes.get(node, []) if ctx.now_ns - at < window] + [ctx.now_ns]
+    recent = [at for at in state.strikes.get(node, []) if ctx.now_ns - at < window]
+    recent.append(ctx.now_ns)
     state.strikes[node] = recent
     hopeless = failure.rule in NO_SECOND_CHANCE
     enough = hopeless or len(recent) >= state.job.spec.recovery.bad_node_strikes
     if enough and node in state.nodes:
         count = f"{len(recent)} incident{'s' if len(recent) != 1 else ''}"
-        why = f"cannot be used: {failure.title}" if hopeless else f"was to blame for {count}"
+        why = f"cannot be used: {failure.title}" if hopeless else f"caused {count}"
         state.cordoned[node] = f"{node} {why}"
         ctx.note(state.cordoned[node])
         ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
 
 
-def _same_mistake(ctx: StepContext, failure: Failure) -> str:
-    """Why a restart is no use: the same exception at the same step twice is a bug, not bad luck."""
+def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
+    """Why a restart is no use: the same exception at the same step twice is a bug in the training
+    program, not bad luck."""
     state, exit = ctx.state, failure.exit
     if exit is None or not exit.error_type or is_secondary(exit):
-        return ""
+        return None
     if failure.rule not in ("user-exception", "out-of-memory"):
-        return ""
+        return None
     if exit.error_type in HOPELESS_TYPES:
-        return f"{exit.error_type} {when(exit)}: {exit.error_message}"
+        return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")
     key = signature(exit)
     count = state.user_errors.get(key, 0) + 1
     state.user_errors[key] = count
     while len(state.user_errors) > MAX_USER_ERRORS:
         del state.user_errors[next(iter(state.user_errors))]
     if count < 2:
-        return ""
-    return f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
+        return None
+    text = f"the same {exit.error_type} {when(exit)}, twice: {exit.error_message}"
+    return Reason("user-error", text)
 
 
 def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
@@ -314,18 +324,20 @@ def budget_of(state: JobState, failure_class: FailureClass) -> Budget:
     return budget
 
 
-def _charge(ctx: StepContext, failure_class: FailureClass, failure: Failure | None = None) -> str:
-    """Charge a restart; returns why there can be none."""
-    state, budget = ctx.state, budget_of(ctx.state, failure_class)
+def _charge(ctx: StepContext, incident: IncidentRecord) -> Reason | None:
+    """Charge a restart to the budget of the incident's class; returns why there can be none."""
+    state, failure_class = ctx.state, incident.failure_class
+    assert failure_class is not None
+    budget = budget_of(state, failure_class)
     window = seconds(budget.window_s)
     recent = [at for at in state.charges.get(failure_class, []) if ctx.now_ns - at < window]
+    state.charges[failure_class] = recent
     if len(recent) >= budget.restarts:
-        state.charges[failure_class] = recent
-        title = failure.title if failure is not None else failure_class
-        return (
-            f"{title}; the {failure_class} budget is used up: {len(recent)} restarts in the last "
-            f"{budget.window_s:g} s, {budget.restarts} allowed"
+        return Reason(
+            "budget",
+            f"{incident.title}; the {failure_class} budget is used up: {len(recent)} restarts in "
+            f"the last {budget.window_s:g} s, {budget.restarts} allowed",
         )
-    state.charges[failure_class] = [*recent, ctx.now_ns]
+    recent.append(ctx.now_ns)
     state.restarts[failure_class] = state.restarts.get(failure_class, 0) + 1
-    return ""
+    return None

@@ -1,12 +1,11 @@
-"""What people want, and planned interruptions: suspend, cancel, deadline, resize, preemption.
-
-Owns: state.intent and the wanted size. Must not: know how a generation is stopped or placed.
+"""What users request of a running job (resize, adjust, suspend, resume, cancel), and the planned
+interruptions that follow from it or from a preemption notice.
 """
 
 from __future__ import annotations
 
 from ..api.v1alpha1 import Recovery
-from . import completion, nodes, quiesce, recovery
+from . import completion, nodes, provisioning, quiesce, recovery
 from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import (
@@ -17,9 +16,16 @@ from .events import (
     SuspendRequested,
 )
 from .rank_assignment import check_resize, resized
-from .state import PURPOSE_CODE, JobState, NodeRecord
+from .state import PURPOSE_CODE, Cause, DrainKind, JobState, NodeRecord
+from .transitions import JobPhase
+
+TRAINING: tuple[JobPhase, ...] = ("starting", "recovering", "running")
+LEAVE_SHARE = 1 / 3
+"""The share of a leaving node's remaining time in which training goes on while its replacement
+starts. The rest is for the hand-over, and for storage if no node can take over."""
 
 
+# -- requests ---------------------------------------------------------------------------------
 def resize(ctx: StepContext, event: ResizeRequested) -> None:
     state = ctx.state
     problem = check_resize(state.job, event.nodes)
@@ -31,13 +37,14 @@ def resize(ctx: StepContext, event: ResizeRequested) -> None:
 
 
 def adjust(ctx: StepContext, event: AdjustRequested) -> None:
-    """Read where they matter next: a wait that is under way keeps its length."""
+    """The new values count from their next use: a wait that is under way keeps its length."""
     state = ctx.state
-    nodes, limits = state.job.spec.nodes, Recovery.model_validate(event.recovery)
-    # The size is a wish of its own; see ranks.resized for the same rule.
-    low = min(event.min_nodes, nodes.max)
-    changed = nodes.model_copy(update={"min": low, "spares": event.spares})
-    spec = state.job.spec.model_copy(update={"nodes": changed, "recovery": limits})
+    recovery = Recovery.model_validate(event.recovery)
+    spec = state.job.spec
+    # The size is a request of its own; rank_assignment.resized has the same rule.
+    low = min(event.min_nodes, spec.nodes.max)
+    changed = spec.nodes.model_copy(update={"min": low, "spares": event.spares})
+    spec = spec.model_copy(update={"nodes": changed, "recovery": recovery})
     state.job = state.job.model_copy(update={"spec": spec})
 
 
@@ -46,7 +53,7 @@ def suspend(ctx: StepContext, event: SuspendRequested) -> None:
     if state.phase == "finishing":
         ctx.note("suspend: the job is finishing already")
     elif state.intent == "run":
-        state.intent, state.intent_reason = "suspend", _by("suspend", event.by)
+        state.intent, state.intent_reason = "suspend", _requested("suspend", event.by)
 
 
 def resume(ctx: StepContext, event: ResumeRequested) -> None:
@@ -55,21 +62,29 @@ def resume(ctx: StepContext, event: ResumeRequested) -> None:
 
 
 def cancel(ctx: StepContext, event: CancelRequested) -> None:
+    """A second request does not wait for a staged step or for storage."""
     state = ctx.state
     if state.intent == "cancel":
-        quiesce.hurry(ctx)
+        quiesce.stop_waiting(ctx)
     if state.termination_reason is not None:
-        completion.end_now(ctx, _by("cancel", event.by))
+        completion.end_now(ctx, _requested("cancel", event.by))
     else:
-        state.intent, state.intent_reason = "cancel", _by("cancel", event.by)
+        state.intent, state.intent_reason = "cancel", _requested("cancel", event.by)
 
 
-def _by(what: str, who: str) -> str:
-    return f"{what} was asked for" + (f" by {who}" if who else "")
+def deadline_passed(ctx: StepContext) -> None:
+    limit = ctx.state.job.spec.active_deadline_s
+    ctx.state.intent = "deadline"
+    ctx.state.intent_reason = f"the job has run for its activeDeadlineSeconds of {limit:g} s"
 
 
+def _requested(what: str, by: str) -> str:
+    return f"{what} requested" + (f" by {by}" if by else "")
+
+
+# -- following the intent ---------------------------------------------------------------------
 def follow_intent(ctx: StepContext) -> None:
-    """Suspend, cancel or the deadline: end what runs, then the job."""
+    """Reconciler. Suspend, cancel or the deadline: stop what runs, then suspend or end the job."""
     state = ctx.state
     if state.intent == "run":
         if state.phase == "suspended":
@@ -77,22 +92,22 @@ def follow_intent(ctx: StepContext) -> None:
             state.needs_placement = True
         elif state.active and state.stop is None and _all_done(state):
             text = f"all {len(state.exits)} workers ended with exit code 0"
-            recovery.interrupt(ctx, "finish", Reason("finish", text))
+            recovery.interrupt(ctx, Cause("finish", Reason("finish", text)))
         return
+    reason = Reason(PURPOSE_CODE[state.intent], state.intent_reason)
     if state.active:
         if state.stop is None:
-            recovery.interrupt(
-                ctx, state.intent, Reason(PURPOSE_CODE[state.intent], state.intent_reason)
-            )
+            recovery.interrupt(ctx, Cause(state.intent, reason))
     elif state.termination_reason is not None:
         return
     elif state.intent == "cancel":
-        completion.end_early(ctx, "cancelled", "cancel", state.intent_reason)
+        completion.end_early(ctx, "cancelled", reason)
     elif state.intent == "deadline":
-        completion.end_early(ctx, "failed", "deadline", state.intent_reason)
-    elif (state.drain is None or state.drain.kind == "park") and state.phase != "suspended":
-        state.needs_placement = False
-        completion.start_drain(ctx, "suspend")
+        completion.end_early(ctx, "failed", reason)
+    elif state.phase != "suspended" and (
+        state.drain is None or state.drain.kind == DrainKind.AT_RISK
+    ):
+        completion.suspend(ctx)
 
 
 def _all_done(state: JobState) -> bool:
@@ -100,51 +115,48 @@ def _all_done(state: JobState) -> bool:
     return len(state.exits) == size and all(e.code == 0 for _n, e in state.exits.values())
 
 
-TRAINING = ("starting", "recovering", "running")
-LEAVE_SHARE = 1 / 3
-"""Of the time that a leaving node has: how long training goes on while its replacement comes. The
-rest is for the hand-over, and for storage where nobody can take over."""
-
-
-def planned(ctx: StepContext) -> None:
-    """Another size, or a node that will be taken away: a planned interruption."""
+# -- planned interruptions --------------------------------------------------------------------
+def interrupt_if_planned(ctx: StepContext) -> None:
+    """Reconciler. Another size is wanted, or a member will be preempted."""
     state = ctx.state
     if state.phase not in TRAINING or not state.active or state.stop is not None:
         return
-    size, full = len(state.members), nodes.full_size(state)
+    size, full = len(state.members), provisioning.full_size(state)
     possible = nodes.possible_size(state)
     leaving = [n for n in nodes.members_here(state) if n.preempting]
     if leaving:
-        _make_way(ctx, leaving, possible, min(size, full))
+        _replace_leaving_nodes(ctx, leaving, possible, min(size, full))
     elif state.phase != "running":
         return
     elif size > full:
-        text = f"from {size} to {full} nodes, as asked"
-        recovery.interrupt(ctx, "resize", Reason("resize", text))
+        _resize(ctx, f"from {size} to {full} nodes, as requested")
     elif possible > size:
         ctx.arm_once("grow", state.job.spec.recovery.grow_delay_s)
         if ctx.due("grow") or (state.resize_pending and possible == full):
-            text = f"{possible} nodes are usable, {size} are used"
-            recovery.interrupt(ctx, "resize", Reason("resize", text))
+            _resize(ctx, f"{possible} nodes are usable, {size} are used")
     else:
         ctx.disarm("grow")
 
 
-def _make_way(ctx: StepContext, leaving: list[NodeRecord], possible: int, wanted: int) -> None:
-    """Go on without the leaving nodes as soon as others can take their places. Until then training
-    goes on with them, but only as long as it is safe to."""
+def _resize(ctx: StepContext, text: str) -> None:
+    recovery.interrupt(ctx, Cause("resize", Reason("resize", text)))
+
+
+def _replace_leaving_nodes(
+    ctx: StepContext, leaving: list[NodeRecord], possible: int, wanted: int
+) -> None:
+    """Go on without the leaving nodes as soon as others can replace them. Until then training goes
+    on with them, but only as long as that is safe."""
     state = ctx.state
     ctx.arm_once("preempt", _patience_s(ctx, leaving))
     hopeless = possible > 0 and state.capacity_denied and not state.expected_nodes
     begun = state.quiesce is not None
     if possible >= wanted or hopeless or begun or ctx.due("preempt"):
         names = ", ".join(node.name for node in leaving)
-        text = (
-            f"{names} will be taken away ({leaving[0].leave_reason}); {possible} nodes are usable"
-        )
-        stop = recovery.interrupt(ctx, "preemption", Reason("preemption", text))
-        if stop is not None:
-            stop.leaving = [(node.name, node.leave_reason) for node in leaving]
+        why = leaving[0].leave_reason
+        text = f"{names} will be preempted ({why}); {possible} nodes are usable"
+        told = tuple((node.name, node.leave_reason) for node in leaving)
+        recovery.interrupt(ctx, Cause("preemption", Reason("preemption", text), leaving=told))
 
 
 def _patience_s(ctx: StepContext, leaving: list[NodeRecord]) -> float:

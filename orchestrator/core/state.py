@@ -10,6 +10,7 @@ Snapshots hold these records field by field: a renamed field keeps its old name 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from msgspec import Struct, field
@@ -25,10 +26,38 @@ FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
 Purpose = Literal["failure", "resize", "preemption", "suspend", "cancel", "deadline", "finish"]
 
-DrainKind = Literal["finish", "suspend", "end", "park"]
+TimerName = Literal[
+    "gather", "replacement", "capacity", "grow", "preempt", "launch", "launch-again", "cadence",
+    "stop", "stage", "persist", "drain", "commit", "request", "expect", "release", "rejoin",
+    "deadline", "finish",
+]  # fmt: skip
+# Timers by what they belong to; whoever ends that disarms its timers.
+PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity")
+"""Waiting for nodes before a launch."""
+PLANNED: tuple[TimerName, ...] = ("grow", "preempt")
+"""Waiting before a planned interruption of the running generation."""
+LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
+DRAIN: tuple[TimerName, ...] = ("persist", "drain")
 
 StepKey = tuple[int, int]
 """(step, generation that wrote it): names one state of the training."""
+
+
+class DrainKind(StrEnum):
+    """Why the newest state in memory is written to storage."""
+
+    FINISH = "finish"
+    """All workers are done."""
+    SUSPEND = "suspend"
+    END = "end"
+    """The job ends before its last step."""
+    AT_RISK = "at-risk"
+    """The job waits for nodes, and a node that holds a part of the state leaves."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> DrainKind | None:
+        # In snapshots of earlier versions.
+        return cls.AT_RISK if value == "park" else None
 
 
 class NodeRecord(Struct):
@@ -62,6 +91,35 @@ class Quiesce(Struct):
     """When the interruption was last requested."""
 
 
+class PendingNode(Struct, frozen=True):
+    """A node that the backend has promised and that has not joined."""
+
+    name: str | None
+    """None: the backend could not name it yet."""
+    since_ns: int
+    recovered: bool = False
+    """A new controller found it at the backend; when it was promised is not known."""
+
+
+class Cause(Struct, frozen=True):
+    """Why a generation is interrupted."""
+
+    purpose: Purpose
+    reason: Reason
+    stacks: bool = False
+    """The agents shall collect the stacks of their workers."""
+    lost: tuple[str, str, str] | None = None
+    """(node, cause, detail) of a member that was lost."""
+    hang: tuple[tuple[int, ...], str] | None = None
+    """(suspected ranks, evidence)"""
+    launch_failure: tuple[str, str] | None = None
+    """(node, detail)"""
+    refused: str = ""
+    """What is wrong with the checkpoint that the generation started from."""
+    leaving: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of members that have a preemption notice."""
+
+
 class PendingStop(Struct):
     """A generation that is being stopped, and what is known of the cause."""
 
@@ -82,6 +140,15 @@ class PendingStop(Struct):
     refused: str = ""
     leaving: list[tuple[str, str]] = field(default_factory=list)
     """(node, reason) of members that have a preemption notice."""
+
+    def add(self, cause: Cause) -> None:
+        """Another cause of the same interruption. Of launch failures the first one counts."""
+        if cause.lost is not None:
+            node, why, detail = cause.lost
+            self.lost[node] = (why, detail)
+            self.waiting.pop(node, None)
+        self.launch_failure = self.launch_failure or cause.launch_failure
+        self.refused = cause.refused or self.refused
 
 
 class IncidentRecord(Struct):
@@ -159,8 +226,7 @@ class CheckpointCatalog(Struct):
 
 
 class Drain(Struct):
-    """The newest state in memory, on its way to storage: before the nodes of a job that ends or is
-    suspended are released, or ("park") because a node that holds a part of it leaves."""
+    """The newest state in memory, on its way to storage."""
 
     kind: DrainKind
     step: int
@@ -200,18 +266,15 @@ class JobState(Struct):
     incarnation: int = 0
     next_action_id: int = 1
     inflight: dict[int, AnyAction] = field(default_factory=dict)
-    timers: dict[str, int] = field(default_factory=dict)
+    timers: dict[TimerName, int] = field(default_factory=dict)
+    """Name -> when it is due."""
 
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     released_nodes: dict[str, str] = field(default_factory=dict, name="gone")
     """Nodes that were lost or released -> why. Names are never used again."""
     release_pending: dict[str, str] = field(default_factory=dict, name="unreleased")
     """Nodes whose release failed and is tried again -> why they were released."""
-    pending_nodes: dict[str, int] = field(default_factory=dict, name="coming")
-    """Nodes that the backend has promised and that have not joined -> since when."""
-    recovered_pending: dict[str, None] = field(default_factory=dict, name="found")
-    """Those of `pending_nodes` that a new controller found at the backend: since when is not
-    known."""
+    pending_nodes: list[PendingNode] = field(default_factory=list)
     start_durations_ns: list[int] = field(default_factory=list, name="starts")
     """From promise to join, of the last nodes that joined."""
     expected_start_ns: int | None = field(default=None, name="start_told_ns")
@@ -273,6 +336,10 @@ class JobState(Struct):
     """Recent remarks for people; they decide nothing."""
     traceback: str = ""
     """Of the error that ended the job."""
+
+    def pending(self, name: str) -> PendingNode | None:
+        """The promise of a node with this name."""
+        return next((one for one in self.pending_nodes if one.name == name), None)
 
     @property
     def target_nodes(self) -> int:

@@ -1,11 +1,10 @@
-"""The legal moves of a job between its phases, as a table; the diagram in docs/ comes from it.
-
-Owns: the phases and their order. Must not: know why a move is made.
+"""The phases of a job and every transition between them; docs/concepts/job-phases.md is generated
+from this table, and StepContext.move refuses a transition that it does not have.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 JobPhase = Literal[
     "pending", "starting", "running", "recovering", "finishing",
@@ -17,55 +16,120 @@ MEANING: dict[JobPhase, str] = {
     "starting": "first launch under way; no step finished yet",
     "running": "training",
     "recovering": "interrupted: stopping, placing, launching, until the next step of all ranks",
-    "finishing": "no more steps; the last checkpoint or the last stop is under way",
+    "finishing": "no more steps; the last stop or the last checkpoint is under way",
     "suspending": "stopping, and writing the newest state to storage",
-    "suspended": "no nodes; waits for a resume",
+    "suspended": "no nodes; waiting for a resume",
     "succeeded": "all workers ended with exit code 0",
-    "failed": "given up, or trained but not stored, for the reason shown",
+    "failed": "stopped by an error or a limit, or trained but not stored; the reason says which",
     "cancelled": "ended on request",
 }
-
-MOVES: dict[JobPhase, tuple[JobPhase, ...]] = {
-    "pending": ("starting", "suspending", "suspended", "finishing", "failed", "cancelled"),
-    "starting": ("running", "recovering", "finishing", "suspending", "pending"),
-    "running": ("recovering", "finishing", "suspending"),
-    "recovering": ("running", "pending", "finishing", "suspending", "failed", "cancelled"),
-    # A node that is lost while the last checkpoint is written may take finished steps with it.
-    "finishing": ("recovering", "succeeded", "failed", "cancelled"),
-    # Somebody resumes before the job was suspended: its memory is still there.
-    "suspending": ("suspended", "recovering", "finishing", "failed", "cancelled"),
-    "suspended": ("pending", "finishing", "failed", "cancelled"),
-    "succeeded": (),
-    "failed": (),
-    "cancelled": (),
-}
-
-
 TERMINAL: tuple[JobPhase, ...] = ("succeeded", "failed", "cancelled")
 
 
-class IllegalMove(AssertionError):
-    """A move that the table does not have: our own bug."""
+class Transition(NamedTuple):
+    cause: str
+    guard: str = ""
+    """What else must hold."""
 
 
-def check_move(now: JobPhase, then: JobPhase) -> None:
-    """Raises IllegalMove for a move that the table does not have."""
-    if then not in MOVES[now]:
-        legal = ", ".join(MOVES[now]) or "nothing"
-        raise IllegalMove(f"{now} -> {then}: not a legal move; from {now} one can go to {legal}")
+_ENDS = "a user cancels, or activeDeadlineSeconds is over"
+_NO_WORKERS = "no workers run"
+
+TRANSITIONS: dict[tuple[JobPhase, JobPhase], Transition] = {
+    ("pending", "starting"): Transition(
+        "the first generation, or the first after a wait for nodes, is launched",
+        "enough nodes are usable for whole replica groups",
+    ),
+    ("pending", "suspending"): Transition("a user suspends the job", _NO_WORKERS),
+    ("pending", "finishing"): Transition(
+        f"{_ENDS}, or capacityTimeoutSeconds is over", _NO_WORKERS
+    ),
+    ("starting", "running"): Transition(
+        "all ranks have finished a step; of a script: all nodes have started their workers"
+    ),
+    ("starting", "recovering"): Transition(
+        "a failure, a hang, a preemption notice or a refused checkpoint"
+    ),
+    ("starting", "finishing"): Transition(f"all workers ended with exit code 0, or {_ENDS}"),
+    ("starting", "suspending"): Transition("a user suspends the job"),
+    ("running", "recovering"): Transition(
+        "a failure, a hang, a preemption notice, a refused checkpoint, or another number of nodes"
+    ),
+    ("running", "finishing"): Transition(f"all workers ended with exit code 0, or {_ENDS}"),
+    ("running", "suspending"): Transition("a user suspends the job"),
+    ("recovering", "running"): Transition(
+        "all ranks have finished a step; of a script: all nodes have started their workers"
+    ),
+    ("recovering", "pending"): Transition(
+        "too few nodes are usable for a generation",
+        "no replacement is expected within replacementWaitSeconds",
+    ),
+    ("recovering", "finishing"): Transition(
+        f"all workers of the new generation ended with exit code 0; {_ENDS}; or the failure ends "
+        "the job: a restart budget is used up, or an error that a restart does not change"
+    ),
+    ("recovering", "suspending"): Transition("a user suspends the job"),
+    ("finishing", "recovering"): Transition(
+        "a node was lost with finished steps that storage does not have",
+        "all workers had ended with exit code 0",
+    ),
+    ("finishing", "succeeded"): Transition(
+        "the last checkpoint is committed, or nothing had to be written",
+        "all workers had ended with exit code 0",
+    ),
+    ("finishing", "failed"): Transition(
+        "the newest state is committed, or could not be written within finalTimeoutSeconds",
+        "a failure or a limit ends the job; or all workers ended with exit code 0 and their last "
+        "checkpoint could not be written",
+    ),
+    ("finishing", "cancelled"): Transition(
+        "the newest state is committed, or could not be written within finalTimeoutSeconds, or the "
+        "user cancels once more",
+        "a user cancelled the job",
+    ),
+    ("suspending", "suspended"): Transition(
+        "the newest state is committed, or could not be written within finalTimeoutSeconds"
+    ),
+    ("suspending", "recovering"): Transition("a user resumes the job before it is suspended"),
+    ("suspending", "finishing"): Transition("a user cancels the job"),
+    ("suspended", "pending"): Transition("a user resumes the job"),
+    ("suspended", "finishing"): Transition("a user cancels the job"),
+}
+
+
+class IllegalTransition(AssertionError):
+    """A transition that the table does not have: a bug of Holdfast."""
+
+
+def check_transition(phase: JobPhase, then: JobPhase) -> None:
+    """Raises IllegalTransition for a transition that the table does not have."""
+    if (phase, then) not in TRANSITIONS:
+        legal = ", ".join(targets(phase)) or "nothing"
+        raise IllegalTransition(
+            f"{phase} -> {then}: not a transition; from {phase} a job can go to {legal}"
+        )
+
+
+def targets(phase: JobPhase) -> tuple[JobPhase, ...]:
+    """The phases that can follow."""
+    return tuple(then for start, then in TRANSITIONS if start == phase)
 
 
 def diagram() -> str:
     """The table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", "    [*] --> pending"]
-    for phase, targets in MOVES.items():
-        lines += [f"    {phase} --> {target}" for target in targets or ("[*]",)]
+    for phase in MEANING:
+        lines += [f"    {phase} --> {target}" for target in targets(phase) or ("[*]",)]
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """docs/concepts/job-phases.md: `python -m holdfast.orchestrator.core.transitions > FILE`."""
-    rows = [f"| `{phase}` | {meaning} |" for phase, meaning in MEANING.items()]
+    phases = [f"| `{phase}` | {meaning} |" for phase, meaning in MEANING.items()]
+    moves = [
+        f"| `{start}` | `{then}` | {one.cause} | {one.guard} |"
+        for (start, then), one in TRANSITIONS.items()
+    ]
     return "\n".join(
         [
             "# The phases of a job",
@@ -76,11 +140,15 @@ def page() -> str:
             "",
             "| phase | meaning |",
             "|---|---|",
-            *rows,
+            *phases,
             "",
             "```mermaid",
             diagram().rstrip(),
             "```",
+            "",
+            "| from | to | when | if |",
+            "|---|---|---|---|",
+            *moves,
             "",
         ]
     )

@@ -30,6 +30,8 @@ from .checkpoint_store.async_store import AsyncCheckpointStore
 from .evidence_budget import EvidenceBudget
 
 NodeAction = LaunchGroup | StopGroup | StageStep
+Result = str | tuple[str, ...]
+"""Of an action that succeeded: a detail for people, or the names of promised nodes."""
 
 SETTLE_S = 5.0
 """How long the end of a job or of its controller waits for storage to carry out what was asked."""
@@ -168,23 +170,23 @@ class Executor:
             self._unknown(action, why)
 
     # -- backend and storage -------------------------------------------------------------------
-    def _run(self, action: AnyAction, work: Coroutine[Any, Any, str]) -> None:
+    def _run(self, action: AnyAction, work: Coroutine[Any, Any, Result]) -> None:
         task = asyncio.get_running_loop().create_task(self._result(action, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _result(self, action: AnyAction, work: Coroutine[Any, Any, str]) -> None:
+    async def _result(self, action: AnyAction, work: Coroutine[Any, Any, Result]) -> None:
         try:
-            detail = await work
+            result = await work
         # A backend's client and a storage driver raise what their libraries raise. Whatever it is,
         # the action failed, and the core must hear of it or it would wait for ever.
         except Exception as error:
             self._failed(action, str(error) or type(error).__name__)
         else:
-            self._succeeded(action, detail)
+            self._succeeded(action, result)
 
-    async def _request_nodes(self, action: RequestNodes) -> str:
-        return " ".join(await self._backend.request_nodes(action.count, action.avoid))
+    async def _request_nodes(self, action: RequestNodes) -> tuple[str, ...]:
+        return tuple(await self._backend.request_nodes(action.count, action.avoid))
 
     async def _release_node(self, action: ReleaseNode) -> str:
         link = self._links.get(action.node)
@@ -218,13 +220,14 @@ class Executor:
         settled.cancel()
 
     # -- results -------------------------------------------------------------------------------
-    def _succeeded(self, action: AnyAction, detail: str) -> None:
+    def _succeeded(self, action: AnyAction, result: Result) -> None:
         starts = self._backend.starts() if isinstance(action, RequestNodes) else Starts()
         self._submit(
             ActionSucceeded(
                 action_id=action.action_id,
                 generation=action.generation,
-                detail=detail,
+                detail=result if isinstance(result, str) else "",
+                nodes=result if isinstance(result, tuple) else (),
                 start_s=starts.usual_s,
                 start_limit_s=starts.limit_s,
             )

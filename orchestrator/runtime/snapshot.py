@@ -22,7 +22,7 @@ import msgspec
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from ..core.actions import AnyAction, LaunchGroup, Reason
 from ..core.journal import JournalError
-from ..core.state import JobState
+from ..core.state import JobState, PendingNode
 from ..errors import Damaged
 from ..protocol.facts import Membership, WorkerSeat
 from .observe.projection import ProjectionState
@@ -92,7 +92,20 @@ class _Where(msgspec.Struct, frozen=True):
     state: _Place
 
 
+class _OldPending(msgspec.Struct, frozen=True):
+    """Pending nodes as snapshots had them before JobState.pending_nodes existed: name -> since
+    when; `?` begins the key of a node without a name; `found` by a new controller."""
+
+    coming: dict[str, int] = {}
+    found: dict[str, None] = {}
+
+
+class _OldSnapshot(msgspec.Struct, frozen=True):
+    state: _OldPending
+
+
 _WHERE = msgspec.msgpack.Decoder(_Where)
+_OLD = msgspec.msgpack.Decoder(_OldSnapshot)
 T = TypeVar("T")
 
 
@@ -119,6 +132,11 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     """The job again. Raises SnapshotUnreadable, saying why."""
     found = _read(data, _DECODER)
     state = found.state
+    old = _read(data, _OLD).state
+    state.pending_nodes += [
+        PendingNode(None if name.startswith("?") else name, since_ns, name in old.found)
+        for name, since_ns in old.coming.items()
+    ]
     if found.membership is not None:
         state.membership = found.memberships[found.membership]
     state.launch_actions = {one.node: _lengthen(one, found.memberships) for one in found.launch}

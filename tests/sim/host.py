@@ -209,7 +209,12 @@ class Host:
                 self._result(action, ok=link is not None)
             case a.RequestNodes():
                 names = world.request_nodes(action.count)
-                self._result(action, " ".join(names) or "no room", bool(names))
+                self._later(
+                    world.between(0.001, 0.2),
+                    e.ActionSucceeded(action_id=action.action_id, nodes=tuple(names))
+                    if names
+                    else e.ActionFailed(action_id=action.action_id, detail="no capacity"),
+                )
             case a.ReleaseNode():
                 link = self.links.get(action.node)
                 if link is not None:

@@ -20,7 +20,7 @@ from holdfast.orchestrator.backends.ray.kv import ENDED, JobKeyValueStore
 from holdfast.orchestrator.backends.ray.placement import GroupApi
 from holdfast.orchestrator.core.events import PreemptionNoticed
 from holdfast.orchestrator.core.journal import JournalError
-from holdfast.orchestrator.core.nodes import num_missing
+from holdfast.orchestrator.core.provisioning import num_missing
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair

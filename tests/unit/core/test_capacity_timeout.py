@@ -31,8 +31,8 @@ def test_a_job_that_never_gets_its_nodes_fails_and_says_why() -> None:
     finish = story.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "capacity")
     assert finish.reason.text == (
-        "recovery.capacityTimeoutSeconds: waited 60 s for nodes: 1 usable, 2 needed at least, "
-        "0 on their way; a third of the cluster is on fire"
+        "recovery.capacityTimeoutSeconds: waited 60 s for nodes: 1 usable, at least 2 needed, "
+        "0 pending; a third of the cluster is on fire"
     )
     assert not story.of(LaunchGroup)
 

@@ -28,7 +28,7 @@ def test_a_promised_node_that_died_before_it_joined_is_given_back() -> None:
     story = Transcript(spec({"min": 2, "max": 2}))
     story.submit()
     request = story.one(RequestNodes)
-    story.tell(ActionSucceeded(action_id=request.action_id, detail="x y"))
+    story.tell(ActionSucceeded(action_id=request.action_id, nodes=("x", "y")))
     story.wait(301)
     assert sorted(action.node for action in story.of(ReleaseNode)) == ["x", "y"]
     assert story.one(RequestNodes).count == 2

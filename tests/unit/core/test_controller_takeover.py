@@ -129,7 +129,7 @@ def test_a_promised_node_that_never_comes_is_given_back() -> None:
     story = Transcript()
     story.submit()
     request = story.one(RequestNodes)
-    story.tell(ActionSucceeded(action_id=request.action_id, detail="x y"))
+    story.tell(ActionSucceeded(action_id=request.action_id, nodes=("x", "y")))
     story.join("x")
     story.wait(6)
     story.succeed(LaunchGroup)

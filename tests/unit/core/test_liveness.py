@@ -52,14 +52,14 @@ def test_a_silence_of_all_is_put_down_to_ourselves_and_costs_nothing_when_it_end
     assert lost(watch) == {}
     (doubt,) = [v for v in watch.verdicts if isinstance(v, HeartbeatsLost)]
     assert (doubt.nodes, doubt.seconds, doubt.patience_s) == (2, 3.0, 12.0)
-    assert "none of 2 nodes is heard of for 3.0 s" in watch.story.state.reason.text
+    assert "no heartbeat from any of 2 nodes for 3.0 s" in watch.story.state.reason.text
     assert watch.story.state.phase == "running"
     watch.beat(8)
     wait(watch, 20.0, beats="ab")
     assert lost(watch) == {} and not watch.hangs
     (again,) = [v for v in watch.verdicts if isinstance(v, HeartbeatsRestored)]
     assert again.seconds == 9.0
-    assert "heard of again, after 9.0 s" in watch.story.state.reason.text
+    assert "heartbeats arrive again, after 9.0 s" in watch.story.state.reason.text
 
 
 def test_when_truly_all_are_lost_it_is_believed_after_four_timeouts() -> None:

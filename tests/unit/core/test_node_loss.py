@@ -141,7 +141,7 @@ def test_below_the_minimum_the_job_waits_and_says_so() -> None:
     story.fail(story.one(RequestNodes))
     story.stopped("a", 5)
     assert story.state.phase == "pending"
-    assert "1 usable, 2 needed" in story.state.reason.text
+    assert "1 usable, at least 2 needed" in story.state.reason.text
     story.wait(5.1)
     story.succeed(RequestNodes)
     story.join("c")

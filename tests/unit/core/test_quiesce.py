@@ -19,7 +19,7 @@ from holdfast.orchestrator.core.events import (
     StepCompleted,
     SuspendRequested,
 )
-from holdfast.orchestrator.core.nodes import REQUEST_RETRY_S
+from holdfast.orchestrator.core.provisioning import REQUEST_RETRY_S
 from holdfast.orchestrator.core.quiesce import PACE_S, step_ahead
 
 from .harness import Transcript, facts, spec
@@ -162,7 +162,7 @@ def test_a_wish_that_is_taken_back_stops_nothing() -> None:
     late = story.of(StageStep)
     story.now += 1
     story.tell(ResumeRequested())
-    assert story.state.quiesce is None and "was taken back" in story.state.reason.text
+    assert story.state.quiesce is None and "was withdrawn" in story.state.reason.text
     for order in late:
         assert not story.fail(order, "too late")
     story.wait(60)

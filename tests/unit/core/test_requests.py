@@ -262,7 +262,7 @@ def promised(*names: str) -> Transcript:
     story = Transcript(spec({"min": 1, "max": len(names)}))
     story.submit()
     asked = story.one(RequestNodes).action_id
-    story.tell(ActionSucceeded(action_id=asked, detail=" ".join(names)))
+    story.tell(ActionSucceeded(action_id=asked, nodes=names))
     return story
 
 

@@ -14,11 +14,12 @@ from holdfast.orchestrator.core.events import JobSubmitted, Tick
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import (
     MEANING,
-    MOVES,
-    IllegalMove,
+    TRANSITIONS,
+    IllegalTransition,
     JobPhase,
-    check_move,
+    check_transition,
     page,
+    targets,
 )
 
 from .harness import Transcript
@@ -31,16 +32,18 @@ def test_the_page_is_the_one_that_the_table_gives() -> None:
 
 
 def test_every_phase_has_a_meaning_and_a_row() -> None:
-    assert set(get_args(JobPhase)) == set(MOVES) == set(MEANING)
+    assert set(get_args(JobPhase)) == set(MEANING)
+    assert {phase for edge in TRANSITIONS for phase in edge} == set(MEANING)
+    assert len(TRANSITIONS) == 23
 
 
 def test_every_phase_can_reach_an_end() -> None:
     ends = {"succeeded", "failed", "cancelled"}
-    assert {phase for phase, targets in MOVES.items() if not targets} == ends
-    for phase in MOVES:
+    assert {phase for phase in MEANING if not targets(phase)} == ends
+    for phase in MEANING:
         seen, edge = {phase}, [phase]
         while edge:
-            new = [then for then in MOVES[edge.pop()] if then not in seen]
+            new = [then for then in targets(edge.pop()) if then not in seen]
             seen.update(new)
             edge += new
         assert seen & ends
@@ -50,10 +53,13 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
     story = Transcript().started()
     turn = StepContext(story.state, story.now)
     before = copy.copy(story.state)
-    with pytest.raises(IllegalMove, match=r"running -> suspended: not a legal move; .*recovering"):
+    refusal = r"running -> suspended: not a transition; .*recovering"
+    with pytest.raises(IllegalTransition, match=refusal):
+        IllegalTransition, match=r"running -> suspended: not a transition; .*recovering"
+    ):
         turn.move("suspended", "suspend", "no")
     assert story.state == before
-    check_move("running", "recovering")
+    check_transition("running", "recovering")
 
 
 def test_a_job_is_submitted_once_and_first() -> None:
@@ -67,21 +73,21 @@ def test_a_job_is_submitted_once_and_first() -> None:
 
 def _break(state: JobState, what: str) -> None:
     match what:
-        case "a node has two places":
+        case "a node is a member twice":
             state.members = ("a", "a")
         case "nodes wanted":
             state.members = ("a",)
-        case "runs a generation of the future":
+        case "runs a future generation":
             state.nodes["a"].generation = 9
-        case "is here and was given up":
+        case "has joined and was released":
             state.released_nodes["a"] = "lost"
-        case "something runs while the next is placed":
+        case "a generation runs while the next one is placed":
             state.needs_placement = True
-        case "nothing runs in phase running":
+        case "no generation runs in phase running":
             state.active = False
         case "ranks are no bijection":
             state.launch_actions["b"] = state.launch_actions["a"]
-        case "over without an outcome":
+        case "a terminal phase without an outcome":
             state.phase = "failed"
         case "committed twice":
             state.catalog.committed = state.catalog.committed * 2
@@ -92,10 +98,10 @@ def _break(state: JobState, what: str) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "a node has two places", "nodes wanted", "runs a generation of the future",
-        "is here and was given up", "something runs while the next is placed",
-        "nothing runs in phase running", "ranks are no bijection", "over without an outcome",
-        "committed twice", "the newest good checkpoint is being deleted",
+        "a node is a member twice", "nodes wanted", "runs a future generation",
+        "has joined and was released", "a generation runs while the next one is placed",
+        "no generation runs in phase running", "ranks are no bijection",
+        "a terminal phase without an outcome", "committed twice", "the newest good checkpoint is being deleted",
     ],
 )  # fmt: skip
 def test_a_state_that_contradicts_itself_is_caught(what: str) -> None:

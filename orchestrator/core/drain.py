@@ -1,0 +1,172 @@
+"""Drain: write the newest state in memory to storage before the nodes that hold it are released.
+
+`state.drain` names the state that is written. completion.py decides what happens when it is
+committed, or cannot be; a state at risk is written without any further decision.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..protocol.facts import StagedShard
+from .actions import PersistStep, Reason
+from .checkpoints import in_memory, newest_committed
+from .context import SECOND_NS, StepContext
+from .events import PersistFailed
+from .quiesce import step_ahead
+from .state import DRAIN, Drain, DrainKind, JobState, NodeRecord, StepKey
+
+RETRY_S = 1.0
+REPEAT_S = 10.0
+
+
+def unsaved(state: JobState) -> tuple[StepKey, int] | None:
+    """The newest complete state in memory, if storage does not have its step: (key, shards)."""
+    held, newest = next(iter(in_memory(state)), None), newest_committed(state)
+    if held is None or (newest is not None and newest.step >= held[0][0]):
+        return None
+    return held
+
+
+def start(ctx: StepContext, kind: DrainKind) -> Drain | None:
+    """Write what only memory has; None: there is no such state. No workers run."""
+    found = unsaved(ctx.state)
+    if found is None:
+        return None
+    (step, generation), num_shards = found
+    drain = ctx.state.drain = Drain(kind, step, generation, num_shards)
+    if kind != DrainKind.AT_RISK:
+        ctx.arm("persist", final_timeout_s(ctx.state))
+    request_persist(ctx)
+    return drain
+
+
+def end(ctx: StepContext) -> None:
+    ctx.state.drain = None
+    ctx.disarm(*DRAIN)
+
+
+def final_timeout_s(state: JobState) -> float:
+    return state.job.spec.checkpoint.storage.final_timeout_s
+
+
+def controller_started(ctx: StepContext) -> None:
+    """The next controller allows the whole time again."""
+    drain = ctx.state.drain
+    if drain is None:
+        return
+    if drain.kind != DrainKind.AT_RISK:
+        ctx.arm("persist", final_timeout_s(ctx.state))
+    ctx.arm("drain", RETRY_S)
+
+
+def progress(state: JobState, drain: Drain) -> Literal["committed", "lost", "under way"]:
+    newest = newest_committed(state)
+    if newest is not None and newest.step >= drain.step:
+        return "committed"
+    return "lost" if lost_shards(state, drain) else "under way"
+
+
+def lost_shards(state: JobState, drain: Drain) -> list[int]:
+    """Shards that are neither written nor in the memory of any node."""
+    reachable = dict.fromkeys(s for n in state.nodes.values() for s in _held(n.staged, drain))
+    return [shard for shard in _missing(state, drain) if shard not in reachable]
+
+
+# -- a state at risk --------------------------------------------------------------------------
+def persist_at_risk(ctx: StepContext) -> None:
+    """Reconciler. No generation can be launched yet, and a node with a part of the newest state
+    leaves, or is cordoned and holds the capacity that its replacement waits for: the state goes to
+    storage, unless the nodes that stay have all of it."""
+    state = ctx.state
+    if not state.needs_placement or state.intent != "run" or state.drain is not None:
+        return
+    held = unsaved(state)
+    if held is None or held in in_memory(state, leaving_too=False):
+        return
+    start(ctx, DrainKind.AT_RISK)
+    ctx.note(f"writing step {held[0][0]} to storage: a node that holds a part of it leaves")
+
+
+def check_at_risk(ctx: StepContext, drain: Drain) -> None:
+    """If it is lost, persist_at_risk looks for another state."""
+    outcome = progress(ctx.state, drain)
+    if outcome == "committed":
+        ctx.note(f"step {drain.step} is in storage; the leaving nodes can be released")
+    if outcome != "under way":
+        end(ctx)
+
+
+def cancel_persist(ctx: StepContext) -> None:
+    """The next generation starts from memory."""
+    if ctx.state.drain is not None and ctx.state.drain.kind == DrainKind.AT_RISK:
+        end(ctx)
+
+
+# -- requests to nodes ------------------------------------------------------------------------
+def request_persist(ctx: StepContext) -> None:
+    """Have nodes write the shards that are missing: as few nodes as hold them all, and others with
+    each attempt."""
+    state, drain = ctx.state, ctx.state.drain
+    assert drain is not None, "its timer is disarmed with the drain"
+    reason = Reason("checkpoint", f"step {drain.step} is in memory only")
+    chosen: dict[str, None] = {}
+    covered: dict[int, None] = {}
+    for shard in _missing(state, drain):
+        holders = [n for n in _holders(state, drain, shard) if n.confirmed]
+        if shard in covered or not holders:
+            continue
+        node = holders[drain.attempts % len(holders)]
+        chosen[node.name] = None
+        covered.update(dict.fromkeys(_held(node.staged, drain)))
+    for name in chosen:
+        ctx.emit(PersistStep, reason, drain.generation, node=name, step=drain.step)
+    drain.attempts += 1
+    # A request may get lost with a connection, so it is repeated until the files are reported.
+    ctx.arm("drain", REPEAT_S)
+
+
+def _holders(state: JobState, drain: Drain, shard: int) -> list[NodeRecord]:
+    """Nodes with the shard in memory; first the one whose seat writes it anyway."""
+    holders = [n for n in state.nodes.values() if shard in _held(n.staged, drain)]
+
+    def writes(node: NodeRecord) -> bool:
+        launch = state.launch_actions.get(node.name)
+        return launch is not None and any(s.persists and s.shard == shard for s in launch.seats)
+
+    return sorted(holders, key=lambda node: not writes(node))
+
+
+def _held(staged: tuple[StagedShard, ...], drain: Drain) -> list[int]:
+    key = (drain.step, drain.generation, drain.num_shards)
+    return [s.shard for s in staged if (s.step, s.generation, s.num_shards) == key]
+
+
+def _missing(state: JobState, drain: Drain) -> list[int]:
+    pending = state.catalog.pending.get((drain.step, drain.generation))
+    have = pending.files if pending is not None else {}
+    return [shard for shard in range(drain.num_shards) if shard not in have]
+
+
+def persist_failed(ctx: StepContext, event: PersistFailed) -> None:
+    text = f"{event.node} could not write shard {event.shard} of step {event.step}: {event.detail}"
+    ctx.note(text)
+    if ctx.state.drain is not None:
+        ctx.state.drain.problem = text
+        ctx.arm("drain", RETRY_S)
+
+
+# -- storage by time --------------------------------------------------------------------------
+def cadence_due(ctx: StepContext) -> None:
+    """storage.everySeconds: all nodes write the same step, a little ahead of where they are."""
+    state = ctx.state
+    every_s = state.job.spec.checkpoint.storage.every_s
+    if every_s is None:
+        return
+    age_s = (ctx.now_ns - state.catalog.last_commit_ns) / SECOND_NS
+    why = f"the last checkpoint is {age_s:.0f} s old; one is wanted every {every_s:g} s"
+    # A node that does not stage this step writes the first one after it, as all do.
+    step = step_ahead(state)
+    for node in state.members:
+        ctx.emit(PersistStep, Reason("checkpoint", why), node=node, step=step)
+    ctx.arm("cadence", every_s)
