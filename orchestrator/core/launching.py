@@ -169,7 +169,7 @@ def _describe(
     elif len(after) > len(before):
         what = f"grow from {len(before)} to {_nodes(len(after))}"
     elif out:
-        what = f"{', '.join(new)} replaces {', '.join(out)}"
+        what = f"{', '.join(new)} replace{'s' if len(new) == 1 else ''} {', '.join(out)}"
     else:
         what = f"restart on {_same(len(after))}"
     if restore is None and state.job.spec.entrypoint.recipe is None:

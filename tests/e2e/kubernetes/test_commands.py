@@ -269,6 +269,6 @@ def test_every_wish_reaches_the_operator_and_its_answer_comes_back(
     assert holdfast("cancel", name).out == f"job {name}: stopping all workers\n"
     assert command.wait(60) == 1, output.read_text()
     told = output.read_text()
-    assert f"{name}  cancelled" in told and "suspended" in told and "cancel was asked for" in told
+    assert f"{name}  cancelled" in told and "suspended" in told and "cancel requested" in told
     assert "pods" in holdfast("logs", name).err
     assert holdfast("delete", name, "--yes").code == 0

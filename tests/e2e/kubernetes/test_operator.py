@@ -166,7 +166,7 @@ def test_a_cancelled_job_fails_says_who_asked_and_is_deleted_when_its_time_is_ov
         "trainingjob", "cancelled", lambda d: condition(d, "Failed") == "True", "failed"
     )
     assert reason_of(document, "Failed") == "Cancelled"
-    assert "cancel was asked for by ann" in message_of(document, "Failed")
+    assert "cancel requested by ann" in message_of(document, "Failed")
     assert document["status"]["completionTime"]
     jobs.wait("trainingjob", "cancelled", lambda d: d is None, "to be deleted")
 

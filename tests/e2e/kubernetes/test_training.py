@@ -68,7 +68,7 @@ def test_a_spare_takes_the_place_of_a_node_that_loses_power(
     assert lost.readiness() == "True", "Kubernetes was faster than Holdfast"
     job.wait_steps(2)
     (incident, *_) = job.incidents_after(before)
-    assert incident["decision"].startswith(f"{spare['metadata']['name']} in the place of ")
+    assert incident["decision"].startswith(f"{spare['metadata']['name']} replaces ")
     assert incident["worldSizeAfter"] == 4
     assert incident["stepsLost"] <= 1, job.story()
     cluster.remove_node(lost)

@@ -173,7 +173,7 @@ def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
         after = job.until(lambda view: any("total" in one["seconds"] for one in view["incidents"]))
         (incident,) = after["incidents"]
         assert incident["steps_lost"] == 0 and incident["restored_from"] == "memory"
-        assert "will be taken away" in incident["title"] and "SIGTERM" in incident["evidence"]
+        assert "will be preempted" in incident["title"] and "SIGTERM" in incident["evidence"]
         # Ray may leave too little time for a new agent: then one trains alone until it is there.
         job.until(lambda view: view["step"] > after["step"] and view["world_size"] == 4)
         story = job.ask("events", "asked").stdout

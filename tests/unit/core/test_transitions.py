@@ -55,8 +55,6 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
     before = copy.copy(story.state)
     refusal = r"running -> suspended: not a transition; .*recovering"
     with pytest.raises(IllegalTransition, match=refusal):
-        IllegalTransition, match=r"running -> suspended: not a transition; .*recovering"
-    ):
         turn.move("suspended", "suspend", "no")
     assert story.state == before
     check_transition("running", "recovering")
@@ -101,7 +99,8 @@ def _break(state: JobState, what: str) -> None:
         "a node is a member twice", "nodes wanted", "runs a future generation",
         "has joined and was released", "a generation runs while the next one is placed",
         "no generation runs in phase running", "ranks are no bijection",
-        "a terminal phase without an outcome", "committed twice", "the newest good checkpoint is being deleted",
+        "a terminal phase without an outcome", "committed twice",
+        "the newest good checkpoint is being deleted",
     ],
 )  # fmt: skip
 def test_a_state_that_contradicts_itself_is_caught(what: str) -> None:
