@@ -1,7 +1,6 @@
-"""The errors a user can cause. Each names the field, what was got, what was expected and the fix.
+"""Errors that a user reads: one paragraph, no traceback, with an exit code.
 
-Owns: the exception types that the command line turns into exit code 2 (or 1 for failures that are
-nobody's mistake). Must not: be raised for our own bugs; those are assertions.
+Our own bugs raise AssertionError instead.
 """
 
 from __future__ import annotations
@@ -10,32 +9,29 @@ from dataclasses import dataclass
 
 
 class HoldfastError(Exception):
-    """Something went wrong that a person should read about: one paragraph, no traceback.
-
-    `exit_code` follows the usual convention: 2 for a mistake in what was asked for, 1 for a failure
-    of what was asked for.
-    """
+    """A failure with a message for the user. `exit_code`: 2 for a mistake in the request, 1 for a
+    failure of the request."""
 
     exit_code = 1
 
 
 class UserError(HoldfastError):
-    """What was asked for cannot be done as asked."""
+    """The request cannot be carried out as it was made."""
 
     exit_code = 2
 
 
 class Damaged(HoldfastError):
-    """The contents of a file are not what was written; no other attempt and no other version would
-    read them. A file that cannot be read now, or that another version wrote, is not damaged."""
+    """The contents of a file are not what was written: no retry and no other version can read it. A
+    file that cannot be read now, or that another version wrote, is not damaged."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """One wrong field.
 
-    `field` is the dotted path as written in the YAML (`spec.parallelism.shard`), `got` what stood
-    there, `expected` what may stand there and `fix` what to do about it.
+    `field` is the dotted path as written in the YAML (`spec.parallelism.shard`), `got` the value
+    found, `expected` what is allowed and `fix` what the user can do.
     """
 
     field: str
@@ -49,7 +45,7 @@ class Problem:
 
 
 class SpecError(UserError):
-    """A job spec with one or more wrong fields; all of them are listed, not only the first."""
+    """A job spec with one or more wrong fields; the message lists all of them."""
 
     def __init__(self, problems: list[Problem], source: str = "") -> None:
         self.problems = problems

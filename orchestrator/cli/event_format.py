@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 from rich.console import Console
 
-from ..api.v1alpha1.env import shown_document
+from ..api.v1alpha1.job import redacted_document
 from ..core import actions as a
 from ..core import events as e
 from ..core.controller import Controller
@@ -55,7 +55,7 @@ class EventFormatter:
         actions = self._controller.step(now_ns, event)
         if as_json:
             if isinstance(event, e.JobSubmitted):
-                event = replace(event, spec=shown_document(event.spec))
+                event = replace(event, spec=redacted_document(event.spec))
             print_json_line({"at_ns": now_ns, "event": event, "actions": actions})
             return
         at = date(now_ns)

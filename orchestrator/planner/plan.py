@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
-from ..api.v1alpha1.env import shown
+from ..api.v1alpha1.job import redacted
 from ..protocol.environment import Setting, explain_environment
 from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
@@ -146,7 +146,7 @@ def _environment(job: TrainingJob, mesh: Mesh, used: int, facts: NodeFacts) -> l
 
 
 def _shown(setting: Setting) -> Setting:
-    return msgspec.structs.replace(setting, value=shown(setting.name, setting.value))
+    return msgspec.structs.replace(setting, value=redacted(setting.name, setting.value))
 
 
 def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[Size, ...]:

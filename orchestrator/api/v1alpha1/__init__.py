@@ -1,9 +1,8 @@
-"""TrainingJob: the one definition of what a user asks for."""
+"""TrainingJob, version v1alpha1: models, reading and writing, JSON schema, CRD, reference page."""
 
+from .backends import Kubernetes, Ray
 from .job import API_VERSION, KIND, JobSpec, TrainingJob
-from .kubernetes import Kubernetes
 from .load import job_from_mapping, job_to_mapping, load_job, parse_job
-from .ray import Ray
 from .recipe import Pretrain, Recipe
 from .resilience import Budget, Budgets, Checkpoint, Recovery
 from .workload import Entrypoint, Fabric, Nodes, Parallelism, Precision, Resources

@@ -1,33 +1,31 @@
-"""How every part of the spec behaves: frozen, closed, camelCase outside, units spelled out.
+"""The base model of the spec and the types that several of its parts use.
 
-Owns: the base model and the naming rule. Must not: know any field.
-
-Values are taken as the API server takes them: `max: true` and `max: "2"` are no numbers.
+Fields are snake_case with the unit as a suffix in Python, camelCase with the unit as a word in
+YAML. Values are read as the API server reads them: `max: true` and `max: "2"` are not numbers.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 from pydantic.alias_generators import to_camel
 
-Auto = Literal["auto"]
+from holdfast.orchestrator import limits
 
-# In Python the unit is a suffix (`timeout_s`), in YAML it is a word, as Kubernetes writes it.
-_UNITS = {"_s": "_seconds"}
+Auto = Literal["auto"]
 
 
 def yaml_name(python_name: str) -> str:
     """`heartbeat_timeout_s` -> `heartbeatTimeoutSeconds`: one rule for every field."""
-    for suffix, word in _UNITS.items():
-        if python_name.endswith(suffix):
-            python_name = python_name.removesuffix(suffix) + word
+    if python_name.endswith("_s"):
+        python_name = python_name.removesuffix("_s") + "_seconds"
     return to_camel(python_name)
 
 
 def whole(value: Any) -> Any:
-    """2.0 as 2."""
+    """2.0 -> 2: JSON has no integers of its own."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -46,6 +44,50 @@ class Part(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_json_means_it(cls, value: Any) -> Any:
-        """In JSON an array is the one sequence, and 2.0 is an integer."""
+    def _convert_json_value(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else whole(value)
+
+
+Seconds = Annotated[float, Field(gt=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
+Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
+"""Seconds, 0 included."""
+Steps = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+AutoOrCount = Auto | Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+
+# Quantities, as in
+# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+_SUFFIXES = {
+    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "E": 1e18, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+    "Ei": 2.0**60,
+}  # fmt: skip
+QUANTITY_PATTERN = (
+    r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?(n|u|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+)
+
+
+def parse_quantity(value: Any) -> float:
+    """A Kubernetes quantity ("500m", "4Gi", 2) as a number >= 0. Raises ValueError."""
+    found: float = -1
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found = value
+    elif isinstance(value, str) and (match := re.fullmatch(QUANTITY_PATTERN, value)):
+        found = float(match[1] + (match[2] or "")) * _SUFFIXES[match[3] or ""]
+    if not found >= 0:  # also true for NaN
+        raise ValueError("expected a quantity such as 2, 500m or 4Gi")
+    if found > limits.MAX_QUANTITY:
+        raise ValueError(f"expected a quantity of at most {limits.MAX_QUANTITY:g}, such as 4Gi")
+    return float(found)
+
+
+Quantity = Annotated[
+    float,
+    BeforeValidator(parse_quantity),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
+    ),
+]
+
+# A qualified name, as Kubernetes has it: an optional DNS prefix and a name.
+RESOURCE_PATTERN = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+QualifiedName = Annotated[str, Field(pattern=RESOURCE_PATTERN, max_length=253)]

@@ -1,18 +1,15 @@
-"""The CustomResourceDefinition of a TrainingJob, from the models alone.
-
-Owns: turning a model's JSON schema into a structural one, names, columns, subresources. The rules
-across fields are in rules.py. Must not: say anything about a field that is not in its model.
+"""The CustomResourceDefinition of a TrainingJob, generated from the models.
 
 A structural schema (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources) has one
-type at each place, no references, and defaults that the API server fills in. What differs from the
-JSON schema that editors use:
+type at each node, no references, and defaults that the API server fills in. It differs from the
+JSON schema for editors:
 
-* Unknown fields: `kubectl` asks for strict validation and is refused; from other clients the API
-  server drops (prunes) them, with a warning. They never reach the operator.
-* `auto | integer` is Kubernetes' int-or-string. A number or a word, or a boolean or an integer, has
-  no structural type: such a field has none, and its values are restricted instead (`_untyped`).
-* Texts, lists and maps have bounds, so that the cost of the CEL rules has one.
-* null is no value: leave the field out instead.
+* Unknown fields: `kubectl` asks for strict validation, so the API server refuses them; from other
+  clients it drops (prunes) them with a warning. They never reach the operator.
+* `auto | integer` is int-or-string. A number or a word, or a boolean or an integer, has no
+  structural type: such a field has none, and its values are restricted instead (`_untyped`).
+* Texts, lists and maps have bounds, because the cost of the CEL rules must have one.
+* null is not a value: leave the field out instead.
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ import yaml
 
 from holdfast.orchestrator import limits
 
+from .base import QUANTITY_PATTERN
 from .job import API_VERSION, KIND, TrainingJob
-from .quantity import PATTERN
+from .load import job_from_mapping
 from .rules import RULES, Rule
 from .status import TrainingJobStatus
 
@@ -33,39 +31,45 @@ PLURAL = "trainingjobs"
 NAME = f"{PLURAL}.{GROUP}"
 
 MAX_TEXT = 4096
-"""Characters of a text that has no bound of its own: a path of Linux is not longer."""
+"""Characters of a text without a bound of its own: PATH_MAX of Linux."""
 MAX_WORD = 64
-"""Characters of a word that stands for a number."""
+"""Characters of a text that stands for a number, such as auto or 4Gi."""
 MAX_ITEMS = 256
 """Elements of a list without a bound of its own."""
 MAX_KEYS = 256
 """Keys of a map without a bound of its own."""
 
 NODE_COUNTS = ("spec.nodes.min", "spec.nodes.max", "spec.nodes.spares")
-"""The scale subresource speaks of 32 bits."""
+"""Fields of 32 bits, as the scale subresource requires."""
 OPEN_MAPPINGS = {"spec.kubernetes.podTemplate": ("metadata", "spec")}
-"""Mappings that hold a document of somebody else's schema below each of these keys."""
+"""Mappings whose values below these keys have a schema that is not ours."""
 LIST_KEYS = {"status.conditions": ["type"], "status.incidents": ["number"]}
-"""Lists whose elements are told apart by a key, so that server-side apply can merge them."""
+"""Lists whose elements have a key, so that server-side apply can merge them."""
 
 Node = dict[str, Any]
 
 _COLUMNS = (
-    ("State", "string", ".status.state", "What the job does now.", 0),
-    ("Nodes", "string", ".status.nodes.summary", "Nodes that train, of those wanted.", 0),
-    ("World", "integer", ".status.worldSize", "Workers of the current generation.", 0),
+    ("State", "string", ".status.state", "Phase of the job.", 0),
+    ("Nodes", "string", ".status.nodes.summary", "Nodes that train, of those requested.", 0),
+    ("World", "integer", ".status.worldSize", "Number of workers of the current generation.", 0),
     ("Step", "integer", ".status.step", "Last step that all ranks have finished.", 0),
-    ("Restarts", "integer", ".status.restarts", "Launches charged to a budget.", 0),
-    ("Goodput", "string", ".status.goodput", "Share of the time that moved the model forward.", 0),
+    ("Restarts", "integer", ".status.restarts", "Restarts charged to a budget.", 0),
+    (
+        "Goodput",
+        "string",
+        ".status.goodput",
+        "Share of the time in which new steps were trained.",
+        0,
+    ),
     ("Age", "date", ".metadata.creationTimestamp", "", 0),
     ("Strategy", "string", ".status.strategy", "DDP, FSDP2 or HSDP.", 1),
     ("Checkpoint", "integer", ".status.lastCheckpoint.step", "Newest step in storage.", 1),
-    ("Reason", "string", ".status.reason", "Why it is in this state.", 1),
+    ("Reason", "string", ".status.reason", "Why the job is in this phase.", 1),
 )
 
 
 def definition() -> Node:
-    """The whole object, ready for `kubectl apply`."""
+    """The CustomResourceDefinition, ready for `kubectl apply`."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -86,7 +90,7 @@ def definition() -> Node:
                 "plural": PLURAL,
                 "singular": KIND.lower(),
                 "shortNames": ["tj"],
-                # A job is what `kubectl get all` is asked for: its pods alone would tell little.
+                # `kubectl get all` lists jobs too, not only their pods.
                 "categories": ["all"],
             },
             "versions": [_version()],
@@ -95,7 +99,7 @@ def definition() -> Node:
 
 
 def definition_text() -> str:
-    """The same as YAML, with the line that says where it comes from."""
+    """The CustomResourceDefinition as YAML, with a header line that names its source."""
     head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
     return head + yaml.dump(
         definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
@@ -115,8 +119,8 @@ def _version() -> Node:
         "schema": {"openAPIV3Schema": openapi_schema()},
         "subresources": {
             "status": {},
-            # nodes.max is the size that a job wants, so `kubectl scale` is `holdfast resize`. A
-            # size below nodes.min takes nodes.min along, see the rule min-at-most-max.
+            # nodes.max is the requested size, so `kubectl scale` is `holdfast resize`. A size
+            # below nodes.min lowers nodes.min too, see job_from_resource.
             "scale": {
                 "specReplicasPath": ".spec.nodes.max",
                 "statusReplicasPath": ".status.replicas",
@@ -147,7 +151,7 @@ def openapi_schema() -> Node:
 
 
 class _Converter:
-    """Of one JSON schema with definitions."""
+    """Converts one JSON schema with definitions to a structural schema."""
 
     def __init__(self, schema: Node) -> None:
         self._definitions: dict[str, Node] = schema.get("$defs", {})
@@ -163,7 +167,7 @@ class _Converter:
         return _with_rules(path, made)
 
     def _resolved(self, node: Node) -> Node:
-        """Without references, and without null as a choice; the field's own words win."""
+        """The node without references and without the choice null; the field's own keys win."""
         choices = [c for c in node.get("anyOf", ()) if c.get("type") != "null"]
         if len(choices) == 1 and "anyOf" in node:
             node = {**self._resolved(choices[0]), **{k: v for k, v in node.items() if k != "anyOf"}}
@@ -179,7 +183,7 @@ class _Converter:
             return _untyped(
                 [
                     {"type": "number", "minimum": 0, "maximum": limits.MAX_QUANTITY},
-                    {"type": "string", "pattern": PATTERN},
+                    {"type": "string", "pattern": QUANTITY_PATTERN},
                 ]
             )
         if "anyOf" in node:
@@ -223,26 +227,27 @@ class _Converter:
     def _union(self, choices: list[Node]) -> Node:
         kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
         if kinds <= {"integer", "string"}:
-            return {
+            made: Node = {
                 "x-kubernetes-int-or-string": True,
                 "anyOf": [{"type": "integer"}, {"type": "string"}],
                 "maxLength": MAX_WORD,
             }
+            return _with_bounds(made, choices)
         return _untyped(choices)
 
 
 def _open(path: str) -> Node:
-    """What is kept as it is, whatever its fields are."""
+    """A mapping that is kept as it is, whatever its fields are."""
     kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     if path not in OPEN_MAPPINGS:
         return kept
-    text = "Kept as it is: the schema of a pod is not ours to check."
+    text = "Part of a pod; kept as it is and not checked here."
     properties = {name: {"description": text, **kept} for name in OPEN_MAPPINGS[path]}
     return {"type": "object", "properties": properties}
 
 
-# A bound says nothing about a value of another type, so that pairs which nothing of one type meets
-# exclude that type. Structural schemas have no other way to say "no list".
+# A bound applies to values of one type only, so a pair of bounds that no value of a type meets
+# excludes that type. Structural schemas have no other way to say "not a list".
 _NO_TEXT = {"minLength": 1, "maxLength": 0}
 _NO_LIST = {"minItems": 1, "maxItems": 0}
 _NO_MAP = {"minProperties": 1, "maxProperties": 0}
@@ -251,12 +256,11 @@ _NO_BOOLEAN = {"not": {"enum": [True, False]}}
 
 
 def _untyped(choices: list[Node]) -> Node:
-    """A field without a type, with what each choice allows, all at once: numbers obey the bounds of
-    the number, texts the pattern of the text."""
+    """A field without a type, with the bounds of all choices: numbers obey the bounds of the
+    number, texts the pattern of the text."""
     made: Node = {"x-kubernetes-preserve-unknown-fields": True}
     kinds = {"string" if "const" in choice else choice["type"] for choice in choices}
-    for choice in choices:
-        made |= {"pattern": f"^{choice['const']}$"} if "const" in choice else _bounds(choice)
+    made = _with_bounds(made, choices)
     if kinds & {"integer", "number"}:
         made |= {} if "number" in kinds else {"multipleOf": 1}
     else:
@@ -269,8 +273,14 @@ def _untyped(choices: list[Node]) -> Node:
     return {**made, **_NO_LIST, **_NO_MAP}
 
 
+def _with_bounds(made: Node, choices: list[Node]) -> Node:
+    for choice in choices:
+        made |= {"pattern": f"^{choice['const']}$"} if "const" in choice else _bounds(choice)
+    return made
+
+
 def _bounds(node: Node) -> Node:
-    """Bounds as OpenAPI 3.0 writes them: an exclusive one is a flag beside the number."""
+    """Bounds as OpenAPI 3.0 writes them: an exclusive bound is a flag beside the number."""
     made: Node = {
         key: node[key] for key in ("minLength", "maxLength", "pattern", "format") if key in node
     }
@@ -283,8 +293,8 @@ def _bounds(node: Node) -> Node:
 
 
 def _default(value: Any) -> Any:
-    """What the API server fills in. Whole objects, although their fields have defaults too: rules
-    are tried on a default before those are filled in."""
+    """The default that the API server fills in. Whole objects, although their fields have defaults
+    too: the API server evaluates rules on a default before it fills in defaults inside."""
     if value is None or value == []:
         return None
     if isinstance(value, dict):
@@ -294,7 +304,7 @@ def _default(value: Any) -> Any:
 
 
 def _number(value: float) -> float:
-    """Whole numbers without a point, as the API server gives them back."""
+    """Whole numbers without a decimal point, as the API server returns them."""
     return int(value) if value == int(value) else value
 
 
@@ -322,28 +332,23 @@ def _plain(text: str) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML without anchors: the same list at two places is written twice."""
+    """YAML without anchors: a list that occurs twice is written twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def job_from_resource(document: dict[str, Any]) -> TrainingJob:
-    """The job in an object as an API server holds it.
+    """The job in an object that was read from an API server. Raises SpecError.
 
-    nodes.min follows nodes.max down, as it does in `holdfast resize`: `kubectl scale` changes the
-    one field only. Raises SpecError for what the API server let through.
+    If nodes.max is below nodes.min, nodes.min is lowered to it, as `holdfast resize` does:
+    `kubectl scale` changes nodes.max only.
     """
-    from .load import job_from_mapping
-
-    taken = {key: value for key, value in document.items() if key != "status"}
-    spec = taken.get("spec")
+    written = {key: value for key, value in document.items() if key != "status"}
+    spec = written.get("spec")
     nodes = spec.get("nodes") if isinstance(spec, dict) else None
     if isinstance(spec, dict) and isinstance(nodes, dict):
         low, high = nodes.get("min"), nodes.get("max")
         if isinstance(low, int) and isinstance(high, int) and 1 <= high < low:
-            taken["spec"] = {**spec, "nodes": {**nodes, "min": high}}
-    return job_from_mapping(taken)
-
-
-__all__ = ["NAME", "definition", "definition_text", "job_from_resource", "openapi_schema"]
+            written["spec"] = {**spec, "nodes": {**nodes, "min": high}}
+    return job_from_mapping(written)

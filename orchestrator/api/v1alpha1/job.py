@@ -1,34 +1,32 @@
-"""TrainingJob: what a user writes. ONE definition gives validation, JSON schema and the reference.
+"""TrainingJob, the root of the spec: one definition gives validation, JSON schema, CRD and docs.
 
-Owns: the root of the tree and the checks across fields. Must not: read files (load.py does) or
-decide anything (the planner and the core do).
+Checks across fields are validators here; checks inside one part stand in its model.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import Part
-from .env import problem_of_name
-from .kubernetes import RESOURCE_PATTERN, Kubernetes
-from .ray import Ray
-from .resilience import Checkpoint, Recovery, Seconds
+from .backends import Kubernetes, Ray
+from .base import RESOURCE_PATTERN, Part, Seconds
+from .resilience import Checkpoint, Recovery
 from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Parallelism, Resources
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "TrainingJob"
 
-# RFC 1123 label, as Kubernetes demands of names that end up in host names.
+# An RFC 1123 label, as Kubernetes requires of names that become part of host names.
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 
-# A name with a domain before it, as batch/v1 demands of spec.managedBy.
+# A domain, a slash and a name, as batch/v1 requires of spec.managedBy.
 MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
 
 PATTERNS = {
@@ -37,37 +35,78 @@ PATTERNS = {
     MODULE_PATTERN: "a module's full name, such as package.train: as `python -m` takes it",
     MANAGER_PATTERN: "a domain, a slash and a name, such as example.com/dispatcher",
 }
-"""What a pattern means, for error messages."""
+"""Pattern -> what it means, for error messages."""
+
+# -- environment variables ----------------------------------------------------------------------
+CONTRACT_NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables that Holdfast sets for each worker; a job cannot override them."""
+RESERVED_PREFIXES = ("TORCHELASTIC_", "HOLDFAST_")
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|KEY|AUTH|^FSSPEC_", re.IGNORECASE)
+
+
+def redacted(name: str, value: str) -> str:
+    """The value of an environment variable for display: hidden if the name suggests a secret."""
+    return HIDDEN if _SECRET.search(name) else value
+
+
+def redacted_document(document: dict[str, Any]) -> dict[str, Any]:
+    """A job's document for display."""
+    spec = document.get("spec", {})
+    if not spec.get("env"):
+        return document
+    env = {name: redacted(name, value) for name, value in spec["env"].items()}
+    return {**document, "spec": {**spec, "env": env}}
+
+
+def _problem_of_name(name: str) -> str:
+    """Why a job cannot set this variable, in the `got; expected; fix` form; "" if it can."""
+    if name in CONTRACT_NAMES or name.startswith(RESERVED_PREFIXES):
+        return (
+            f"env.{name}: got a variable that Holdfast sets for each worker; expected any other "
+            f"name; remove it: ranks and addresses change with every generation"
+        )
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return f"env: got the name {name!r}; expected letters, digits and underscores"
+    return ""
 
 
 class Metadata(Part):
-    """Identity of the job, as Kubernetes has it. Fields that only a cluster sets are accepted."""
+    """Identity of the job, as in Kubernetes. Fields that only a cluster sets are accepted."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Name
-    """Unique among the jobs of one place; at most 52 lower-case letters, digits and dashes."""
+    """Unique in its namespace, Ray cluster or home directory; at most 52 lower-case letters, digits
+    and dashes."""
     namespace: Namespace = "default"
-    """Where the cluster has namespaces."""
+    """Kubernetes namespace; other backends ignore it."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Yours. On Kubernetes the job's pods have them too; elsewhere nothing reads them."""
+    """Free for your use. On Kubernetes they are copied to the job's pods; other backends ignore
+    them."""
     annotations: dict[str, str] = Field(default_factory=dict)
-    """Yours. Pods do not get them; spec.kubernetes.podTemplate.metadata can give them some."""
+    """Free for your use. They are not copied to pods; annotations of pods are set with
+    spec.kubernetes.podTemplate.metadata."""
 
 
 class Metrics(Part):
-    """What is exported to Prometheus."""
+    """Prometheus metrics of the job."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of /metrics on the controller of a job of this machine; 0: any free one, shown by
-    `holdfast status`. On Ray its exporter serves them, on Kubernetes the operator."""
+    """Port of /metrics on the controller of a local job; 0: any free port, shown by
+    `holdfast status`. On Ray its metrics exporter serves them, on Kubernetes the operator."""
     per_rank: bool = False
-    """Series per rank, of a job of this machine only. Off by default: they grow with the world
-    size."""
+    """true: also export one series per rank, for local jobs only. Off by default: the number of
+    series grows with the world size."""
 
 
 class JobSpec(Part):
-    """What is wanted."""
+    """What the job runs, on what, and how it recovers."""
 
     entrypoint: Entrypoint
     nodes: Nodes = Nodes()
@@ -75,12 +114,13 @@ class JobSpec(Part):
     """Worker processes on each node; with GPUs, one per GPU."""
     resources: Resources = Resources()
     image: str | None = None
-    """Container image of a node, on Kubernetes."""
+    """Container image of the nodes, on Kubernetes. Default: the operator's
+    --worker-image."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of every worker. Overrides what a fabric profile chose; ranks and addresses
-    cannot be overridden."""
+    """Environment variables of every worker. They override those of the fabric profile; ranks and
+    addresses cannot be overridden."""
     working_directory: str = "."
-    """Where scripts run; relative to the spec file."""
+    """Working directory of the workers; relative to the spec file."""
     parallelism: Parallelism = Parallelism()
     fabric: Fabric = Fabric()
     checkpoint: Checkpoint = Checkpoint()
@@ -89,34 +129,35 @@ class JobSpec(Part):
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
-    """Higher goes first among the jobs of one cluster that wait for room, on Kubernetes with
-    kubernetes.gang none. Nothing else reads it: queues and schedulers have priority classes."""
+    """Of the jobs of one cluster that wait for capacity, those with a higher priority go first.
+    Only for Kubernetes with kubernetes.gang none: queues and schedulers have priority classes."""
     queue: str | None = None
-    """Queue to be admitted by, with kubernetes.gang kueue (a LocalQueue of the job's namespace) or
-    volcano (a Queue)."""
+    """Queue that admits the job, with kubernetes.gang kueue (a LocalQueue of the job's namespace)
+    or volcano (a Queue)."""
     managed_by: str | None = Field(default=None, max_length=63, pattern=MANAGER_PATTERN)
-    """Controller that runs the job, as in a batch/v1 Job: a name such as example.com/dispatcher
-    makes the operator of Holdfast leave the job alone. Without it, or with holdfast.dev/operator:
-    Holdfast."""
+    """Controller that runs the job, as in a batch/v1 Job. With another name, such as
+    example.com/dispatcher, the operator of Holdfast ignores the job. Default:
+    holdfast.dev/operator."""
     suspend: bool = False
-    """true: hold the job, keeping its newest checkpoint."""
+    """true: release all nodes and keep the job with its newest checkpoint; false: run it."""
     active_deadline_s: Seconds | None = None
-    """The job fails when it has run for this long; while it is suspended does not count."""
+    """Seconds that the job may run before it fails; suspended time does not count. Default: no
+    limit."""
     ttl_s_after_finished: int | None = Field(
         default=None, ge=0, le=limits.MAX_SECONDS, alias="ttlSecondsAfterFinished"
     )
-    """How long a finished job's record is kept, and the checkpoints in its directory. On one
-    machine the first `holdfast run` after that deletes them."""
+    """Seconds until a finished job's record, and the checkpoints in its directory, are deleted. A
+    local job is deleted by the first `holdfast run` after that. Default: never."""
 
     @model_validator(mode="after")
-    def _names_are_free(self) -> JobSpec:
+    def _check_env(self) -> JobSpec:
         for name in self.env:
-            if problem := problem_of_name(name):
+            if problem := _problem_of_name(name):
                 raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
-    def _mesh_is_possible(self) -> JobSpec:
+    def _check_mesh(self) -> JobSpec:
         nodes, mesh = self.nodes, self.parallelism
         if nodes.max < nodes.min:
             raise ValueError(
@@ -166,7 +207,7 @@ class JobSpec(Part):
         return self
 
     @model_validator(mode="after")
-    def _recipe_can_do_it(self) -> JobSpec:
+    def _check_recipe(self) -> JobSpec:
         recipe, mesh = self.entrypoint.recipe, self.parallelism
         if recipe is None:
             return self

@@ -1,25 +1,36 @@
-"""YAML text -> TrainingJob, with every mistake named by its path in the file.
+"""YAML text -> TrainingJob, with every mistake named by its place in the file.
 
-Owns: reading, and the wording of validation errors. Must not: hold rules; the models do.
+The rules are in the models; this module reads documents and words the errors.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
-from .document import BadDocument, faults, read
-from .env import shown
-from .job import PATTERNS, TrainingJob
+from .job import PATTERNS, TrainingJob, redacted
+
+
+class BadDocument(UserError):
+    """The text is not a document that Holdfast can read."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
 
 
 def load_job(path: str | Path) -> TrainingJob:
@@ -39,7 +50,7 @@ def load_job(path: str | Path) -> TrainingJob:
 def parse_job(text: str, source: str = "") -> TrainingJob:
     """The job in a YAML text. Raises SpecError listing every wrong field."""
     try:
-        document = read(text)
+        document = read_yaml(text)
     except BadDocument as error:
         raise SpecError([error.problem], source) from None
     return job_from_mapping(document, source)
@@ -51,7 +62,7 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
         got = "nothing" if document is None else type(document).__name__
         problem = Problem("the document", got, "a mapping with apiVersion, kind, metadata and spec")
         raise SpecError([problem], source)
-    if problems := faults(document):
+    if problems := document_problems(document):
         raise SpecError(problems, source)
     try:
         return TrainingJob.model_validate(document)
@@ -61,11 +72,158 @@ def job_from_mapping(document: Any, source: str = "") -> TrainingJob:
 
 
 def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
-    """The document again, with YAML names, without what was left at its default."""
+    """The job as a document with YAML names; fields that have their default value are left out."""
     mapping = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {"apiVersion": job.api_version, "kind": job.kind, **mapping}
 
 
+# -- YAML ---------------------------------------------------------------------------------------
+class _Loader(yaml.SafeLoader):
+    """Refuses repeated keys, and reads numbers and dates as kubectl does."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], yaml.Node] = {}
+        for key, _value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                first = seen.setdefault((key.tag, key.value), key)
+                if first is not key:
+                    raise _repeated(first, key)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        # What PyYAML raises for a scalar that its tag does not allow, and for an overlong integer.
+        except (ValueError, LookupError, AttributeError, ArithmeticError):
+            kind = node.tag.rpartition(":")[2]
+            text = f"a value that is not a valid {kind}"
+            raise ConstructorError(None, None, text, node.start_mark) from None
+
+
+def _repeated(first: yaml.Node, second: yaml.ScalarNode) -> BadDocument:
+    lines = sorted({_line(first), _line(second)})
+    where = " and ".join(str(line) for line in lines)
+    field = f"line{'s' if len(lines) > 1 else ''} {where}"
+    got = f"the key {_printable(second.value)} twice"
+    return BadDocument(Problem(field, got, "each key once", "remove one of them"))
+
+
+def _line(node: yaml.Node) -> int:
+    assert node.start_mark is not None
+    return node.start_mark.line + 1
+
+
+def _read_scalars_as_kubectl_does() -> None:
+    """kubectl reads 1e-4 as a number, and 12:30 and 2024-01-02 as texts; PyYAML reads a text, the
+    number 750 and a date."""
+    integer, number = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+    replaced = (integer, number, "tag:yaml.org,2002:timestamp")
+    _Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in replaced]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _Loader.add_implicit_resolver(
+        integer,
+        re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"),
+        list("-+0123456789"),
+    )
+    _Loader.add_implicit_resolver(
+        number,
+        re.compile(
+            r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+            r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+        ),
+        list("-+0123456789."),
+    )
+
+
+_read_scalars_as_kubectl_does()
+
+
+def read_yaml(text: str) -> Any:
+    """The document in a YAML text. Raises BadDocument."""
+    if len(text) > limits.MAX_DOCUMENT_BYTES:
+        raise BadDocument(_too_large())
+    try:
+        return yaml.load(text, _Loader)
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        got = f"the character U+{ord(text[error.position]):04X}"
+        expected = "text without control characters"
+        problem = Problem(f"line {line}, column {column}", got, expected, "remove it")
+    except ComposerError as error:
+        assert error.problem_mark is not None
+        where = f"line {error.problem_mark.line + 1}"
+        if "single document" in (error.context or ""):
+            fix = "give every job a file of its own"
+            problem = Problem(where, "a second document", "one in a file", fix)
+        else:
+            problem = Problem(where, error.problem or "invalid YAML", "valid YAML")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the text"
+        problem = Problem(where, getattr(error, "problem", None) or "invalid YAML", "valid YAML")
+    except RecursionError:
+        problem = _too_deep()
+    raise BadDocument(problem) from None
+
+
+def document_problems(document: Any) -> list[Problem]:
+    """Why the document cannot be written as JSON, or cannot reach a process as text."""
+    size = 0
+    try:
+        # In chunks: a few lines of aliases can stand for more than memory holds.
+        for chunk in json.JSONEncoder(ensure_ascii=False).iterencode(document):
+            size += len(chunk)
+            if size > limits.MAX_DOCUMENT_BYTES:
+                return [_too_large()]
+    except RecursionError:
+        return [_too_deep()]
+    except (TypeError, ValueError) as error:  # a set or bytes; an alias inside its own anchor
+        expected = "mappings, lists, texts and numbers"
+        return [Problem("the document", str(error), expected, "write it without YAML tags")]
+    return [
+        Problem(
+            _printable(".".join(path)) or "the document",
+            f"a text with the character U+{ord(found[0]):04X} in it",
+            "text without NUL and without halves of surrogate pairs",
+            "remove it",
+        )
+        for path, text in _texts((), document)
+        if (found := re.search("[\0\ud800-\udfff]", text))
+    ]
+
+
+def _texts(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each text and each key, with the path of its field."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield path, str(key)
+            yield from _texts((*path, str(key)), child)
+    elif isinstance(value, (list, tuple)):
+        for number, child in enumerate(value):
+            yield from _texts((*path, str(number)), child)
+
+
+def _too_large() -> Problem:
+    got = f"more than {limits.MAX_DOCUMENT_BYTES} characters, aliases counted in full"
+    return Problem("the document", got, "fewer", "write less, or fewer aliases")
+
+
+def _too_deep() -> Problem:
+    got = "too many lists and mappings inside each other"
+    return Problem("the document", got, "fewer levels", "is a bracket or an alias too many?")
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# -- validation errors --------------------------------------------------------------------------
 def _problem(details: ErrorDetails) -> Problem:
     location = [part for part in details["loc"] if not _is_union_branch(part)]
     field = ".".join(str(part) for part in location) or "the document"
@@ -83,7 +241,7 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(field, _show(details["input"]), PATTERNS[context["pattern"]])
     got = _show(details["input"])
     if len(location) == 3 and location[:2] == ["spec", "env"]:
-        got = shown(str(location[2]), got)
+        got = redacted(str(location[2]), got)
     return Problem(field, got, _expected(field, details), _fix(field, details))
 
 
@@ -94,19 +252,19 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "string_too_short": "a text that is not empty",
 }
-"""pydantic's kind of error -> what is expected, where its own words are those of Python."""
-_TOO_MUCH = ("finite_number", "less_than_equal")
-_NEVER = (
+"""pydantic's error type -> what is expected, where pydantic names a Python type."""
+_ABOVE_MAXIMUM = ("finite_number", "less_than_equal")
+_NO_LIMIT_IF_ABSENT = (
     "spec.activeDeadlineSeconds",
     "spec.recovery.capacityTimeoutSeconds",
     "spec.ttlSecondsAfterFinished",
 )
-"""Durations without which there is no limit."""
+"""Durations that have no limit when they are left out."""
 
 
 def _expected(field: str, details: ErrorDetails) -> str:
     kind = details["type"]
-    if kind in _TOO_MUCH and "Seconds" in field.rpartition(".")[2]:
+    if kind in _ABOVE_MAXIMUM and "Seconds" in field.rpartition(".")[2]:
         return f"at most {limits.MAX_SECONDS} seconds (ten years)"
     if kind in _EXPECTED:
         return _EXPECTED[kind]
@@ -119,7 +277,7 @@ def _fix(field: str, details: ErrorDetails) -> str:
     if value is None:
         empty = ' ("" is an empty text)' if kind == "string_type" else ""
         return f"give it a value{empty}, or remove the key"
-    if kind in _TOO_MUCH and field in _NEVER:
+    if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:
         return "leave it out for no limit"
     return "put it in quotes" if kind == "string_type" and _is_scalar(value) else ""
 
@@ -129,7 +287,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _from_rule(field: str, value: Any, text: str) -> Problem:
-    """Our rules speak as `sub.path: got X; expected Y; fix`; others say what is expected."""
+    """Validators of the models raise `sub.path: got X; expected Y; fix`, or only what is
+    expected."""
     match = re.match(r"^(?:([\w. ]+): )?got (.*?); expected (.*?)(?:; (.*))?$", text, re.DOTALL)
     if match:
         path = f"{field}.{match[1]}" if match[1] else field
@@ -138,7 +297,7 @@ def _from_rule(field: str, value: Any, text: str) -> Problem:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """pydantic adds the tried branch of a union to the path; the user did not write it."""
+    """Whether pydantic added this part: the branch of a union that it tried."""
     return isinstance(part, str) and bool(
         re.search(r"[\[\(]|^(int|float|bool|str)$|^(literal|constrained-)", part)
     )

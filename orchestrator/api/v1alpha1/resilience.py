@@ -1,87 +1,82 @@
-"""What is kept and what is done when things break: checkpoints, detection, budgets.
-
-Owns: these fields and their defaults (the numbers themselves are in limits.py).
-"""
+"""Checkpoints, failure detection, recovery and restart budgets. The defaults are in limits.py."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import Auto, Part
-
-Seconds = Annotated[float, Field(gt=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
-Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
-"""Seconds that may be none."""
-Steps = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+from .base import Auto, Part, Seconds, Steps, Wait
 
 
 class MemoryTier(Part):
-    """Copies in the memory of the nodes: cheap, frequent, gone with two failure domains."""
+    """Checkpoints in the memory of the nodes: cheap and frequent. They survive the loss of one
+    failure domain, not of two."""
 
     every_steps: int = Field(default=limits.MEMORY_EVERY_STEPS, ge=0, le=limits.MAX_COUNT)
-    """Stage after every Nth step; 0 switches the tier off."""
+    """Stage after every Nth step; 0: no memory tier."""
     buddy: Literal["auto", "always", "never"] = "auto"
-    """Copy to another node's memory. auto: only where no replica group holds the same shard."""
+    """Whether each shard is also copied to the memory of a second node. auto: only if no other
+    replica group holds the same shard."""
 
 
 class StorageTier(Part):
-    """Copies on persistent storage, written by the agent, outside the training process."""
+    """Checkpoints on persistent storage. The agents write them, outside the training processes."""
 
     every_steps: Steps | None = None
-    """Write after every Nth step. Without any cadence: every 100 steps."""
+    """Write after every Nth step. Default: 100, unless everySeconds is set."""
     every_s: Seconds | None = None
-    """Write when this long has passed since the last one."""
+    """Write when this many seconds have passed since the last checkpoint. Default: everySteps
+    decides."""
     final_timeout_s: Seconds = limits.PERSIST_TIMEOUT_S
-    """How long a job that ends or is suspended tries to write its last checkpoint, whatever it ends
-    for. A job that has trained to its end but cannot write it has failed."""
+    """Seconds that a job which ends or is suspended tries to write its last checkpoint. A job that
+    has trained to its end but cannot write it fails."""
 
     @model_validator(mode="after")
-    def _one_cadence(self) -> StorageTier:
+    def _check_interval(self) -> StorageTier:
         if self.every_steps is not None and self.every_s is not None:
             raise ValueError("got everySteps and everySeconds; expected at most one of them")
         return self
 
 
 class Retention(Part):
-    """Which committed checkpoints stay. The newest good one is never deleted."""
+    """Which committed checkpoints are kept. The newest good one is never deleted."""
 
     keep_last: int = Field(default=limits.KEEP_LAST, ge=1, le=limits.MAX_COUNT)
-    """The newest N."""
+    """Keep the newest N checkpoints."""
     keep_every_steps: Steps | None = None
-    """Besides them, those written after every Nth step, for ever. Steps count from 0: with 100,
-    `holdfast checkpoint list` shows 99, 199, 299, ..."""
+    """Also keep, without limit, the checkpoints written after every Nth step. Default: none. Steps
+    count from 0: with 100, `holdfast checkpoint list` shows 99, 199, 299, ..."""
 
 
 class Checkpoint(Part):
-    """Where training state is kept and how often."""
+    """Where checkpoints are kept and how often they are made."""
 
     path: str | None = Field(default=None, min_length=1)
-    """Directory, relative to the spec file, or URL (such as s3://bucket/prefix) of the storage
-    tier, which every node can write. Credentials and endpoint come from the environment, as the
-    store's driver looks for them, or from spec.env. Without a path: on one machine a directory
-    beside the job's journal; on Ray one in the home of each node's user; on Kubernetes one below
-    the operator's --checkpoint-root, and without that the job is refused. One path holds the
-    checkpoints of one job only. See docs/user/storage.md."""
+    """Storage tier: a directory, relative to the spec file, or a URL such as s3://bucket/prefix.
+    Every node must be able to write there. The fsspec driver takes credentials and endpoint from
+    the environment or from spec.env. One path holds the checkpoints of one job only. Default: for a
+    local job, a directory beside its journal; on Ray, one in the home directory of each node's
+    user; on Kubernetes, one below the operator's --checkpoint-root (without it the job is refused).
+    See docs/user/storage.md."""
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()
 
     @property
     def staging_interval(self) -> int:
-        """Workers stage after every Nth step. With the memory tier off, staging still is the way to
-        storage."""
+        """Workers stage after every Nth step. Without the memory tier they stage for storage
+        only."""
         if self.memory.every_steps:
             return self.memory.every_steps
         if self.storage.every_s is not None:
-            return 1  # the agent picks by the clock; all ranks must offer the same steps
+            return 1  # the agent chooses by the clock; all ranks must stage the same steps
         return self.storage.every_steps or limits.STORAGE_EVERY_STEPS
 
     @model_validator(mode="after")
-    def _path_is_shared_and_public(self) -> Checkpoint:
+    def _check_path(self) -> Checkpoint:
         path = self.path or ""
         if any(part.startswith("memory://") for part in path.split("::")):
             raise ValueError(
@@ -104,54 +99,57 @@ class Checkpoint(Part):
 
 
 class Budget(Part):
-    """How many restarts of one failure class within a sliding window before the job fails."""
+    """How many restarts of one failure class are allowed within a sliding window."""
 
     restarts: int = Field(ge=0, le=limits.MAX_COUNT)
-    """So many within the window; one more fails the job."""
+    """Restarts allowed within the window; one more fails the job."""
     window_s: Seconds = limits.BUDGET_WINDOW_S
-    """Older restarts are forgotten."""
+    """Length of the window in seconds; older restarts do not count."""
 
 
 class Budgets(Part):
     """One budget per failure class. A resize is never charged."""
 
     user: Budget = Budget(restarts=limits.BUDGET_USER)
-    """Exceptions and exit codes of your code. The same one at the same step twice fails at once."""
+    """Exceptions and exit codes of your code. The same failure twice at the same step fails the job
+    at once."""
     infrastructure: Budget = Budget(restarts=limits.BUDGET_INFRASTRUCTURE)
     """Lost nodes, kills from outside, memory, network and device errors."""
     preemption: Budget = Budget(restarts=limits.BUDGET_PREEMPTION)
-    """Nodes taken away with notice."""
+    """Nodes that were preempted with notice."""
     hang: Budget = Budget(restarts=limits.BUDGET_HANG)
-    """Progress stopped while processes lived."""
+    """Workers that were alive and made no progress."""
 
 
 class Recovery(Part):
-    """How failures are noticed and what is done about them."""
+    """How failures are detected and what is done about them."""
 
     heartbeat_interval_s: Seconds = limits.HEARTBEAT_INTERVAL_S
-    """How often an agent reports."""
+    """Seconds between two heartbeats of an agent."""
     heartbeat_timeout_s: Seconds = limits.HEARTBEAT_TIMEOUT_S
-    """Silence after which a node counts as lost. A closed connection is noticed at once."""
+    """Seconds without a heartbeat after which a node is lost. A closed connection is noticed at
+    once."""
     hang_timeout_s: Seconds | Auto = "auto"
-    """No step for this long is a hang. auto: 3 s plus three of the job's own step times."""
+    """Seconds without a step after which the workers hang. auto: 3 s plus three times the job's own
+    step time."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
-    """From launch to the first step of a generation."""
+    """Seconds from the launch of a generation to its first step."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S
-    """How long a shrink waits at most for a replacement that is on its way. It does not wait at all
-    when the job's own nodes have shown that none comes that fast."""
+    """Seconds that the job waits for a replacement of a lost node before it goes on with fewer
+    nodes. It does not wait if its earlier nodes took longer than that to start."""
     capacity_timeout_s: Seconds | None = None
-    """How long the job waits for nodes.min nodes before it fails; its newest checkpoint is kept.
-    Without it, the job waits for as long as it takes."""
+    """Seconds that the job waits for nodes.min nodes before it fails; its newest checkpoint is
+    kept. Default: no limit."""
     grow_delay_s: Wait = limits.GROW_DELAY_S
-    """How long arriving nodes are gathered before the job grows."""
+    """Seconds that the job collects new nodes before it grows, so that it restarts once."""
     termination_grace_s: Wait = limits.TERMINATION_GRACE_S
-    """SIGTERM to SIGKILL when a script is stopped on purpose."""
+    """Seconds from SIGTERM to SIGKILL in a planned stop of the workers."""
     budgets: Budgets = Budgets()
     bad_node_strikes: int = Field(default=limits.BAD_NODE_STRIKES, ge=1, le=limits.MAX_COUNT)
-    """A node blamed this often within the infrastructure window is not used again."""
+    """A node that caused this many incidents within the infrastructure window is cordoned."""
 
     @model_validator(mode="after")
-    def _beats_fit(self) -> Recovery:
+    def _check_heartbeat_timeout(self) -> Recovery:
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"heartbeatTimeoutSeconds: got {self.heartbeat_timeout_s:g}; expected at least "

@@ -1,16 +1,8 @@
-"""The checks across fields as CEL rules, for an API server: what the models' validators say.
+"""Checks as CEL rules in the CRD: immutable fields, and mistakes that the API server can refuse.
 
-Owns: the rules and the text that a user sees. Must not: be a second opinion: each rule says what a
-validator of the models says, and tests apply the same wrong document to both.
-
-What CEL in a CRD cannot check is left to the operator's condition (reason InvalidSpec) and, where
-the cluster has it, to the chart's validating admission policy:
-* fields that are a number or a word, or a number or a boolean (recovery.hangTimeoutSeconds,
-  parallelism.reshardAfterForward, quantities): a structural schema has no type for them, and CEL
-  sees no field without a type; the schema restricts their values instead;
-* that reshardAfterForward divides the shard group, for the same reason;
-* the pod template: it is a pod, whose schema is not ours;
-* files, directories, modules and storage: only the pods can look.
+Each rule repeats a validator of the models in the same words; tests apply the same wrong document
+to both. All other checks (mesh arithmetic, the recipe's model, the pod template) are the models'
+alone: the operator reports them as condition InvalidSpec.
 """
 
 from __future__ import annotations
@@ -19,17 +11,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .env import CONTRACT_NAMES, RESERVED_PREFIXES
-from .job import JobSpec
+from .job import CONTRACT_NAMES, RESERVED_PREFIXES, JobSpec
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule at one place of the schema.
+    """One rule of the schema.
 
-    `path` is dotted, "" for the whole object. `message` has the form `field: got X; expected Y;
-    fix` with a %s for each of `values`, which are CEL expressions. `field` is the place that an API
-    server names, below path. `optional_old`: the rule looks at the old object where there is one.
+    `path` is the dotted path of the node that has the rule, "" for the whole object. `message` has
+    the form `field: got X; expected Y; fix` with a %s for each of `values`, which are CEL
+    expressions. `field` is the field that the API server names, below path. With `optional_old` the
+    rule can read the old object if there is one.
     """
 
     name: str
@@ -41,22 +33,17 @@ class Rule:
     optional_old: bool = False
 
     def message_expression(self) -> str:
-        """The message as CEL. By `format`: the cost of concatenation has no bound there."""
+        """The message as CEL. By `format`: the cost of concatenation has no bound."""
         values = ", ".join(f"dyn({value})" for value in self.values)
         return f"{_text(self.message)}.format([{values}])"
 
 
 MUTABLE = ("nodes", "recovery", "suspend", "ttlSecondsAfterFinished")
-"""Fields of the spec that may change once the job has been started, because it follows them (see
-core/requests.py). All others are part of every launch, or were read at the start: a change would
-reach the workers of one generation and not those of another, make the checkpoints another job's, or
-do nothing without a word."""
+"""Fields of the spec that a running job follows (core/requests.py). A change of any other field
+would reach the workers of one generation and not those of another, or have no effect."""
 
-FIXED_FROM_THE_FIRST = ("managedBy",)
-"""Not even before the start: two controllers would each believe that the job is theirs."""
-
-_DIVISORS = "[" + ", ".join(str(n) for n in range(1, 65)) + "]"
-"""Of workersPerNode, which is at most 64. CEL has neither ranges nor a greatest common divisor."""
+ALWAYS_IMMUTABLE = ("managedBy",)
+"""Fields that cannot change even before the start: two controllers would each own the job."""
 
 
 def _text(value: str) -> str:
@@ -64,22 +51,19 @@ def _text(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _names(values: tuple[str, ...]) -> str:
-    return "[" + ", ".join(_text(value) for value in values) + "]"
-
-
-# -- one field, or fields of one part ----------------------------------------------------------
 _KINDS = ("script", "module", "recipe")
 _GIVEN = "[" + ", ".join(f"has(self.{kind})" for kind in _KINDS) + "].filter(given, given)"
-_MODEL = "spec.entrypoint.recipe.config.model"
-_KV_HEADS = "(has(self.numKvHeads) ? self.numKvHeads : self.numHeads)"
-_RESERVED = " || ".join(f"name.startsWith({_text(prefix)})" for prefix in RESERVED_PREFIXES)
-_TAKEN = f"name in {_names(CONTRACT_NAMES)} || {_RESERVED}"
-_SHAPED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
+_RESERVED = " || ".join(
+    [
+        f"name in [{', '.join(_text(name) for name in CONTRACT_NAMES)}]",
+        *(f"name.startsWith({_text(prefix)})" for prefix in RESERVED_PREFIXES),
+    ]
+)
+_WELL_FORMED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
 
 
 def _entrypoints_given() -> str:
-    """Those that stand there, in words."""
+    """CEL: the kinds of entrypoint that the spec has, in words."""
     expression = "'none of them'"
     for count in (1, 2, 3):
         for kinds in itertools.combinations(_KINDS, count):
@@ -88,18 +72,7 @@ def _entrypoints_given() -> str:
     return expression
 
 
-def _auto_or_positive(path: str, name: str) -> Rule:
-    return Rule(
-        f"auto-or-number-{name}",
-        path,
-        f"type(self.{name}) == string ? self.{name} == 'auto' : self.{name} >= 1",
-        f"{path}.{name}: got %s; expected auto or a number >= 1",
-        (f"self.{name}",),
-        f".{name}",
-    )
-
-
-PARTS = (
+CHECKS = (
     Rule(
         "name",
         "",
@@ -124,6 +97,8 @@ PARTS = (
         "spec.entrypoint: got args beside a recipe; expected recipe.config instead",
         field=".args",
     ),
+    # `kubectl scale` below nodes.min changes nodes.max alone, and job_from_resource lowers
+    # nodes.min.
     Rule(
         "min-at-most-max",
         "spec.nodes",
@@ -134,13 +109,13 @@ PARTS = (
         optional_old=True,
     ),
     Rule(
-        "one-cadence",
+        "one-interval",
         "spec.checkpoint.storage",
         "!has(self.everySteps) || !has(self.everySeconds)",
         "spec.checkpoint.storage: got everySteps and everySeconds; expected at most one of them",
     ),
     Rule(
-        "checkpoints-are-shared",
+        "shared-checkpoint-path",
         "spec.checkpoint",
         "!has(self.path) || "
         "!(self.path.startsWith('memory://') || self.path.contains('::memory://'))",
@@ -150,7 +125,7 @@ PARTS = (
         ".path",
     ),
     Rule(
-        "urls-say-where",
+        "complete-checkpoint-url",
         "spec.checkpoint",
         "!has(self.path) || !self.path.matches('^[^/]*://+$')",
         "spec.checkpoint.path: got %s; expected a bucket or a directory after ://, such as "
@@ -167,7 +142,7 @@ PARTS = (
         field=".path",
     ),
     Rule(
-        "beats-fit",
+        "heartbeat-timeout",
         "spec.recovery",
         "self.heartbeatTimeoutSeconds >= 2.0 * self.heartbeatIntervalSeconds",
         "spec.recovery.heartbeatTimeoutSeconds: got %s; expected at least twice "
@@ -178,124 +153,23 @@ PARTS = (
     Rule(
         "no-reserved-variable",
         "spec.env",
-        f"!self.exists(name, {_TAKEN})",
+        f"!self.exists(name, {_RESERVED})",
         "spec.env.%s: got a variable that Holdfast sets for each worker; expected any other name; "
         "remove it: ranks and addresses change with every generation",
-        (f"self.filter(name, {_TAKEN})[0]",),
+        (f"self.filter(name, {_RESERVED})[0]",),
     ),
     Rule(
-        "variables-have-names",
+        "variable-names",
         "spec.env",
-        f"self.all(name, {_SHAPED})",
+        f"self.all(name, {_WELL_FORMED})",
         "spec.env: got the name %s; expected letters, digits and underscores",
-        (f"self.filter(name, !{_SHAPED})[0]",),
-    ),
-    Rule(
-        "heads-fit",
-        _MODEL,
-        "self.dim % (2 * self.numHeads) == 0",
-        f"{_MODEL}.dim: got %s; expected a multiple of twice numHeads (%s)",
-        ("self.dim", "2 * self.numHeads"),
-        ".dim",
-    ),
-    Rule(
-        "kv-heads-fit",
-        _MODEL,
-        f"self.numHeads % {_KV_HEADS} == 0",
-        f"{_MODEL}.numKvHeads: got %s; expected a divisor of numHeads (%s)",
-        (_KV_HEADS, "self.numHeads"),
-        ".numKvHeads",
-    ),
-    _auto_or_positive("spec.entrypoint.recipe.config", "microBatch"),
-    _auto_or_positive("spec.parallelism", "replicate"),
-    _auto_or_positive("spec.parallelism", "shard"),
-)
-
-# -- the mesh: across fields of the spec -------------------------------------------------------
-_P = "self.parallelism"
-_WORLD = "(self.nodes.max * self.workersPerNode)"
-_INNER = f"({_P}.tensor * {_P}.context * {_P}.pipeline)"
-_ROOM = f"({_WORLD} / {_INNER})"
-_FITS = f"{_WORLD} % {_INNER} == 0"
-_SHARD_GIVEN = f"type({_P}.shard) == int && {_P}.shard >= 1"
-_COPIES_GIVEN = f"type({_P}.replicate) == int && {_P}.replicate >= 1"
-_GROUP = (
-    f"({_INNER} * (({_SHARD_GIVEN}) ? int({_P}.shard) : "
-    f"({_COPIES_GIVEN}) ? {_ROOM} / int({_P}.replicate) : 1))"
-)
-_MIN = "(self.nodes.min < self.nodes.max ? self.nodes.min : self.nodes.max)"
-_COMMON = f"{_DIVISORS}.filter(d, self.workersPerNode % d == 0 && {_GROUP} % d == 0)"
-
-MESH = (
-    Rule(
-        "mesh-fits-the-world",
-        "spec",
-        _FITS,
-        "spec.parallelism: got %s for tensor x context x pipeline; expected a divisor of %s "
-        "workers (nodes.max %s x workersPerNode %s)",
-        (_INNER, _WORLD, "self.nodes.max", "self.workersPerNode"),
-        ".parallelism",
-    ),
-    Rule(
-        "shard-divides",
-        "spec",
-        f"!({_FITS}) || !({_SHARD_GIVEN}) || {_ROOM} % int({_P}.shard) == 0",
-        "spec.parallelism.shard: got %s; expected a divisor of %s workers (nodes.max %s x "
-        "workersPerNode %s, by the other axes)",
-        (f"{_P}.shard", _ROOM, "self.nodes.max", "self.workersPerNode"),
-        ".parallelism.shard",
-    ),
-    Rule(
-        "replicate-follows-from-shard",
-        "spec",
-        f"!({_FITS}) || !({_SHARD_GIVEN}) || !({_COPIES_GIVEN}) || "
-        f"{_ROOM} % int({_P}.shard) != 0 || {_ROOM} / int({_P}.shard) == int({_P}.replicate)",
-        "spec.parallelism.replicate: got %s; expected %s (%s workers / shard %s); use auto or %s",
-        (
-            f"{_P}.replicate",
-            f"{_ROOM} / int({_P}.shard)",
-            _ROOM,
-            f"{_P}.shard",
-            f"{_ROOM} / int({_P}.shard)",
-        ),
-        ".parallelism.replicate",
-    ),
-    Rule(
-        "replicate-divides",
-        "spec",
-        f"!({_FITS}) || ({_SHARD_GIVEN}) || !({_COPIES_GIVEN}) || "
-        f"{_ROOM} % int({_P}.replicate) == 0",
-        "spec.parallelism.replicate: got %s; expected a divisor of %s workers",
-        (f"{_P}.replicate", _ROOM),
-        ".parallelism.replicate",
-    ),
-    Rule(
-        "groups-fill-nodes",
-        "spec",
-        f"!({_FITS}) || {_COMMON}.exists(d, {_MIN} * d >= {_GROUP})",
-        "spec.nodes.min: got %s; expected at least %s: replica groups of %s workers, %s on each "
-        "node, fill whole nodes only then; raise nodes.min or lower parallelism.shard",
-        (_MIN, f"{_COMMON}.map(d, {_GROUP} / d).min()", _GROUP, "self.workersPerNode"),
-        ".nodes.min",
-    ),
-    *(
-        Rule(
-            f"recipe-has-no-{axis}-axis",
-            "spec",
-            f"!has(self.entrypoint.recipe) || {_P}.{axis} == 1",
-            f"spec.parallelism.{axis}: got %s; expected 1 with the recipe %s, which splits data "
-            f"and states only; use your own script",
-            (f"{_P}.{axis}", "self.entrypoint.recipe.name"),
-            f".parallelism.{axis}",
-        )
-        for axis in ("tensor", "context", "pipeline")
+        (f"self.filter(name, !{_WELL_FORMED})[0]",),
     ),
 )
 
-
-# -- what may not change -----------------------------------------------------------------------
 _STARTED = "has(self.status) && has(self.status.jobId)"
-"""The operator has taken the job up. Until then, after a refusal say, it may be put right."""
+"""The operator has started the job. Until then, for example after a refusal, the spec may
+change."""
 
 
 def _immutable() -> Iterator[Rule]:
@@ -303,17 +177,17 @@ def _immutable() -> Iterator[Rule]:
         yaml_name = field.alias or name
         if yaml_name in MUTABLE:
             continue
-        mine, old = f"self.spec.{yaml_name}", f"oldSelf.spec.{yaml_name}"
-        free = "" if yaml_name in FIXED_FROM_THE_FIRST else f"!({_STARTED}) || "
+        new, old = f"self.spec.{yaml_name}", f"oldSelf.spec.{yaml_name}"
+        unless = "" if yaml_name in ALWAYS_IMMUTABLE else f"!({_STARTED}) || "
         yield Rule(
             f"immutable-{yaml_name}",
             "",
-            f"{free}has({mine}) == has({old}) && (!has({mine}) || {mine} == {old})",
+            f"{unless}has({new}) == has({old}) && (!has({new}) || {new} == {old})",
             f"spec.{yaml_name}: got a changed value; expected the one that the job was started "
             f"with; to change it delete the job and apply it again: checkpoints at a path of your "
-            f"own stay",
+            f"own are kept",
             field=f".spec.{yaml_name}",
         )
 
 
-RULES: tuple[Rule, ...] = (*PARTS, *MESH, *_immutable())
+RULES: tuple[Rule, ...] = (*CHECKS, *_immutable())

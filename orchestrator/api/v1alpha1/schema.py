@@ -1,7 +1,6 @@
-"""The JSON schema and the reference page of a TrainingJob, from the models alone.
+"""The JSON schema and the reference page of a TrainingJob, generated from the models.
 
-Owns: rendering them. Must not: say anything that is not in a model: a field's docstring is its
-documentation, so code, schema and page cannot disagree.
+The docstring of a field is its documentation, so code, schema and page cannot disagree.
 """
 
 from __future__ import annotations
@@ -10,20 +9,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .env import CONTRACT_NAMES, RESERVED_PREFIXES
-from .job import API_VERSION, KIND, TrainingJob
+from .job import API_VERSION, CONTRACT_NAMES, KIND, RESERVED_PREFIXES, TrainingJob
 
 _Model = tuple[str, dict[str, Any], dict[str, Any]]
-"""Path, schema, and what its fields are where the part above says nothing."""
+"""Path, schema, and the value that the part above has by default."""
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 HEAD = f"""# The job spec
 
-This page is generated from the models in `orchestrator/api/v1alpha1`:
+This page is generated from the models in `orchestrator/api/v1alpha1` with
 `holdfast schema --markdown -o docs/user/job-spec.md`.
 `holdfast schema` prints the same as a JSON schema,
-which editors understand.
+which editors can use.
 
 A job is a YAML document with `apiVersion: {API_VERSION}`, `kind: {KIND}`, `metadata` and `spec`.
 Unknown keys are errors. Durations are seconds, as the names say.
@@ -35,8 +33,8 @@ metadata:
   name: my-job
 spec:
   entrypoint:
-    script: train.py          # as you would give it to torchrun
-  nodes: {{min: 1, max: 2}}     # trains on two, goes on with one
+    script: train.py          # the script that you would give to torchrun
+  nodes: {{min: 1, max: 2}}     # trains on two nodes, or on one
   workersPerNode: 2
 ```
 """
@@ -44,9 +42,9 @@ spec:
 TAIL = """
 ## Environment variables
 
-`env` may override everything that `holdfast plan` shows, except who a worker is: {names}, and names
-that begin with {prefixes}. The limits of malloc (`MALLOC_...`) are left to glibc where
-`GLIBC_TUNABLES` has one of its own.
+`env` may override every variable that `holdfast plan` shows, except those that identify a worker:
+{names}, and names that begin with {prefixes}. Holdfast sets no malloc limits (`MALLOC_...`) that
+`GLIBC_TUNABLES` already has.
 """
 
 
@@ -57,7 +55,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def reference_page() -> str:
-    """Markdown: one section per part of the tree, in the order in which they are met."""
+    """The page as Markdown: one section for each part, in the order of the fields."""
     schema = json_schema()
     parts = [HEAD]
     seen: set[str] = set()
@@ -81,7 +79,7 @@ def _follow(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """The model behind a reference, also one that may be null."""
+    """The model that a reference means, also an optional one."""
     for choice in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
         if "$ref" in choice:
             found: dict[str, Any] = schema["$defs"][choice["$ref"].rpartition("/")[2]]
@@ -98,9 +96,9 @@ def _description(model: dict[str, Any]) -> Iterator[str]:
 def _rows(
     schema: dict[str, Any], path: str, model: dict[str, Any], given: dict[str, Any]
 ) -> tuple[list[str], list[_Model]]:
-    """The table of one model, and the models below it."""
+    """The table of one model, and the models of its fields."""
     required = model.get("required", ())
-    lines = ["| field | type | default | what it is |", "|---|---|---|---|"]
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     below: list[_Model] = []
     for name, node in model.get("properties", {}).items():
         target = _resolve(schema, node)

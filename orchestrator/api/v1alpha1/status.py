@@ -1,8 +1,7 @@
-"""TrainingJobStatus: what a cluster shows of a job. One definition gives its schema and `explain`.
+"""TrainingJobStatus: the `.status` of a TrainingJob, as a model that gives its schema.
 
-Owns: the shape of `.status`. The operator fills it from a JobView; printer columns, the scale
-subresource and `holdfast status --kubernetes` read it. Must not: hold heartbeats or anything per
-rank: what changes with every beat does not belong into etcd.
+The operator fills it from a JobView. It holds nothing that changes with every heartbeat and nothing
+per rank, because each write goes to etcd.
 """
 
 from __future__ import annotations
@@ -15,164 +14,165 @@ from pydantic import ConfigDict, Field
 from .base import Part
 
 MAX_INCIDENTS = 10
-"""So that a status stays below 100 kB with long tracebacks; the journal has them all."""
+"""Keeps a status with long tracebacks below 100 kB; the journal has all incidents."""
 Count = Annotated[int, Field(ge=0)]
 
 
 class _Written(Part):
-    """The operator wrote it and no person did; read back from JSON, a time is a text."""
+    """A part that the operator writes; not strict, because a time read back from JSON is a text."""
 
     model_config = ConfigDict(strict=False)
 
 
 class Condition(_Written):
-    """One aspect of the job's state, by the conventions of Kubernetes."""
+    """One aspect of the job's state, in the form that Kubernetes objects use."""
 
     type: Annotated[str, Field(max_length=316)]
     """Ready, Progressing, Suspended, Succeeded or Failed."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Whether the condition holds."""
     observed_generation: Count | None = None
-    """metadata.generation that this was said about."""
+    """metadata.generation of the object that the condition describes."""
     last_transition_time: datetime
-    """When status last changed."""
+    """When the condition's status last changed."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Why, as one CamelCase word for machines."""
+    """Reason as one CamelCase word, for programs."""
     message: Annotated[str, Field(max_length=32768)] = ""
-    """Why, as a sentence with the numbers, for people."""
+    """Reason as a sentence with numbers, for people."""
 
 
 class NodesStatus(_Written):
-    """Nodes of the job: how many there are and how many it wants."""
+    """Numbers of nodes of the job."""
 
     ready: Count = 0
-    """Nodes that train, spares not counted."""
+    """Nodes that train, without spares."""
     desired: Count = 0
-    """What spec.nodes.max asks for; 0 while the job is suspended or has ended."""
+    """spec.nodes.max; 0 while the job is suspended or has ended."""
     summary: str = ""
-    """ready/desired, as the column of `kubectl get` shows it."""
+    """ready/desired, the column of `kubectl get`."""
     spares: Count = 0
-    """Nodes that wait, warm and idle."""
+    """Spare nodes that are ready."""
 
 
 class CheckpointStatus(_Written):
-    """The newest checkpoint that is committed to storage."""
+    """The newest checkpoint in storage."""
 
     step: int
-    """Last step in it."""
+    """Last step that it contains."""
     time: datetime | None = None
-    """When it was committed."""
+    """When the checkpoint was committed."""
     generation: Count | None = None
-    """Launch that wrote it."""
+    """Generation that wrote it."""
     size_bytes: Count | None = None
-    """All its shards together."""
+    """Size of all its shards, in bytes."""
 
 
 class IncidentStatus(_Written):
-    """One interruption, from the fact that opened it to the next step of all ranks."""
+    """One interruption, from its detection to the next step of all ranks."""
 
     number: int
-    """Counts from 1 over the life of the job."""
+    """Number of the incident; counts from 1 over the life of the job."""
     time: datetime
-    """When the fact became known."""
+    """When the interruption was detected."""
     failure_class: str = Field(alias="class")
-    """user, infrastructure, preemption or hang; resize or suspend for planned ones."""
+    """Failure class: user, infrastructure, preemption or hang; resize or suspend if planned."""
     title: str
     """What happened, in one line."""
     culprit_node: str | None = None
-    """Pod that is to blame."""
+    """Pod that caused it."""
     culprit_rank: int | None = None
-    """Rank that is to blame."""
+    """Rank that caused it."""
     evidence: str | None = None
-    """What says so."""
+    """Evidence for the cause."""
     decision: str | None = None
-    """What was done and why, with the numbers."""
+    """What was decided and why, with the numbers."""
     rehearsal: bool | None = None
-    """Somebody asked for it with `holdfast chaos`."""
+    """true: the fault was injected with `holdfast chaos`."""
     generation_before: Count | None = None
-    """Launch that was interrupted."""
+    """Generation that was interrupted."""
     generation_after: Count | None = None
-    """Launch that took over."""
+    """Generation that was launched next."""
     world_size_before: Count | None = None
-    """Workers before."""
+    """Number of workers before."""
     world_size_after: Count | None = None
-    """Workers after."""
+    """Number of workers after."""
     resumed_after_step: int | None = None
-    """Training went on after this step."""
+    """Last step of the restored checkpoint; training resumed after it."""
     restored_from: str | None = None
-    """memory, storage or nothing."""
+    """Where the checkpoint was restored from: memory, storage or nothing."""
     steps_lost: Count | None = None
-    """Finished steps that were computed again."""
+    """Finished steps that had to be trained again."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """By phase: stop, place, launch, first-step; and total."""
+    """Seconds spent in each part: stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None
-    """The next incident, where it came before all ranks had finished a step."""
+    """Number of the next incident, if it came before all ranks had finished a step."""
     no_steps: bool | None = None
-    """The workers report no steps, so nobody here knows what was lost."""
+    """true: the workers report no steps, so the number of lost steps is unknown."""
     traceback: str | None = None
-    """Of the error, shortened."""
+    """Traceback of the error, shortened."""
 
 
 class TrainingJobStatus(_Written):
-    """What is. Only the operator writes it, at most every few seconds unless a condition changes.
+    """Status of the job. The operator writes it, every few seconds at most unless a condition
+    changes.
 
-    Whatever stands here is computed anew from the job's journal: an edited status is overwritten.
+    It is computed from the job's journal; edits of the status are overwritten.
     """
 
     conditions: list[Condition] = Field(default_factory=list, max_length=16)
     """Ready, Progressing, Suspended, Succeeded, Failed: each with a reason and a sentence."""
     observed_generation: Count | None = None
-    """metadata.generation that the operator has acted on."""
+    """metadata.generation that the operator has applied."""
     state: str | None = None
-    """One word for people: pending, starting, running, recovering, finishing, suspending,
-    suspended, succeeded, failed or cancelled. Programs look at conditions."""
+    """Phase of the job, for people: pending, starting, running, recovering, finishing, suspending,
+    suspended, succeeded, failed or cancelled. Programs should read the conditions."""
     reason: str | None = None
-    """Why it is in this state, with the numbers."""
+    """Why the job is in this phase, with the numbers."""
     job_id: str | None = None
-    """Distinguishes this job from earlier ones of the same name."""
+    """Identifies this job among earlier ones of the same name."""
     nodes: NodesStatus | None = None
     replicas: Count | None = None
-    """Nodes that train: what the scale subresource reports."""
+    """Nodes that train; the replicas of the scale subresource."""
     selector: str | None = None
-    """Label selector of the job's pods, as the scale subresource wants it."""
+    """Label selector of the job's pods, for the scale subresource."""
     world_size: Count | None = None
-    """Workers of the current generation."""
+    """Number of workers of the current generation."""
     mesh: str | None = None
-    """Its axes, in words."""
+    """Axes of the device mesh and their sizes."""
     strategy: str | None = None
-    """DDP, FSDP2 or HSDP."""
+    """Parallelism strategy: DDP, FSDP2 or HSDP."""
     generation: Count | None = None
-    """Launches of a membership so far; the fencing token of checkpoints."""
+    """Number of the current generation; each launch adds one, and checkpoints are fenced by it."""
     step: int | None = None
     """Last step that all ranks have finished."""
     total_steps: Count | None = None
-    """Steps of the whole job, where it has said so."""
+    """Number of steps of the whole job, if the training script reports it."""
     step_s: float | None = None
-    """Median time of the recent steps."""
+    """Median time of the recent steps, in seconds."""
     tokens_per_second: float | None = None
-    """Tokens of the global batch over the step time."""
+    """Tokens of the global batch divided by the step time."""
     loss: float | None = None
     """Training loss of the last step."""
     restarts: Count | None = None
-    """Launches that were charged to a budget; a resize is none."""
+    """Restarts that were charged to a budget; a resize is not."""
     restarts_by_class: dict[str, int] = Field(default_factory=dict)
-    """The same by failure class."""
+    """Restarts by failure class."""
     goodput: str | None = None
-    """Share of the time since the first launch that moved the model forward, such as 98.2%."""
+    """Share of the time since the first launch in which new steps were trained, such as 98.2%."""
     ledger: dict[str, float] = Field(default_factory=dict)
-    """Where the time went: seconds by cause, which add up to the time since submission."""
+    """Seconds by use of time; they add up to the time since submission."""
     start_time: datetime | None = None
-    """When the operator took the job up."""
+    """When the operator started the job."""
     completion_time: datetime | None = None
-    """When it ended."""
+    """When the job ended."""
     memory_step: int | None = None
-    """Newest step complete in the memory of the nodes."""
+    """Newest step of which the memory tier has all shards."""
     last_checkpoint: CheckpointStatus | None = None
     checkpoint_path: str | None = None
-    """Where committed checkpoints are."""
+    """Directory or URL of the committed checkpoints."""
     storage_problem: str | None = None
-    """Why the newest checkpoint that was tried is not in storage."""
+    """Why the newest checkpoint could not be written to storage."""
     incidents: list[IncidentStatus] = Field(default_factory=list, max_length=MAX_INCIDENTS)
-    """The last ten, oldest first. All of them are in the journal and in Events."""
+    """The last ten incidents, oldest first. The journal has all of them."""
     traceback: str | None = None
-    """Of the error that ended the job."""
+    """Traceback of the error that ended the job."""

@@ -78,7 +78,7 @@ def plan(
     Example: `holdfast plan examples/stdlib-bytes.yaml --nodes 1`
     """
     from holdfast.orchestrator.api.v1alpha1 import load_job
-    from holdfast.orchestrator.api.v1alpha1.quantity import parse_quantity
+    from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
     from holdfast.orchestrator.core.rank_assignment import check_resize, resized
     from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.planner import make_plan

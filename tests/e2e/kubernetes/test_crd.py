@@ -92,7 +92,7 @@ def without_empty(value: Any) -> Any:
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
 def test_a_wrong_job_is_refused_in_our_words(dry: Kubectl, case: Wrong) -> None:
     text = refusal(dry, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
-    for part in case.told:
+    for part in case.message:
         assert part in text
     assert "rule evaluation error" not in text
 
@@ -116,7 +116,7 @@ def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change
     jobs.create(job(case.before))
     start(jobs)
     text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
-    for part in case.told:
+    for part in case.message:
         assert part in text
 
 
@@ -213,8 +213,8 @@ def test_a_version_of_the_future_is_refused_with_the_versions_that_there_are(job
 def test_explain_documents_every_part(jobs: Kubectl) -> None:
     text = jobs.run("explain", "tj.spec.recovery")
     assert "heartbeatTimeoutSeconds" in text
-    assert "How failures are noticed and what is done about them." in text
-    assert "Silence after which a node counts as lost." in text
+    assert "How failures are detected and what is done about them." in text
+    assert "Seconds without a heartbeat after which a node is lost." in text
     assert "memory, storage or nothing" in jobs.run("explain", "tj.status.incidents.restoredFrom")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1.kubernetes import TOPOLOGY_KEYS
+from holdfast.orchestrator.api.v1alpha1.backends import KUBERNETES_TOPOLOGY_KEYS
 from tests.e2e.kubernetes.jobs import ENDLESS, Job, example
 from tests.e2e.kubernetes.rig import workloads
 from tests.e2e.kubernetes.rig.cluster import Cluster
@@ -21,7 +21,7 @@ from tests.e2e.kubernetes.rig.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-RACK, CLIQUE = TOPOLOGY_KEYS[-2:]
+RACK, CLIQUE = KUBERNETES_TOPOLOGY_KEYS[-2:]
 SEAT = "example.com/seat"
 
 

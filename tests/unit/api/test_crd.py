@@ -1,4 +1,4 @@
-"""The CRD says what the models say: structure, defaults, and one rule for each check."""
+"""The CRD agrees with the models: structure, defaults, and the words of each rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from holdfast.orchestrator.api.v1alpha1.job import JobSpec
 from holdfast.orchestrator.api.v1alpha1.rules import MUTABLE, RULES
 from holdfast.orchestrator.errors import SpecError
 
-from .wrong_jobs import CHANGES, SCRIPT, UNTYPED_RIGHT, UNTYPED_WRONG, WRONG, Wrong, job
+from .wrong_jobs import (
+    CHANGES,
+    MODELS_ONLY,
+    SCRIPT,
+    UNTYPED_RIGHT,
+    UNTYPED_WRONG,
+    WRONG,
+    Wrong,
+    job,
+)
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -25,7 +34,7 @@ FORBIDDEN_INSIDE = ("description", "type", "default", "additionalProperties", "n
 
 
 def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every place of a structural schema."""
+    """Every node of a structural schema, with its path."""
     yield path, node
     for name, child in node.get("properties", {}).items():
         yield from nodes(child, f"{path}.{name}".lstrip("."))
@@ -36,7 +45,7 @@ def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
 
 
 def fill(schema: dict[str, Any], value: Any) -> Any:
-    """Defaults as an API server fills them in."""
+    """The value with the defaults that an API server fills in."""
     if isinstance(value, dict):
         for name, child in schema.get("properties", {}).items():
             if name not in value and "default" in child:
@@ -49,7 +58,7 @@ def fill(schema: dict[str, Any], value: Any) -> Any:
     return value
 
 
-def test_every_place_of_the_schema_has_one_type() -> None:
+def test_every_node_of_the_schema_has_one_type() -> None:
     for path, node in nodes(openapi_schema()):
         extension = ("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields")
         assert "type" in node or any(key in node for key in extension), path
@@ -72,14 +81,14 @@ def test_texts_lists_and_maps_have_bounds() -> None:
 
 
 def test_every_field_of_spec_and_status_is_described() -> None:
-    silent = [
+    undescribed = [
         path
         for path, node in nodes(openapi_schema())
         if path.startswith(("spec.", "status."))
         and not path.endswith(("[]", "{}"))
         and "description" not in node
     ]
-    assert silent == []
+    assert undescribed == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -90,8 +99,7 @@ def test_the_defaults_in_the_schema_are_those_of_the_models(path: Path) -> None:
     assert job_from_resource(document) == load_job(path)
 
 
-def test_nothing_is_left_to_fill_in_after_the_schema_has() -> None:
-    """Each field with a default, other than nothing, is written by the server."""
+def test_the_api_server_fills_in_every_default_of_the_models() -> None:
     document = fill(openapi_schema(), job(SCRIPT))
     ours = TrainingJob.model_validate(job(SCRIPT)).model_dump(
         mode="json", by_alias=True, exclude_none=True
@@ -108,35 +116,37 @@ def leaves(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def test_every_rule_stands_in_the_schema_and_has_a_wrong_document() -> None:
-    placed = [
+def test_every_rule_is_in_the_schema_and_has_a_wrong_document() -> None:
+    in_schema = [
         validation["rule"]
         for _path, node in nodes(openapi_schema())
         for validation in node.get("x-kubernetes-validations", ())
     ]
-    assert sorted(placed) == sorted(rule.rule for rule in RULES)
+    assert sorted(in_schema) == sorted(rule.rule for rule in RULES)
     assert {case.rule for case in (*WRONG, *CHANGES)} == {rule.name for rule in RULES}
 
 
-def test_every_field_of_the_spec_may_change_or_has_a_rule_against_it() -> None:
+def test_every_field_of_the_spec_is_mutable_or_has_an_immutability_rule() -> None:
     fields = {field.alias or name for name, field in JobSpec.model_fields.items()}
     guarded = {r.name.removeprefix("immutable-") for r in RULES if r.name.startswith("immutable-")}
     assert guarded | set(MUTABLE) == fields
     assert not guarded & set(MUTABLE)
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
-def test_the_models_refuse_what_a_rule_refuses_with_the_same_words(case: Wrong) -> None:
+@pytest.mark.parametrize(
+    "case", (*WRONG, *MODELS_ONLY), ids=lambda case: f"{case.rule} {case.id}".strip()
+)
+def test_the_models_refuse_a_wrong_job_with_the_words_of_the_rule(case: Wrong) -> None:
     with pytest.raises(SpecError) as caught:
         job_from_mapping(job(case.spec, case.name))
     text = str(caught.value).replace("'a.b'", "a.b")
-    for part in case.told:
+    for part in case.message:
         assert part in text
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.rule)
-def test_a_changed_job_is_a_right_job_by_itself(case: Any) -> None:
-    """What is refused is the change, not the outcome."""
+def test_a_changed_job_is_a_valid_job_by_itself(case: Any) -> None:
+    """The rule refuses the change, not the resulting spec."""
     before = job(case.before)
     job_from_mapping(before)
     job_from_mapping({**before, "spec": {**before["spec"], **case.patch["spec"]}})
@@ -153,25 +163,25 @@ def test_the_models_accept_every_form_of_untyped_fields(spec: dict[str, Any]) ->
     job_from_mapping(job(spec))
 
 
-def test_scaling_below_the_minimum_takes_the_minimum_along() -> None:
+def test_scaling_below_the_minimum_lowers_the_minimum() -> None:
     document = job({**SCRIPT, "nodes": {"min": 2, "max": 1, "spares": 1}})
     document["status"] = {"state": "running"}
     nodes = job_from_resource(document).spec.nodes
     assert (nodes.min, nodes.max, nodes.spares) == (1, 1, 1)
 
 
-def test_what_is_no_job_is_refused_with_its_field() -> None:
-    for document, told in [
+def test_an_object_that_is_not_a_job_is_refused_with_its_field() -> None:
+    for document, message in [
         ({"spec": None}, "apiVersion"),
         (job({**SCRIPT, "nodes": {"min": "many", "max": 1}}), "spec.nodes.min: got 'many'"),
         (job({**SCRIPT, "nodes": {"min": 2, "max": 0}}), "spec.nodes.max: got 0"),
     ]:
         with pytest.raises(SpecError) as caught:
             job_from_resource(document)
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_scale_and_columns_point_at_fields_that_there_are() -> None:
+def test_scale_and_columns_point_at_existing_fields() -> None:
     version = definition()["spec"]["versions"][0]
     places = {f".{path}" for path, _node in nodes(openapi_schema())}
     scale = version["subresources"]["scale"]

@@ -1,7 +1,7 @@
-"""One wrong document per CEL rule, with what its user is told.
+"""One wrong document per CEL rule, with parts of the message that its user gets.
 
-Owns: the cases. The unit tests give them to the models, the cluster tests to a real API server:
-both must refuse them, with the same words. A rule without a case fails a test.
+Unit tests give the documents to the models, cluster tests to a real API server: both must refuse
+them with the same words. A rule without a case fails a test.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wrong:
-    """A spec that the rule refuses. `told`: parts of the text, of server and models alike."""
+    """A spec that the rule refuses. `message`: parts of the text from API server and models."""
 
     rule: str
     spec: Document
-    told: tuple[str, ...]
+    message: tuple[str, ...]
     name: str = "wrong"
     id: str = ""
 
@@ -30,7 +30,7 @@ class Change:
 
     rule: str
     patch: Document
-    told: tuple[str, ...]
+    message: tuple[str, ...]
     before: Document = field(default_factory=dict)
 
 
@@ -74,18 +74,18 @@ WRONG = (
         ("spec.nodes.max: got 2; expected at least nodes.min (3)",),
     ),
     Wrong(
-        "one-cadence",
+        "one-interval",
         script(checkpoint={"storage": {"everySteps": 10, "everySeconds": 5}}),
         ("spec.checkpoint.storage: got everySteps and everySeconds; expected at most one of them",),
     ),
     Wrong(
-        "checkpoints-are-shared",
+        "shared-checkpoint-path",
         script(checkpoint={"path": "memory://x"}),
         ("spec.checkpoint.path: got memory://x; expected a directory or the URL of a store",),
     ),
     *(
         Wrong(
-            "urls-say-where",
+            "complete-checkpoint-url",
             script(checkpoint={"path": path}),
             (f"spec.checkpoint.path: got {path}; expected a bucket or a directory after ://",),
             id=path,
@@ -101,7 +101,7 @@ WRONG = (
         ),
     ),
     Wrong(
-        "beats-fit",
+        "heartbeat-timeout",
         script(recovery={"heartbeatIntervalSeconds": 2, "heartbeatTimeoutSeconds": 3}),
         (
             "spec.recovery.heartbeatTimeoutSeconds: got 3; expected at least twice "
@@ -121,10 +121,15 @@ WRONG = (
         id="prefix",
     ),
     Wrong(
-        "variables-have-names",
+        "variable-names",
         script(env={"A-B": "x"}),
         ("spec.env: got the name ", "A-B", "; expected letters, digits and underscores"),
     ),
+)
+
+
+# Mistakes that only the models refuse; on Kubernetes the operator reports them.
+MODELS_ONLY = (
     Wrong(
         "heads-fit",
         recipe({"model": {"dim": 250}}),
@@ -141,17 +146,20 @@ WRONG = (
     Wrong(
         "auto-or-number-microBatch",
         recipe({"microBatch": 0}),
-        ("spec.entrypoint.recipe.config.microBatch: got 0; expected auto or a number >= 1",),
+        (
+            "spec.entrypoint.recipe.config.microBatch: got 0; "
+            "expected auto or greater than or equal to 1",
+        ),
     ),
     Wrong(
         "auto-or-number-replicate",
         script(parallelism={"replicate": 0}),
-        ("spec.parallelism.replicate: got 0; expected auto or a number >= 1",),
+        ("spec.parallelism.replicate: got 0; expected auto or greater than or equal to 1",),
     ),
     Wrong(
         "auto-or-number-shard",
         script(parallelism={"shard": -1}),
-        ("spec.parallelism.shard: got -1; expected auto or a number >= 1",),
+        ("spec.parallelism.shard: got -1; expected auto or greater than or equal to 1",),
     ),
     Wrong(
         "mesh-fits-the-world",
@@ -209,8 +217,8 @@ WRONG = (
 
 
 def _fixed(name: str, value: Any, before: Document | None = None) -> Change:
-    told = f"spec.{name}: got a changed value; expected the one that the job was started with"
-    return Change(f"immutable-{name}", {"spec": {name: value}}, (told,), before or SCRIPT)
+    message = f"spec.{name}: got a changed value; expected the one that the job was started with"
+    return Change(f"immutable-{name}", {"spec": {name: value}}, (message,), before or SCRIPT)
 
 
 CHANGES = (
@@ -234,8 +242,10 @@ CHANGES = (
     _fixed("managedBy", "kueue.x-k8s.io/multikueue"),
 )
 
-# Fields that a structural schema cannot type: the server's words are its own, the models' ours.
+# Values that the structural schema refuses in the API server's words, the models in ours.
 UNTYPED_WRONG = (
+    script(parallelism={"shard": 0}),
+    script(parallelism={"replicate": "many"}),
     script(resources={"cpu": "two"}),
     script(resources={"memory": "4 gigs"}),
     script(resources={"cpu": -1}),

@@ -1,4 +1,4 @@
-"""Every kind of mistake in a spec: what the person is told, and the exit code."""
+"""Every kind of mistake in a spec: what the message says, and the exit code."""
 
 from __future__ import annotations
 
@@ -182,15 +182,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), CASES)
+@pytest.mark.parametrize(("text", "message"), CASES)
 def test_a_mistake_in_the_spec_is_named_and_exits_with_2(
-    text: str, told: list[str], write: Write, holdfast: Holdfast
+    text: str, message: list[str], write: Write, holdfast: Holdfast
 ) -> None:
     path = write(text)
     before = sorted(p.name for p in path.parent.iterdir())
     result = holdfast("validate", path)
     assert result.code == 2
-    for part in told:
+    for part in message:
         assert part in result.err
     assert "expected" in result.err
     assert "Traceback" not in result.err
@@ -198,14 +198,14 @@ def test_a_mistake_in_the_spec_is_named_and_exits_with_2(
     assert sorted(p.name for p in path.parent.iterdir()) == before
 
 
-@pytest.mark.parametrize(("text", "told"), CASES[-10:])
+@pytest.mark.parametrize(("text", "message"), CASES[-10:])
 def test_run_makes_the_same_checks_and_leaves_nothing_behind(
-    text: str, told: list[str], write: Write, holdfast: Holdfast
+    text: str, message: list[str], write: Write, holdfast: Holdfast
 ) -> None:
     path = write(text)
     result = holdfast("run", path)
     assert result.code == 2
-    assert told[0] in result.err
+    assert message[0] in result.err
     assert not (path.parent / "home").exists()
 
 

@@ -195,18 +195,18 @@ def _code(outcome: jobs_api.Outcome) -> int:
 
 def _runtime_env(file: Path | None) -> dict[str, Any]:
     """Raises UserError."""
-    from holdfast.orchestrator.api.v1alpha1 import document
+    from holdfast.orchestrator.api.v1alpha1 import load
 
     if file is None:
         return {}
     try:
-        found = document.read(file.read_text(encoding="utf-8"))
+        found = load.read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem("--runtime-env", f"{file} ({error})", "a YAML file that can be read")
         raise UserError(str(problem)) from None
-    except document.BadDocument as error:
+    except load.BadDocument as error:
         raise UserError(f"--runtime-env {file}: {error}") from None
-    for problem in document.faults(found):
+    for problem in load.document_problems(found):
         raise UserError(f"--runtime-env {file}: {problem}")
     if not isinstance(found, dict):
         problem = Problem("--runtime-env", str(file), "a mapping, as Ray's runtime_env is")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.api.v1alpha1.kubernetes import TOPOLOGY_KEYS
+from holdfast.orchestrator.api.v1alpha1.backends import KUBERNETES_TOPOLOGY_KEYS
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
@@ -104,7 +104,10 @@ def topology_labels(keys: tuple[str, ...], *values: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("kubernetes", "keys"),
-    [({}, TOPOLOGY_KEYS), ({"topologyKeys": ["example.com/hall", "example.com/row"]}, None)],
+    [
+        ({}, KUBERNETES_TOPOLOGY_KEYS),
+        ({"topologyKeys": ["example.com/hall", "example.com/row"]}, None),
+    ],
     ids=["default-keys", "keys-of-the-spec"],
 )
 def test_topology_comes_from_the_labels_of_the_kubernetes_node(
@@ -140,7 +143,7 @@ def test_ranks_of_one_clique_are_adjacent_whatever_their_node_names() -> None:
     async def scenario() -> None:
         api = FakeApi(listed=[pod(name, place) for name, (place, _values) in layout.items()])
         for place, values in layout.values():
-            labels = topology_labels(TOPOLOGY_KEYS, *values)
+            labels = topology_labels(KUBERNETES_TOPOLOGY_KEYS, *values)
             api.objects[f"/api/v1/nodes/{place}"] = kubernetes_node(place, **labels)
         async with opened(api) as seen:
             known = seen.node_informer.labels
