@@ -127,6 +127,12 @@ class FakeOperator:
         metadata = {**old["metadata"], "generation": old["metadata"]["generation"] + 1}
         job.update(self.api.keep(path, {**old, "metadata": metadata, "spec": after}))
 
+    def annotate(self, job: JobReconciler, name: str, value: str) -> None:
+        path = JOBS.path(job.owner.namespace, job.owner.name)
+        old = self.api.objects[path]
+        metadata = {**old["metadata"], "annotations": {name: value}}
+        job.update(self.api.keep(path, {**old, "metadata": metadata}))
+
     def welcome(self, name: str, namespace: str = "team") -> wire.Welcome:
         """What an agent of the job receives first."""
         return self.context.agent_server._guests[f"{namespace}/{name}"].welcome()

@@ -5,6 +5,7 @@ and requests are carried out in the end.
 from __future__ import annotations
 
 import asyncio
+import base64
 import datetime
 import json
 import socket
@@ -12,18 +13,20 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
 from holdfast.orchestrator.core.events import JobSubmitted
+from holdfast.orchestrator.core.journal import decode_records, encode_record
 from holdfast.orchestrator.hosts.kubernetes.configmap_journal import WRITER
 from holdfast.orchestrator.hosts.kubernetes.reconciler import PRIOR_FIELDS, Timing
+from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, SECRETS
-from holdfast.orchestrator.runtime import executor, job_runtime
+from holdfast.orchestrator.runtime import executor
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from tests.unit.kube.fake_api import BOUND_S, eventually, status
 
@@ -185,15 +188,39 @@ def test_the_kept_fields_of_a_status_exist() -> None:
     assert set(PRIOR_FIELDS) <= fields
 
 
-# -- checkpoint path ---------------------------------------------------------------------------
-@pytest.mark.parametrize("known_by", ["journal", "compacted journal", "status"])
-def test_a_job_keeps_its_checkpoint_path_when_the_operator_has_another_root_or_none(
-    known_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# -- requests ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("annotation", "value", "request_name"),
+    [(names.CHECKPOINT, "ann", "checkpoint"), (names.CHAOS, "no JSON", "chaos")],
+)
+def test_the_event_that_answers_an_annotation_names_the_request(
+    annotation: str, value: str, request_name: str, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         api = StatefulFakeApi()
-        if known_by == "status":  # a journal of an older Holdfast
-            monkeypatch.setattr(job_runtime, "JobSubmitted", without_path)
+        async with running_operator(api) as operator:
+            job = operator.start(training_job("llm", checkpoint={"path": str(tmp_path)}))
+            await eventually(lambda: job.view is not None, "a controller")
+            operator.annotate(job, annotation, value)
+            await eventually(lambda: "Refused" in events(api), "the answer")
+            found = events(api)["Refused"]["metadata"]["annotations"]
+            assert found == {names.REQUEST: request_name}
+
+    asyncio.run(scenario())
+
+
+def events(api: StatefulFakeApi) -> dict[str, Document]:
+    """The recorded Events by their reasons."""
+    return {one["reason"]: one for path, one in api.objects.items() if "/events/" in path}
+
+
+# -- checkpoint path ---------------------------------------------------------------------------
+@pytest.mark.parametrize("known_by", ["journal", "compacted journal", "status"])
+def test_a_job_keeps_its_checkpoint_path_when_the_operator_has_another_root_or_none(
+    known_by: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        api = StatefulFakeApi()
         path = f"{tmp_path}/one/team/llm"
         compact_at_bytes = 1 if known_by == "compacted journal" else None
         async with running_operator(
@@ -210,7 +237,9 @@ def test_a_job_keeps_its_checkpoint_path_when_the_operator_has_another_root_or_n
                 await eventually(
                     lambda: "snapshot" in api.objects[journal]["binaryData"], "a snapshot"
                 )
-        if known_by != "status":
+        if known_by == "status":
+            remove_path_from_journal(api)
+        else:
             del operator.object("llm")["status"]["checkpointPath"]
         for root, suspended in ((f"{tmp_path}/two", True), ("", False)):
             async with running_operator(api, root) as operator:
@@ -230,8 +259,17 @@ def test_a_job_keeps_its_checkpoint_path_when_the_operator_has_another_root_or_n
     asyncio.run(scenario())
 
 
-def without_path(checkpoint_path: str, **fields: Any) -> JobSubmitted:
-    return JobSubmitted(**fields)
+def remove_path_from_journal(api: StatefulFakeApi) -> None:
+    """As an older Holdfast has written it."""
+    data = api.objects[CONFIG_MAPS.path("team", "llm-journal")]["binaryData"]
+    for key, value in data.items():
+        records = []
+        for now_ns, event in decode_records(base64.b64decode(value)):
+            if isinstance(event, JobSubmitted):
+                assert event.checkpoint_path
+                event = msgspec.structs.replace(event, checkpoint_path="")
+            records.append(encode_record(now_ns, event))
+        data[key] = base64.b64encode(b"".join(records)).decode()
 
 
 # -- time to live ------------------------------------------------------------------------------
@@ -254,8 +292,8 @@ def test_a_failed_deletion_is_retried() -> None:
         async with running_operator(api) as operator:
             operator.start(ended(0))
             await eventually(lambda: api.requests.count(DELETE) >= 3, "several attempts")
-            events = [one for path, one in api.objects.items() if "/events/" in path]
-            assert [one["reason"] for one in events] == ["NotDeleted"], "recorded once"
+            found = [one["reason"] for path, one in api.objects.items() if "/events/" in path]
+            assert found == ["NotDeleted"], "recorded once"
             api.reject = lambda request: None
             async with asyncio.timeout(BOUND_S):
                 await operator.tasks[0]
