@@ -1,31 +1,51 @@
-"""How a Python of ours starts another one, and where that finds our code.
+"""Command lines and PYTHONPATH for child processes that run a module of Holdfast.
 
-Owns: this, for each process of ours that begins with an interpreter of its own. Must not: start it.
-
-Most begin in a directory that holds somebody's job, and `python -m` puts that first on its path: a
-random.py beside a script would be run in place of the standard library's, inside of an agent or of
-`holdfast checkpoint`. -P leaves the directory out.
+Such a process often starts in the directory of a user's job, which `python -m` would put first on
+the import path: a random.py beside the script would then replace the standard library's in an agent
+or in `holdfast checkpoint`. The option -P leaves that directory out.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import json
 import os
+import site
 import sys
 from pathlib import Path
 
 
 def start(module: str) -> list[str]:
-    """The command that runs a module of ours. Give it `import_path` as PYTHONPATH."""
+    """The command that runs a module of Holdfast; set PYTHONPATH to `import_path()`."""
     return [sys.executable, "-P", "-m", module]
 
 
 def start_alike(module: str) -> list[str]:
-    """The command that runs a module of ours with the import path of this process, if its
-    environment is handed on."""
+    """The command that runs a module of Holdfast with this process's import path, for a child that
+    inherits the environment."""
     return start(module) if sys.flags.safe_path else [sys.executable, "-m", module]
 
 
 def import_path() -> str:
-    """PYTHONPATH with which this very code is found, be it installed or not."""
-    source = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    """The PYTHONPATH with which a child finds this copy of Holdfast.
+
+    An installed copy needs no entry. One that is run from a checkout without being installed does,
+    and then the top-level folders of the checkout can be imported too.
+    """
+    root = Path(__file__).parents[3]
+    entries = [] if _is_installed(root) else [str(root)]
+    return os.pathsep.join([*entries, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@functools.cache
+def _is_installed(root: Path) -> bool:
+    """Whether every process of this interpreter can import the package `holdfast` in `root`: it is
+    in site-packages, or an editable install (PEP 610) refers to it."""
+    if str(root) in (*site.getsitepackages(), site.getusersitepackages()):
+        return True
+    for installed in importlib.metadata.distributions(name="holdfast"):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable") and origin.get("url") == root.as_uri():
+            return True
+    return False
