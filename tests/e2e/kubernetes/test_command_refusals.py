@@ -163,7 +163,7 @@ def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
     assert run([*bare, "events", "demo", *namespace]) == ""
     for verb, told in {
         "checkpoint list": "no committed checkpoint",
-        "chaos kill-worker": "does the operator run?",
+        "chaos kill-worker": "does an operator run?",
     }.items():
         command = [*bare, *verb.split(), "demo", *namespace]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

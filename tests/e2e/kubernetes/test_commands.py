@@ -75,7 +75,7 @@ def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Comm
     assert holdfast("status").out.split("\n")[1].split()[:3] == ["demo", "running", "42/100"]
     write_status(jobs, trained(incidents=[], checkpoint_path="/shared/demo"))
     told = holdfast("report", "demo").out
-    assert "where that is mounted: holdfast checkpoint export PATH DIRECTORY" in told
+    assert "where that path is mounted: holdfast checkpoint export PATH DIRECTORY" in told
 
 
 def test_incidents_whose_events_are_forgotten_are_told_from_the_status(

@@ -310,7 +310,7 @@ class _LogReader:
         """Raises UserError for what pod logs cannot show."""
         generation, rank, size = self._selector.generation, self._selector.rank, self._world_size
         if generation is not None:
-            expected = "none with --kubernetes: the log of a pod holds all generations in order"
+            expected = "none with --kubernetes: a pod log holds all generations one after another"
             raise UserError(str(Problem("--generation", str(generation), expected)))
         if rank is not None and size and not 0 <= rank < size:
             raise UserError(str(Problem("--rank", str(rank), f"0 to {size - 1}")))
