@@ -72,6 +72,7 @@ IdentityOption = Annotated[
 ContextOption = Annotated[
     str | None, typer.Option("--context", help="Of the kubeconfig, outside of a cluster.")
 ]
+StatusOption = Annotated[float, typer.Option("--status-interval-seconds", min=0.1, hidden=True)]
 LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
 
 
@@ -95,6 +96,7 @@ def operator(
     identity: IdentityOption = "",
     context: ContextOption = None,
     log_format: LogOption = "json",
+    status_interval_s: StatusOption = 5.0,
 ) -> None:
     """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
 
@@ -109,6 +111,7 @@ def operator(
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
     from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
+    from holdfast.orchestrator.hosts.kubernetes.reconciler import Timing
     from holdfast.orchestrator.hosts.kubernetes.run import (
         OperatorProcess,
         log_to_stderr,
@@ -145,7 +148,11 @@ def operator(
     )
     log_to_stderr("json" if log_format == "json" else "text")
     options = Options(
-        pods, namespaces=tuple(namespace or ()), listen_address=address, listen_port=port
+        pods,
+        namespaces=tuple(namespace or ()),
+        listen_address=address,
+        listen_port=port,
+        timing=Timing(status_interval_s=status_interval_s),
     )
     asyncio.run(run_operator(process, options))
 

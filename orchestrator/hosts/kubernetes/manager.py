@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
@@ -21,7 +21,7 @@ from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.informer import Change, Informer, Key, key_of
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 
-from .reconciler import JobReconciler, ReconcilerContext
+from .reconciler import JobReconciler, ReconcilerContext, Timing
 
 CANCEL_AGAIN_S = 30.0
 """A replica that stands down cannot lead again before all its reconcilers have ended. A task whose
@@ -40,6 +40,7 @@ class Options:
     listen_address: str = ""
     """Empty: all addresses of this pod, IPv4 and IPv6."""
     listen_port: int = 7077
+    timing: Timing = field(default_factory=Timing)
 
 
 class Manager:
@@ -60,6 +61,7 @@ class Manager:
         self._context = ReconcilerContext(
             OperatorContext(cluster, self._pod_informer, nodes, GangArbiter(), options.pods),
             self._agent_server,
+            options.timing,
         )
         self._informers = [
             Informer(cluster, JOBS, self._changed, namespace=namespace, trim=_trim)

@@ -65,6 +65,8 @@ class Timing:
 
     retry_min_s: float = 1.0
     retry_max_s: float = 60.0
+    status_interval_s: float = 5.0
+    """Between two writes of a status whose conditions have not changed."""
     storage_notice_s: float = 30.0
     """After so long the status reports that the job waits for its storage. A takeover waits less
     long (job_runtime.py)."""
@@ -118,6 +120,7 @@ class JobReconciler:
             document.get("status") or {},
             self._status,
             lambda text: self.events.record("Warning", "StatusNotWritten", text),
+            context.timing.status_interval_s,
         )
 
     @property

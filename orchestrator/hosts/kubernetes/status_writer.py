@@ -32,7 +32,6 @@ from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
 from .status import PHASE_REASONS
 
-INTERVAL_S = 5.0
 SETTLE_S = 0.05
 """Changes that come together are written together."""
 NUM_OWN_VERSIONS = 16
@@ -56,11 +55,12 @@ class StatusWriter:
         before: Document,
         build: BuildStatus,
         report_problem: Callable[[str], None],
+        interval_s: float = 5.0,
     ) -> None:
         """`report_problem`: called once for each reason why the status cannot be written: users
         would take an old status for a job that makes no progress."""
         self._cluster, self._owner, self._build = cluster, owner, build
-        self._report_problem = report_problem
+        self._report_problem, self._interval_s = report_problem, interval_s
         self._problem = ""
         self._last: Document = before
         """The status in the object, as far as we know."""
@@ -96,7 +96,7 @@ class StatusWriter:
         pauses = Backoff(0.5, 30.0)
         while True:
             await self._dirty.wait()
-            wait_s = self._written_at + INTERVAL_S - asyncio.get_running_loop().time()
+            wait_s = self._written_at + self._interval_s - asyncio.get_running_loop().time()
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
             # event, and an operator that stands down would wait for this task without end.
             with contextlib.suppress(TimeoutError):

@@ -62,7 +62,7 @@ class Job:
             assert condition({"status": seen}, "Failed") != "True", self.story()
             return False
 
-        until(look, f"job {self.name} {what}", timeout_s=timeout_s, every_s=0.5, last=self.story)
+        until(look, f"job {self.name} {what}", timeout_s=timeout_s, every_s=0.2, last=self.story)
         return seen
 
     def wait_steps(self, num_steps: int, *, timeout_s: float = 120) -> Document:

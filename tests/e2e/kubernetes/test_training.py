@@ -72,8 +72,9 @@ def test_a_spare_takes_the_place_of_a_node_that_loses_power(
     assert incident["worldSizeAfter"] == 4
     assert incident["stepsLost"] <= 1, job.story()
     cluster.remove_node(lost)
-    cluster.add_node()
+    replacement = cluster.add_node(wait=False)
     job.delete()
+    replacement.wait_ready()
 
 
 def test_a_job_is_scaled_down_and_up_without_losing_a_step(running: Job) -> None:
@@ -173,12 +174,13 @@ def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
     incidents = running.incidents_after(before)
     assert all(one["stepsLost"] <= 1 for one in incidents), running.story()
     cluster.remove_node(lost)
+    replacement = cluster.add_node(wait=False)
     until(
         lambda: on_node(running, lost.name) == [],
-        "the dead node's pods to be forgotten",
+        "the dead node's pods to be removed",
         timeout_s=90,
     )
-    cluster.add_node()
+    replacement.wait_ready()
 
 
 def live_nodes(job: Job) -> set[str]:

@@ -1,13 +1,11 @@
-"""Runs kubectl as a person would, and reads what it prints as JSON.
-
-Owns the command line; holds no state but which cluster and namespace it speaks to.
-"""
+"""Runs kubectl as a user would, and reads objects."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import subprocess
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +13,14 @@ from typing import Any
 
 import yaml
 
+from tests.e2e.kubernetes.rig.api_reader import reader_of
 from tests.e2e.kubernetes.rig.waiting import until
 
 Document = dict[str, Any]
 
 
 class Refused(AssertionError):
-    """kubectl said no; the text is what it printed."""
+    """kubectl or the API server refused; the text is their message."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Kubectl:
     def attempt(
         self, *words: str, stdin: str | None = None, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """The result, whatever it is."""
+        """The result, also of a failure."""
         return subprocess.run(
             self.command(*words),
             input=stdin,
@@ -77,15 +76,43 @@ class Kubectl:
         return made
 
     def get(self, kind: str, name: str) -> Document | None:
-        """An object, or None when there is none of that name."""
+        """An object, or None if it does not exist."""
+        found = self._read(kind, name)
+        if found is not None:
+            return found if "metadata" in found else None
         done = self.attempt("get", kind, name, "--ignore-not-found", "--output=json")
         if done.returncode:
             raise Refused(f"kubectl get {kind} {name}: {done.stderr.strip()}")
         return json.loads(done.stdout) if done.stdout.strip() else None
 
     def list(self, kind: str, selector: str = "") -> list[Document]:
-        items: list[Document] = self.json("get", kind, f"--selector={selector}")["items"]
+        found = self._read(kind, query=f"?labelSelector={urllib.parse.quote(selector)}")
+        if found is None:
+            found = self.json("get", kind, f"--selector={selector}")
+        items: list[Document] = found["items"]
         return items
+
+    def _read(self, kind: str, name: str = "", query: str = "") -> Document | None:
+        """The object or list over HTTP; {} if it does not exist; None where kubectl has to ask."""
+        reader = reader_of(self.kubeconfig)
+        if reader is None:
+            return None
+        try:
+            path = reader.path(kind, self.namespace or "default", name)
+            if path is None:
+                return None
+            status, document = reader.read(path + query)
+        except OSError as error:
+            raise Refused(f"get {kind} {name}: {error}") from error
+        message = str(document.get("message", status))
+        if "could not find the requested resource" in message:
+            reader.forget(kind)
+            return None
+        if status == 404 and name:
+            return {}
+        if status != 200:
+            raise Refused(f"get {kind} {name}: {message}")
+        return document
 
     def wait(
         self,
@@ -96,7 +123,7 @@ class Kubectl:
         *,
         timeout_s: float = 60,
     ) -> Document:
-        """Waits until this is true of the object, which is None while there is none."""
+        """Wait until this is true of the object, which is None while it does not exist."""
         seen: Document | None = None
 
         def look() -> bool:
@@ -108,20 +135,19 @@ class Kubectl:
             look,
             f"{kind} {name} {what}",
             timeout_s=timeout_s,
-            every_s=0.2,
             last=lambda: (seen or {}).get("status", "no such object"),
         )
         return seen or {}
 
     def served(self, *names: str) -> None:
-        """Waits until the API server knows these definitions (CRDs). Not by `kubectl wait`, which
-        fails on a definition that has no status yet."""
+        """Wait until the API server serves these CRDs. `kubectl wait` fails on a CRD without a
+        status."""
         for name in names:
             self.wait("crd", name, lambda d: condition(d, "Established") == "True", "to be served")
 
 
 def condition(document: Document | None, kind: str) -> str:
-    """The status of a condition: "True", "False", "Unknown", or "" when it is not there."""
+    """The status of a condition: "True", "False", "Unknown", or "" if it is absent."""
     for found in ((document or {}).get("status") or {}).get("conditions") or ():
         if found["type"] == kind:
             return str(found["status"])

@@ -49,6 +49,7 @@ class Operator:
                 f"--checkpoint-volume={json.dumps(volume)}",
                 "--lease-namespace=default",
                 "--log-format=text",
+                "--status-interval-seconds=0.5",  # tests wait for steps in the status
                 *options,
             ],
             environment={"KUBECONFIG": str(cluster.control_plane.kubeconfig)},

@@ -1,4 +1,4 @@
-"""Waits for conditions with a bound. Owns no condition; must not be used as a plain sleep."""
+"""Waits for a condition with a bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Found = TypeVar("Found")
 
 
 class Waited(AssertionError):
-    """The condition did not come in time; the text says what was seen last."""
+    """The condition did not become true in time; the text shows the last state."""
 
 
 def until(
@@ -21,10 +21,7 @@ def until(
     every_s: float = 0.1,
     last: Callable[[], object] | None = None,
 ) -> Found:
-    """Returns the first true value of the condition.
-
-    `last` describes what is there instead; it is asked once, when time is up.
-    """
+    """Return the first true value of the condition. `last` describes the state at a timeout."""
     ends_s = time.monotonic() + timeout_s
     while True:
         found = condition()
