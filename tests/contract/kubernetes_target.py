@@ -1,7 +1,6 @@
-"""A cluster of one node as a place of the contract suite: nodes of the job are pods there.
+"""The contract suite's Kubernetes cluster with one node; nodes of the job are pods.
 
-Owns the cluster, the TrainingJob object that the pods belong to, and the look behind a pod: its
-agent is a process of this machine. No operator runs; the backend is all that is tested.
+No operator runs. The agent of a pod is a process of this machine.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from tests.e2e.kubernetes.rig.waiting import Waited, until
 
 NAMESPACE = "default"
 END_S = 60.0
-"""A kubelet that has much to do ends a pod a while after it was asked to."""
+"""A busy kubelet ends a pod some time after its deletion."""
 
 
 def make_job() -> TrainingJob:
-    """Its agents have nobody to hand over to, so they are given little time for it."""
+    """With a short grace, since the agents have no controller to hand over to."""
     return job_from_mapping(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -52,7 +51,7 @@ def make_job() -> TrainingJob:
 
 
 class ConnectedBackend:
-    """A KubernetesBackend with a connection and a watch of its own, as an operator gives it."""
+    """A KubernetesBackend with its own client and informer, as in an operator."""
 
     def __init__(self, kubeconfig: Path, job: TrainingJob, owner: Owner) -> None:
         self._kubeconfig, self._job, self._owner = kubeconfig, job, owner
@@ -60,10 +59,12 @@ class ConnectedBackend:
 
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._api = await Api.connect(kubeconfig=self._kubeconfig)
-        feed = PodInformer(self._api, (NAMESPACE,))
-        self._watching = asyncio.create_task(feed.run())
+        pod_informer = PodInformer(self._api, (NAMESPACE,))
+        self._watching = asyncio.create_task(pod_informer.run())
         settings = PodSettings(endpoint="127.0.0.1:1", image=images.image("worker"))
-        shared = OperatorContext(self._api, feed, NodeInformer(self._api), GangArbiter(), settings)
+        shared = OperatorContext(
+            self._api, pod_informer, NodeInformer(self._api), GangArbiter(), settings
+        )
 
         async def ensure_secret() -> None:
             await ensure_keys(self._api, self._owner, None)
@@ -116,7 +117,7 @@ class KubernetesContractTarget:
             raise
 
     def _make_owner(self) -> Owner:
-        """Pods whose owner does not exist are deleted by Kubernetes."""
+        """Kubernetes deletes pods whose owner does not exist."""
         kubectl = self._cluster.kubectl()
         kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
         kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
@@ -138,7 +139,7 @@ class KubernetesContractTarget:
         return self._agents().get(node)
 
     def _agents(self) -> dict[str, int]:
-        """Node -> the first process of its pod."""
+        """Node -> first process of its pod."""
         found: dict[str, int] = {}
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
@@ -150,15 +151,15 @@ class KubernetesContractTarget:
         return found
 
     def leftovers(self) -> list[str]:
-        """They were told to end, and end when their kubelet has heard of it."""
+        """Agents that have not ended END_S after their pods were deleted."""
         try:
             until(lambda: not self._agents(), "all agents to end", timeout_s=END_S)
         except Waited:
-            return [f"{node}: {self._seen(node, pid)}" for node, pid in self._agents().items()]
+            return [f"{node}: {self._describe(node, pid)}" for node, pid in self._agents().items()]
         return []
 
-    def _seen(self, node: str, pid: int) -> str:
-        """Who is late: the backend, Kubernetes or the agent."""
+    def _describe(self, node: str, pid: int) -> str:
+        """Shows whether the backend, Kubernetes or the agent is late."""
         process = psutil.Process(pid).as_dict(["pid", "ppid", "status", "cmdline"])
         pod = self._cluster.kubectl().inside(NAMESPACE).get("pod", node)
         return f"process {process}, pod {pod and {**pod['metadata'], **pod['status']}}"

@@ -1,4 +1,4 @@
-"""The contract's place on a Ray cluster: nodes as actors of several raylets on this machine."""
+"""The contract suite's Ray cluster: nodes are actors on several raylets of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..e2e.ray import cluster_rig
 
 
 class RayContractTarget:
-    """Nobody listens where its agents dial: the contract is about nodes, not what they say."""
+    """Its agents cannot connect to a controller: the contract is about nodes only."""
 
     def __init__(self, job: TrainingJob, directory: Path) -> None:
         from holdfast.orchestrator.backends.ray import kv, names

@@ -1,7 +1,7 @@
-"""The backends that the contract suite runs against, and how a test looks behind them.
+"""The backends that the contract suite runs against.
 
-A Place makes backends for one job, as one controller after the other would, and knows the processes
-behind a node. To add a backend: add a Place and name it in PLACES.
+A ContractTarget makes backends for one job, as successive controllers do, and finds the processes
+of a node. To add a backend, add its target to TARGETS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
 from holdfast.orchestrator.hosts.local.job_directory import Home
 
 BOUND_S = 90.0
-"""Importing torch on a busy machine takes long; nothing else does."""
+"""Importing torch on a busy machine takes long."""
 
 
 def make_job() -> TrainingJob:
@@ -39,16 +39,16 @@ def make_job() -> TrainingJob:
 
 class ContractTarget(Protocol):
     def make(self) -> Backend:
-        """A backend for the same job, as a new controller makes it."""
+        """A backend for the same job, as for a new controller."""
 
     def agent_pid(self, node: str) -> int | None:
-        """The process of a node's agent; None when there is none."""
+        """The process of a node's agent; None if there is none."""
 
     def leftovers(self) -> list[str]:
-        """Processes and files of this job that must not be there after its release."""
+        """Processes and files of the job that must not exist after its release."""
 
     def close(self) -> None:
-        """Take away what the place itself has started."""
+        """Remove what the target itself has started."""
 
 
 class LocalContractTarget:
@@ -72,7 +72,7 @@ class LocalContractTarget:
         return int(agents[node]["pid"]) if node in agents else None
 
     def host_pids(self) -> list[int]:
-        """Host, agents and fork servers: all that have the job's socket in their command line."""
+        """Node launcher, agents and fork servers: they have the job's socket as an argument."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             if process.info["status"] == psutil.STATUS_ZOMBIE:
@@ -86,38 +86,38 @@ class LocalContractTarget:
         return [*map(str, self.host_pids()), *files]
 
     def close(self) -> None:
-        return  # it has started nothing
+        """It has started nothing."""
 
 
-def kubernetes_place(directory: Path) -> ContractTarget:
+def kubernetes_target(directory: Path) -> ContractTarget:
     from .kubernetes_target import (
-        KubernetesContractTarget,  # only where it is wanted: it needs an extra
+        KubernetesContractTarget,  # needs the extra "kubernetes"
     )
 
     return KubernetesContractTarget(directory)
 
 
-def ray_place(directory: Path) -> ContractTarget:
+def ray_target(directory: Path) -> ContractTarget:
     from .ray_target import RayContractTarget
 
     return RayContractTarget(make_job(), directory)
 
 
-PLACES: dict[str, Callable[[Path], ContractTarget]] = {
+TARGETS: dict[str, Callable[[Path], ContractTarget]] = {
     "local": LocalContractTarget,
-    "kubernetes": kubernetes_place,
-    "ray": ray_place,
+    "kubernetes": kubernetes_target,
+    "ray": ray_target,
 }
 
 
 class Controller:
-    """What a controller sees of its backend."""
+    """A controller with its backend."""
 
-    def __init__(self, place: ContractTarget) -> None:
-        self.place = place
-        self.backend = place.make()
+    def __init__(self, target: ContractTarget) -> None:
+        self.target = target
+        self.backend = target.make()
         self.gone: dict[str, NodeGone] = {}
-        self._news = asyncio.Condition()
+        self._gone_changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Controller:
@@ -125,22 +125,22 @@ class Controller:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """It ends without a word, as if killed; `release` is called by those who want it."""
+        """End as if killed, without a release."""
         await self.backend.close(release=False)
 
     def _on_gone(self, gone: NodeGone) -> None:
         assert gone.node not in self.gone, f"{gone.node} ended twice"
         self.gone[gone.node] = gone
-        task = asyncio.get_running_loop().create_task(self._tell())
+        task = asyncio.get_running_loop().create_task(self._notify())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._gone_changed:
+            self._gone_changed.notify_all()
 
     async def request(self, count: int) -> tuple[str, ...]:
-        """As the core does, again where there is no room yet: others may have just left it."""
+        """Retry while there is no capacity, as the core does: it may just have been released."""
         given: tuple[str, ...] = ()
         async with asyncio.timeout(BOUND_S):
             while len(given) < count:
@@ -151,27 +151,27 @@ class Controller:
         return given
 
     async def ended(self, *nodes: str) -> None:
-        async with asyncio.timeout(BOUND_S), self._news:
-            await self._news.wait_for(lambda: all(node in self.gone for node in nodes))
+        async with asyncio.timeout(BOUND_S), self._gone_changed:
+            await self._gone_changed.wait_for(lambda: all(node in self.gone for node in nodes))
 
     async def up(self, *nodes: str) -> None:
-        """Wait until the agents' processes exist."""
+        """Wait until the processes of the agents exist."""
         async with asyncio.timeout(BOUND_S):
-            while not all(self.place.agent_pid(node) for node in nodes):
+            while not all(self.target.agent_pid(node) for node in nodes):
                 assert not any(node in self.gone for node in nodes), self.gone
-                await asyncio.sleep(0.005)  # looks from outside; nothing tells it
+                await asyncio.sleep(0.005)  # no event reports a new process
 
     def kill(self, node: str) -> None:
-        pid = self.place.agent_pid(node)
+        pid = self.target.agent_pid(node)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
 
-def run(scenario: Callable[[Controller], Awaitable[None]], place: ContractTarget) -> None:
-    """One controller's life."""
+def run(scenario: Callable[[Controller], Awaitable[None]], target: ContractTarget) -> None:
+    """Run a scenario with one controller."""
 
     async def live() -> None:
-        async with Controller(place) as controller:
+        async with Controller(target) as controller:
             await scenario(controller)
 
     asyncio.run(live())

@@ -1,7 +1,7 @@
-"""What every backend promises (backends/base.py), with real processes and real kills.
+"""The contract of all backends (backends/base.py), with real processes and real kills.
 
-The tests of one backend share a place: each is a controller of its own that finds what the last one
-left, which is itself a part of the contract.
+The tests of one backend share a target: each has a new controller, which finds the nodes of the
+last one. That is a part of the contract.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from holdfast.orchestrator.backends.base import NoRoom
 from holdfast.orchestrator.backends.local import LocalBackend
 from holdfast.orchestrator.errors import HoldfastError
 
-from .targets import PLACES, ContractTarget, Controller, LocalContractTarget, pid_exists, run
+from .targets import TARGETS, ContractTarget, Controller, LocalContractTarget, pid_exists, run
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def place(
+@pytest.fixture(scope="module", params=TARGETS)
+def target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ContractTarget]:
-    place = PLACES[request.param](tmp_path_factory.mktemp(request.param))
-    yield place
+    target = TARGETS[request.param](tmp_path_factory.mktemp(request.param))
+    yield target
 
     async def release(controller: Controller) -> None:
         await controller.backend.close(release=True)
 
     try:
-        run(release, place)
-        assert place.leftovers() == []
+        run(release, target)
+        assert target.leftovers() == []
     finally:
-        place.close()
+        target.close()
 
 
-def test_requested_nodes_come_up_and_are_listed(place: ContractTarget) -> None:
+def test_requested_nodes_come_up_and_are_listed(target: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         before = await controller.backend.list_nodes()
         nodes = await controller.request(2)
@@ -48,10 +48,10 @@ def test_requested_nodes_come_up_and_are_listed(place: ContractTarget) -> None:
         await controller.up(*nodes)
         assert await controller.backend.list_nodes() == tuple(sorted({*before, *nodes}))
 
-    run(scenario, place)
+    run(scenario, target)
 
 
-def test_a_new_controller_finds_the_nodes_of_the_last_one(place: ContractTarget) -> None:
+def test_a_new_controller_finds_the_nodes_of_the_last_one(target: ContractTarget) -> None:
     nodes: list[str] = []
 
     async def first(controller: Controller) -> None:
@@ -64,12 +64,12 @@ def test_a_new_controller_finds_the_nodes_of_the_last_one(place: ContractTarget)
         controller.kill(nodes[0])
         await controller.ended(nodes[0])
 
-    run(first, place)
-    run(second, place)
+    run(first, target)
+    run(second, target)
 
 
-def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(
-    place: ContractTarget,
+def test_nodes_requested_by_a_killed_controller_come_up(
+    target: ContractTarget,
 ) -> None:
     nodes: list[str] = []
 
@@ -79,11 +79,11 @@ def test_nodes_that_a_controller_asked_for_and_did_not_live_to_see_come_up(
     async def second(controller: Controller) -> None:
         await controller.up(*nodes)
 
-    run(first, place)
-    run(second, place)
+    run(first, target)
+    run(second, target)
 
 
-def test_a_killed_node_is_told_once_and_listed_no_more(place: ContractTarget) -> None:
+def test_a_killed_node_is_reported_once_and_not_listed(target: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         (node,) = await controller.request(1)
         await controller.up(node)
@@ -92,26 +92,26 @@ def test_a_killed_node_is_told_once_and_listed_no_more(place: ContractTarget) ->
         assert "SIGKILL" in controller.gone[node].detail
         assert node not in await controller.backend.list_nodes()
 
-    run(scenario, place)
+    run(scenario, target)
 
 
-def test_a_released_node_ends_and_releasing_it_again_does_no_harm(place: ContractTarget) -> None:
+def test_a_released_node_ends_and_can_be_released_again(target: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         (node,) = await controller.request(1)
         await controller.up(node)
-        pid = place.agent_pid(node)
+        pid = target.agent_pid(node)
         assert pid is not None
         await controller.backend.release_node(node)
         await controller.ended(node)
         assert not pid_exists(pid)
         await controller.backend.release_node(node)
-        await controller.backend.release_node("node-of-nobody")
+        await controller.backend.release_node("unknown-node")
         assert node not in await controller.backend.list_nodes()
 
-    run(scenario, place)
+    run(scenario, target)
 
 
-def test_names_are_never_used_again(place: ContractTarget) -> None:
+def test_names_are_not_reused(target: ContractTarget) -> None:
     names: list[str] = []
 
     async def scenario(controller: Controller) -> None:
@@ -122,12 +122,12 @@ def test_names_are_never_used_again(place: ContractTarget) -> None:
         await controller.ended(node)
 
     for _ in range(3):
-        run(scenario, place)
+        run(scenario, target)
     assert len(set(names)) == 3
 
 
-def test_without_room_no_node_is_started(place: ContractTarget) -> None:
-    """On this machine lack of room can only be rehearsed."""
+def test_without_capacity_no_node_is_started(target: ContractTarget) -> None:
+    """Lack of capacity is injected."""
 
     async def scenario(controller: Controller) -> None:
         before = await controller.backend.list_nodes()
@@ -136,20 +136,20 @@ def test_without_room_no_node_is_started(place: ContractTarget) -> None:
             await controller.backend.request_nodes(1, ())
         assert await controller.backend.list_nodes() == before
 
-    run(scenario, place)
+    run(scenario, target)
 
 
-def test_nodes_come_up_again_after_the_machine_host_was_killed(place: ContractTarget) -> None:
-    """What the host's death takes with it is told, and what it leaves is still watched."""
-    if not isinstance(place, LocalContractTarget):
-        pytest.skip("only the local backend has a machine host")
+def test_nodes_come_up_after_the_node_launcher_was_killed(target: ContractTarget) -> None:
+    """Nodes that end with the launcher are reported, and the others are still watched."""
+    if not isinstance(target, LocalContractTarget):
+        pytest.skip("only the local backend has a node launcher")
 
     async def scenario(controller: Controller) -> None:
         (old,) = await controller.request(1)
         await controller.up(old)
-        pids = {node: place.agent_pid(node) for node in await controller.backend.list_nodes()}
+        pids = {node: target.agent_pid(node) for node in await controller.backend.list_nodes()}
         agents = set(pids.values())
-        for pid in place.host_pids():
+        for pid in target.host_pids():
             if pid not in agents:
                 os.kill(pid, signal.SIGKILL)
         (new,) = await controller.request(1)
@@ -161,13 +161,13 @@ def test_nodes_come_up_again_after_the_machine_host_was_killed(place: ContractTa
             await controller.ended(node)
         assert await controller.backend.list_nodes() == (new,)
 
-    run(scenario, place)
+    run(scenario, target)
 
 
-def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
-    place = LocalContractTarget(tmp_path)
-    place.make = lambda: LocalBackend(  # type: ignore[method-assign]
-        place.job, place.paths, host_module="holdfast.workers.agent.no_such_module"
+def test_a_node_launcher_that_cannot_start_is_reported_with_its_output(tmp_path: Path) -> None:
+    target = LocalContractTarget(tmp_path)
+    target.make = lambda: LocalBackend(  # type: ignore[method-assign]
+        target.job, target.paths, host_module="holdfast.workers.agent.no_such_module"
     )
 
     async def scenario(controller: Controller) -> None:
@@ -178,23 +178,23 @@ def test_a_machine_host_that_cannot_start_is_told_with_its_own_words(tmp_path: P
         assert await controller.backend.list_nodes() == ()
         await controller.backend.close(release=True)
 
-    run(scenario, place)
-    assert place.leftovers() == []
+    run(scenario, target)
+    assert target.leftovers() == []
 
 
-def test_a_node_whose_name_cannot_be_written_down_is_not_started(tmp_path: Path) -> None:
-    place = LocalContractTarget(tmp_path)
+def test_a_node_whose_name_cannot_be_stored_is_not_started(tmp_path: Path) -> None:
+    target = LocalContractTarget(tmp_path)
 
     async def scenario(controller: Controller) -> None:
-        place.paths.nodes_file.mkdir()  # what no file can replace
+        target.paths.nodes_file.mkdir()  # a directory, which no file can replace
         with pytest.raises(HoldfastError, match=r"nodes\.json: cannot be written"):
             await controller.backend.request_nodes(1, ())
         assert await controller.backend.list_nodes() == ()
-        place.paths.nodes_file.rmdir()
+        target.paths.nodes_file.rmdir()
         (node,) = await controller.request(1)
         await controller.up(node)
         assert await controller.backend.list_nodes() == (node,)
         await controller.backend.close(release=True)
 
-    run(scenario, place)
-    assert place.leftovers() == []
+    run(scenario, target)
+    assert target.leftovers() == []

@@ -1,7 +1,6 @@
-"""`holdfast --kubernetes` as a person types it, in this process or in one of its own.
+"""`holdfast --kubernetes` as a user types it, in this process or in a separate one.
 
-Owns: the options that name the cluster, capturing, and jobs that seem to have trained: their status
-is written through the API, with the operator's own code. Must not: reach past the command line.
+Jobs that seem to have trained get their status through the API, with the operator's own code.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.unit.cli.fixtures import NS, make_incident, make_view
 
 
-class Result(NamedTuple):
+class CliResult(NamedTuple):
     code: int
     out: str
     err: str
 
 
-class Commands:
-    """For one namespace of a cluster."""
+class HoldfastCli:
+    """The command line for one namespace of a cluster."""
 
     def __init__(self, kubectl: Kubectl, kubeconfig: Path | None = None) -> None:
         self.where = ["--kubernetes", "--kubeconfig", str(kubeconfig or kubectl.kubeconfig)]
         self.where += ["--namespace", kubectl.namespace]
 
-    def __call__(self, *words: str | Path) -> Result:
+    def __call__(self, *words: str | Path) -> CliResult:
         return called(main, *words, *self.where)
 
     def json(self, *words: str) -> Any:
@@ -54,7 +53,7 @@ class Commands:
         return json.loads(result.out)
 
     def start(self, output: Path, *words: str | Path) -> subprocess.Popen[bytes]:
-        """In a process of its own, whose output goes to a file."""
+        """Run in a separate process, with its output in a file."""
         command = [
             sys.executable,
             "-m",
@@ -68,8 +67,8 @@ class Commands:
             )
 
 
-def called(entry: Callable[[list[str]], object], *words: str | Path) -> Result:
-    """A command line in this process."""
+def called(entry: Callable[[list[str]], object], *words: str | Path) -> CliResult:
+    """Run a command line in this process."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     err = io.StringIO()
     with (
@@ -80,10 +79,10 @@ def called(entry: Callable[[list[str]], object], *words: str | Path) -> Result:
         entry([str(word) for word in words])
     assert isinstance(ended.value.code, int)
     out.seek(0)
-    return Result(ended.value.code, out.read(), err.getvalue())
+    return CliResult(ended.value.code, out.read(), err.getvalue())
 
 
-# -- jobs to look at --------------------------------------------------------------------------
+# -- jobs for the tests -----------------------------------------------------------------------
 SCRIPT: dict[str, Any] = {
     "apiVersion": "holdfast.dev/v1alpha1",
     "kind": "TrainingJob",
@@ -98,13 +97,13 @@ SCRIPT: dict[str, Any] = {
 
 
 def serve_jobs(kubectl: Kubectl) -> None:
-    """Returns when the API server knows TrainingJobs."""
+    """Return when the API server serves TrainingJobs."""
     kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
     kubectl.served(NAME)
 
 
 def write_status(kubectl: Kubectl, view: JobView) -> None:
-    """As the operator writes it, and the Event of the newest incident as it tells that."""
+    """Write the status and the Event of the newest incident as the operator does."""
     document = kubectl.get("trainingjob", view.name)
     assert document is not None
     owner = owner_of(document)
@@ -132,7 +131,7 @@ def write_status(kubectl: Kubectl, view: JobView) -> None:
 
 
 def trained(**changes: Any) -> JobView:
-    """A job that has seen two incidents, now."""
+    """A running job with two incidents."""
     now_ns = time.time_ns()
     incidents = [
         make_incident(at_ns=now_ns - 50 * NS),

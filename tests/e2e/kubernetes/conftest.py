@@ -1,8 +1,7 @@
 """Fixtures: a control plane, a cluster with nodes, a namespace for one test.
 
-Owns the decision where tests run and the words of a skip. Two tiers: `control_plane` needs only
-the binaries (or any cluster, by HOLDFAST_TEST_KUBECONFIG), `cluster` needs root and namespaces too.
-They are separate clusters, so that a test of the API never meets a node.
+`control_plane` needs only the binaries (or any cluster, by HOLDFAST_TEST_KUBECONFIG); `cluster`
+needs root and namespaces too. They are separate, so that a test of the API never meets a node.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def skip_without(binaries: programs.Binaries, names: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="session")
 def binaries() -> programs.Binaries:
-    """Where the programs are; skips nothing by itself."""
+    """Where the programs are; skips nothing."""
     return programs.locate()
 
 
 @pytest.fixture(scope="session")
 def node_binaries(binaries: programs.Binaries) -> programs.Binaries:
-    """The programs of a cluster with nodes, on a machine that can hold it."""
+    """The programs of a cluster with nodes, on a machine that can run one."""
     if refusal := programs.machine_refusal():
         pytest.skip(refusal)
     skip_without(binaries, (*programs.CONTROL_PLANE, *programs.NODE))
@@ -64,21 +63,20 @@ def api_server(
 def control_plane(
     binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ControlPlane | GivenCluster]:
-    """The API server that tests share. What they define (CRDs) stays: to take a definition back
-    takes a busy API server a minute and more."""
+    """The API server that tests share. CRDs stay: deleting one takes a busy API server a minute."""
     yield from api_server(binaries, tmp_path_factory.mktemp("kubectl"))
 
 
 @pytest.fixture(scope="module")
 def plane(control_plane: ControlPlane | GivenCluster) -> ControlPlane | GivenCluster:
-    """The control plane, knowing TrainingJobs."""
+    """The control plane with the CRD."""
     install(control_plane)
     return control_plane
 
 
 @pytest.fixture(scope="session")
 def own_control_plane(control_plane: ControlPlane | GivenCluster) -> ControlPlane:
-    """The control plane, if it is one whose processes a test may kill."""
+    """The control plane, if tests may kill its processes."""
     if isinstance(control_plane, GivenCluster):
         pytest.skip(f"this test kills the API server; unset {VARIABLE} to run it")
     return control_plane
@@ -95,7 +93,7 @@ def cluster(node_binaries: programs.Binaries) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def operator(cluster: Cluster) -> Operator:
-    """Holdfast's operator, leading, beside the cluster with nodes. It goes with the cluster."""
+    """The operator of the cluster with nodes, leading."""
     made = Operator(cluster)
     made.install()
     made.start()
@@ -125,12 +123,12 @@ def cluster_namespace(cluster: Cluster) -> Iterator[Kubectl]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test on nodes says what its cluster looked like: it is gone when somebody reads."""
+    """Add the state of the cluster to the report of a failed test: it is about to be removed."""
     report = yield
     if report.failed and call.when == "call":
         for value in getattr(item, "funcargs", {}).values():
             cluster = value if isinstance(value, Cluster) else getattr(value, "cluster", None)
             if isinstance(cluster, Cluster):
-                report.sections.append(("cluster", cluster.story()))
+                report.sections.append(("cluster", cluster.report()))
                 break
     return report

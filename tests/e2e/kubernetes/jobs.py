@@ -1,8 +1,4 @@
-"""TrainingJobs for the tests on a cluster, and what is seen of them through kubectl.
-
-Owns small variants of the example and the reading of a job's status; must not reach into the
-operator: what a test knows of a job, a user can know.
-"""
+"""TrainingJobs for the tests on a cluster, seen only through the API, as a user sees them."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ from tests.e2e.kubernetes.rig.waiting import until
 EXAMPLE = REPOSITORY / "examples" / "stdlib-bytes.yaml"
 ENDLESS = 1_000_000
 START_TIMEOUT_S = 240
-"""Six processes that import torch on a machine with two cores, which may be busy with others."""
+"""Six processes import torch on two cores, which may be busy."""
 OWNED = ("pods", "secrets", "configmaps")
 
 
 def example(name: str, num_steps: int, **spec: Any) -> Document:
-    """The example with other values; model and data are made small for a machine of two cores."""
+    """The example with other values, and a small model."""
     document: Document = yaml.safe_load(EXAMPLE.read_text())
     document["metadata"]["name"] = name
     config = document["spec"]["entrypoint"]["recipe"]["config"]
@@ -35,7 +31,7 @@ def example(name: str, num_steps: int, **spec: Any) -> Document:
 
 
 class Job:
-    """A TrainingJob that was applied, as kubectl shows it."""
+    """An applied TrainingJob."""
 
     def __init__(self, kubectl: Kubectl, document: Document) -> None:
         self.kubectl = kubectl
@@ -51,7 +47,7 @@ class Job:
     def wait(
         self, true_of: Callable[[Document], bool], what: str, *, timeout_s: float = 120
     ) -> Document:
-        """Waits until this is true of the status; an ended job that was not to end is an error."""
+        """Wait until this is true of the status; raise if the job fails meanwhile."""
         seen: Document = {}
 
         def look() -> bool:
@@ -59,14 +55,14 @@ class Job:
             seen.update(self.status())
             if true_of(seen):
                 return True
-            assert condition({"status": seen}, "Failed") != "True", self.story()
+            assert condition({"status": seen}, "Failed") != "True", self.report()
             return False
 
-        until(look, f"job {self.name} {what}", timeout_s=timeout_s, every_s=0.2, last=self.story)
+        until(look, f"job {self.name} {what}", timeout_s=timeout_s, every_s=0.2, last=self.report)
         return seen
 
     def wait_steps(self, num_steps: int, *, timeout_s: float = 120) -> Document:
-        """Waits for so many more steps than the status shows now."""
+        """Wait for this many steps more than the status shows now."""
         wanted = self.status().get("step", 0) + num_steps
         return self.wait(
             lambda s: s.get("state") == "running" and s.get("step", 0) >= wanted,
@@ -93,7 +89,7 @@ class Job:
         return sorted(pod["spec"]["nodeName"] for pod in running)
 
     def last_step(self) -> int:
-        """By the pods' own logs: known also when there is no operator to write a status."""
+        """From the pods' logs, which need no operator."""
         text = self.kubectl.run("logs", f"--selector=holdfast.dev/job={self.name}", "--tail=400")
         found = [
             int(line.split()[3]) for line in text.splitlines() if line.startswith("[rank 0] step")
@@ -108,18 +104,18 @@ class Job:
         self.annotate("holdfast.dev/chaos", json.dumps(document))
 
     def incidents_after(self, before: Document) -> list[Document]:
-        """Those that an earlier status does not have."""
+        """Incidents that are not in an earlier status."""
         known = {one["number"] for one in before.get("incidents") or ()}
         found = self.status().get("incidents") or []
         return [one for one in found if one["number"] not in known]
 
     def delete(self) -> None:
-        """Deletes it and waits until nothing of it is left."""
+        """Delete it and wait until nothing of it is left."""
         self.kubectl.run("delete", "trainingjob", self.name, "--timeout=60s")
         until(lambda: self.left() == [], "nothing to be left", timeout_s=60, last=self.left)
 
     def left(self) -> list[str]:
-        """What of the job is still there."""
+        """Objects of the job that still exist."""
         found = []
         for kind in OWNED:
             for one in self.kubectl.list(kind):
@@ -128,8 +124,8 @@ class Job:
                     found.append(f"{kind} {one['metadata']['name']}")
         return found
 
-    def story(self) -> str:
-        """What `kubectl describe` and the pods' last lines say."""
+    def report(self) -> str:
+        """`kubectl describe` and the last lines of the pods."""
         parts = [self.kubectl.attempt("describe", "trainingjob", self.name).stdout[-3000:]]
         for pod in self.pods():
             name = pod["metadata"]["name"]

@@ -1,7 +1,4 @@
-"""A replica of the operator beside a control plane without nodes: its process and its HTTP server.
-
-Owns the process; it ends with `close`. Agents cannot dial in, because there are none.
-"""
+"""A replica of the operator for a control plane without nodes. There are no agents."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from tests.e2e.ports import free_port
 
 READY_TIMEOUT_S = 60
 LEASE_S = 8
-"""A machine that is busy with other tests answers late; a lease must outlive that."""
+"""Long enough for a machine that is busy with other tests."""
 
 
 class Replica:
-    """One operator of some namespaces, standing by or leading."""
+    """One operator process for some namespaces, standby or leading."""
 
     def __init__(
         self, kubeconfig: Path, directory: Path, namespaces: tuple[str, ...], *options: str
@@ -42,6 +39,7 @@ class Replica:
             f"--lease-seconds={LEASE_S}",
             f"--identity=replica-{self.port}",
             "--log-format=text",
+            "--status-interval-seconds=0.5",
             *(f"--namespace={one}" for one in namespaces),
             *options,
         ]
@@ -49,7 +47,7 @@ class Replica:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it stands by or leads."""
+        """Return when its HTTP server answers."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log
@@ -67,7 +65,7 @@ class Replica:
         return leading and self.get("/readyz")[0] == 200
 
     def get(self, path: str) -> tuple[int, str]:
-        """(status, text); status 0: nobody answers."""
+        """(status, text); status 0 without an answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
                 return reply.status, reply.read().decode()
@@ -80,7 +78,7 @@ class Replica:
         self._end(signal.SIGKILL)
 
     def close(self) -> int:
-        """SIGTERM; its exit code."""
+        """Send SIGTERM; return the exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:

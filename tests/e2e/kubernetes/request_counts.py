@@ -1,10 +1,7 @@
-"""What an operator asks of an API server, counted by both: for tests and measurements of scale.
+"""Requests of an operator, as the API server and the operator count them.
 
-Owns: the user that the operator is, so that the API server can tell its requests from those of
-others, and the reading of both counts. Must not: judge them.
-
-The API server counts requests by flow schema, not by user. Service accounts outside kube-system
-have one of their own (`service-accounts`), and the operator is the only one here.
+The API server counts by flow schema, not by user. Service accounts outside kube-system have their
+own flow schema (`service-accounts`), and the operator is the only such account here.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ Requests = Counter[tuple[str, str]]
 
 
 def operator_kubeconfig(plane: ControlPlane) -> Path:
-    """Of a service account that may do everything."""
+    """The kubeconfig of a service account with all rights."""
     kubectl = plane.kubectl(NAMESPACE)
     kubectl.run("create", "namespace", NAMESPACE)
     kubectl.run("create", "serviceaccount", "operator")
@@ -43,18 +40,18 @@ def operator_kubeconfig(plane: ControlPlane) -> Path:
 
 
 def counted_by_server(plane: ControlPlane) -> int:
-    """Requests of the operator so far; a watch counts when it begins."""
+    """Requests of the operator so far; a watch counts at its start."""
     page = (plane.request("/metrics") or b"").decode()
     return int(sum(float(number) for number in DISPATCHED.findall(page)))
 
 
 def counted_by_operator(replica: Replica) -> Requests:
-    """The same, by its own /metrics."""
+    """The same from the operator's /metrics."""
     status, page = replica.get("/metrics")
     assert status == 200, replica.tail()
     return Counter({(verb, what): int(float(n)) for what, verb, n in OWN.findall(page)})
 
 
 def beside_leases(requests: Requests) -> Requests:
-    """Those that jobs cause: the lease is the operator's own, and one for all jobs."""
+    """Requests that jobs cause; the lease is one for all jobs."""
     return Counter({key: count for key, count in requests.items() if key[1] != "leases"})

@@ -1,4 +1,4 @@
-"""What a person reads who lacks the programs: the build's errors and the words of the skips."""
+"""Messages for a user who lacks the programs: errors of the build and reasons of skips."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def test_without_go_the_build_says_what_to_install(tmp_path: Path) -> None:
+def test_without_go_the_build_reports_what_to_install(tmp_path: Path) -> None:
     done = run_build(tmp_path, PATH=str(tmp_path))
     assert done.returncode == 1
     assert "error: `go` was not found on PATH" in done.stderr
@@ -32,8 +32,8 @@ def test_without_go_the_build_says_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_without_a_module_proxy_the_build_says_where_to_look(tmp_path: Path) -> None:
-    """A stand-in for go, because it must fail in the same words on every machine."""
+def test_without_a_module_proxy_the_build_reports_the_cause(tmp_path: Path) -> None:
+    """With a fake go that fails with the same message on every machine."""
     go = tmp_path / "go"
     go.write_text(
         "#!/bin/sh\n"
@@ -66,7 +66,7 @@ def test_a_skip_names_the_missing_programs_and_the_fix(tmp_path: Path) -> None:
     assert Binaries((tmp_path,)).refusal(("kubectl",)) is None
 
 
-def test_programs_are_taken_from_where_the_variables_say_before_anywhere_else(
+def test_directories_of_the_variables_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, envtest, path = (tmp_path / name for name in ("ours", "envtest", "path"))
@@ -83,9 +83,7 @@ def test_programs_are_taken_from_where_the_variables_say_before_anywhere_else(
     assert found.find("odd") == path / "odd"
 
 
-def test_a_cluster_that_somebody_names_is_the_one_that_is_spoken_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_named_cluster_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kubectl").touch(mode=0o755)
     programs = Binaries((tmp_path,))
     monkeypatch.delenv(VARIABLE, raising=False)

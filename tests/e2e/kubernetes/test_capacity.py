@@ -1,7 +1,7 @@
-"""Jobs that want more room than there is, on a cluster where nobody places gangs.
+"""Jobs that need more capacity than there is, on a cluster without a gang scheduler.
 
-Owns these tests. The dead-lock of two jobs that compete for the room of one gang is made on
-purpose: the pods come with a scheduling gate, and the test takes it off one pod of each job first.
+The deadlock of two incomplete jobs is provoked: pods have a scheduling gate, which the test removes
+from one pod of each job first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GATE = "example.com/hold"
 
 
 def competitor(kubectl: Kubectl, name: str) -> Job:
-    """Two nodes, no fewer, and a slot for each."""
+    """A job of exactly two nodes with one slot each."""
     kubernetes = {
         "extendedResources": {SLOT: 1},
         "podTemplate": {"spec": {"schedulingGates": [{"name": GATE}]}},
@@ -36,15 +36,15 @@ def gated(job: Job) -> list[Document]:
     return [pod for pod in job.pods() if pod["spec"].get("schedulingGates")]
 
 
-def let_go(job: Job, pods: list[Document]) -> None:
-    """A pod that was given back meanwhile is gone."""
+def remove_gates(job: Job, pods: list[Document]) -> None:
+    """Remove the gates. A pod may have been released meanwhile."""
     patch = json.dumps([{"op": "replace", "path": "/spec/schedulingGates", "value": []}])
     for pod in pods:
         name = pod["metadata"]["name"]
         job.kubectl.attempt("patch", "pod", name, "--type=json", f"--patch={patch}")
 
 
-def placed(job: Job) -> set[str]:
+def scheduled(job: Job) -> set[str]:
     return {pod["metadata"]["name"] for pod in job.pods() if pod["spec"].get("nodeName")}
 
 
@@ -52,7 +52,7 @@ def names_of(job: Job) -> set[str]:
     return {pod["metadata"]["name"] for pod in job.pods()}
 
 
-def test_of_two_jobs_with_half_of_what_they_need_one_gives_way_and_both_train_to_their_end(
+def test_of_two_incomplete_jobs_one_releases_its_nodes_and_both_finish(
     operator: Operator, cluster: Cluster, cluster_namespace: Kubectl
 ) -> None:
     operator.ensure_running()
@@ -62,25 +62,25 @@ def test_of_two_jobs_with_half_of_what_they_need_one_gives_way_and_both_train_to
     for job in jobs:
         until(lambda job=job: len(gated(job)) == 2, "two pods behind the gate", timeout_s=60)
     for job in jobs:
-        let_go(job, gated(job)[:1])
+        remove_gates(job, gated(job)[:1])
     for job in jobs:
-        until(lambda job=job: len(placed(job)) == 1, f"{job.name} to hold half", timeout_s=60)
-    halves = {job.name: placed(job) for job in jobs}
+        until(lambda job=job: len(scheduled(job)) == 1, f"{job.name} to hold half", timeout_s=60)
+    halves = {job.name: scheduled(job) for job in jobs}
 
     def ended() -> bool:
         for job in jobs:
-            let_go(job, gated(job))
+            remove_gates(job, gated(job))
         return all(condition(job.object(), "Succeeded") == "True" for job in jobs)
 
-    def story() -> str:
-        return "\n".join(job.story() for job in jobs)
+    def reports() -> str:
+        return "\n".join(job.report() for job in jobs)
 
-    until(ended, "both jobs to end well", timeout_s=300, every_s=0.5, last=story)
+    until(ended, "both jobs to end well", timeout_s=300, every_s=0.5, last=reports)
     kept = [job.name for job in jobs if halves[job.name] & names_of(job)]
-    assert len(kept) == 1, f"kept their half: {kept}; one gives way, the other holds on"
+    assert len(kept) == 1, f"kept their nodes: {kept}; exactly one job releases them"
 
 
-def test_a_job_whose_quota_has_room_for_less_than_its_most_trains_with_what_there_is(
+def test_a_job_with_a_quota_below_its_maximum_trains_with_fewer_nodes(
     operator: Operator, cluster_namespace: Kubectl
 ) -> None:
     operator.ensure_running()
@@ -94,8 +94,8 @@ def test_a_job_whose_quota_has_room_for_less_than_its_most_trains_with_what_ther
     job = Job(cluster_namespace, document)
     job.wait_running(3)
     before = names_of(job)
-    told = "1 pod was requested and none was created: "
-    job.wait(lambda status: told in str(status["conditions"]), "to have asked for the fourth")
+    refusal = "1 pod was requested and none was created: "
+    job.wait(lambda status: refusal in str(status["conditions"]), "to have requested the fourth")
     job.wait_steps(5)
     assert names_of(job) == before and len(before) == 3
     job.delete()

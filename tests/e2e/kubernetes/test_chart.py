@@ -1,7 +1,7 @@
-"""The chart on a real API server: it installs, its policies refuse in words, its roles are enough.
+"""The chart on a real API server: it installs, its policies refuse, and its roles suffice.
 
-Owns: these tests, on a control plane of their own, because a policy holds for a whole cluster. No
-nodes: whether the operator's pod runs is test_operator's business.
+On a separate control plane, because a policy holds for the whole cluster. There are no nodes;
+test_operator.py tests the operator.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OPERATOR = f"system:serviceaccount:{render.NAMESPACE}:holdfast-operator"
 
 
 class Helm:
-    """helm as a person would run it."""
+    """helm as a user runs it."""
 
     def __init__(self, program: Path, home: Path, kubeconfig: Path | None = None) -> None:
         self.program = program
         self.notes = ""
-        """What it said last of an installed release."""
+        """The notes of an installed release."""
         places = {f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")}
         self._environment = {**os.environ, **places}
         if kubeconfig:
@@ -84,14 +84,14 @@ def kinds(documents: list[dict[str, Any]]) -> set[str]:
 
 # -- without a cluster -------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [[], ["--set", "watchNamespaces={a,b}"]], ids=["all", "some"])
-def test_lint_has_nothing_to_say(chart: Helm, options: list[str]) -> None:
+def test_lint_finds_nothing(chart: Helm, options: list[str]) -> None:
     text = chart.run("lint", "--strict", str(render.CHART), *options)
     assert "0 chart(s) failed" in text
     assert "[WARNING]" not in text and "[ERROR]" not in text
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("replicaz=3", "'replicaz' not allowed"),
         ("replicas=0", "/replicas"),
@@ -101,14 +101,14 @@ def test_lint_has_nothing_to_say(chart: Helm, options: list[str]) -> None:
         ("serviceAccount.create=false", "expected the name of a service account"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_name(chart: Helm, option: str, told: str) -> None:
+def test_a_wrong_value_is_refused_with_its_name(chart: Helm, option: str, message: str) -> None:
     words = ("template", "holdfast", str(render.CHART), "--kube-version", render.OLDEST)
     done = chart.attempt(*words, "--set", option)
     assert done.returncode != 0
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-def test_monitoring_needs_no_foreign_resources_unless_asked_for(chart: Helm) -> None:
+def test_monitoring_resources_are_optional(chart: Helm) -> None:
     foreign = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not foreign & kinds(rendered(chart))
     options = [f"metrics.{kind}.enabled=true" for kind in
@@ -143,10 +143,10 @@ def test_a_namespaced_operator_has_no_rights_elsewhere(chart: Helm) -> None:
     assert {p["namespace"] for p in policies} == {"a", "b", render.NAMESPACE}
 
 
-def test_the_docs_patch_of_the_manifests_gives_the_operator_a_place_for_checkpoints(
+def test_the_documented_patch_of_the_manifests_adds_a_checkpoint_volume(
     binaries: programs.Binaries, tmp_path: Path
 ) -> None:
-    """As it stands in docs/operations/kubernetes.md, beside manifests/."""
+    """The patch of docs/operations/kubernetes.md, applied to manifests/."""
     skip_without(binaries, ("kubectl",))
     page = (render.ROOT / "docs/operations/kubernetes.md").read_text()
     (text,) = re.findall(r"```yaml\n# mine/kustomization.yaml\n(.*?)```", page, re.DOTALL)
@@ -179,7 +179,7 @@ def plane(binaries: programs.Binaries, program: Path) -> Iterator[ControlPlane]:
 def helm(
     plane: ControlPlane, program: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Helm]:
-    """The chart, installed into a namespace that demands restricted pods."""
+    """The chart, installed into a namespace with the restricted standard."""
     helm = Helm(program, tmp_path_factory.mktemp("helm"), plane.kubeconfig)
     kubectl = plane.kubectl()
     kubectl.run("create", "namespace", render.NAMESPACE)
@@ -192,7 +192,7 @@ def helm(
     yield helm
 
 
-def test_the_notes_say_that_there_is_no_place_for_checkpoints_and_their_line_gives_one(
+def test_the_notes_warn_about_missing_checkpoint_storage_and_their_command_adds_it(
     helm: Helm, plane: ControlPlane
 ) -> None:
     assert "checkpoints.root is empty" in helm.notes
@@ -237,7 +237,7 @@ def test_the_operators_pod_is_admitted_by_the_restricted_standard(
     assert "violates PodSecurity" in text
 
 
-# The policy's rules, in the order of the chart: what is tried, and what the user is told.
+# The rules of the policy in the order of the chart: a patch, and the message for the user.
 POLICY = [
     (
         {"metadata": {"annotations": {"holdfast.dev/cancle": "me"}}},
@@ -256,13 +256,13 @@ POLICY = [
 ]
 
 
-@pytest.mark.parametrize(("patch", "told"), POLICY, ids=["annotation", "chaos", "reshard"])
-def test_the_policy_refuses_what_the_crd_cannot_see(
-    user: Kubectl, patch: dict[str, Any], told: str
+@pytest.mark.parametrize(("patch", "message"), POLICY, ids=["annotation", "chaos", "reshard"])
+def test_the_policy_refuses_what_the_crd_cannot_check(
+    user: Kubectl, patch: dict[str, Any], message: str
 ) -> None:
     user.create(job(SCRIPT))
     text = refusal(user, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(patch))
-    assert told in text
+    assert message in text
 
 
 def test_every_rule_of_the_policy_has_a_refused_patch(helm: Helm, plane: ControlPlane) -> None:
@@ -270,15 +270,15 @@ def test_every_rule_of_the_policy_has_a_refused_patch(helm: Helm, plane: Control
     rules = {p["metadata"]["name"]: p["spec"]["validations"] for p in policies}
     assert len(rules[f"{render.NAMESPACE}-holdfast-jobs"]) == len(POLICY)
     assert len(rules[f"{render.NAMESPACE}-holdfast-status"]) == 1
-    for policy in policies:  # what the API server thinks of the expressions' types
+    for policy in policies:  # type errors that the API server found
         assert not policy.get("status", {}).get("typeChecking", {}).get("expressionWarnings")
 
 
 @pytest.mark.parametrize(
     "annotation",
     [
-        "holdfast.dev/cancel=somebody",
-        "holdfast.dev/checkpoint=somebody",
+        "holdfast.dev/cancel=ann",
+        "holdfast.dev/checkpoint=ann",
         'holdfast.dev/chaos={"kind":"kill-worker","rank":3,"by":"me","id":"1"}',
         "example.com/anything=goes",
     ],
@@ -288,7 +288,7 @@ def test_the_policy_lets_the_known_annotations_pass(user: Kubectl, annotation: s
     user.run("annotate", "tj", "right", annotation)
 
 
-def test_a_status_is_the_operators_to_write(user: Kubectl) -> None:
+def test_only_the_operator_writes_the_status(user: Kubectl) -> None:
     user.create(job(SCRIPT))
     patch = ("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch")
     text = refusal(user, *patch, '{"status":{"state":"succeeded"}}')
@@ -300,7 +300,7 @@ def test_a_status_is_the_operators_to_write(user: Kubectl) -> None:
     user.run(*theirs, '{"status":{"state":"running"}}')
 
 
-def test_people_who_may_edit_a_namespace_may_run_jobs_but_not_write_their_status(
+def test_editors_of_a_namespace_may_run_jobs_but_not_write_their_status(
     user: Kubectl,
 ) -> None:
     user.run("create", "rolebinding", "ann", "--clusterrole=edit", "--user=ann")
@@ -336,7 +336,7 @@ def test_people_who_may_edit_a_namespace_may_run_jobs_but_not_write_their_status
         ("create", "rolebindings.rbac.authorization.k8s.io", False),
     ],
 )
-def test_the_operator_may_do_what_it_needs_and_no_more(
+def test_the_operator_has_the_rights_it_needs_and_no_more(
     user: Kubectl, verb: str, resource: str, allowed: bool
 ) -> None:
     name, _, sub = resource.partition("/")
@@ -353,8 +353,8 @@ def commands() -> list[str]:
 
 
 def test_every_kubectl_line_of_the_docs_works(user: Kubectl) -> None:
-    """In their order, from the root of the repository. Without nodes: what the operator would say
-    is written by hand, as the operator."""
+    """In order, from the root of the repository. There are no nodes: the test writes the status as
+    the operator would."""
     lines = [line for line in commands() if not line.startswith("kubectl apply -k")]
     assert len(lines) > 15
     for line in lines:
@@ -366,7 +366,7 @@ def test_every_kubectl_line_of_the_docs_works(user: Kubectl) -> None:
             patch = json.dumps({"status": {"state": "running", "conditions": [said]}})
             user.run("patch", "tj", "stdlib-bytes", "--subresource=status", "--type=merge",
                      "--patch", patch, f"--as={OPERATOR}")  # fmt: skip
-        words = [word for word in words if word != "--watch"]  # would never end
+        words = [word for word in words if word != "--watch"]  # does not end
         words = [str(render.ROOT / w) if w.startswith("examples/") else w for w in words]
         done = user.attempt(*words)
         assert done.returncode == 0, f"{line}: {done.stderr}"

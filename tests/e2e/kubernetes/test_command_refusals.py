@@ -1,4 +1,5 @@
-"""`holdfast --kubernetes` and `kubectl holdfast`: who is refused and why, at a real API server."""
+"""`holdfast --kubernetes` and `kubectl holdfast` at a real API server: errors and their
+messages."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from holdfast.orchestrator.kube.client import KubeClient
 from holdfast.orchestrator.kube.errors import JOBS, NotAuthenticated
 from tests.e2e.kubernetes.commands import (
     SCRIPT,
-    Commands,
+    HoldfastCli,
     called,
     serve_jobs,
     trained,
@@ -42,13 +43,13 @@ def crd(control_plane: ControlPlane | GivenCluster) -> None:
 
 @pytest.fixture
 def jobs(crd: None, namespace: Kubectl) -> Kubectl:
-    """A namespace that no operator looks at."""
+    """A namespace without an operator."""
     return namespace
 
 
 @pytest.fixture
-def holdfast(jobs: Kubectl) -> Commands:
-    return Commands(jobs)
+def holdfast(jobs: Kubectl) -> HoldfastCli:
+    return HoldfastCli(jobs)
 
 
 @pytest.fixture
@@ -58,7 +59,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_job_that_is_not_there_names_those_that_are(jobs: Kubectl, holdfast: Commands) -> None:
+def test_an_unknown_job_is_refused_with_the_names_of_existing_ones(
+    jobs: Kubectl, holdfast: HoldfastCli
+) -> None:
     alone = holdfast("status", "nope")
     assert alone.code == 2 and f"expected a job; namespace {jobs.namespace} has none" in alone.err
     assert f"no jobs in namespace {jobs.namespace}" in holdfast("status").err
@@ -69,16 +72,16 @@ def test_a_job_that_is_not_there_names_those_that_are(jobs: Kubectl, holdfast: C
         assert f"job: got nope; expected one of demo in namespace {jobs.namespace}" in result.err
 
 
-def test_a_namespace_that_is_not_there_is_named(jobs: Kubectl, file: Path) -> None:
-    holdfast = Commands(jobs.inside("missing"))
+def test_a_missing_namespace_is_named(jobs: Kubectl, file: Path) -> None:
+    holdfast = HoldfastCli(jobs.inside("missing"))
     for words in (["status"], ["status", "demo"], ["run", file]):
         result = holdfast(*words)
         assert result.code == 2
         assert "--namespace: got missing, which does not exist; expected a name" in result.err
 
 
-def test_a_file_for_another_namespace_is_a_contradiction(
-    jobs: Kubectl, holdfast: Commands, tmp_path: Path
+def test_a_file_for_another_namespace_is_refused(
+    jobs: Kubectl, holdfast: HoldfastCli, tmp_path: Path
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": "demo", "namespace": "team"}}))
@@ -88,8 +91,8 @@ def test_a_file_for_another_namespace_is_a_contradiction(
 
 
 @pytest.fixture
-def viewer(jobs: Kubectl, own_control_plane: ControlPlane) -> Commands:
-    """Somebody who may look at jobs and at nothing else."""
+def viewer(jobs: Kubectl, own_control_plane: ControlPlane) -> HoldfastCli:
+    """A user who may only get jobs."""
     rights = ["--verb=get,list,watch", "--resource=trainingjobs.holdfast.dev"]
     jobs.run("create", "serviceaccount", "viewer")
     jobs.run("create", "role", "viewer", *rights)
@@ -97,11 +100,11 @@ def viewer(jobs: Kubectl, own_control_plane: ControlPlane) -> Commands:
     jobs.run("create", "rolebinding", "viewer", "--role=viewer", account)
     token = jobs.run("create", "token", "viewer").strip()
     name = f"viewer-{jobs.namespace}"
-    return Commands(jobs, own_control_plane.write_kubeconfig(name, token=token))
+    return HoldfastCli(jobs, own_control_plane.write_kubeconfig(name, token=token))
 
 
-def test_whoever_may_only_see_jobs_sees_them_and_is_told_which_right_is_missing(
-    jobs: Kubectl, viewer: Commands, file: Path
+def test_a_viewer_sees_jobs_and_gets_the_missing_right_otherwise(
+    jobs: Kubectl, viewer: HoldfastCli, file: Path
 ) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained())
@@ -120,17 +123,15 @@ def test_whoever_may_only_see_jobs_sees_them_and_is_told_which_right_is_missing(
         assert "Traceback" not in result.err
 
 
-def test_credentials_that_are_not_accepted_are_told(
-    jobs: Kubectl, own_control_plane: ControlPlane
-) -> None:
-    """As an expired token is: the API server does not say more than Unauthorized."""
+def test_rejected_credentials_are_reported(jobs: Kubectl, own_control_plane: ControlPlane) -> None:
+    """As with an expired token: the API server only answers Unauthorized."""
     old = own_control_plane.write_kubeconfig("expired", token="expired")
-    result = Commands(jobs, old)("status")
+    result = HoldfastCli(jobs, old)("status")
     assert result.code == 2
     assert "rejected the credentials" in result.err and "log in again" in result.err
 
 
-def test_an_api_server_that_is_not_there_is_told(
+def test_an_unreachable_api_server_is_reported(
     jobs: Kubectl, own_control_plane: ControlPlane, tmp_path: Path
 ) -> None:
     closed = tmp_path / "closed"
@@ -138,13 +139,13 @@ def test_an_api_server_that_is_not_there_is_told(
     port = free_port()
     document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
     closed.write_text(yaml.safe_dump(document))
-    result = Commands(jobs, closed)("status")
+    result = HoldfastCli(jobs, closed)("status")
     assert result.code == 1
     assert f"the API server at https://127.0.0.1:{port} does not answer" in result.err
 
 
 # -- kubectl ----------------------------------------------------------------------------------
-def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
+def test_kubectl_runs_the_plugin_with_kubectls_options(
     jobs: Kubectl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "kubectl-holdfast"
@@ -161,13 +162,13 @@ def test_kubectl_finds_the_plugin_and_it_takes_kubectls_options(
     namespace = ["-n", jobs.namespace]
     assert run([*bare, "report", "demo", *namespace]).startswith("demo  pending")
     assert run([*bare, "events", "demo", *namespace]) == ""
-    for verb, told in {
+    for verb, message in {
         "checkpoint list": "no committed checkpoint",
         "chaos kill-worker": "does an operator run?",
     }.items():
         command = [*bare, *verb.split(), "demo", *namespace]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert told in done.stderr
+        assert message in done.stderr
 
 
 def run(command: list[str]) -> str:
@@ -175,7 +176,7 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
+def test_hints_of_the_plugin_name_the_plugin(jobs: Kubectl) -> None:
     where = ["--kubeconfig", str(jobs.kubeconfig), "-n", jobs.namespace]
     result = called(plugin, *where, "status", "nope")
     assert result.code == 2
@@ -184,7 +185,7 @@ def test_the_plugin_speaks_of_itself_in_its_hints(jobs: Kubectl) -> None:
 
 
 class Plugin:
-    """A program that gives tokens, in a kubeconfig like that of the cluster."""
+    """An exec plugin for tokens, in a copy of the kubeconfig."""
 
     def __init__(self, like: Path, directory: Path) -> None:
         config = yaml.safe_load(like.read_text())
@@ -212,10 +213,10 @@ class Plugin:
         return len(self._runs.read_text().splitlines())
 
 
-def test_what_is_watched_goes_on_when_the_token_has_expired(
+def test_watching_continues_after_the_token_has_expired(
     own_control_plane: ControlPlane, jobs: Kubectl, tmp_path: Path
 ) -> None:
-    """The token dies with the Secret that it is bound to; the watch dies with the API server."""
+    """The token expires with the Secret that it is bound to; the watch ends with the API server."""
     plugin = Plugin(jobs.kubeconfig, tmp_path)
     account = f"--serviceaccount={jobs.namespace}:watcher"
     jobs.run("create", "serviceaccount", "watcher")
@@ -225,7 +226,7 @@ def test_what_is_watched_goes_on_when_the_token_has_expired(
     plugin.gives(jobs.run("create", "token", "watcher", *bound).strip())
     jobs.create(SCRIPT)
     write_status(jobs, trained(incidents=[], step=7))
-    holdfast = Commands(jobs, plugin.kubeconfig)
+    holdfast = HoldfastCli(jobs, plugin.kubeconfig)
     outputs = [tmp_path / "events", tmp_path / "run"]
     watching = [
         holdfast.start(outputs[0], "events", "demo", "-f"),
@@ -251,13 +252,13 @@ def test_what_is_watched_goes_on_when_the_token_has_expired(
             one.wait(timeout=30)
 
 
-def test_a_token_that_the_server_does_not_take_is_fetched_anew_before_anything_is_said(
+def test_a_rejected_token_is_reloaded_before_an_error_is_reported(
     jobs: Kubectl, tmp_path: Path
 ) -> None:
     plugin = Plugin(jobs.kubeconfig, tmp_path)
     plugin.gives("expired")
     jobs.create(SCRIPT)
-    holdfast = Commands(jobs, plugin.kubeconfig)
+    holdfast = HoldfastCli(jobs, plugin.kubeconfig)
     refused = holdfast("status", "demo")
     assert refused.code == 2 and "rejected the credentials" in refused.err
     assert plugin.num_runs == 2, "nothing else came the second time either"
@@ -265,7 +266,7 @@ def test_a_token_that_the_server_does_not_take_is_fetched_anew_before_anything_i
     assert holdfast("status", "demo").code == 0
 
 
-def test_a_client_certificate_that_is_replaced_is_used_within_the_same_connection(
+def test_a_replaced_client_certificate_is_used_by_the_same_client(
     own_control_plane: ControlPlane, jobs: Kubectl, tmp_path: Path
 ) -> None:
     theirs = Authority(tmp_path).sign("ann", "ann", organization="system:masters")

@@ -1,9 +1,8 @@
-"""`holdfast --kubernetes` at a real API server: what it reads, writes and says when it cannot.
+"""`holdfast --kubernetes` at a real API server without nodes: what it reads, writes and reports.
 
-There are no nodes here. Two kinds of tests: those with the real operator, whose pods wait for nodes
-that never come; and those of jobs that have trained, whose status is written by the test, through
-the API, with the operator's own code from a view made up by the test. Training itself is watched in
-test_commands_training.py.
+Some tests use the real operator, whose pods stay pending. Others use jobs that seem to have
+trained: the test writes their status through the API, with the operator's own code. Training itself
+is in test_commands_training.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.kubernetes.commands import SCRIPT, Commands, serve_jobs, trained, write_status
+from tests.e2e.kubernetes.commands import SCRIPT, HoldfastCli, serve_jobs, trained, write_status
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
@@ -39,13 +38,13 @@ def crd(control_plane: ControlPlane | GivenCluster) -> None:
 
 @pytest.fixture
 def jobs(crd: None, namespace: Kubectl) -> Kubectl:
-    """A namespace that no operator looks at."""
+    """A namespace without an operator."""
     return namespace
 
 
 @pytest.fixture
-def holdfast(jobs: Kubectl) -> Commands:
-    return Commands(jobs)
+def holdfast(jobs: Kubectl) -> HoldfastCli:
+    return HoldfastCli(jobs)
 
 
 @pytest.fixture
@@ -55,8 +54,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-# -- what was trained -------------------------------------------------------------------------
-def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Commands) -> None:
+# -- jobs that have trained -------------------------------------------------------------------
+def test_a_job_is_described_like_a_local_one(jobs: Kubectl, holdfast: HoldfastCli) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained(checkpoint_path="s3://bucket/demo"))
     status = holdfast("status", "demo")
@@ -74,27 +73,29 @@ def test_a_job_is_told_in_the_words_of_a_local_one(jobs: Kubectl, holdfast: Comm
     assert holdfast.json("status")[0]["num_incidents"] == 2
     assert holdfast("status").out.split("\n")[1].split()[:3] == ["demo", "running", "42/100"]
     write_status(jobs, trained(incidents=[], checkpoint_path="/shared/demo"))
-    told = holdfast("report", "demo").out
-    assert "where that path is mounted: holdfast checkpoint export PATH DIRECTORY" in told
+    text = holdfast("report", "demo").out
+    assert "where that path is mounted: holdfast checkpoint export PATH DIRECTORY" in text
 
 
-def test_incidents_whose_events_are_forgotten_are_told_from_the_status(
-    jobs: Kubectl, holdfast: Commands
+def test_incidents_with_expired_events_are_shown_from_the_status(
+    jobs: Kubectl, holdfast: HoldfastCli
 ) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained())
-    told = holdfast("events", "demo").out.splitlines()
-    assert "status" in told[0] and "incident 1: worker 2 on node-1 was killed" in told[0]
-    assert "next step after 0.67 s" in told[1]
-    assert "Hang" in told[2] and told[2].endswith(
+    text = holdfast("events", "demo").out.splitlines()
+    assert "status" in text[0] and "incident 1: worker 2 on node-1 was killed" in text[0]
+    assert "next step after 0.67 s" in text[1]
+    assert "Hang" in text[2] and text[2].endswith(
         "worker 1 hangs; restart all 4 workers from memory"
     )
-    assert len(told) == 3, "no incident is told twice"
+    assert len(text) == 3, "no incident is shown twice"
     lines = [json.loads(line) for line in holdfast("events", "demo", "--json").out.splitlines()]
     assert [sorted(line) for line in lines] == [["at_ns", "incident"], ["at_ns", "event"]]
 
 
-def test_the_newest_checkpoint_is_listed_from_the_status(jobs: Kubectl, holdfast: Commands) -> None:
+def test_the_newest_checkpoint_is_listed_from_the_status(
+    jobs: Kubectl, holdfast: HoldfastCli
+) -> None:
     jobs.create(SCRIPT)
     assert "no committed checkpoint" in holdfast("checkpoint", "list", "demo").err
     write_status(jobs, trained(checkpoint_path="/checkpoints/demo"))
@@ -105,8 +106,8 @@ def test_the_newest_checkpoint_is_listed_from_the_status(jobs: Kubectl, holdfast
     assert verify.code == 2 and "a directory of the cluster" in verify.err
 
 
-def test_an_ended_job_keeps_its_name_until_it_is_deleted(
-    jobs: Kubectl, holdfast: Commands, file: Path
+def test_a_finished_job_keeps_its_name_until_it_is_deleted(
+    jobs: Kubectl, holdfast: HoldfastCli, file: Path
 ) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained(state="failed", reason="no", finished_ns=time.time_ns()))
@@ -125,8 +126,8 @@ def test_an_ended_job_keeps_its_name_until_it_is_deleted(
 
 
 # -- without an operator ----------------------------------------------------------------------
-def test_ctrl_c_leaves_the_job_in_the_cluster_and_says_how_to_come_back(
-    jobs: Kubectl, holdfast: Commands, file: Path, tmp_path: Path
+def test_ctrl_c_leaves_the_job_running_and_prints_how_to_reattach(
+    jobs: Kubectl, holdfast: HoldfastCli, file: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
     command = holdfast.start(output, "run", file)
@@ -149,9 +150,9 @@ def test_ctrl_c_leaves_the_job_in_the_cluster_and_says_how_to_come_back(
     assert "goodput 90.9%" in output.read_text()
 
 
-def test_whoever_watches_goes_on_when_the_api_server_was_away(
+def test_watching_continues_after_an_outage_of_the_api_server(
     jobs: Kubectl,
-    holdfast: Commands,
+    holdfast: HoldfastCli,
     file: Path,
     tmp_path: Path,
     own_control_plane: ControlPlane,
@@ -173,7 +174,7 @@ def test_whoever_watches_goes_on_when_the_api_server_was_away(
 
 
 def test_another_job_of_the_same_name_is_not_touched(
-    jobs: Kubectl, holdfast: Commands, file: Path
+    jobs: Kubectl, holdfast: HoldfastCli, file: Path
 ) -> None:
     jobs.create({**SCRIPT, "spec": {**SCRIPT["spec"], "nodes": {"max": 7}}})
     result = holdfast("run", file)
@@ -182,8 +183,8 @@ def test_another_job_of_the_same_name_is_not_touched(
     assert found is not None and found["spec"]["nodes"]["max"] == 7
 
 
-def test_a_job_that_is_deleted_ends_whoever_watches_it(
-    jobs: Kubectl, holdfast: Commands, file: Path, tmp_path: Path
+def test_deleting_a_job_ends_commands_that_watch_it(
+    jobs: Kubectl, holdfast: HoldfastCli, file: Path, tmp_path: Path
 ) -> None:
     command = holdfast.start(tmp_path / "output", "run", file)
     jobs.wait("trainingjob", "demo", bool, "to be created")
@@ -192,7 +193,7 @@ def test_a_job_that_is_deleted_ends_whoever_watches_it(
     assert "job demo: was deleted" in (tmp_path / "output").read_text()
 
 
-def test_a_rehearsal_that_nobody_answers_is_taken_back(jobs: Kubectl, holdfast: Commands) -> None:
+def test_an_unanswered_fault_injection_is_withdrawn(jobs: Kubectl, holdfast: HoldfastCli) -> None:
     jobs.create(SCRIPT)
     write_status(jobs, trained())
     result = holdfast("chaos", "kill-worker", "demo", "--rank", "1")
@@ -202,7 +203,9 @@ def test_a_rehearsal_that_nobody_answers_is_taken_back(jobs: Kubectl, holdfast: 
     assert found is not None and "annotations" not in found["metadata"]
 
 
-def test_a_wish_that_waits_for_an_operator_says_so(jobs: Kubectl, holdfast: Commands) -> None:
+def test_a_request_that_waits_for_an_operator_is_reported(
+    jobs: Kubectl, holdfast: HoldfastCli
+) -> None:
     jobs.create(SCRIPT)
     document = jobs.get("trainingjob", "demo")
     assert document is not None
@@ -217,7 +220,7 @@ def test_a_wish_that_waits_for_an_operator_says_so(jobs: Kubectl, holdfast: Comm
 def attended(
     crd: None, own_control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Kubectl]:
-    """A namespace with an operator of its own."""
+    """A namespace with its own operator."""
     plane = own_control_plane
     agents, metrics = free_port(), free_port()
     for kubectl in fresh(plane.kubectl()):
@@ -239,11 +242,11 @@ def attended(
         operator.kill()
 
 
-def test_every_wish_reaches_the_operator_and_its_answer_comes_back(
+def test_every_request_reaches_the_operator_and_is_answered(
     attended: Kubectl, tmp_path: Path
 ) -> None:
-    holdfast, output = Commands(attended), tmp_path / "output"
-    name = "wishes"
+    holdfast, output = HoldfastCli(attended), tmp_path / "output"
+    name = "requests"
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump({**SCRIPT, "metadata": {"name": name}, "spec": {
         **SCRIPT["spec"], "checkpoint": {}}}))  # fmt: skip
@@ -268,7 +271,7 @@ def test_every_wish_reaches_the_operator_and_its_answer_comes_back(
     until(lambda: holdfast.json("status", name)["state"] == "pending", "to go on", timeout_s=60)
     assert holdfast("cancel", name).out == f"job {name}: stopping all workers\n"
     assert command.wait(60) == 1, output.read_text()
-    told = output.read_text()
-    assert f"{name}  cancelled" in told and "suspended" in told and "cancel requested" in told
+    text = output.read_text()
+    assert f"{name}  cancelled" in text and "suspended" in text and "cancel requested" in text
     assert "pods" in holdfast("logs", name).err
     assert holdfast("delete", name, "--yes").code == 0

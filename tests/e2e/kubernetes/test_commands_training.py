@@ -1,4 +1,4 @@
-"""`holdfast --kubernetes` beside jobs that really train, on a cluster with nodes."""
+"""`holdfast --kubernetes` with jobs that train, on a cluster with nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.kubernetes.commands import Commands
+from tests.e2e.kubernetes.commands import HoldfastCli
 from tests.e2e.kubernetes.jobs import ENDLESS, example
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.operator import Operator
@@ -23,14 +23,14 @@ BOUND_S = 150
 
 
 @pytest.fixture
-def holdfast(operator: Operator, cluster_namespace: Kubectl) -> Iterator[Commands]:
+def holdfast(operator: Operator, cluster_namespace: Kubectl) -> Iterator[HoldfastCli]:
     operator.ensure_running()
-    yield Commands(cluster_namespace)
+    yield HoldfastCli(cluster_namespace)
     cluster_namespace.run("delete", "trainingjobs", "--all")
 
 
-def seen(holdfast: Commands, name: str, what: str, true_of: Any) -> dict[str, Any]:
-    """The status as `holdfast status --json` prints it, once this is true of it."""
+def seen(holdfast: HoldfastCli, name: str, what: str, true_of: Any) -> dict[str, Any]:
+    """The output of `holdfast status --json`, once this is true of it."""
     found: dict[str, Any] = {}
 
     def look() -> bool:
@@ -45,7 +45,7 @@ def written(path: Path, text: str) -> None:
     until(lambda: text in path.read_text(), f"{text!r}", timeout_s=BOUND_S, last=path.read_text)
 
 
-def start(holdfast: Commands, tmp_path: Path, document: dict[str, Any]) -> Any:
+def start(holdfast: HoldfastCli, tmp_path: Path, document: dict[str, Any]) -> Any:
     """`holdfast run` of a file; its output is in tmp_path/run."""
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(document))
@@ -56,19 +56,21 @@ def start(holdfast: Commands, tmp_path: Path, document: dict[str, Any]) -> Any:
     return command
 
 
-def test_a_job_is_run_and_reported_to_its_end(holdfast: Commands, tmp_path: Path) -> None:
+def test_run_reports_a_job_to_its_end(holdfast: HoldfastCli, tmp_path: Path) -> None:
     command = start(holdfast, tmp_path, example("short", 12))
     assert command.wait(BOUND_S) == 0, (tmp_path / "run").read_text()
-    told = (tmp_path / "run").read_text()
-    assert "short  succeeded after" in told
-    assert "12 of 12 steps, loss " in told and "no incidents" in told
+    text = (tmp_path / "run").read_text()
+    assert "short  succeeded after" in text
+    assert "12 of 12 steps, loss " in text and "no incidents" in text
     events = holdfast("events", "short", "-f").out
     assert "Succeeded" in events, "and following a job that has ended comes to an end"
     assert holdfast.json("checkpoint", "list", "short")[0]["step"] == 11
     assert holdfast("delete", "short", "--yes").code == 0
 
 
-def test_a_job_is_watched_broken_looked_at_and_ended(holdfast: Commands, tmp_path: Path) -> None:
+def test_a_job_is_watched_disturbed_inspected_and_cancelled(
+    holdfast: HoldfastCli, tmp_path: Path
+) -> None:
     command = start(holdfast, tmp_path, example("broken", ENDLESS))
     status = seen(holdfast, "broken", "steps", lambda v: v["step"] >= 2)
     nodes = {node["name"]: node["state"] for node in status["nodes"]}
@@ -101,8 +103,8 @@ def test_a_job_is_watched_broken_looked_at_and_ended(holdfast: Commands, tmp_pat
     assert "broken  cancelled after" in report and "outcome: next step after" in report
 
 
-def test_what_workers_print_is_shown_by_rank_and_followed_to_the_end(
-    holdfast: Commands, tmp_path: Path
+def test_logs_are_shown_by_rank_and_followed_to_the_end(
+    holdfast: HoldfastCli, tmp_path: Path
 ) -> None:
     command = start(holdfast, tmp_path, example("talks", ENDLESS))
     status = seen(holdfast, "talks", "steps", lambda v: v["step"] >= 2)

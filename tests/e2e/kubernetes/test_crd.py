@@ -1,7 +1,7 @@
-"""The CRD on a real API server: what it accepts, fills in, refuses and in which words.
+"""The CRD on a real API server: what it accepts, defaults and refuses, and with which messages.
 
-Owns: these tests. The wrong documents are those of tests/unit/api/wrong_jobs.py, which the
-models refuse too: a rule that says something else than its model fails on one side.
+The wrong documents are those of tests/unit/api/wrong_jobs.py, which the models refuse with the same
+messages.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def crd(control_plane: ControlPlane | GivenCluster) -> dict[str, Any]:
 
 @pytest.fixture
 def jobs(crd: dict[str, Any], namespace: Kubectl) -> Kubectl:
-    """A namespace of a cluster that knows TrainingJobs."""
+    """A namespace of a cluster with the CRD."""
     assert crd["spec"]["names"]["kind"] == "TrainingJob"
     return namespace
 
 
 @pytest.fixture(scope="module")
 def dry(crd: dict[str, Any], control_plane: ControlPlane | GivenCluster) -> Iterator[Kubectl]:
-    """One namespace for all tests that leave nothing behind."""
+    """One namespace for all tests that create nothing."""
     yield from fresh(control_plane.kubectl())
 
 
@@ -64,15 +64,15 @@ def refusal(kubectl: Kubectl, *words: str, stdin: str | None = None) -> str:
     return done.stderr
 
 
-def test_the_definition_is_accepted_without_a_complaint(crd: dict[str, Any]) -> None:
+def test_the_definition_is_accepted_without_warnings(crd: dict[str, Any]) -> None:
     conditions = {c["type"]: c["status"] for c in crd["status"]["conditions"]}
     assert conditions["Established"] == conditions["NamesAccepted"] == "True"
     assert conditions.get("NonStructuralSchema", "False") == "False"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_applies_unchanged_and_means_the_same(jobs: Kubectl, path: Path) -> None:
-    """What the server fills in are the models' own defaults."""
+def test_an_example_applies_unchanged_with_the_same_defaults(jobs: Kubectl, path: Path) -> None:
+    """The defaults of the server are those of the models."""
     jobs.run("apply", "--filename", str(path))
     stored = jobs.get("trainingjob", load_job(path).name)
     assert stored is not None
@@ -90,7 +90,7 @@ def without_empty(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.rule} {case.id}".strip())
-def test_a_wrong_job_is_refused_in_our_words(dry: Kubectl, case: Wrong) -> None:
+def test_a_wrong_job_is_refused_with_the_messages_of_the_models(dry: Kubectl, case: Wrong) -> None:
     text = refusal(dry, "apply", "--filename=-", stdin=yaml.safe_dump(job(case.spec, case.name)))
     for part in case.message:
         assert part in text
@@ -98,12 +98,12 @@ def test_a_wrong_job_is_refused_in_our_words(dry: Kubectl, case: Wrong) -> None:
 
 
 def start(jobs: Kubectl) -> None:
-    """What the operator writes when it takes a job up."""
+    """The status of a job that the operator has started."""
     patch = json.dumps({"status": {"jobId": "8f0c"}})
     jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", patch)
 
 
-def test_a_job_that_was_never_started_may_be_put_right(jobs: Kubectl) -> None:
+def test_a_job_that_never_started_may_be_corrected(jobs: Kubectl) -> None:
     jobs.create(job(SCRIPT))
     right = job({"entrypoint": {"script": "other.py"}, "image": "mine:1"})
     jobs.run(
@@ -112,7 +112,7 @@ def test_a_job_that_was_never_started_may_be_put_right(jobs: Kubectl) -> None:
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.rule)
-def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change) -> None:
+def test_a_change_that_a_running_job_cannot_follow_is_refused(jobs: Kubectl, case: Change) -> None:
     jobs.create(job(case.before))
     start(jobs)
     text = refusal(jobs, "patch", "tj", "right", "--type=merge", "--patch", json.dumps(case.patch))
@@ -121,8 +121,8 @@ def test_a_change_that_cannot_be_followed_is_refused(jobs: Kubectl, case: Change
 
 
 @pytest.mark.parametrize("part", ["resources", "parallelism", "kubernetes"])
-def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part: str) -> None:
-    """CEL sees no such field; the comparison of the whole does."""
+def test_a_change_inside_an_untyped_field_is_noticed(jobs: Kubectl, part: str) -> None:
+    """CEL does not see such fields; the rule compares the whole."""
     jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": {"spec": {"hostname": "a"}}}}))
     start(jobs)
     change = {
@@ -145,7 +145,9 @@ def test_a_change_inside_a_field_without_a_type_is_seen_too(jobs: Kubectl, part:
     ],
     ids=lambda change: "+".join(change),
 )
-def test_a_change_that_can_be_followed_is_taken(jobs: Kubectl, change: dict[str, Any]) -> None:
+def test_a_change_that_a_running_job_can_follow_is_accepted(
+    jobs: Kubectl, change: dict[str, Any]
+) -> None:
     jobs.create(job(SCRIPT))
     start(jobs)
     jobs.run("patch", "tj", "right", "--type=merge", "--patch", json.dumps({"spec": change}))
@@ -155,9 +157,7 @@ def test_a_change_that_can_be_followed_is_taken(jobs: Kubectl, change: dict[str,
 
 
 @pytest.mark.parametrize("spec", UNTYPED_WRONG, ids=str)
-def test_fields_without_a_type_have_their_values_checked(
-    dry: Kubectl, spec: dict[str, Any]
-) -> None:
+def test_values_of_untyped_fields_are_checked(dry: Kubectl, spec: dict[str, Any]) -> None:
     text = refusal(dry, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))
     field = next(
         f"{part}.{name}" for part, inner in spec.items() for name in inner if part != "entrypoint"
@@ -166,15 +166,13 @@ def test_fields_without_a_type_have_their_values_checked(
 
 
 @pytest.mark.parametrize("spec", UNTYPED_RIGHT, ids=str)
-def test_fields_without_a_type_take_every_form_that_a_file_may_have(
-    dry: Kubectl, spec: dict[str, Any]
-) -> None:
+def test_untyped_fields_accept_every_form_of_a_file(dry: Kubectl, spec: dict[str, Any]) -> None:
     words = ("create", "--dry-run=server", "--filename=-", "--output=json")
     made = json.loads(dry.run(*words, stdin=yaml.safe_dump(job(spec))))
     assert job_from_resource(made).spec == job_from_mapping(job(spec)).spec
 
 
-def test_a_misspelt_key_is_refused_for_people_and_dropped_for_programs(jobs: Kubectl) -> None:
+def test_a_misspelt_key_is_refused_by_kubectl_and_dropped_otherwise(jobs: Kubectl) -> None:
     document = yaml.safe_dump(job({**SCRIPT, "nodez": {"min": 1}}))
     assert 'unknown field "spec.nodez"' in refusal(jobs, "apply", "--filename=-", stdin=document)
     jobs.run("apply", "--validate=ignore", "--filename=-", stdin=document)
@@ -183,28 +181,28 @@ def test_a_misspelt_key_is_refused_for_people_and_dropped_for_programs(jobs: Kub
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         ({"specs": {}}, 'unknown field "spec.kubernetes.podTemplate.specs"'),
         ({"spec": []}, "spec.kubernetes.podTemplate.spec"),
     ],
     ids=["key", "type"],
 )
-def test_a_pod_template_that_is_none_is_refused(
-    dry: Kubectl, template: dict[str, Any], told: str
+def test_an_invalid_pod_template_is_refused(
+    dry: Kubectl, template: dict[str, Any], message: str
 ) -> None:
     document = yaml.safe_dump(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
-    assert told in refusal(dry, "create", "--filename=-", stdin=document)
+    assert message in refusal(dry, "create", "--filename=-", stdin=document)
 
 
-def test_a_pod_template_is_kept_as_it_was_written(jobs: Kubectl) -> None:
-    """Nulls too, which remove a key; plain `kubectl apply` alone would drop them."""
+def test_a_pod_template_is_stored_as_written(jobs: Kubectl) -> None:
+    """Including nulls, which remove a key; client-side `kubectl apply` would drop them."""
     template = {"spec": {"hostname": None, "containers": [{"name": "worker", "any": {"thing": 1}}]}}
     made = jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
     assert made["spec"]["kubernetes"]["podTemplate"] == template
 
 
-def test_a_version_of_the_future_is_refused_with_the_versions_that_there_are(jobs: Kubectl) -> None:
+def test_an_unknown_version_is_refused_with_the_known_ones(jobs: Kubectl) -> None:
     document = {**job(SCRIPT), "apiVersion": "holdfast.dev/v9"}
     text = refusal(jobs, "apply", "--filename=-", stdin=yaml.safe_dump(document))
     assert 'no matches for kind "TrainingJob" in version "holdfast.dev/v9"' in text
@@ -218,7 +216,7 @@ def test_explain_documents_every_part(jobs: Kubectl) -> None:
     assert "memory, storage or nothing" in jobs.run("explain", "tj.status.incidents.restoredFrom")
 
 
-def test_scale_resizes_and_takes_the_minimum_along(jobs: Kubectl) -> None:
+def test_scale_resizes_and_adjusts_the_minimum(jobs: Kubectl) -> None:
     jobs.create(job({**SCRIPT, "nodes": {"min": 2, "max": 3}}))
     jobs.run("scale", "tj/right", "--replicas=5")
     assert sizes(jobs) == (2, 5)
@@ -253,7 +251,7 @@ def test_scale_to_a_size_that_splits_a_replica_group_is_refused(jobs: Kubectl) -
     jobs.run("scale", "tj/right", "--replicas=2")
 
 
-def test_get_shows_what_a_person_looks_for(jobs: Kubectl) -> None:
+def test_get_shows_the_main_columns(jobs: Kubectl) -> None:
     jobs.create(job(SCRIPT))
     status = {
         "state": "running",
@@ -300,7 +298,7 @@ def condition(kind: str, status: str, reason: str) -> dict[str, Any]:
 
 
 def test_conditions_of_two_writers_are_merged_by_type(jobs: Kubectl) -> None:
-    """Server-side apply: the list is keyed, so nobody drops another's condition."""
+    """Server-side apply: the list is keyed, so no writer drops the conditions of another."""
     jobs.create(job(SCRIPT))
     for manager, kind in (("one", "Ready"), ("other", "Succeeded")):
         document = {**job(SCRIPT), "status": {"conditions": [condition(kind, "False", "Waiting")]}}

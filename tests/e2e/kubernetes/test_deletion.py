@@ -1,7 +1,6 @@
 """A job deleted in each of its states, with real pods: nothing of it is left.
 
-Owns: these tests. States that pass quickly elsewhere last for seconds here: a step of the slow job
-is a large number of small batches.
+The slow job makes short states last for seconds: one of its steps has many small batches.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ NOWHERE = {"podTemplate": {"spec": {"nodeSelector": {"kubernetes.io/hostname": "
 
 
 def small(name: str, **spec: Any) -> Document:
-    """One worker on one node."""
+    """A job with one worker on one node."""
     alone = {"nodes": {"min": 1, "max": 1}, "workersPerNode": 1, "parallelism": {}}
     return example(name, ENDLESS, **(alone | spec))
 
 
 def slow(name: str) -> Document:
-    """One batch takes some 0.1 s of a core."""
+    """A job whose batches take about 0.1 s of a core each."""
     document = small(name, recovery={"hangTimeoutSeconds": 600})
     config = document["spec"]["entrypoint"]["recipe"]["config"]
     config.update(globalBatch=64, microBatch=1)
@@ -39,10 +38,10 @@ def slow(name: str) -> Document:
 
 
 def reach(job: Job, state: str) -> None:
-    """Of jobs that are to fail, too, so not by job.wait()."""
+    """Also for jobs that are to fail, for which job.wait() raises."""
     until(
         lambda: job.status().get("state") == state, f"{job.name} to be {state}",
-        timeout_s=START_TIMEOUT_S, every_s=0.2, last=job.story,
+        timeout_s=START_TIMEOUT_S, every_s=0.2, last=job.report,
     )  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def suspend(job: Job) -> None:
     job.kubectl.run("patch", "trainingjob", job.name, "--type=merge", f"--patch={patch}")
 
 
-# -- the way into each state -------------------------------------------------------------------
+# -- reaching each state -----------------------------------------------------------------------
 def pending(kubectl: Kubectl) -> Job:
     job = Job(kubectl, small("pending", kubernetes=NOWHERE))
     reach(job, "pending")
@@ -86,7 +85,7 @@ def recovering(kubectl: Kubectl) -> Job:
 
 
 def suspending(kubectl: Kubectl) -> Job:
-    """Its last checkpoint cannot be written: elsewhere that takes less than a look."""
+    """Its last checkpoint cannot be written; otherwise the state passes too quickly."""
     job = Job(kubectl, small("suspending"))
     reach(job, "running")
     place = Path(job.status()["checkpointPath"])
@@ -110,7 +109,7 @@ def failed(kubectl: Kubectl) -> Job:
     document["spec"]["entrypoint"]["recipe"]["config"]["data"]["source"] = "/nowhere"
     job = Job(kubectl, document)
     reach(job, "failed")
-    assert "/nowhere" in job.status()["reason"], job.story()
+    assert "/nowhere" in job.status()["reason"], job.report()
     return job
 
 

@@ -1,7 +1,7 @@
-"""The chart on a cluster with nodes: what `helm install` starts, under the restricted pod security
-standard, trains a job and goes on when its leader is killed.
+"""The chart on a cluster with nodes: `helm install` under the restricted pod security standard
+starts operators, which train a job and survive the end of the leader.
 
-Owns: these tests, on a cluster of their own, because its operator looks after all namespaces.
+On a separate cluster, because this operator watches all namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATOR = "app.kubernetes.io/component=operator"
 
 @dataclass
 class Installed:
-    """A cluster of two nodes with the chart on it."""
+    """A cluster of two nodes with the chart installed."""
 
     cluster: Cluster
     helm: Helm
@@ -51,7 +51,7 @@ class Installed:
         return self.cluster.kubectl(JOBS)
 
     def leader(self) -> str:
-        """The name of the pod that holds the lease; empty while nobody does."""
+        """The name of the pod that holds the lease; empty if none does."""
         lease = self.system.get("lease", "holdfast-operator") or {"spec": {}}
         holder = lease["spec"].get("holderIdentity") or ""
         pods = [pod["metadata"]["name"] for pod in self.system.list("pods", OPERATOR)]
@@ -93,14 +93,14 @@ def test_two_operators_run_and_the_charts_own_test_passes(installed: Installed) 
         "holdfast-operator",
         lambda d: d is not None and d["status"].get("readyReplicas") == 2,
         "to have two ready replicas",
-        timeout_s=150,  # a kubelet's pauses between attempts to mount grow up to two minutes
+        timeout_s=150,  # the kubelet retries mounts after up to two minutes
     )
     until(lambda: installed.leader() != "", "a leader", timeout_s=60)
-    told = installed.helm.run("test", "holdfast", "--namespace", render.NAMESPACE)
-    assert "Phase:          Succeeded" in told
+    text = installed.helm.run("test", "holdfast", "--namespace", render.NAMESPACE)
+    assert "Phase:          Succeeded" in text
 
 
-def test_a_job_survives_its_operator_and_is_taken_up_by_the_other(installed: Installed) -> None:
+def test_a_job_survives_its_operator_and_the_other_one_takes_over(installed: Installed) -> None:
     job = Job(installed.jobs, example("endless", ENDLESS))
     job.wait_running(4)
     before = job.wait_steps(2)
@@ -113,13 +113,13 @@ def test_a_job_survives_its_operator_and_is_taken_up_by_the_other(installed: Ins
         last=lambda: installed.system.run("get", "pods,leases"),
     )
     after = job.wait_steps(3)
-    assert after["generation"] == before["generation"], job.story()
+    assert after["generation"] == before["generation"], job.report()
     assert job.incidents_after(before) == []
     job.delete()
 
 
 def kill_operator(installed: Installed, pod: str) -> None:
-    """SIGKILL from outside, as the kernel would when memory runs out."""
+    """SIGKILL from outside, like the OOM killer."""
     where = (installed.system.get("pod", pod) or {})["spec"]["nodeName"]
     uid = (installed.system.get("pod", pod) or {})["metadata"]["uid"]
     for pid in installed.cluster.nodes[where].processes():

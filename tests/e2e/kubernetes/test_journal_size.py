@@ -1,7 +1,5 @@
-"""The journal of a very large job, in a ConfigMap of a real API server.
-
-Owns: these tests. There are no agents: what they would say is said to the driver.
-"""
+"""The journal of a very large job, in a ConfigMap of a real API server. The test plays the
+agents."""
 
 from __future__ import annotations
 
@@ -42,10 +40,10 @@ GIB = 2**30
 
 
 def document() -> dict[str, Any]:
-    """All ranks in one shard group: no job of this size has more files."""
+    """All ranks in one shard group: the most files for this size."""
     nodes = {"min": NUM_NODES, "max": NUM_NODES}
     shard = {"shard": NUM_NODES * WORKERS}
-    # Nobody sends heartbeats here, and a busy machine needs a minute for all this.
+    # There are no heartbeats here, and a busy machine needs a minute for this test.
     patient = {"heartbeatTimeoutSeconds": 600}
     return job(
         "large", nodes=nodes, workersPerNode=WORKERS, parallelism=shard, recovery=patient,
@@ -59,7 +57,7 @@ def facts(index: int) -> NodeFacts:
 
 
 def files(step: int) -> list[ShardFile]:
-    """Of a committed checkpoint, with checksums that no compression shortens."""
+    """Files of a committed checkpoint, with incompressible checksums."""
     count = NUM_NODES * WORKERS
     return [
         ShardFile(
@@ -121,7 +119,7 @@ def test_a_controller_takes_over_a_job_of_a_thousand_pods_whose_checkpoints_outg
     control_plane: Plane, namespace: Kubectl
 ) -> None:
     install(control_plane)
-    document_there = namespace.create(document())  # held: no operator is to touch it
+    document_there = namespace.create(document())  # suspended: no operator acts on it
     owner, spec = owner_of(document_there), running(document())
     committed = tuple(files(100) + files(200))
     took_over = ControllerStarted(incarnation=2, committed=committed, nodes=NAMES)

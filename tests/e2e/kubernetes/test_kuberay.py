@@ -1,8 +1,5 @@
-"""The manifests for KubeRay on a real API server that knows KubeRay's kinds: its rules (CEL) and
-strictness, beyond what the unit tests read out of the same schema.
-
-Owns these tests. KubeRay itself does not run: what it makes of a manifest is not seen here.
-"""
+"""The KubeRay manifests on a real API server with KubeRay's CRDs: CEL rules and strict
+validation, beyond the unit tests. KubeRay itself does not run."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ TRY = ("create", "--dry-run=server", "--validate=strict", "--filename=-")
 
 
 def definition(kind: str, schema: Document) -> Document:
-    """As KubeRay names it; of its versions the one that the manifests use."""
+    """A CRD of KubeRay in the version that the manifests use."""
     singular = kind.lower()
     version = {"name": "v1", "served": True, "storage": True, "subresources": {"status": {}}}
     return {
@@ -53,13 +50,13 @@ def definition(kind: str, schema: Document) -> Document:
 
 @pytest.fixture(scope="module")
 def kuberay(control_plane: ControlPlane | GivenCluster) -> Iterator[Kubectl]:
-    """A namespace of a cluster that knows RayClusters and RayJobs."""
+    """A namespace of a cluster with KubeRay's CRDs."""
     schemas = json.loads(gzip.decompress(SCHEMA.read_bytes()))
     definitions = [definition(kind, schema) for kind, schema in schemas.items()]
     kubectl = control_plane.kubectl()
     for one in definitions:
         name = one["metadata"]["name"]
-        if kubectl.get("crd", name) is None:  # a cluster of somebody's may have KubeRay's own
+        if kubectl.get("crd", name) is None:  # an existing cluster may have them
             kubectl.apply(one)
         kubectl.served(name)
     yield from fresh(kubectl)
@@ -75,7 +72,7 @@ def cluster_of(document: Document) -> Document:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
-def test_a_manifest_is_taken_as_it_is(kuberay: Kubectl, manifest: Path) -> None:
+def test_a_manifest_is_accepted_unchanged(kuberay: Kubectl, manifest: Path) -> None:
     document = yaml.safe_load(manifest.read_text())
     done = tried(kuberay, document)
     assert done.returncode == 0 and "server dry run" in done.stdout, done.stderr
@@ -83,10 +80,8 @@ def test_a_manifest_is_taken_as_it_is(kuberay: Kubectl, manifest: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
-def test_the_pods_of_a_manifest_are_such_as_kubernetes_takes(
-    kuberay: Kubectl, manifest: Path
-) -> None:
-    """The definitions say nothing of what belongs together, such as a mount and its volume."""
+def test_the_pods_of_a_manifest_are_valid(kuberay: Kubectl, manifest: Path) -> None:
+    """The CRDs do not check references, such as a mount to its volume."""
     cluster = cluster_of(yaml.safe_load(manifest.read_text()))
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         name = group.get("groupName", "head")
@@ -101,17 +96,17 @@ def test_the_pods_of_a_manifest_are_such_as_kubernetes_takes(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
-        ({"managedBy": "somebody"}, "the managedBy field value must be either"),
+        ({"managedBy": "other"}, "the managedBy field value must be either"),
         ({"workerGroups": []}, 'unknown field "spec.workerGroups"'),
         ({"autoscalerOptions": {"version": "v3"}}, 'supported values: "v1", "v2"'),
     ],
     ids=["rule", "field", "value"],
 )
-def test_what_kuberay_would_refuse_is_refused(kuberay: Kubectl, wrong: Document, told: str) -> None:
+def test_what_kuberay_refuses_is_refused(kuberay: Kubectl, wrong: Document, message: str) -> None:
     (manifest,) = (path for path in MANIFESTS if path.stem == "raycluster")
     document = yaml.safe_load(manifest.read_text())
     document["spec"] |= wrong
     done = tried(kuberay, document)
-    assert done.returncode != 0 and told in done.stderr, done.stderr
+    assert done.returncode != 0 and message in done.stderr, done.stderr

@@ -1,8 +1,5 @@
-"""An operator that lacks one right: which one it is stands where a person looks, and when it is
-given the job goes on by itself. On a real API server, by Roles.
-
-Owns: these tests. That the chart's rights are enough is tests/e2e/kubernetes/test_rights.py.
-"""
+"""An operator that lacks one right names it where users look, and continues when it gets the right.
+test_rights.py tests that the chart's rights suffice."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ LEASES = {
 
 
 def rules(resource: str = "", verb: str = "") -> list[dict[str, Any]]:
-    """What manifests/ give the operator, but for this right."""
+    """The rights that manifests/ give the operator, without this one."""
     documents = yaml.safe_load_all(RBAC.read_text())
     role = next(one for one in documents if one["metadata"]["name"].endswith("holdfast-operator"))
     found = [copy.deepcopy(rule) for rule in role["rules"]] + [LEASES]
@@ -51,7 +48,7 @@ def rules(resource: str = "", verb: str = "") -> list[dict[str, Any]]:
 
 
 class Limited:
-    """An operator in a namespace, as a service account with one Role."""
+    """An operator with a service account and a Role in one namespace."""
 
     def __init__(self, plane: Plane, namespace: Kubectl, directory: Path) -> None:
         if isinstance(plane, GivenCluster):
@@ -60,7 +57,7 @@ class Limited:
         self.replica: Replica | None = None
 
     def start(self, resource: str, verb: str) -> Replica:
-        """Without this right. Returns when it leads."""
+        """Start it without this right. Return when it leads."""
         name = self._namespace.namespace
         self._namespace.run("create", "serviceaccount", "operator")
         self.grant(rules(resource, verb))
@@ -87,7 +84,7 @@ def limited(plane: Plane, namespace: Kubectl, tmp_path: Path) -> Iterator[Limite
 
 
 def wait_requests(replica: Replica, verb: str, resource: str, count: int) -> None:
-    """Until the operator has tried so often, by its own metrics."""
+    """Wait until the operator's metrics count this many requests."""
 
     def tried() -> float:
         for line in replica.get("/metrics")[1].splitlines():
@@ -101,7 +98,7 @@ def wait_requests(replica: Replica, verb: str, resource: str, count: int) -> Non
     )  # fmt: skip
 
 
-def test_without_the_right_to_create_pods_the_condition_names_it_and_what_to_do(
+def test_without_the_right_to_create_pods_the_condition_names_right_and_fix(
     limited: Limited, namespace: Kubectl
 ) -> None:
     replica = limited.start("pods", "create")
@@ -126,14 +123,14 @@ def test_without_the_right_to_write_the_status_the_log_and_an_event_name_it_once
     namespace.apply(job("mute"))
     wait_pods(namespace, "mute", 2)
     wait_requests(replica, "patch", "trainingjobs", 3)
-    told = "the status cannot be written: missing right: patch trainingjobs/status"
-    assert replica.log.read_text().count(told) == 1, "each attempt fails, and one of them is told"
+    text = "the status cannot be written: missing right: patch trainingjobs/status"
+    assert replica.log.read_text().count(text) == 1, "each attempt fails, and one is logged"
     until(
         lambda: any(
-            one["reason"] == "StatusNotWritten" and one["message"].startswith(told)
+            one["reason"] == "StatusNotWritten" and one["message"].startswith(text)
             for one in namespace.list("events", "holdfast.dev/job=mute")
         ),
-        "an event that says so", timeout_s=BOUND_S, last=replica.tail,
+        "the event", timeout_s=BOUND_S, last=replica.tail,
     )  # fmt: skip
     limited.grant(rules())
     namespace.wait(
@@ -154,14 +151,14 @@ def test_without_the_right_to_create_events_the_log_names_it_once(
         namespace.run("scale", "trainingjob/quiet", f"--replicas={size}")
         wait_pods(namespace, "quiet", size)
     wait_requests(replica, "create", "events", 2)
-    told = "events cannot be written: missing right: create events"
-    until(lambda: told in replica.log.read_text(), "the log to say so", timeout_s=BOUND_S)
+    text = "events cannot be written: missing right: create events"
+    until(lambda: text in replica.log.read_text(), "the log", timeout_s=BOUND_S)
     gone(namespace, "quiet")
-    assert replica.log.read_text().count(told) == 1, replica.tail()
+    assert replica.log.read_text().count(text) == 1, replica.tail()
     assert namespace.list("events", "holdfast.dev/job=quiet") == []
 
 
-def test_without_the_right_to_create_secrets_the_operator_waits_and_says_for_what(
+def test_without_the_right_to_create_secrets_the_operator_waits_and_names_it(
     limited: Limited, namespace: Kubectl
 ) -> None:
     limited.start("secrets", "create")
@@ -177,10 +174,10 @@ def test_without_the_right_to_create_secrets_the_operator_waits_and_says_for_wha
     gone(namespace, "keyless")
 
 
-def test_a_job_that_was_started_is_still_known_when_the_next_operator_lacks_a_right(
+def test_a_started_job_stays_known_to_an_operator_that_lacks_a_right(
     plane: Plane, limited: Limited, namespace: Kubectl, tmp_path: Path
 ) -> None:
-    """It is to be suspended, which for a job that nobody has started means to do nothing."""
+    """A suspended job that never started would be left alone."""
     first = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
     first.start()
     first.wait_leading()
@@ -209,7 +206,7 @@ def test_a_job_that_was_started_is_still_known_when_the_next_operator_lacks_a_ri
     gone(namespace, "begun")
 
 
-def test_without_the_right_to_delete_jobs_those_whose_time_is_over_stay_until_it_is_given(
+def test_without_the_right_to_delete_jobs_expired_ones_stay(
     limited: Limited, namespace: Kubectl
 ) -> None:
     replica = limited.start("trainingjobs", "delete")
@@ -226,7 +223,7 @@ def test_without_the_right_to_delete_jobs_those_whose_time_is_over_stay_until_it
             one["reason"] == "NotDeleted" and "missing right: delete trainingjobs" in one["message"]
             for one in namespace.list("events", "holdfast.dev/job=over")
         ),
-        "an event that says so", timeout_s=BOUND_S, last=replica.tail,
+        "the event", timeout_s=BOUND_S, last=replica.tail,
     )  # fmt: skip
     limited.grant(rules())
     namespace.wait("trainingjob", "over", lambda d: d is None, "to be deleted", timeout_s=BOUND_S)

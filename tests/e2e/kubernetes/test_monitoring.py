@@ -1,8 +1,8 @@
-"""What the chart gives to Prometheus: its resources against the definitions that the Prometheus
-operator publishes, and its alerts against what an operator of Holdfast really exports.
+"""The chart's Prometheus resources against the CRDs of the Prometheus operator, and its alerts
+against the metrics of a Holdfast operator.
 
-Owns these tests. Prometheus itself does not run: promtool, of the same source, parses the rules and
-evaluates them over series that are written as exposed here, minute by minute.
+Prometheus itself does not run: promtool parses the rules and evaluates them over series minute by
+minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DASHBOARD = render.CHART / "files" / "dashboard.json"
 
 @pytest.fixture
 def documents(chart: Helm) -> dict[str, Document]:
-    """Kind -> what the chart makes of it, with every value of it set."""
+    """Kind -> document of the chart with all values set."""
     names = ("serviceMonitor", "podMonitor", "prometheusRule")
     options = [f"metrics.{name}.enabled=true,metrics.{name}.labels.release=kps" for name in names]
     found = {one["kind"]: one for one in rendered(chart, "--set", ",".join(options))}
@@ -54,7 +54,7 @@ def documents(chart: Helm) -> dict[str, Document]:
 # -- resources ---------------------------------------------------------------------------------
 @pytest.fixture
 def definitions(control_plane: Any, namespace: Kubectl) -> Kubectl:
-    """A cluster with the published definitions."""
+    """A cluster with the published CRDs."""
     if refusal := published.refusal():
         pytest.skip(refusal)
     files = published.files(published.MONITORING)
@@ -66,10 +66,10 @@ def definitions(control_plane: Any, namespace: Kubectl) -> Kubectl:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_chart_makes_is_what_the_published_definition_says(
+def test_resources_of_the_chart_match_the_published_crds(
     definitions: Kubectl, documents: dict[str, Document], kind: str
 ) -> None:
-    """Strictly: a field that the definition lacks is refused."""
+    """Strictly: unknown fields are refused."""
     document = copy.deepcopy(documents[kind])
     document["metadata"]["namespace"] = definitions.namespace
     words = ("apply", "--server-side", "--validate=strict", "--filename=-")
@@ -109,8 +109,8 @@ class Rules:
         handover: int = 10_000,
         **firing: str | None,
     ) -> None:
-        """`firing`: m12="7m" -> at minute 12 it fires with the value 7m, None: not. At minute
-        `handover` another pod of the operator begins to lead, and to tell of jobs."""
+        """`firing`: m12="7m" -> at minute 12 the alert fires with the value 7m; None: it does not.
+        At minute `handover` another operator pod starts to lead and to export jobs."""
         tests = [
             {
                 "eval_time": f"{minute[1:]}m",
@@ -148,23 +148,23 @@ class Rules:
 
 
 def series(history: Callable[[int], OperatorState], minutes: int, handover: int) -> list[Document]:
-    """A scrape a minute. What a scrape lacks is marked stale, as Prometheus does it."""
+    """One scrape a minute. Missing series are marked stale, as in Prometheus."""
     pods = ["holdfast-a" if minute < handover else "holdfast-b" for minute in range(minutes)]
     columns = [scrape(history(minute), pod) for minute, pod in enumerate(pods)]
     names = dict.fromkeys(name for column in columns for name in column)
     found = []
     for name in names:
         values = [column.get(name) for column in columns]
-        told = []
+        text = []
         for before, now in itertools.pairwise([None, *values]):
             gap = "_" if before is None else "stale"
-            told.append(gap if now is None else f"{now:g}")
-        found.append({"series": name, "values": " ".join(told)})
+            text.append(gap if now is None else f"{now:g}")
+        found.append({"series": name, "values": " ".join(text)})
     return found
 
 
 def scrape(facts: OperatorState, pod: str) -> dict[str, float]:
-    """`pod`: a label that Prometheus adds itself."""
+    """`pod`: a label that Prometheus adds."""
     found = {}
     for family in text_string_to_metric_families(exposition(facts).decode()):
         for one in family.samples:
@@ -197,14 +197,14 @@ def rules(documents: dict[str, Document], tmp_path: Path) -> Rules:
     return Rules(documents["PrometheusRule"], tmp_path)
 
 
-def test_promtool_has_nothing_to_say_of_the_rules(rules: Rules) -> None:
-    told = rules.promtool("check", "rules", str(rules.file))
-    assert f"SUCCESS: {len(rules._alerts)} rules found" in told
+def test_promtool_accepts_the_rules(rules: Rules) -> None:
+    text = rules.promtool("check", "rules", str(rules.file))
+    assert f"SUCCESS: {len(rules._alerts)} rules found" in text
 
 
 @pytest.mark.parametrize("page", [DASHBOARD, ray_dashboard.TARGET], ids=["chart", "ray"])
-def test_promtool_reads_every_query_of_the_dashboards(rules: Rules, page: Path) -> None:
-    """As recording rules: Grafana's variables stand in strings only."""
+def test_promtool_parses_every_query_of_the_dashboards(rules: Rules, page: Path) -> None:
+    """As recording rules; Grafana's variables only occur in strings."""
     panels = json.loads(page.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(asked) > 20
@@ -213,11 +213,11 @@ def test_promtool_reads_every_query_of_the_dashboards(rules: Rules, page: Path) 
         "rules": [{"record": f"q{n}", "expr": e} for n, e in enumerate(asked)],
     }
     rules.file.write_text(yaml.safe_dump({"groups": [group]}))
-    told = rules.promtool("check", "rules", str(rules.file))
-    assert f"SUCCESS: {len(asked)} rules found" in told
+    text = rules.promtool("check", "rules", str(rules.file))
+    assert f"SUCCESS: {len(asked)} rules found" in text
 
 
-def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(
+def test_the_first_hang_of_a_job_fires_and_resolves_after_a_quarter_of_an_hour(
     rules: Rules,
 ) -> None:
     def history(minute: int) -> OperatorState:
@@ -227,7 +227,7 @@ def test_the_first_hang_of_a_job_fires_and_is_over_after_a_quarter_of_an_hour(
     rules.expect(history, 40, "HoldfastHang", m9=None, m11="", m20="", m30=None)
 
 
-def test_a_job_that_had_hung_before_its_operator_changed_fires_nothing_anew(rules: Rules) -> None:
+def test_a_hang_before_a_new_leader_does_not_fire_again(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         hang = IncidentCount(failure_class="hang", scope="node", count=3)
         return facts(running(minute, incident_counts=[hang]))
@@ -235,7 +235,7 @@ def test_a_job_that_had_hung_before_its_operator_changed_fires_nothing_anew(rule
     rules.expect(history, 20, "HoldfastHang", m1=None, m10=None)
 
 
-def test_a_failed_job_fires_as_long_as_its_object_is_there(rules: Rules) -> None:
+def test_a_failed_job_fires_while_its_object_exists(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         if minute < 5:
             return facts(running(minute), other="succeeded", stopped="cancelled")
@@ -245,7 +245,7 @@ def test_a_failed_job_fires_as_long_as_its_object_is_there(rules: Rules) -> None
     rules.expect(history, 70, "HoldfastJobFailed", m4=None, m5="", m59="", m61=None)
 
 
-def test_a_job_that_never_wrote_a_checkpoint_is_told_of_an_hour_after_its_first_step(
+def test_a_job_without_a_checkpoint_alerts_an_hour_after_its_first_step(
     rules: Rules,
 ) -> None:
     def history(minute: int) -> OperatorState:
@@ -258,7 +258,7 @@ def test_a_job_that_never_wrote_a_checkpoint_is_told_of_an_hour_after_its_first_
     rules.expect(history, 90, "HoldfastCheckpointOld", m62=None, **age, m82=None)
 
 
-def test_a_job_that_writes_checkpoints_is_told_of_when_it_stops_to(rules: Rules) -> None:
+def test_a_job_that_stops_writing_checkpoints_alerts(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         last = CheckpointView(step=9, generation=1, committed_ns=(min(minute, 30) + 1) * MINUTE)
         failures = 1 if minute >= 31 else 0
@@ -268,7 +268,7 @@ def test_a_job_that_writes_checkpoints_is_told_of_when_it_stops_to(rules: Rules)
     rules.expect(history, 60, "HoldfastCheckpointFails", m30=None, m32="", m50=None)
 
 
-def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None:
+def test_a_cluster_without_a_leader_alerts(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         return facts()._replace(leading=minute < 5 or minute == 10)
 
@@ -276,7 +276,7 @@ def test_a_cluster_whose_operators_all_stand_by_is_told_of(rules: Rules) -> None
 
 
 def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> None:
-    """Of all classes together; one each hour is none."""
+    """Over all classes; one each hour is not a storm."""
 
     def history(minute: int) -> OperatorState:
         hourly, storm = minute // 60, max(0, min(minute - 200, 8))
@@ -286,7 +286,7 @@ def test_more_than_five_restarts_in_half_an_hour_are_a_storm(rules: Rules) -> No
     rules.expect(history, 260, "HoldfastRestartStorm", m199=None, m203=None, **fires, m240=None)
 
 
-def test_a_job_that_moves_forward_too_little_is_told_of_while_it_runs(rules: Rules) -> None:
+def test_a_running_job_with_little_progress_alerts(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         if minute >= 60:
             return facts(**{RED[1]: "suspended"})
@@ -296,7 +296,7 @@ def test_a_job_that_moves_forward_too_little_is_told_of_while_it_runs(rules: Rul
     rules.expect(history, 70, "HoldfastGoodputLow", m9=None, m39=None, **fires, m61=None)
 
 
-def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules: Rules) -> None:
+def test_a_job_that_waits_for_nodes_alerts_after_a_quarter_of_an_hour(rules: Rules) -> None:
     def history(minute: int) -> OperatorState:
         return facts(**{RED[1]: "pending"}) if minute < 30 else facts(running(minute))
 
@@ -311,7 +311,7 @@ def test_a_job_that_waits_for_nodes_is_told_of_after_a_quarter_of_an_hour(rules:
         ("HoldfastWaitsForNodes", {"state": "pending"}, ""),
     ],
 )
-def test_an_alert_goes_on_when_another_operator_leads(
+def test_an_alert_continues_when_another_operator_leads(
     rules: Rules, alert: str, fields: dict[str, Any], value: str
 ) -> None:
     def history(minute: int) -> OperatorState:

@@ -1,8 +1,6 @@
-"""Gang scheduling of Kubernetes itself, on an API server and a scheduler that have it switched on:
-the gang is placed together or not at all, and two jobs do not each take half of the room.
-
-Owns these tests. Nodes are only objects here: the scheduler places pods on them, nobody runs them.
-"""
+"""Gang scheduling of Kubernetes itself, with a real API server and scheduler: a gang is
+scheduled as a whole or not at all, and two jobs do not take half of the capacity each. Nodes are
+only objects."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ Document = dict[str, Any]
 GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true"
 GANGS = Settings(
     api_server=(GATES, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
-    # Nobody renews the leases of nodes that are only objects.
+    # The leases of these nodes are not renewed.
     controller_manager=(GATES, "--controllers=*,-node-lifecycle-controller"),
     scheduler=(GATES,),
 )
@@ -45,7 +43,7 @@ NUM_NODES = 3
 
 @pytest.fixture(scope="module")
 def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
-    """With the gates on, room for three pods, and TrainingJobs known."""
+    """With the feature gates, capacity for three pods, and the CRD."""
     skip_without(binaries, programs.CONTROL_PLANE)
     with Run() as run:
         made = ControlPlane(run, binaries, settings=GANGS)
@@ -60,14 +58,14 @@ def plane(binaries: programs.Binaries) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[Kubectl]:
-    """Its pods are gone at the end: the room is for the next test."""
+    """Its pods are deleted at the end, to free the capacity."""
     for kubectl in fresh(plane.kubectl()):
         yield kubectl
         kubectl.run("delete", "pods", "--all", "--force", "--grace-period=0")
 
 
 def add_node(kubectl: Kubectl, name: str) -> None:
-    """An object that says that it is ready and has one core."""
+    """A Ready Node object with one core."""
     kubectl.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
     resources = {"cpu": "1", "memory": "8Gi", "pods": "10"}
     ready = {"type": "Ready", "status": "True", "reason": "Fake", "message": ""}
@@ -78,7 +76,7 @@ def add_node(kubectl: Kubectl, name: str) -> None:
 
 
 class Gang:
-    """A job whose pods are made as its backend makes them."""
+    """A job whose pods are created as by its backend."""
 
     def __init__(self, plane: ControlPlane, kubectl: Kubectl, name: str, least: int) -> None:
         self.plane, self.kubectl, self.name = plane, kubectl, name
@@ -95,7 +93,7 @@ class Gang:
         self.owner = Owner(kubectl.namespace, name, uid)
 
     def ask(self, *numbers: int) -> None:
-        """For these nodes, in one request."""
+        """Create the pods of these nodes in one request."""
         asyncio.run(self._ask(numbers))
 
     async def _ask(self, numbers: tuple[int, ...]) -> None:
@@ -128,7 +126,7 @@ class Gang:
         )
 
     def wait_looked_at(self) -> None:
-        """The scheduler has tried all of its pods and found no place."""
+        """The scheduler has found no node for any of its pods."""
         until(
             lambda: all(refusal(pod) for pod in self.pods()),
             f"the scheduler says no to {self.name}",
@@ -139,7 +137,7 @@ class Gang:
 
 
 def place_a_small_pod(kubectl: Kubectl) -> None:
-    """Afterwards the scheduler has gone through everything that was there before."""
+    """Return when the scheduler has handled all earlier pods."""
     container = {"name": "main", "image": "none", "resources": {"requests": {"cpu": "100m"}}}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "small"}}
     kubectl.create({**pod, "spec": {"containers": [container]}})
@@ -157,7 +155,7 @@ def refusal(pod: Document) -> str:
     return ""
 
 
-def test_a_gang_is_placed_when_all_of_it_is_there_and_has_room(
+def test_a_gang_is_scheduled_when_it_is_complete_and_fits(
     plane: ControlPlane, namespace: Kubectl
 ) -> None:
     gang = Gang(plane, namespace, "whole", 3)
@@ -172,10 +170,10 @@ def test_a_gang_is_placed_when_all_of_it_is_there_and_has_room(
     assert group["metadata"]["ownerReferences"][0]["uid"] == gang.owner.uid
 
 
-def test_of_two_jobs_that_compete_one_gets_all_and_the_other_nothing(
+def test_of_two_competing_jobs_one_gets_all_its_nodes_and_the_other_none(
     plane: ControlPlane, namespace: Kubectl
 ) -> None:
-    """Room for three; each wants two at least. Pod by pod, one might get two and the other one."""
+    """Three pods fit and each job needs two. Individually, one could get two and the other one."""
     first, second = (Gang(plane, namespace, name, 2) for name in ("first", "second"))
     first.ask(0, 1)
     first.wait_placed(2)
@@ -186,13 +184,15 @@ def test_of_two_jobs_that_compete_one_gets_all_and_the_other_nothing(
     second.wait_placed(2)
 
 
-def test_nodes_beyond_the_gang_come_one_by_one(plane: ControlPlane, namespace: Kubectl) -> None:
+def test_nodes_beyond_the_gang_are_scheduled_individually(
+    plane: ControlPlane, namespace: Kubectl
+) -> None:
     gang = Gang(plane, namespace, "elastic", 2)
     gang.ask(0, 1, 2, 3)
     gang.wait_placed(3)
 
 
-def test_after_the_minimum_became_smaller_a_replacement_is_placed_by_itself(
+def test_with_a_smaller_minimum_a_replacement_is_scheduled_individually(
     plane: ControlPlane, namespace: Kubectl
 ) -> None:
     """A PodGroup of 1.36 keeps its size, and stays while pods refer to it."""

@@ -1,8 +1,5 @@
-"""The operator at a real API server without nodes: what it makes, says, repairs and leaves behind.
-
-Owns: these tests. Nothing trains here (tests/e2e/kubernetes/test_training.py does): pods are never
-scheduled, so a job waits for its nodes, which is all that these tests need.
-"""
+"""The operator at a real API server without nodes: the objects that it creates, reports, repairs
+and deletes. Pods are never scheduled; test_training.py has training."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def jobs(plane: Plane) -> Iterator[Kubectl]:
-    """A namespace that admits restricted pods only."""
+    """A namespace with the restricted standard."""
     for kubectl in fresh(plane.kubectl()):
         label = "pod-security.kubernetes.io/enforce=restricted"
         kubectl.run("label", "namespace", kubectl.namespace, label)
@@ -94,7 +91,7 @@ def test_an_applied_job_gets_pods_a_secret_a_journal_and_a_status(
     gone(jobs, "simple")
 
 
-def test_deleting_a_job_leaves_nothing_of_it(jobs: Kubectl, operator: Replica) -> None:
+def test_deleting_a_job_leaves_nothing(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("brief"))
     wait_pods(jobs, "brief", 2)
     gone(jobs, "brief")
@@ -106,7 +103,9 @@ def test_deleting_a_job_leaves_nothing_of_it(jobs: Kubectl, operator: Replica) -
         )
 
 
-def test_a_job_of_the_same_name_starts_anew(jobs: Kubectl, operator: Replica) -> None:
+def test_a_new_job_of_the_same_name_starts_from_the_beginning(
+    jobs: Kubectl, operator: Replica
+) -> None:
     jobs.apply(job("again"))
     first = names_of(wait_pods(jobs, "again", 2))
     gone(jobs, "again")
@@ -118,7 +117,7 @@ def test_a_job_of_the_same_name_starts_anew(jobs: Kubectl, operator: Replica) ->
     gone(jobs, "again")
 
 
-# -- wishes ------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------
 def test_scaling_a_job_changes_its_pods(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("scaled"))
     wait_pods(jobs, "scaled", 2)
@@ -132,7 +131,7 @@ def test_scaling_a_job_changes_its_pods(jobs: Kubectl, operator: Replica) -> Non
     gone(jobs, "scaled")
 
 
-def test_a_suspended_job_starts_nothing_and_a_job_suspended_later_gives_its_pods_back(
+def test_a_suspended_job_starts_nothing_and_one_suspended_later_releases_its_pods(
     jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.apply(job("held", suspend=True))
@@ -147,7 +146,7 @@ def test_a_suspended_job_starts_nothing_and_a_job_suspended_later_gives_its_pods
     gone(jobs, "held")
 
 
-def test_a_job_that_was_never_started_can_be_cancelled(jobs: Kubectl, operator: Replica) -> None:
+def test_a_job_that_never_started_can_be_cancelled(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("unborn", suspend=True))
     jobs.run("wait", "--for=condition=Suspended", "trainingjob/unborn", f"--timeout={BOUND_S}s")
     jobs.run("annotate", "trainingjob", "unborn", "holdfast.dev/cancel=ann")
@@ -156,7 +155,7 @@ def test_a_job_that_was_never_started_can_be_cancelled(jobs: Kubectl, operator: 
     gone(jobs, "unborn")
 
 
-def test_a_cancelled_job_fails_says_who_asked_and_is_deleted_when_its_time_is_over(
+def test_a_cancelled_job_fails_names_the_user_and_is_deleted_after_its_ttl(
     jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.apply(job("cancelled", ttlSecondsAfterFinished=3))
@@ -171,7 +170,7 @@ def test_a_cancelled_job_fails_says_who_asked_and_is_deleted_when_its_time_is_ov
     jobs.wait("trainingjob", "cancelled", lambda d: d is None, "to be deleted")
 
 
-def test_a_rehearsal_that_cannot_be_is_refused_in_an_event(
+def test_an_impossible_fault_injection_is_refused_with_an_event(
     jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.apply(job("quiet"))
@@ -184,16 +183,16 @@ def test_a_rehearsal_that_cannot_be_is_refused_in_an_event(
         "to have its annotation consumed",
     )  # fmt: skip
 
-    def told() -> bool:
+    def reported() -> bool:
         events = jobs.list("events", "holdfast.dev/job=quiet")
         return any(one["reason"] == "Refused" and "no workers" in one["message"] for one in events)
 
-    until(told, "an event that says why", timeout_s=BOUND_S, last=operator.tail)
+    until(reported, "an event with the reason", timeout_s=BOUND_S, last=operator.tail)
     gone(jobs, "quiet")
 
 
-# -- what cannot be ----------------------------------------------------------------------------
-def test_what_the_cluster_demands_beyond_the_schema_is_said_in_a_condition(
+# -- refusals ----------------------------------------------------------------------------------
+def test_requirements_beyond_the_schema_are_reported_in_a_condition(
     jobs: Kubectl, operator: Replica
 ) -> None:
     document = job("imageless")
@@ -208,7 +207,7 @@ def test_what_the_cluster_demands_beyond_the_schema_is_said_in_a_condition(
     gone(jobs, "imageless")
 
 
-def test_a_pod_template_that_is_no_pod_is_refused_with_the_servers_words(
+def test_an_invalid_pod_template_is_refused_with_the_servers_message(
     jobs: Kubectl, operator: Replica
 ) -> None:
     template = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {"cpu": "x"}}}]}}
@@ -221,7 +220,7 @@ def test_a_pod_template_that_is_no_pod_is_refused_with_the_servers_words(
     gone(jobs, "odd")
 
 
-def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
+def test_a_quota_that_is_too_small_leaves_no_pods_and_is_reported(
     small: Kubectl, operator: Replica
 ) -> None:
     small.apply(job("crowded", nodes={"min": 2, "max": 2}))
@@ -234,22 +233,22 @@ def test_a_quota_that_is_too_small_lets_no_pod_be_made_and_is_told_in_its_words(
     gone(small, "crowded")
 
 
-def test_a_quota_between_the_least_and_the_most_is_used_up_and_nothing_is_made_in_vain(
+def test_a_quota_between_minimum_and_maximum_is_used_up_without_churn(
     small: Kubectl, operator: Replica
 ) -> None:
     small.run("create", "quota", "middle", "--hard=pods=3")
     small.wait("quota", "middle", lambda q: "used" in (q or {}).get("status", {}), "counted")
     small.apply(job("elastic", nodes={"min": 2, "max": 4}))
     kept = names_of(wait_pods(small, "elastic", 3))
-    told = "1 pod was requested and none was created: "
-    small.wait("trainingjob", "elastic", lambda d: told in message_of(d), "asked again")
+    refusal = "1 pod was requested and none was created: "
+    small.wait("trainingjob", "elastic", lambda d: refusal in message_of(d), "requested again")
     assert names_of(pods(small, "elastic")) == kept
     small.run("delete", "quota", "middle")
     assert kept < names_of(wait_pods(small, "elastic", 4))
     gone(small, "elastic")
 
 
-def test_jobs_that_no_controller_runs_are_in_the_metrics_until_their_objects_go(
+def test_jobs_without_a_controller_are_in_the_metrics_until_they_are_deleted(
     jobs: Kubectl, operator: Replica
 ) -> None:
     imageless = job("refused")
@@ -261,8 +260,8 @@ def test_jobs_that_no_controller_runs_are_in_the_metrics_until_their_objects_go(
     jobs.run("annotate", "trainingjob", "ended", "holdfast.dev/cancel=ann")
     expected = {"refused": "failed", "unstarted": "suspended", "ended": "cancelled"}
 
-    def told() -> dict[str, str]:
-        """Of jobs that have one series only."""
+    def states() -> dict[str, str]:
+        """Job -> state, of jobs with a single series."""
         page = operator.get("/metrics")[1]
         labels = rf'\{{job="(.*?)",namespace="{jobs.namespace}",(?:state="(\w+)")?.*?\}} (.*)'
         series = re.findall(rf"^holdfast_\w+{labels}$", page, re.MULTILINE)
@@ -273,13 +272,13 @@ def test_jobs_that_no_controller_runs_are_in_the_metrics_until_their_objects_go(
             if count[name] == 1 and float(value) == 1 and name in expected
         }
 
-    until(lambda: told() == expected, "their states", timeout_s=BOUND_S, last=told)
+    until(lambda: states() == expected, "their states", timeout_s=BOUND_S, last=states)
     for name in expected:
         gone(jobs, name)
-    until(lambda: told() == {}, "nothing of them", timeout_s=BOUND_S, last=told)
+    until(lambda: states() == {}, "no states", timeout_s=BOUND_S, last=states)
 
 
-# -- repairs -----------------------------------------------------------------------------------
+# -- repair ------------------------------------------------------------------------------------
 def test_a_deleted_pod_is_a_lost_node_and_is_replaced(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("robbed"))
     first = names_of(wait_pods(jobs, "robbed", 2))
@@ -293,7 +292,7 @@ def test_a_deleted_pod_is_a_lost_node_and_is_replaced(jobs: Kubectl, operator: R
     gone(jobs, "robbed")
 
 
-def test_a_deleted_secret_is_made_again_as_it_was_before_the_next_pod_needs_it(
+def test_a_deleted_secret_is_restored_before_the_next_pod_needs_it(
     jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.apply(job("bare"))
@@ -306,7 +305,7 @@ def test_a_deleted_secret_is_made_again_as_it_was_before_the_next_pod_needs_it(
     gone(jobs, "bare")
 
 
-def test_a_deleted_journal_is_written_anew_from_memory(jobs: Kubectl, operator: Replica) -> None:
+def test_a_deleted_journal_is_written_again_from_memory(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("amnesic"))
     wait_pods(jobs, "amnesic", 2)
     before = jobs.json("get", "configmap", "amnesic-journal")["binaryData"]
@@ -336,7 +335,7 @@ def test_an_edited_status_is_overwritten(jobs: Kubectl, operator: Replica) -> No
 
 
 def bind(kubectl: Kubectl, pod: str, node: str) -> None:
-    """As a scheduler does it."""
+    """Bind the pod as a scheduler does."""
     binding = {
         "apiVersion": "v1",
         "kind": "Binding",
@@ -347,7 +346,7 @@ def bind(kubectl: Kubectl, pod: str, node: str) -> None:
     kubectl.run("create", f"--raw={path}", "--filename=-", stdin=json.dumps(binding))
 
 
-def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
+def test_a_pod_is_force_deleted_only_when_its_kubernetes_node_is_gone(
     jobs: Kubectl, operator: Replica
 ) -> None:
     silent = f"silent-{jobs.namespace}"
@@ -358,16 +357,16 @@ def test_a_pod_is_removed_by_force_only_when_its_kubernetes_node_is_gone(
     bind(jobs, kept, silent)
     jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":true}}')
     jobs.wait("pod", lost, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
-    # Kubernetes would do it, too, but only after 40 s.
+    # Kubernetes removes it only after 40 s.
     assert f"{lost}: deleted by force" in operator.log.read_text()
     found = jobs.json("get", "pod", kept)
     assert found["metadata"]["deletionTimestamp"], "asked to end, as its kubelet may still do"
     jobs.run("patch", "trainingjob", "stuck", "--type=merge", '--patch={"spec":{"suspend":false}}')
     for pod in wait_pods(jobs, "stuck", 2):
-        (wish,) = pod["spec"]["affinity"]["nodeAffinity"][
+        (term,) = pod["spec"]["affinity"]["nodeAffinity"][
             "preferredDuringSchedulingIgnoredDuringExecution"
         ]
-        assert wish["preference"]["matchFields"][0]["values"] == [silent], "it may be dead"
+        assert term["preference"]["matchFields"][0]["values"] == [silent], "it may be dead"
     jobs.run("delete", "node", silent)
     jobs.wait("pod", kept, lambda d: d is None, "to be removed", timeout_s=BOUND_S)
     gone(jobs, "stuck")
@@ -386,7 +385,7 @@ def test_a_deleted_job_leaves_no_pod_on_a_kubernetes_node_that_is_gone(
         assert f"{pod}: deleted by force" in operator.log.read_text()
 
 
-def test_the_operator_outlives_a_restart_of_the_api_server(
+def test_the_operator_survives_a_restart_of_the_api_server(
     own_control_plane: ControlPlane, plane: Plane, jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.apply(job("patient"))

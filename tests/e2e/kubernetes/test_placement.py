@@ -1,8 +1,5 @@
-"""Where pods of a job are, and who takes their place away: ranks in the order of topology labels,
-and preemption by the real scheduler.
-
-Owns: these tests, on a cluster with nodes.
-"""
+"""Ranks in the order of topology labels, and preemption by the real scheduler, on a cluster with
+nodes."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ SEAT = "example.com/seat"
 
 @pytest.fixture
 def racked(cluster: Cluster, operator: Operator) -> Iterator[list[str]]:
-    """Three Kubernetes nodes with labels; their names in the order in which ranks belong."""
+    """Three Kubernetes nodes with topology labels; their names in the expected order of ranks."""
     first, second, third = sorted(cluster.nodes)[:3]
     kubectl = cluster.kubectl()
     for node, rack, clique in ((first, "r2", "c2"), (second, "r2", "c1"), (third, "r1", "c9")):
         kubectl.run("label", "node", node, f"{RACK}={rack}", f"{CLIQUE}={clique}")
-    # It remembers the labels of nodes, for minutes.
+    # The operator caches the labels of nodes for minutes.
     operator.kill()
     operator.start()
     yield [third, second, first]
@@ -57,12 +54,12 @@ def test_ranks_follow_the_topology_labels_of_the_kubernetes_nodes(
         }
         return [found[rank] for rank in sorted(found) if rank >= 0]
 
-    until(lambda: len(by_rank()) == 3, "labels of ranks", timeout_s=60, last=job.story)
-    assert by_rank() == racked, job.story()
+    until(lambda: len(by_rank()) == 3, "labels of ranks", timeout_s=60, last=job.report)
+    assert by_rank() == racked, job.report()
     job.delete()
 
 
-def test_a_pod_that_is_preempted_hands_over_without_losing_a_step_and_comes_back_later(
+def test_a_preempted_pod_loses_no_step_and_is_replaced_later(
     operator: Operator, cluster: Cluster, cluster_namespace: Kubectl
 ) -> None:
     operator.ensure_running()
@@ -81,7 +78,7 @@ def test_a_pod_that_is_preempted_hands_over_without_losing_a_step_and_comes_back
         job.wait_running(2)
         after = job.wait_steps(2)
         one = next(one for one in job.incidents_after(before) if one["class"] == "preemption")
-        assert one["stepsLost"] == 0, job.story()
+        assert one["stepsLost"] == 0, job.report()
         assert "preempted by a pod of higher priority" in json.dumps(one), json.dumps(one)
         assert after["step"] > before["step"]
         kubectl.wait("pod", "bully", lambda d: workloads.phase(d) == "Running", "to run")

@@ -1,8 +1,5 @@
-"""What a user is told of pods that do not start, are killed by the kernel or edited by somebody:
-real kubelets, a real registry that is not there, a real memory limit.
-
-Owns: these tests; those of texts alone are tests/unit/backends/kubernetes/test_pod_conditions.py.
-"""
+"""Messages about pods that do not start, are killed by the kernel, or are edited: with real
+kubelets, a missing registry and a real memory limit."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from tests.e2e.kubernetes.rig.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-NOWHERE = "registry.invalid/nobody/none:1"
+NOWHERE = "registry.invalid/none/none:1"
 
 
-def told(status: Document) -> str:
-    """All that the status says in words."""
+def messages(status: Document) -> str:
+    """The messages of the status."""
     conditions = [one.get("message", "") for one in status.get("conditions") or ()]
     incidents = [
         f"{one['title']} {one.get('decision', '')}" for one in status.get("incidents") or ()
@@ -31,26 +28,30 @@ def test_an_image_that_cannot_be_pulled_is_named(
     operator: Operator, cluster_namespace: Kubectl
 ) -> None:
     job = Job(cluster_namespace, example("pictureless", ENDLESS, image=NOWHERE))
-    status = job.wait(lambda s: f"image {NOWHERE} cannot be pulled" in told(s), "to name the image")
-    assert status["state"] == "pending", told(status)
+    status = job.wait(
+        lambda s: f"image {NOWHERE} cannot be pulled" in messages(s), "to name the image"
+    )
+    assert status["state"] == "pending", messages(status)
     job.delete()
 
 
-def test_a_pod_that_needs_more_memory_than_its_limit_says_which_field_to_raise(
+def test_a_pod_above_its_memory_limit_names_the_field_to_raise(
     operator: Operator, cluster_namespace: Kubectl
 ) -> None:
     job = Job(
         cluster_namespace, example("narrow", ENDLESS, resources={"cpu": 0.1, "memory": "8Mi"})
     )
 
-    def told_of_memory() -> bool:
-        return "OOMKilled" in told(job.status()) and "spec.resources.memory" in told(job.status())
+    def names_the_limit() -> bool:
+        return "OOMKilled" in messages(job.status()) and "spec.resources.memory" in messages(
+            job.status()
+        )
 
-    until(told_of_memory, "the status to tell of the memory", timeout_s=120, last=job.story)
+    until(names_the_limit, "the status to name the memory limit", timeout_s=120, last=job.report)
     job.delete()
 
 
-def test_a_worker_pod_whose_label_somebody_takes_away_is_replaced_and_ends(
+def test_a_pod_whose_label_is_removed_is_replaced_and_ends(
     operator: Operator, cluster_namespace: Kubectl
 ) -> None:
     job = Job(cluster_namespace, example("edited", ENDLESS))
@@ -62,11 +63,11 @@ def test_a_worker_pod_whose_label_somebody_takes_away_is_replaced_and_ends(
     job.wait_running(4)
     job.wait_steps(2)
     assert edited not in {pod["metadata"]["name"] for pod in job.pods()}
-    assert all(one["stepsLost"] <= 1 for one in job.incidents_after(before)), job.story()
+    assert all(one["stepsLost"] <= 1 for one in job.incidents_after(before)), job.report()
 
     def over() -> bool:
         pod = cluster_namespace.get("pod", edited)
         return pod is None or pod["status"]["phase"] in ("Succeeded", "Failed")
 
-    until(over, f"{edited} to end", timeout_s=120, last=job.story)
+    until(over, f"{edited} to end", timeout_s=120, last=job.report)
     job.delete()

@@ -1,7 +1,8 @@
-"""Jobs behind a queue, with the operator at a real API server: held, admitted, suspended, refused.
+"""Jobs behind a queue, with the operator at a real API server: queued, admitted, suspended,
+refused.
 
-Owns these tests. Kueue's own definitions are there, Kueue is not: the test takes the gates off, as
-Kueue does for what it admits. Pods are never placed, so nothing trains.
+Kueue's CRDs are installed, Kueue is not: the test removes gates as Kueue does. Pods are never
+scheduled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GROUP = "kueue.x-k8s.io/pod-group-name"
 
 @pytest.fixture(scope="module")
 def control_plane(binaries: Binaries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
-    """One of this file's own: other tests ask what is said of a cluster without Kueue."""
+    """A separate one: other tests need a cluster without Kueue."""
     yield from api_server(binaries, tmp_path_factory.mktemp("kubectl"))
 
 
@@ -68,7 +69,7 @@ def operator(
 
 
 def job(name: str, gang: str, **spec: Any) -> Document:
-    """A gang of two, and two nodes beyond it."""
+    """A gang of two and two further nodes."""
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -119,14 +120,14 @@ def admit(kubectl: Kubectl, found: dict[str, Document]) -> None:
 
 
 def finalize(kubectl: Kubectl, found: dict[str, Document]) -> None:
-    """As Kueue's webhook does with each pod that it queues."""
+    """As Kueue's webhook does for each queued pod."""
     patch = json.dumps({"metadata": {"finalizers": ["kueue.x-k8s.io/managed"]}})
     for name in found:
         kubectl.run("patch", "pod", name, "--type=merge", "--patch", patch)
 
 
 def left(kubectl: Kubectl, name: str) -> list[str]:
-    """Pods that are deleted and stay."""
+    """Deleted pods that still exist."""
     return [p["metadata"]["name"] for p in kubectl.list("pods", f"holdfast.dev/job={name}")]
 
 
@@ -139,7 +140,7 @@ def suspend(kubectl: Kubectl, name: str, wanted: bool) -> None:
     kubectl.run("patch", "trainingjob", name, "--type=merge", "--patch", patch)
 
 
-def test_a_job_waits_behind_the_gate_and_grows_only_when_its_gang_is_admitted(
+def test_a_queued_job_grows_only_after_its_gang_is_admitted(
     jobs: Kubectl,
 ) -> None:
     jobs.apply(job("queued", "kueue", queue="team-a"))
@@ -160,7 +161,7 @@ def test_a_job_waits_behind_the_gate_and_grows_only_when_its_gang_is_admitted(
     wait_pods(jobs, "queued", 0)
 
 
-def test_a_job_that_is_suspended_in_the_queue_leaves_it_and_lines_up_again_later(
+def test_a_job_suspended_in_the_queue_leaves_it_and_enters_it_again(
     jobs: Kubectl,
 ) -> None:
     jobs.apply(job("paused", "kueue", queue="team-a"))
@@ -177,9 +178,7 @@ def test_a_job_that_is_suspended_in_the_queue_leaves_it_and_lines_up_again_later
     until(lambda: left(jobs, "paused") == [], "nothing to be left", timeout_s=BOUND_S)
 
 
-def test_an_operator_that_was_killed_finds_the_places_in_the_queue_again(
-    jobs: Kubectl, operator: Replica
-) -> None:
+def test_a_killed_operator_finds_the_queued_pods_again(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("kept", "kueue", queue="team-a"))
     before = wait_pods(jobs, "kept", 2)
     assert wait_reason(jobs, "kept", "Queued")
@@ -191,7 +190,7 @@ def test_an_operator_that_was_killed_finds_the_places_in_the_queue_again(
     jobs.run("delete", "trainingjob", "kept", "--timeout=60s")
 
 
-def test_a_queue_that_does_not_exist_is_refused_and_taken_when_it_does(jobs: Kubectl) -> None:
+def test_a_missing_queue_is_refused_until_it_exists(jobs: Kubectl) -> None:
     jobs.apply(job("early", "kueue", queue="team-b"))
     message = wait_reason(jobs, "early", "Refused")
     assert "spec.queue: got team-b; expected a LocalQueue" in message
@@ -203,16 +202,16 @@ def test_a_queue_that_does_not_exist_is_refused_and_taken_when_it_does(jobs: Kub
     jobs.run("delete", "trainingjob", "early", "--timeout=60s")
 
 
-def test_a_gang_that_the_cluster_cannot_place_is_refused_and_no_pod_is_made(jobs: Kubectl) -> None:
-    jobs.apply(job("nobody", "native"))
-    message = wait_reason(jobs, "nobody", "Refused")
+def test_a_gang_system_that_the_cluster_lacks_is_refused_without_pods(jobs: Kubectl) -> None:
+    jobs.apply(job("lacking", "native"))
+    message = wait_reason(jobs, "lacking", "Refused")
     assert "the cluster does not serve podgroups.scheduling.k8s.io" in message
     assert "GenericWorkload and GangScheduling" in message
-    assert pods(jobs, "nobody") == {}
-    jobs.run("delete", "trainingjob", "nobody", "--timeout=60s")
+    assert pods(jobs, "lacking") == {}
+    jobs.run("delete", "trainingjob", "lacking", "--timeout=60s")
 
 
-def test_a_queue_without_a_system_of_queues_is_an_invalid_spec(jobs: Kubectl) -> None:
+def test_a_queue_without_a_queueing_system_is_an_invalid_spec(jobs: Kubectl) -> None:
     jobs.apply(job("alone", "none", queue="team-a"))
     message = wait_reason(jobs, "alone", "InvalidSpec")
     assert "spec.queue: got team-a; expected none with spec.kubernetes.gang none" in message
@@ -220,7 +219,7 @@ def test_a_queue_without_a_system_of_queues_is_an_invalid_spec(jobs: Kubectl) ->
 
 
 def test_a_job_of_another_manager_is_not_touched(jobs: Kubectl) -> None:
-    """A job that came later is taken up meanwhile."""
+    """A later job is started meanwhile."""
     jobs.apply(job("theirs", "none", managedBy="kueue.x-k8s.io/multikueue"))
     jobs.apply(job("ours", "none", managedBy="holdfast.dev/operator"))
     wait_pods(jobs, "ours", 4)

@@ -1,8 +1,7 @@
-"""Gangs and queues against the published APIs: what Holdfast makes is what Kueue, Volcano and
-scheduler-plugins define, and docs/operations/queues.md can be applied as it stands.
+"""PodGroups and queues against the published CRDs of Kueue, Volcano and scheduler-plugins, and the
+examples of docs/operations/queues.md.
 
-Owns these tests. The CRDs are those of the projects (published/get.py); an API server validates
-strictly against them. The systems themselves do not run here.
+An API server validates strictly against the CRDs (published/get.py). The systems do not run.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ async def ensure(plane: Plane, wanted: TrainingJob, owner: Owner) -> None:
 
 
 def complaint(plane: Plane, wanted: TrainingJob, namespace: str = "default") -> str:
-    """What a person is told, or nothing."""
+    """The error for the user, or empty."""
     try:
         asyncio.run(ensure(plane, wanted, Owner(namespace, "llm", "none")))
     except UserError as error:
@@ -73,14 +72,14 @@ def complaint(plane: Plane, wanted: TrainingJob, namespace: str = "default") -> 
 
 @pytest.fixture(scope="module")
 def complaints(control_plane: Plane) -> dict[str, str]:
-    """Gang system -> what is said of it before there is any."""
+    """Gang system -> error before its CRDs are installed."""
     gangs = ("kueue", "volcano", "coscheduling", "native")
     return {gang: complaint(control_plane, training_job(gang, queue="a")) for gang in gangs}
 
 
 @pytest.fixture(scope="module")
 def systems(control_plane: Plane, complaints: dict[str, str]) -> Kubectl:
-    """A cluster that knows TrainingJobs and all the published definitions."""
+    """A cluster with the CRD and all published CRDs."""
     if refusal := published.refusal():
         pytest.skip(refusal)
     kubectl = control_plane.kubectl()
@@ -95,13 +94,13 @@ def systems(control_plane: Plane, complaints: dict[str, str]) -> Kubectl:
 
 @pytest.fixture
 def owner(systems: Kubectl, namespace: Kubectl) -> Owner:
-    """A TrainingJob to own things."""
+    """A TrainingJob as an owner."""
     made = namespace.create(job(script(), "llm"))
     return Owner(namespace.namespace, "llm", made["metadata"]["uid"])
 
 
 @pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling", "native"])
-def test_a_cluster_without_the_system_is_told_of_with_the_fix(
+def test_a_missing_system_is_reported_with_the_fix(
     complaints: dict[str, str], control_plane: Plane, gang: str
 ) -> None:
     if isinstance(control_plane, GivenCluster):
@@ -113,15 +112,15 @@ def test_a_cluster_without_the_system_is_told_of_with_the_fix(
 
 
 @pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-def test_a_pod_group_is_what_the_published_definition_says(
+def test_a_pod_group_matches_the_published_crd(
     systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
 ) -> None:
-    """Strictly: a field that the definition lacks is refused."""
+    """Strictly: unknown fields are refused."""
     wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": "high"})
     integration = integration_of(wanted)
     assert integration is not None
     pod = pod_document(wanted, owner, SETTINGS, "llm-x")
-    document = integration.extra(gang_of(wanted, owner), integration.apis[0], pod)
+    document = integration.pod_group(gang_of(wanted, owner), integration.apis[0], pod)
     assert document is not None
     text = yaml.safe_dump(document)
     namespace.run("apply", "--server-side", "--validate=strict", "--filename=-", stdin=text)
@@ -138,7 +137,7 @@ def test_a_pod_group_is_what_the_published_definition_says(
 
 
 @pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-def test_the_operator_makes_the_pod_group_and_lowers_it_with_the_job(
+def test_the_pod_group_is_created_and_follows_a_smaller_job(
     control_plane: Plane, namespace: Kubectl, owner: Owner, gang: str
 ) -> None:
     asyncio.run(ensure(control_plane, training_job(gang), owner))
@@ -152,12 +151,12 @@ def test_the_operator_makes_the_pod_group_and_lowers_it_with_the_job(
     assert lowered["spec"]["minMember"] == 1
 
 
-def test_a_pod_group_of_somebody_else_is_not_taken_over(
+def test_a_pod_group_of_another_owner_is_not_taken_over(
     control_plane: Plane, namespace: Kubectl, owner: Owner
 ) -> None:
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody"}}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "other"}}
     uid = namespace.create(config)["metadata"]["uid"]
-    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "somebody", "uid": uid}
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "other", "uid": uid}
     theirs = {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
@@ -176,7 +175,7 @@ def test_a_pod_group_of_somebody_else_is_not_taken_over(
 
 
 @pytest.mark.parametrize("gang", ["kueue", "volcano", "coscheduling"])
-def test_a_decorated_pod_is_one_to_the_api_server(
+def test_a_decorated_pod_is_valid(
     systems: Kubectl, namespace: Kubectl, owner: Owner, gang: str
 ) -> None:
     wanted = training_job(gang, queue="team-a", kubernetes={"priorityClassName": None})
@@ -197,7 +196,7 @@ def is_gated(pod: Document | None) -> bool:
     return any(one.get("reason") == "SchedulingGated" for one in conditions)
 
 
-def test_a_queue_that_is_not_there_is_named_with_those_that_are(
+def test_a_missing_queue_is_named_with_the_existing_ones(
     systems: Kubectl, control_plane: Plane, namespace: Kubectl
 ) -> None:
     wanted = training_job("kueue", queue="team-b")
@@ -212,7 +211,7 @@ def test_a_queue_that_is_not_there_is_named_with_those_that_are(
 
 # -- the page ----------------------------------------------------------------------------------
 def documents() -> Iterator[Document]:
-    """Everything that docs/operations/queues.md tells people to apply."""
+    """The documents of docs/operations/queues.md."""
     text = (ROOT / "docs/operations/queues.md").read_text()
     for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
         yield from yaml.safe_load_all(block)
@@ -221,7 +220,7 @@ def documents() -> Iterator[Document]:
 @pytest.mark.parametrize(
     "document", list(documents()), ids=lambda d: f"{d['kind']}-{d['metadata']['name']}"
 )
-def test_an_example_of_the_page_applies_as_it_stands(
+def test_an_example_of_the_page_applies_unchanged(
     systems: Kubectl, namespace: Kubectl, document: Document
 ) -> None:
     text = yaml.safe_dump(document)
@@ -240,7 +239,7 @@ def test_the_page_has_an_example_of_each_gang() -> None:
     assert gangs == {"none", "kueue", "volcano", "coscheduling", "native"}
 
 
-def test_another_managers_name_is_kept_and_has_to_be_one(
+def test_the_name_of_another_manager_is_kept_and_validated(
     systems: Kubectl, namespace: Kubectl
 ) -> None:
     namespace.create(job(script(managedBy="kueue.x-k8s.io/multikueue"), "other"))
@@ -248,6 +247,8 @@ def test_another_managers_name_is_kept_and_has_to_be_one(
     assert stored is not None
     assert stored["spec"]["managedBy"] == "kueue.x-k8s.io/multikueue"
     done = namespace.attempt(
-        "create", "--filename=-", stdin=yaml.safe_dump(job(script(managedBy="nobody"), "wrong"))
+        "create",
+        "--filename=-",
+        stdin=yaml.safe_dump(job(script(managedBy="unqualified"), "wrong")),
     )
     assert "spec.managedBy" in done.stderr

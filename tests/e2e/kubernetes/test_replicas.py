@@ -1,7 +1,5 @@
-"""Replicas of the operator: who leads, who takes over, and what probes say when something is wrong.
-
-Owns: these tests. Each has operators of its own, in a namespace of its own.
-"""
+"""Replicas of the operator: leader election, takeover, and probes. Each test has its own
+operators."""
 
 from __future__ import annotations
 
@@ -42,16 +40,16 @@ def test_another_replica_takes_over_when_the_leader_is_killed(
     namespace.apply(job("heir"))
     before = names_of(wait_pods(namespace, "heir", 2))
     assert not second.leads()
-    assert second.get("/readyz")[0] == 200, "who stands by is ready to take over"
+    assert second.get("/readyz")[0] == 200, "a standby is ready"
     first.kill()
     second.wait_leading()
     namespace.run("scale", "trainingjob/heir", "--replicas=3")
     after = names_of(wait_pods(namespace, "heir", 3))
-    assert before < after, "the pods of the first leader's time go on"
+    assert before < after, "the pods of the first leader stay"
     assert second.close() == 0
 
 
-def test_an_operator_that_stops_gives_its_lease_back(
+def test_an_operator_that_stops_releases_its_lease(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,), "--lease-seconds=600")
@@ -64,7 +62,7 @@ def test_an_operator_that_stops_gives_its_lease_back(
     assert heir.close() == 0
 
 
-def test_an_operator_that_was_killed_goes_on_from_the_journal(
+def test_a_killed_operator_continues_from_the_journal(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
@@ -81,7 +79,7 @@ def test_an_operator_that_was_killed_goes_on_from_the_journal(
     replica.wait_leading()
     until(
         lambda: len(names_of(pods(namespace, "orphan")) - {victim}) == 3,
-        "what was asked for while there was no operator",
+        "what was requested without an operator",
         timeout_s=BOUND_S,
         last=replica.tail,
     )
@@ -90,7 +88,7 @@ def test_an_operator_that_was_killed_goes_on_from_the_journal(
     assert replica.close() == 0
 
 
-def test_a_job_that_had_ended_before_is_in_the_metrics_of_the_next_leader(
+def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
@@ -117,7 +115,7 @@ def test_a_job_that_had_ended_before_is_in_the_metrics_of_the_next_leader(
     assert replica.close() == 0
 
 
-def test_a_secret_that_vanished_with_the_operator_is_replaced_and_what_that_means_is_said(
+def test_a_secret_deleted_without_an_operator_is_replaced_and_reported(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
@@ -141,7 +139,7 @@ def test_a_secret_that_vanished_with_the_operator_is_replaced_and_what_that_mean
     assert replica.close() == 0
 
 
-def test_a_job_goes_on_as_it_was_when_the_operator_would_not_start_it_any_more(
+def test_a_running_job_continues_under_an_operator_that_would_refuse_it(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     imageless = job("older")
@@ -173,12 +171,12 @@ def test_a_job_goes_on_as_it_was_when_the_operator_would_not_start_it_any_more(
     assert second.close() == 0
 
 
-def test_a_job_keeps_its_checkpoints_place_when_the_next_operator_has_another_root_or_none(
+def test_a_job_keeps_its_checkpoint_path_under_an_operator_with_another_root(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     name, place = namespace.namespace, f"{tmp_path}/one/{namespace.namespace}/rooted"
 
-    def told() -> str:
+    def path() -> str:
         return str(namespace.json("get", "trainingjob", "rooted")["status"].get("checkpointPath"))
 
     for nodes, root in ((2, f"{tmp_path}/one"), (3, f"{tmp_path}/two"), (4, "")):
@@ -189,13 +187,13 @@ def test_a_job_keeps_its_checkpoints_place_when_the_next_operator_has_another_ro
         namespace.apply(job("rooted", nodes={"min": 1, "max": nodes}))
         wait_pods(namespace, "rooted", nodes)
         until(
-            lambda: told() == place, "its place in the status", timeout_s=BOUND_S, last=replica.tail
+            lambda: path() == place, "its path in the status", timeout_s=BOUND_S, last=replica.tail
         )
         assert replica.close() == 0
     assert not (tmp_path / "two").exists()
 
 
-def test_missing_rights_are_named_where_probes_and_people_look(
+def test_missing_rights_are_named_by_the_readiness_probe(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     if isinstance(plane, GivenCluster):
@@ -219,9 +217,7 @@ def test_missing_rights_are_named_where_probes_and_people_look(
     assert replica.close() == 0
 
 
-def test_an_expired_token_is_told_in_plain_words(
-    plane: Plane, tmp_path: Path, namespace: Kubectl
-) -> None:
+def test_an_expired_token_is_reported(plane: Plane, tmp_path: Path, namespace: Kubectl) -> None:
     if isinstance(plane, GivenCluster):
         pytest.skip("needs a kubeconfig of its own")
     old = base64.b64encode(b"expired").decode()
@@ -230,7 +226,7 @@ def test_an_expired_token_is_told_in_plain_words(
     replica.start()
     until(
         lambda: "rejected the credentials" in replica.tail(),
-        "the log to say so",
+        "the log",
         timeout_s=BOUND_S,
         last=replica.tail,
     )
@@ -242,7 +238,7 @@ def test_an_expired_token_is_told_in_plain_words(
     assert replica.close() == 0
 
 
-def test_a_replica_that_may_not_take_the_lease_is_not_ready_and_says_so(
+def test_a_replica_without_rights_to_the_lease_is_not_ready(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     if isinstance(plane, GivenCluster):
@@ -271,7 +267,7 @@ def test_a_replica_that_may_not_take_the_lease_is_not_ready_and_says_so(
     assert replica.close() == 0
 
 
-def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_than_a_lease(
+def test_a_standby_is_ready_until_an_outage_outlasts_the_lease(
     own_control_plane: ControlPlane, plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replicas = [Replica(plane.kubeconfig, tmp_path, (namespace.namespace,)) for _ in range(2)]
@@ -285,7 +281,7 @@ def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_th
     try:
         until(
             lambda: "the lease cannot be acquired: the API server" in heir.get("/readyz")[1],
-            "readyz to say that nobody answers",
+            "readyz to name the outage",
             timeout_s=BOUND_S,
             last=heir.tail,
         )
@@ -293,7 +289,7 @@ def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_th
         assert heir.get("/healthz")[0] == 200
     finally:
         own_control_plane.start_api_server()
-    for replica in replicas:  # one leads again, the other stands by
+    for replica in replicas:  # one leads again, the other is standby
         until(
             lambda replica=replica: replica.get("/readyz") == ready,  # type: ignore[misc]
             "to be ready again",
@@ -305,7 +301,7 @@ def test_who_stands_by_is_ready_until_the_api_server_has_been_away_for_longer_th
 
 @pytest.fixture
 def old_definition(plane: Plane) -> Iterator[None]:
-    """TrainingJobs of a version that is not ours, and none of ours; put right at the end."""
+    """A CRD with another version only; restored at the end."""
     if isinstance(plane, GivenCluster):
         pytest.skip("takes all TrainingJobs of the cluster away")
     kubectl = plane.kubectl()
@@ -320,18 +316,18 @@ def old_definition(plane: Plane) -> Iterator[None]:
     install(plane)
 
 
-def test_an_operator_without_its_resource_says_so_and_goes_on_once_it_is_there(
+def test_an_operator_without_its_crd_reports_it_and_continues_with_it(
     plane: Plane, tmp_path: Path, namespace: Kubectl, old_definition: None
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
     replica.start()
-    told = "does not serve trainingjobs.holdfast.dev in version v1alpha1; install this version"
+    problem = "does not serve trainingjobs.holdfast.dev in version v1alpha1; install this version"
     until(
-        lambda: told in replica.get("/readyz")[1], "readyz to name the resource",
+        lambda: problem in replica.get("/readyz")[1], "readyz to name the resource",
         timeout_s=BOUND_S, last=replica.tail,
     )  # fmt: skip
     assert replica.get("/readyz")[0] == 503 and replica.get("/healthz")[0] == 200
-    assert replica.log.read_text().count(told) == 1, replica.tail()
+    assert replica.log.read_text().count(problem) == 1, replica.tail()
     plane.kubectl().run("delete", "crd", NAME, "--timeout=90s", timeout_s=100)
     install(plane)
     replica.wait_leading()

@@ -1,6 +1,6 @@
-"""The rig itself: what it brings up is a real Kubernetes, its faults are real, and nothing is left.
+"""The rig itself: it starts a real Kubernetes, its faults are real, and it leaves nothing behind.
 
-The cluster of these tests has short node-monitor settings; all other tests have the defaults.
+The cluster of these tests has short node-monitor times; all others have the defaults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.e2e.kubernetes.rig.workloads import phase, pod, shared_storage
 
 pytestmark = pytest.mark.e2e
 
-# A program that brings up a whole cluster, says its name and waits to be killed.
+# A program that starts a cluster, prints its name and waits to be killed.
 KILLED_LATER = """
 import signal
 from tests.e2e.kubernetes.rig.binaries import locate
@@ -38,7 +38,7 @@ print(run.name, flush=True)
 signal.pause()
 """
 
-# Lists pods with nothing but what a pod is given; prints the answer, whatever it is.
+# Lists pods with the service account of a pod, and prints the answer.
 ASK = """
 import os, ssl, urllib.error, urllib.request
 from pathlib import Path
@@ -54,7 +54,7 @@ except urllib.error.HTTPError as refused:
     print(__import__("json").load(refused)["message"])
 """
 
-# A run with one process of its own; says the names of both and of the keeper.
+# A run with one process; prints the name of the run and both process ids.
 KILLED_WITH_KEEPER = """
 import signal
 from tests.e2e.kubernetes.rig.process import Server
@@ -80,14 +80,14 @@ def kubectl(short: Cluster) -> Iterator[Kubectl]:
     yield from fresh(short.kubectl())
 
 
-def test_the_control_plane_serves_the_api_and_takes_pods(namespace: Kubectl) -> None:
+def test_the_control_plane_serves_the_api_and_accepts_pods(namespace: Kubectl) -> None:
     served = namespace.json("version")["serverVersion"]
     assert served["major"] == "1"
     namespace.create(pod("waiting", "true"))
     assert phase(namespace.get("pod", "waiting")) == "Pending"
 
 
-def test_a_killed_api_server_comes_back_with_all_objects(
+def test_a_restarted_api_server_has_all_objects(
     own_control_plane: ControlPlane, namespace: Kubectl
 ) -> None:
     namespace.run("create", "configmap", "kept", "--from-literal=key=value")
@@ -124,7 +124,7 @@ def test_a_pod_writes_to_storage_that_this_machine_reads(short: Cluster, kubectl
     kubectl.run("delete", "pod,pvc,pv", "--all", "--wait=false")
 
 
-def test_a_pod_that_takes_too_much_memory_is_killed_for_it(kubectl: Kubectl) -> None:
+def test_a_pod_above_its_memory_limit_is_killed(kubectl: Kubectl) -> None:
     greedy = pod("greedy", "python", "-c", "print(len(bytes([1]) * 10**9))")
     greedy["spec"]["containers"][0]["resources"] = {"limits": {"memory": "64Mi"}}
     kubectl.create(greedy)
@@ -133,8 +133,8 @@ def test_a_pod_that_takes_too_much_memory_is_killed_for_it(kubectl: Kubectl) -> 
     assert (state["reason"], state["exitCode"]) == ("OOMKilled", 137)
 
 
-def test_a_pod_is_told_the_api_server_and_may_ask_it(kubectl: Kubectl) -> None:
-    """Without kube-proxy: the API server listens on the address of its own service."""
+def test_a_pod_reaches_the_api_server(kubectl: Kubectl) -> None:
+    """Without kube-proxy: the API server listens on the address of its Service."""
     asking = pod("asking", "python", "-c", ASK)
     asking["spec"]["automountServiceAccountToken"] = True
     kubectl.create(asking)
@@ -143,7 +143,7 @@ def test_a_pod_is_told_the_api_server_and_may_ask_it(kubectl: Kubectl) -> None:
     assert f'User "{user}" cannot list resource "pods"' in kubectl.run("logs", "asking")
 
 
-def test_a_pod_finds_the_pods_behind_the_name_of_a_service(kubectl: Kubectl) -> None:
+def test_a_pod_resolves_the_name_of_a_service(kubectl: Kubectl) -> None:
     found = pod("found", "sleep", "600")
     found["metadata"]["labels"] = {"app": "found"}
     port = {"port": 7077}
@@ -164,7 +164,7 @@ def test_a_pod_finds_the_pods_behind_the_name_of_a_service(kubectl: Kubectl) -> 
     assert kubectl.run("logs", "asking").strip() == running["status"]["podIP"]
 
 
-def test_a_pod_asks_for_gpus_and_gets_the_node_that_claims_them(
+def test_a_pod_that_requests_gpus_gets_the_node_that_reports_them(
     short: Cluster, kubectl: Kubectl
 ) -> None:
     short.nodes["node2"].advertise("nvidia.com/gpu", 8)
@@ -175,7 +175,7 @@ def test_a_pod_asks_for_gpus_and_gets_the_node_that_claims_them(
     assert running["spec"]["nodeName"] == "node2"
 
 
-def test_a_node_whose_link_is_cut_goes_unknown_and_returns_when_it_heals(short: Cluster) -> None:
+def test_a_partitioned_node_becomes_unknown_and_recovers(short: Cluster) -> None:
     node = short.nodes["node1"]
     node.cut()
     node.wait_ready("Unknown", timeout_s=60)
@@ -183,8 +183,8 @@ def test_a_node_whose_link_is_cut_goes_unknown_and_returns_when_it_heals(short: 
     node.wait_ready("True", timeout_s=60)
 
 
-def test_processes_on_a_cut_off_node_go_on_running(short: Cluster, kubectl: Kubectl) -> None:
-    """The zombie of a partition: Kubernetes calls the pod deleted, and it runs."""
+def test_processes_on_a_partitioned_node_keep_running(short: Cluster, kubectl: Kubectl) -> None:
+    """Kubernetes has deleted the pod, but its processes run."""
     node = short.nodes["node2"]
     kubectl.create(pod("zombie", "sleep", "600", node=node.name))
     kubectl.wait("pod", "zombie", lambda p: phase(p) == "Running", "to run")
@@ -216,7 +216,7 @@ def commands(pids: list[int]) -> list[str]:
     return found
 
 
-def test_a_node_that_loses_power_is_gone_and_its_replacement_joins(short: Cluster) -> None:
+def test_a_node_without_power_is_lost_and_its_replacement_joins(short: Cluster) -> None:
     lost = short.add_node()
     lost.lose_power()
     assert lost.processes() == []
@@ -228,7 +228,7 @@ def test_a_node_that_loses_power_is_gone_and_its_replacement_joins(short: Cluste
     short.remove_node(replacement)
 
 
-def test_nothing_is_left_of_a_control_plane_that_was_stopped(
+def test_a_stopped_control_plane_leaves_nothing(
     control_plane: ControlPlane | GivenCluster, binaries: programs.Binaries
 ) -> None:
     if refusal := binaries.refusal(programs.CONTROL_PLANE):
@@ -239,7 +239,7 @@ def test_nothing_is_left_of_a_control_plane_that_was_stopped(
     assert leftovers(run.name) == []
 
 
-def test_nothing_is_left_of_a_cluster_whose_tests_were_killed(
+def test_a_cluster_of_killed_tests_leaves_nothing(
     node_binaries: programs.Binaries,
 ) -> None:
     tests = subprocess.Popen(
@@ -258,7 +258,7 @@ def test_nothing_is_left_of_a_cluster_whose_tests_were_killed(
     )
 
 
-def test_the_next_run_removes_what_a_run_left_whose_keeper_was_killed_too() -> None:
+def test_the_next_run_cleans_up_after_a_run_with_a_killed_keeper() -> None:
     tests = subprocess.Popen(
         [sys.executable, "-c", KILLED_WITH_KEEPER],
         cwd=REPOSITORY,

@@ -1,7 +1,7 @@
-"""The operator under the rights that the chart gives it, and none beside: they are enough.
+"""The rights that the chart gives to the operator suffice.
 
-Owns: these tests, on a control plane without nodes, so that every pod stays unschedulable. What a
-job does on nodes is tested elsewhere, with all rights.
+On a control plane without nodes, so that pods stay unschedulable. Jobs on nodes are tested
+elsewhere, with all rights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODES = {"cluster-wide": [], "namespaced": ["--set", f"watchNamespaces={{{TEAM}}
 
 
 class Installed:
-    """A control plane with the chart in it, and its operator as a process."""
+    """A control plane with the chart, and its operator as a process."""
 
     def __init__(self, plane: ControlPlane, server: Server, ports: list[int]) -> None:
         self.plane, self.server, self._ports = plane, server, ports
@@ -61,7 +61,7 @@ def installed(
         kubectl = plane.kubectl()
         for name in (render.NAMESPACE, TEAM, OTHERS):
             kubectl.run("create", "namespace", name)
-        # Our pods have to pass where nothing but restricted ones may.
+        # Pods of jobs have to satisfy the restricted standard.
         kubectl.run("label", "namespace", TEAM, "pod-security.kubernetes.io/enforce=restricted")
         chart = render.template(binaries.path("helm"), "--skip-tests", *MODES[request.param])
         kubectl.run("apply", "--server-side", "--filename=-", stdin=chart)
@@ -80,7 +80,7 @@ def installed(
 
 
 def command(ports: list[int], checkpoints: Path, chart: str) -> list[str]:
-    """What the chart's Deployment would run, at addresses of this machine."""
+    """The command of the chart's Deployment, with addresses of this machine."""
     documents = [document for document in yaml.safe_load_all(chart) if document]
     (deployment,) = [document for document in documents if document["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -94,6 +94,7 @@ def command(ports: list[int], checkpoints: Path, chart: str) -> list[str]:
         f"--metrics-port={ports[1]}",
         f"--checkpoint-root={checkpoints}",
         "--log-format=text",
+        "--status-interval-seconds=0.5",
     ]
 
 
@@ -115,7 +116,7 @@ def pods(kubectl: Kubectl, name: str) -> int:
     return len(kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node"))
 
 
-def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> None:
+def test_the_whole_life_of_a_job_needs_no_other_rights(installed: Installed) -> None:
     team = installed.team
     spec = {**SCRIPT, "nodes": {"min": 1, "max": 3, "spares": 1}, "ttlSecondsAfterFinished": 1}
     team.create(job(spec, "life"))
@@ -156,28 +157,28 @@ def test_a_job_lives_its_whole_life_under_these_rights(installed: Installed) -> 
 
 
 @pytest.mark.parametrize(
-    ("gang", "told"),
+    ("gang", "message"),
     [
         ("kueue", "does not serve"),
         ("volcano", "does not serve"),
         ("coscheduling", "does not serve"),
     ],
 )
-def test_a_gang_that_the_cluster_lacks_is_said_and_not_a_matter_of_rights(
-    installed: Installed, gang: str, told: str
+def test_a_missing_gang_system_is_reported_without_missing_rights(
+    installed: Installed, gang: str, message: str
 ) -> None:
     name = f"with-{gang}"
     queue = {"queue": "q"} if gang in ("kueue", "volcano") else {}
     installed.team.create(job({**SCRIPT, **queue, "kubernetes": {"gang": gang}}, name))
     until(
-        lambda: told in str(status(installed.team, name)),
-        "to hear of it", timeout_s=60, last=lambda: status(installed.team, name),
+        lambda: message in str(status(installed.team, name)),
+        "the message", timeout_s=60, last=lambda: status(installed.team, name),
     )  # fmt: skip
     assert "orbidden" not in str(status(installed.team, name))
     installed.team.run("delete", "tj", name)
 
 
-def test_jobs_of_other_namespaces_are_left_alone_in_namespaced_mode(installed: Installed) -> None:
+def test_jobs_of_other_namespaces_are_ignored_in_namespaced_mode(installed: Installed) -> None:
     installed.others.create(job(SCRIPT, "far"))
     installed.team.create(job(SCRIPT, "near"))
     until(lambda: pods(installed.team, "near") == 1, "the near job's pod", timeout_s=60)
@@ -194,12 +195,12 @@ def arguments(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
-def test_nothing_was_refused_for_lack_of_rights(installed: Installed) -> None:
-    """Last: over everything that the tests above had it do."""
+def test_no_request_was_forbidden(installed: Installed) -> None:
+    """Runs last, over the log of the tests above."""
     log = installed.server.log.read_text()
     assert "leading" in log
-    told = ("orbidden", "missing right")
-    refused = [line for line in log.splitlines() if any(one in line for one in told)]
+    texts = ("orbidden", "missing right")
+    refused = [line for line in log.splitlines() if any(one in line for one in texts)]
     assert refused == []
     assert installed.get("/healthz") == "ok\n"
     assert installed.get("/readyz") == "ok\n"

@@ -1,7 +1,6 @@
-"""Many jobs at once on a real control plane with fake nodes: a small form of the scale bench.
+"""Many jobs on a real control plane with fake nodes, as a small form of the scale benchmark.
 
-Owns: these tests, and a control plane of their own. Requests are counted by the API server itself;
-nothing is timed.
+On a separate control plane, which counts the requests. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ NUM_JOBS, PODS_EACH, NUM_NODES = 40, 5, 20
 NUM_PODS = NUM_JOBS * PODS_EACH
 BOUND_S = 300
 LEASE_S = 60
-"""Renewed every 12 s: what is counted is what jobs cause."""
+"""Renewed every 12 s, so that most requests are those of jobs."""
 WATCHES = 2
-"""Pods and TrainingJobs; each is begun again every few minutes."""
+"""Pods and TrainingJobs; each restarts every few minutes."""
 REQUESTS_PER_JOB = 5 + PODS_EACH
-"""A Secret, a journal and its first record, a pod that is only tried, a status, and the pods."""
+"""A Secret, a journal and its first record, a dry run of a pod, a status, and the pods."""
 LOOKS = 5
-"""At a Kubernetes node from which pods do not go: after 2 s, 4 s, 8 s and so on."""
+"""Checks of a Kubernetes node whose pods are not removed: after 2, 4, 8 s and so on."""
 STATUS_WRITES = 3
-"""Further ones of a job whose pods are made: why they do not start yet, and that they do."""
+"""Further status writes of a job with pods: why they do not start, and that they do."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,13 @@ def operator(
 ) -> Iterator[Replica]:
     directory = tmp_path_factory.mktemp("operator")
     kubeconfig = request_counts.operator_kubeconfig(plane)
-    replica = Replica(kubeconfig, directory, (jobs.namespace,), f"--lease-seconds={LEASE_S}")
+    replica = Replica(
+        kubeconfig,
+        directory,
+        (jobs.namespace,),
+        f"--lease-seconds={LEASE_S}",
+        "--status-interval-seconds=5",
+    )
     replica.start()
     replica.wait_leading()
     yield replica
@@ -70,21 +75,21 @@ def operator(
 
 
 def documents() -> list[Document]:
-    # No kubelet will ever confirm that a pod has ended.
+    # No kubelet confirms the end of a pod.
     template = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 0}}}
     nodes = {"min": PODS_EACH, "max": PODS_EACH}
     return [job(f"job-{i:03d}", nodes=nodes, kubernetes=template) for i in range(NUM_JOBS)]
 
 
 def bound(kubectl: Kubectl) -> Counter[str]:
-    """Job -> its pods that have a Kubernetes node."""
+    """Job -> number of its scheduled pods."""
     found = kubectl.list("pods", "holdfast.dev/role=node")
     placed = [pod for pod in found if pod["spec"].get("nodeName")]
     return Counter(pod["metadata"]["labels"]["holdfast.dev/job"] for pod in placed)
 
 
 def quiet(operator: Replica) -> request_counts.Requests:
-    """Its requests so far, once two looks in a row have found the same."""
+    """Its requests so far, once two counts in a row are equal."""
     seen: list[request_counts.Requests] = []
 
     def settled() -> bool:
@@ -134,14 +139,16 @@ def test_many_jobs_cost_few_requests_none_while_idle_and_leave_nothing(
         last=lambda: left(jobs)[:5],
     )  # fmt: skip
     deleting = quiet(operator) - idle_too
-    looks = deleting.pop(("get", "nodes"), 0)  # whether they are still there, for pods that linger
+    looks = deleting.pop(
+        ("get", "nodes"), 0
+    )  # checks whether nodes of terminating pods still exist
     assert deleting.total() <= WATCHES, f"what is owned goes by itself: {deleting}"
     assert looks <= NUM_NODES * LOOKS
     assert "holdfast_operator_jobs 0.0" in operator.get("/metrics")[1]
 
 
 def left(kubectl: Kubectl) -> list[str]:
-    """Events of a deleted object stay for an hour, whoever wrote them."""
+    """Events of a deleted object stay for an hour."""
     owned = kubectl.run(
         "get", "pods,secrets,configmaps", "--output=name", "--selector=holdfast.dev/job"
     )

@@ -1,8 +1,5 @@
-"""Jobs whose store does not answer, beside jobs whose store does: one operator, a real API server,
-and an S3 endpoint that takes connections and never says a word.
-
-Owns: these tests.
-"""
+"""Jobs with an S3 endpoint that never answers, beside jobs with a working store, under one
+operator."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from tests.e2e.kubernetes.unschedulable import BOUND_S, Plane, job, names_of, po
 
 pytestmark = pytest.mark.e2e
 MANY = 40
-"""More than an operator takes up at once."""
+"""More jobs than an operator starts at a time."""
 
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """Its backlog takes more connections than there are jobs; nobody accepts them."""
+    """Its backlog holds more connections than there are jobs; it accepts none."""
     with socket.create_server(("127.0.0.1", 0), backlog=2 * MANY) as server:
         yield server
 
 
-def test_a_store_that_does_not_answer_holds_up_the_jobs_that_use_it_and_no_others(
+def test_a_store_that_does_not_answer_delays_only_its_own_jobs(
     plane: Plane, tmp_path: Path, namespace: Kubectl, silent: socket.socket
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))

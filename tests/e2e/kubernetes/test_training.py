@@ -1,7 +1,7 @@
-"""TrainingJobs on a cluster with nodes: applied, scaled, held and disturbed (deleted: elsewhere).
+"""TrainingJobs on a cluster with nodes: applied, scaled, suspended and disturbed.
 
-The cluster has Kubernetes' default settings: it needs 47 s to notice a lost node and 350 s to
-replace its pods. Every job is a small variant of examples/stdlib-bytes.yaml.
+The cluster has the defaults of Kubernetes: it needs 47 s to notice a lost node and 350 s to replace
+its pods. Every job is a small variant of examples/stdlib-bytes.yaml.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def endless(operator: Operator, cluster: Cluster) -> Iterator[Job]:
-    """One job without an end for many tests: it is made to survive what they do to it."""
+    """One endless job for many tests."""
     for kubectl in fresh(cluster.kubectl()):
         yield Job(kubectl, example("endless", ENDLESS))
 
 
 @pytest.fixture
 def running(endless: Job, operator: Operator) -> Job:
-    """The job without an end, training with two workers on each of two nodes."""
+    """The endless job, training with two workers on each of two nodes."""
     operator.ensure_running()
     endless.wait_running(4)
     endless.wait_steps(2)
     return endless
 
 
-def test_the_example_is_applied_and_trains_to_its_end(
-    operator: Operator, cluster_namespace: Kubectl
-) -> None:
+def test_the_example_trains_to_its_end(operator: Operator, cluster_namespace: Kubectl) -> None:
     job = Job(cluster_namespace, example("short", 12))
     cluster_namespace.run(
         *("wait", "--for=condition=Succeeded", "trainingjob/short", "--timeout=180s"),
         timeout_s=190,
     )
     ended = job.status()
-    assert (ended["state"], ended["step"]) == ("succeeded", 11), job.story()
+    assert (ended["state"], ended["step"]) == ("succeeded", 11), job.report()
     columns = cluster_namespace.run("get", "tj").splitlines()
     assert columns[0].split()[:4] == ["NAME", "STATE", "NODES", "WORLD"]
     assert columns[1].split()[:2] == ["short", "succeeded"]
     job.delete()
 
 
-def test_a_spare_takes_the_place_of_a_node_that_loses_power(
+def test_a_spare_replaces_a_node_that_loses_power(
     operator: Operator, cluster: Cluster, cluster_namespace: Kubectl
 ) -> None:
     nodes = {"min": 2, "max": 2, "spares": 1}
@@ -70,7 +68,7 @@ def test_a_spare_takes_the_place_of_a_node_that_loses_power(
     (incident, *_) = job.incidents_after(before)
     assert incident["decision"].startswith(f"{spare['metadata']['name']} replaces ")
     assert incident["worldSizeAfter"] == 4
-    assert incident["stepsLost"] <= 1, job.story()
+    assert incident["stepsLost"] <= 1, job.report()
     cluster.remove_node(lost)
     replacement = cluster.add_node(wait=False)
     job.delete()
@@ -89,15 +87,15 @@ def test_a_job_is_scaled_down_and_up_without_losing_a_step(running: Job) -> None
     down, *_, up = of_class("resize", running.incidents_after(before))
     assert (down["worldSizeBefore"], down["worldSizeAfter"]) == (4, 2)
     assert (up["worldSizeBefore"], up["worldSizeAfter"]) == (2, 4)
-    assert (down["stepsLost"], up["stepsLost"]) == (0, 0), running.story()
+    assert (down["stepsLost"], up["stepsLost"]) == (0, 0), running.report()
 
 
 def of_class(wanted: str, incidents: list[Document]) -> list[Document]:
-    """What the test did to the job; on a machine that is too busy a job sees more than that."""
+    """Incidents of this class; on a busy machine there may be others."""
     return [one for one in incidents if one["class"] == wanted]
 
 
-def test_a_suspended_job_gives_its_pods_back_and_goes_on_where_it_was(running: Job) -> None:
+def test_a_suspended_job_releases_its_pods_and_resumes_at_its_step(running: Job) -> None:
     before = running.status()
     suspend(running, True)
     held = running.wait(lambda s: s.get("state") == "suspended", "to be suspended")
@@ -121,19 +119,19 @@ def test_a_killed_worker_costs_no_finished_step(running: Job) -> None:
     running.wait_steps(2)
     (incident,) = running.incidents_after(before)
     assert "was killed by SIGKILL" in incident["title"]
-    assert (incident["stepsLost"], incident["restoredFrom"]) == (0, "memory"), running.story()
+    assert (incident["stepsLost"], incident["restoredFrom"]) == (0, "memory"), running.report()
     assert "holdfast.dev/chaos" not in running.object()["metadata"].get("annotations", {})
     until(
-        lambda: untold(running, incident["number"]) == [], "describe to tell the story",
-        timeout_s=60, last=lambda: (untold(running, incident["number"]), running.story()),
+        lambda: missing_lines(running, incident["number"]) == [], "describe to show the incident",
+        timeout_s=60, last=lambda: (missing_lines(running, incident["number"]), running.report()),
     )  # fmt: skip
 
 
-def untold(job: Job, number: int) -> list[str]:
-    """What `kubectl describe` does not say of an incident that is over; regular expressions."""
+def missing_lines(job: Job, number: int) -> list[str]:
+    """Patterns that `kubectl describe` lacks for an incident that is over."""
     one = next(one for one in job.status()["incidents"] if one["number"] == number)
-    said = job.kubectl.run("describe", "tj", job.name)
-    fields, _events, events = said.partition("\nEvents:")
+    text = job.kubectl.run("describe", "tj", job.name)
+    fields, _events, events = text.partition("\nEvents:")
     title, node = re.escape(one["title"]), re.escape(one.get("culpritNode", "no node"))
     wanted = {
         rf"\bTitle: +{title}\n": fields,
@@ -144,23 +142,23 @@ def untold(job: Job, number: int) -> list[str]:
         rf"Warning +\w+ .* incident {number}: {title}": events,
         rf"Normal +Recovered .* incident {number} is over: .* s, no finished step lost": events,
     }
-    return [pattern for pattern, text in wanted.items() if not re.search(pattern, text)]
+    return [pattern for pattern, part in wanted.items() if not re.search(pattern, part)]
 
 
-def test_the_lines_of_rank_0_are_those_of_the_pod_with_that_label(running: Job) -> None:
+def test_the_pod_labelled_rank_0_has_the_lines_of_rank_0(running: Job) -> None:
     def lines() -> list[str]:
         selector = f"--selector=holdfast.dev/job={running.name},holdfast.dev/rank=0"
         return running.kubectl.run("logs", selector, "--tail=-1").splitlines()
 
     until(
         lambda: any(line.startswith("[rank 0] step") for line in lines()), "lines of rank 0",
-        timeout_s=60, last=running.story,
+        timeout_s=60, last=running.report,
     )  # fmt: skip
     elsewhere = tuple(f"[rank {rank}]" for rank in (2, 3))
     assert [line for line in lines() if line.startswith(elsewhere)] == []
 
 
-def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
+def test_training_continues_after_a_power_loss_before_kubernetes_notices_it(
     running: Job, cluster: Cluster
 ) -> None:
     before = running.status()
@@ -172,7 +170,7 @@ def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
     running.wait_steps(2)
     assert lost.name not in live_nodes(running)
     incidents = running.incidents_after(before)
-    assert all(one["stepsLost"] <= 1 for one in incidents), running.story()
+    assert all(one["stepsLost"] <= 1 for one in incidents), running.report()
     cluster.remove_node(lost)
     replacement = cluster.add_node(wait=False)
     until(
@@ -184,7 +182,7 @@ def test_training_goes_on_after_a_power_loss_long_before_kubernetes_notices_it(
 
 
 def live_nodes(job: Job) -> set[str]:
-    """The nodes of pods that nobody has asked to go."""
+    """The nodes of pods that are not being deleted."""
     pods = [pod for pod in job.pods() if "deletionTimestamp" not in pod["metadata"]]
     return {pod["spec"].get("nodeName", "") for pod in pods}
 
@@ -193,9 +191,7 @@ def on_node(job: Job, node: str) -> list[Document]:
     return [pod for pod in job.pods() if pod["spec"].get("nodeName") == node]
 
 
-def test_the_zombie_of_a_partition_ends_when_the_network_heals(
-    running: Job, cluster: Cluster
-) -> None:
+def test_partitioned_pods_end_when_the_network_recovers(running: Job, cluster: Cluster) -> None:
     before = running.status()
     node = cluster.nodes[running.nodes()[-1]]
     zombies = {pod["metadata"]["name"] for pod in on_node(running, node.name)}
@@ -211,14 +207,12 @@ def test_the_zombie_of_a_partition_ends_when_the_network_heals(
     )
     healed = running.status()
     after = running.wait_steps(3)
-    assert after["generation"] == healed["generation"], running.story()
+    assert after["generation"] == healed["generation"], running.report()
     incidents = running.incidents_after(before)
-    assert all(one["stepsLost"] <= 1 for one in incidents), running.story()
+    assert all(one["stepsLost"] <= 1 for one in incidents), running.report()
 
 
-def test_a_drained_node_hands_its_work_over_without_losing_a_step(
-    running: Job, cluster: Cluster
-) -> None:
+def test_a_drained_node_is_replaced_without_losing_a_step(running: Job, cluster: Cluster) -> None:
     before = running.status()
     node = running.nodes()[-1]
     cluster.kubectl().run(
@@ -231,12 +225,10 @@ def test_a_drained_node_hands_its_work_over_without_losing_a_step(
     cluster.kubectl().run("uncordon", node)
     assert node not in live_nodes(running)
     (handed_over, *_) = of_class("preemption", running.incidents_after(before))
-    assert handed_over["stepsLost"] == 0, running.story()
+    assert handed_over["stepsLost"] == 0, running.report()
 
 
-def test_a_killed_operator_leaves_training_alone_and_takes_it_up_again(
-    running: Job, operator: Operator
-) -> None:
+def test_training_continues_while_the_operator_is_down(running: Job, operator: Operator) -> None:
     before = running.status()
     operator.kill()
     try:
@@ -245,11 +237,11 @@ def test_a_killed_operator_leaves_training_alone_and_takes_it_up_again(
     finally:
         operator.start()
     after = running.wait_steps(3)
-    assert after["generation"] == before["generation"], running.story()
+    assert after["generation"] == before["generation"], running.report()
     assert running.incidents_after(before) == []
 
 
-def test_a_killed_api_server_leaves_training_alone(
+def test_training_continues_while_the_api_server_is_down(
     running: Job, cluster: Cluster, operator: Operator
 ) -> None:
     before = running.status()
@@ -257,5 +249,5 @@ def test_a_killed_api_server_leaves_training_alone(
     cluster.control_plane.start_api_server()
     operator.ensure_running()
     after = running.wait_steps(3)
-    assert after["generation"] == before["generation"], running.story()
+    assert after["generation"] == before["generation"], running.report()
     assert running.incidents_after(before) == []

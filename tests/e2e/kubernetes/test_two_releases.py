@@ -1,7 +1,7 @@
-"""Two releases of the chart in one cluster, each for namespaces of its own.
+"""Two releases of the chart in one cluster, each for its own namespaces.
 
-Owns: these tests, on a control plane of their own, because a policy is there for a whole cluster.
-No operator runs; what it would write is written in its name.
+On a separate control plane, because a policy holds for the whole cluster. No operator runs; the
+test writes in its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.unit.api.wrong_jobs import SCRIPT, job
 pytestmark = pytest.mark.e2e
 
 TEAMS = {"team-a": "operators-a", "team-b": "operators-b"}
-"""Namespace of jobs -> namespace of the release that looks after it."""
+"""Namespace of jobs -> namespace of the release that watches it."""
 PATCH = ("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch")
 
 
@@ -37,7 +37,7 @@ def operator_of(team: str) -> str:
 def teams(
     binaries: programs.Binaries, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Kubectl]]:
-    """kubectl in each of their namespaces, which have a job."""
+    """kubectl in each namespace of jobs."""
     skip_without(binaries, (*programs.CONTROL_PLANE, "helm"))
     with Run() as run:
         plane = ControlPlane(run, binaries)
@@ -60,14 +60,14 @@ def teams(
 
 
 def refusal(kubectl: Kubectl, *words: str) -> str:
-    """Empty: it was granted."""
+    """The error; empty if it was accepted."""
     return kubectl.attempt(*words).stderr
 
 
 def test_the_policies_of_a_release_hold_in_the_namespaces_that_it_watches(
     binaries: programs.Binaries, tmp_path: Path
 ) -> None:
-    """And in all, where it watches all."""
+    """In all namespaces if it watches all."""
     skip_without(binaries, ("helm",))
     chart = Helm(binaries.path("helm"), tmp_path)
     here = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
@@ -81,25 +81,25 @@ def test_the_policies_of_a_release_hold_in_the_namespaces_that_it_watches(
         assert [one.get("namespaceSelector") for one in policies] == [selector] * 2
 
 
-def test_each_operator_writes_the_status_of_its_jobs_and_nobody_else_does(
+def test_only_its_operator_writes_the_status_of_a_job(
     teams: dict[str, Kubectl],
 ) -> None:
     for team, kubectl in teams.items():
-        told = f"status: got a change by admin; expected one by {operator_of(team)}"
+        text = f"status: got a change by admin; expected one by {operator_of(team)}"
         until(
-            lambda kubectl=kubectl, told=told: told in refusal(kubectl, *PATCH, '{"status":{}}'),
+            lambda kubectl=kubectl, text=text: text in refusal(kubectl, *PATCH, '{"status":{}}'),
             "the policy to hold", timeout_s=60,
         )  # fmt: skip
     for team, kubectl in teams.items():
         kubectl.run(*PATCH, '{"status":{"state":"running"}}', f"--as={operator_of(team)}")
         (other,) = TEAMS.keys() - {team}
-        told = refusal(kubectl, *PATCH, '{"status":{"state":"x"}}', f"--as={operator_of(other)}")
-        assert 'resource "trainingjobs/status"' in told, "it has no right to"
+        text = refusal(kubectl, *PATCH, '{"status":{"state":"x"}}', f"--as={operator_of(other)}")
+        assert 'resource "trainingjobs/status"' in text, "it has no right to"
         found: Any = kubectl.get("tj", "right")
         assert found["status"]["state"] == "running"
 
 
-def test_the_rules_of_each_release_hold_where_it_looks(teams: dict[str, Kubectl]) -> None:
+def test_the_rules_of_each_release_hold_in_its_namespaces(teams: dict[str, Kubectl]) -> None:
     for kubectl in teams.values():
-        told = refusal(kubectl, "annotate", "tj", "right", "holdfast.dev/cancle=me")
-        assert "metadata.annotations: got holdfast.dev/cancle; expected one of" in told
+        text = refusal(kubectl, "annotate", "tj", "right", "holdfast.dev/cancle=me")
+        assert "metadata.annotations: got holdfast.dev/cancle; expected one of" in text

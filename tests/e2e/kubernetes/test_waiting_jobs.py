@@ -1,9 +1,5 @@
-"""Jobs that have to wait for somebody: for what is said in their conditions, and that is all they
-need. On a real API server without nodes.
-
-Owns: these tests, of the operator with all rights; tests/e2e/kubernetes/test_missing_rights.py is
-about one that lacks some.
-"""
+"""Jobs that wait for something, which their conditions name. On a real API server without nodes,
+with an operator that has all rights."""
 
 from __future__ import annotations
 
@@ -48,19 +44,17 @@ def operator(
     assert replica.close() == 0, replica.tail()
 
 
-def wait_told(kubectl: Kubectl, name: str, text: str) -> dict[str, Any]:
-    """Until the job's conditions say this."""
+def wait_message(kubectl: Kubectl, name: str, text: str) -> dict[str, Any]:
+    """Wait until the job's conditions have this text."""
     return kubectl.wait(
         "trainingjob", name, lambda d: text in message_of(d), f"to say {text!r}", timeout_s=BOUND_S
     )
 
 
-def test_a_pod_that_never_starts_is_given_back_at_its_deadline_and_asked_for_anew(
-    jobs: Kubectl, operator: Replica
-) -> None:
+def test_a_pod_that_does_not_start_in_time_is_replaced(jobs: Kubectl, operator: Replica) -> None:
     jobs.apply(job("late", kubernetes={"startTimeoutSeconds": 2}))
     first = names_of(wait_pods(jobs, "late", 2))
-    found = wait_told(jobs, "late", "not started within 2 s: the scheduler finds no node: ")
+    found = wait_message(jobs, "late", "not started within 2 s: the scheduler finds no node: ")
     assert found["status"]["state"] == "pending"
     until(
         lambda: names_of(pods(jobs, "late")) and not first & names_of(pods(jobs, "late")),
@@ -69,12 +63,10 @@ def test_a_pod_that_never_starts_is_given_back_at_its_deadline_and_asked_for_ane
     gone(jobs, "late")
 
 
-def test_a_priority_class_that_is_not_there_is_named_and_waited_for(
-    jobs: Kubectl, operator: Replica
-) -> None:
+def test_a_missing_priority_class_is_named_and_awaited(jobs: Kubectl, operator: Replica) -> None:
     name = f"class-{jobs.namespace}"
     jobs.apply(job("ranked", kubernetes={"priorityClassName": name}))
-    found = wait_told(jobs, "ranked", f"no PriorityClass with name {name} was found")
+    found = wait_message(jobs, "ranked", f"no PriorityClass with name {name} was found")
     assert reason_of(found) == "NoRoom"
     jobs.run("create", "priorityclass", name, "--value=7")
     try:
@@ -86,21 +78,21 @@ def test_a_priority_class_that_is_not_there_is_named_and_waited_for(
         jobs.run("delete", "priorityclass", name)
 
 
-def test_a_runtime_class_that_is_not_there_is_named(jobs: Kubectl, operator: Replica) -> None:
+def test_a_missing_runtime_class_is_named(jobs: Kubectl, operator: Replica) -> None:
     template = {"spec": {"runtimeClassName": "nowhere"}}
     jobs.apply(job("sandboxed", kubernetes={"podTemplate": template}))
-    found = wait_told(jobs, "sandboxed", 'RuntimeClass "nowhere" not found')
+    found = wait_message(jobs, "sandboxed", 'RuntimeClass "nowhere" not found')
     assert reason_of(found) == "NoRoom"
     gone(jobs, "sandboxed")
 
 
 # -- the Secret --------------------------------------------------------------------------------
-def test_a_secret_of_somebody_else_under_the_jobs_name_is_left_alone_and_named(
+def test_a_foreign_secret_of_the_jobs_name_is_kept_and_named(
     jobs: Kubectl, operator: Replica
 ) -> None:
     jobs.run("create", "secret", "generic", "taken-agents", "--from-literal=mine=1")
     jobs.apply(job("taken"))
-    found = wait_told(jobs, "taken", f"Secret {jobs.namespace}/taken-agents: belongs to something")
+    found = wait_message(jobs, "taken", f"Secret {jobs.namespace}/taken-agents: has another owner")
     assert reason_of(found) == "OperatorWaits"
     assert set(jobs.json("get", "secret", "taken-agents")["data"]) == {"mine"}
     assert pods(jobs, "taken") == []
@@ -110,7 +102,7 @@ def test_a_secret_of_somebody_else_under_the_jobs_name_is_left_alone_and_named(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ('{"data": {"tls.key": null}}', "not usable"),
         ('{"data": {"tls.key": "bm9uc2Vuc2U="}}', "not usable"),
@@ -118,8 +110,8 @@ def test_a_secret_of_somebody_else_under_the_jobs_name_is_left_alone_and_named(
     ],
     ids=["a-key-taken-out", "a-key-that-is-none", "another-token"],
 )
-def test_an_edited_secret_lets_no_pod_be_made_until_it_is_deleted_and_made_again(
-    jobs: Kubectl, operator: Replica, change: str, told: str
+def test_an_edited_secret_blocks_new_pods_until_it_is_deleted(
+    jobs: Kubectl, operator: Replica, change: str, message: str
 ) -> None:
     jobs.apply(job("edited"))
     first = names_of(wait_pods(jobs, "edited", 2))
@@ -127,19 +119,19 @@ def test_an_edited_secret_lets_no_pod_be_made_until_it_is_deleted_and_made_again
     jobs.run("patch", "secret", "edited-agents", "--type=merge", f"--patch={change}")
     jobs.run("scale", "trainingjob/edited", "--replicas=3")
     fix = f"kubectl delete secret -n {jobs.namespace} edited-agents"
-    found = wait_told(jobs, "edited", f"Secret {jobs.namespace}/edited-agents: {told}")
+    found = wait_message(jobs, "edited", f"Secret {jobs.namespace}/edited-agents: {message}")
     assert fix in message_of(found)
-    assert names_of(pods(jobs, "edited")) == first, "no pod that nobody could speak to"
+    assert names_of(pods(jobs, "edited")) == first, "no pod with other keys"
     jobs.run(*fix.split()[1:])
     wait_pods(jobs, "edited", 3)
     assert jobs.json("get", "secret", "edited-agents")["data"] == before
     gone(jobs, "edited")
 
 
-def test_a_secret_that_was_edited_while_no_operator_ran_is_named(
+def test_a_secret_edited_without_an_operator_is_named(
     control_plane: Plane, jobs: Kubectl, operator: Replica
 ) -> None:
-    """Last: it stops the operator for a while."""
+    """Runs last, because it stops the operator."""
     jobs.apply(job("tampered"))
     wait_pods(jobs, "tampered", 2)
     operator.kill()
@@ -147,8 +139,10 @@ def test_a_secret_that_was_edited_while_no_operator_ran_is_named(
     jobs.run("patch", "secret", "tampered-agents", "--type=merge", f"--patch={change}")
     operator.start()
     operator.wait_leading()
-    found = wait_told(jobs, "tampered", "not usable; delete it and the operator creates it again")
+    found = wait_message(
+        jobs, "tampered", "not usable; delete it and the operator creates it again"
+    )
     assert reason_of(found) == "OperatorWaits"
     jobs.run("delete", "secret", "tampered-agents")
-    wait_told(jobs, "tampered", "agents that still run cannot be spoken to any more")
+    wait_message(jobs, "tampered", "agents that still run cannot be spoken to any more")
     gone(jobs, "tampered")

@@ -1,7 +1,4 @@
-"""TrainingJobs that can never be placed, and what is seen of them: for tests without nodes.
-
-Owns those documents and waits. Must not: know of an operator.
-"""
+"""TrainingJobs whose pods are never scheduled, for tests without nodes."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from tests.e2e.kubernetes.rig.waiting import until
 Document = dict[str, Any]
 Plane = ControlPlane | GivenCluster
 BOUND_S = 90
-"""Everything here takes a second or two on a machine that has nothing else to do."""
+"""Usually a second or two is enough."""
 IMAGE = "registry.invalid/holdfast/worker:test"
 
 
 def install(plane: Plane) -> None:
-    """The CRD."""
+    """Apply the CRD."""
     kubectl = plane.kubectl()
     kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
     kubectl.served(NAME)
 
 
 def job(name: str, **spec: Any) -> Document:
-    """Two nodes; no pod of it can ever be placed."""
+    """Two nodes whose pods are never scheduled."""
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -43,7 +40,7 @@ def job(name: str, **spec: Any) -> Document:
 
 
 def pods(kubectl: Kubectl, name: str) -> list[Document]:
-    """Those that nobody has deleted."""
+    """Pods that are not being deleted."""
     found = kubectl.list("pods", f"holdfast.dev/job={name},holdfast.dev/role=node")
     return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 

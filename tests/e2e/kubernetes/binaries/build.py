@@ -1,8 +1,8 @@
-"""Builds what the rig runs into a cache, once for each set of pinned versions.
+"""Builds the programs of the rig into a cache, once for each set of pinned versions.
 
-Owns the build and its cache directory. Needs Go and the Go module proxy, and for the node programs
-a Debian-like apt-get; nothing is installed. Runs on the standard library alone, so that it works
-before there is a virtual environment. Must not run inside a test: it takes minutes.
+Needs Go and the Go module proxy, and a Debian-like apt-get for the node programs; nothing is
+installed. Uses only the standard library, so that it works before there is a virtual environment.
+Takes minutes, so tests do not run it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ APPLETS = (
 )
 HELM_PACKAGE = "helm.sh/helm/v3/cmd/helm"
 
-# Where the packages of the node programs keep what we want of them.
+# Paths of the programs in the packages.
 DEBIAN_PACKAGES = ("containerd", "runc", "containernetworking-plugins")
 DEBIAN_PROGRAMS = (
     "usr/bin/containerd",
@@ -47,18 +47,18 @@ DEBIAN_PROGRAMS = (
     "usr/lib/cni/host-local",
     "usr/lib/cni/loopback",
 )
-# Change this when the build makes something else of the same sources.
+# Change this when the build has another result for the same sources.
 RECIPE = "1"
 # Compiled packages and modules take about 4 GiB of Go's caches, the result 0.3 GiB.
 NEEDED_DISK_BYTES = 6 * 2**30
 
 
 class BuildError(Exception):
-    """What went wrong and what to do about it, in words for the person at the terminal."""
+    """An error message and its fix, for the user."""
 
 
 def key() -> str:
-    """Names the cache entry: changes with every pinned version, our mains and the recipe."""
+    """The name of the cache entry; depends on pinned versions, our main programs and the recipe."""
     digest = hashlib.sha256(RECIPE.encode())
     for path in sorted(HERE.rglob("*")):
         if path.suffix in (".go", ".mod", ".sum"):
@@ -68,7 +68,7 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Where the binaries of the present pins are, or will be."""
+    """The directory for the binaries of the current pins."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "holdfast" / "kubernetes" / key()
 
@@ -93,7 +93,7 @@ def go() -> str:
 
 
 def version_of(directory: Path, module: str) -> str:
-    """The version of a module as the go.mod of a directory requires it."""
+    """The version of a module that the go.mod of a directory requires."""
     found = re.search(rf"{re.escape(module)} (v\S+)", (directory / "go.mod").read_text())
     if found is None:
         raise BuildError(f"{directory / 'go.mod'} does not require {module}")
@@ -101,7 +101,7 @@ def version_of(directory: Path, module: str) -> str:
 
 
 def run_go(directory: Path, *arguments: str, what: str, environment: dict[str, str]) -> None:
-    """Runs go, counting the packages that it reports, and explains a failure."""
+    """Run go, count the packages that it reports, and explain a failure."""
     started_s = shown_s = time.monotonic()
     tail: list[str] = []
     process = subprocess.Popen(
@@ -169,7 +169,7 @@ def build_kubernetes(target: Path) -> None:
     version = version_of(KUBERNETES, "k8s.io/kubernetes")
     say(f"Kubernetes {version}, etcd {version_of(KUBERNETES, 'go.etcd.io/etcd/server/v3')}:")
     static = {"CGO_ENABLED": "0"}
-    # Without these the programs call themselves v0.0.0 and kubectl complains of the skew.
+    # Without these the programs report v0.0.0, and kubectl warns about version skew.
     flags = " ".join(
         f"-X {package}.gitVersion={version}"
         for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
@@ -205,7 +205,7 @@ def build_helm(target: Path) -> None:
 
 
 def unpack_debian(target: Path) -> str | None:
-    """Takes the node programs out of Debian packages; a sentence when that cannot be done."""
+    """Extract the node programs from Debian packages; return the reason if that fails."""
     tools = ("apt-get", "dpkg")
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} not found"
@@ -229,7 +229,7 @@ def unpack_debian(target: Path) -> str | None:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Two builds at once would fight for the cores; the second waits and finds the work done."""
+    """One build at a time; a second one waits and finds the result."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (directory.parent / "lock").open("w") as lock:
         try:

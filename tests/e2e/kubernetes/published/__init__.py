@@ -1,1 +1,1 @@
-"""The published CRDs of the systems that Holdfast's gangs and queues speak to."""
+"""The published CRDs of the systems that Holdfast works with."""

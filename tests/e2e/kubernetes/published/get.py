@@ -1,10 +1,8 @@
-"""Fetches the CRDs of Kueue, Volcano, scheduler-plugins and the Prometheus operator, as their
-projects publish them.
+"""Fetches the published CRDs of Kueue, Volcano, scheduler-plugins and the Prometheus operator.
 
-Owns the pins and the cache directory. They come from the Go module proxy, are checked against the
-hashes below, and are used as they are; nothing of them is kept in this repository. All are under
-the Apache License 2.0, whose text is put beside them. Runs on the standard library alone,
-outside of tests: `make kubernetes-binaries` calls it.
+They come from the Go module proxy and are checked against the hashes below. They are under the
+Apache License 2.0, whose text is stored with them; none is kept in this repository. Uses only the
+standard library: `make kubernetes-binaries` calls it.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Published:
-    """One project's definitions."""
+    """The definitions of one project."""
 
     name: str
     module: str
     version: str
     hash: str
-    """Of the module, as in go.sum."""
+    """Hash of the module, as in go.sum."""
     folder: str
     files: tuple[str, ...]
 
@@ -64,7 +62,7 @@ PINS = (
         ("scheduling.x-k8s.io_podgroups.yaml",),
     ),
 )
-"""Gangs and queues."""
+"""Gang schedulers and queues."""
 MONITORING = Published(
     "prometheus-operator",
     "github.com/prometheus-operator/prometheus-operator",
@@ -81,18 +79,18 @@ ALL = (*PINS, MONITORING)
 
 
 class GetError(Exception):
-    """What went wrong, in words for the person at the terminal."""
+    """An error message for the user."""
 
 
 def cache() -> Path:
-    """Where the files of the present pins are, or will be."""
+    """The cache directory for the current pins."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(repr(ALL).encode()).hexdigest()[:16]
     return home / "holdfast" / "kubernetes" / f"published-{key}"
 
 
 def refusal() -> str | None:
-    """Why they are not there, and the fix; None when they are."""
+    """Why they are missing, and the fix; None if they are there."""
     if cache().is_dir():
         return None
     return (

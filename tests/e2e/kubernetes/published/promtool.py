@@ -1,8 +1,7 @@
-"""Takes promtool, the checker of Prometheus' rules, out of Debian's package of Prometheus.
+"""Extracts promtool, the checker of Prometheus rules, from Debian's package.
 
-Owns its cache directory. Nothing is installed; where there is no apt-get it is left out, and the
-tests that want it say so and skip. Runs on the standard library alone, outside of tests:
-`make kubernetes-binaries` calls it.
+Nothing is installed. Without apt-get it is left out, and the tests that need it skip. Uses only the
+standard library: `make kubernetes-binaries` calls it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ PROGRAM = "usr/bin/promtool"
 
 
 def place() -> Path:
-    """Where it is, or will be."""
+    """Its path in the cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "holdfast" / "kubernetes" / "promtool"
 
 
 def find() -> Path | None:
-    """Ours, or the one of this machine."""
+    """The one in the cache, or that of this machine."""
     ours, theirs = place(), shutil.which("promtool")
     if ours.is_file():
         return ours
@@ -32,7 +31,7 @@ def find() -> Path | None:
 
 
 def refusal() -> str | None:
-    """Why it is not there, and the fix; None when it is."""
+    """Why it is missing, and the fix; None if it is there."""
     if find() is not None:
         return None
     return (
@@ -42,7 +41,7 @@ def refusal() -> str | None:
 
 
 def get() -> str:
-    """What there is to say of it."""
+    """Extract it, and describe the result."""
     there = find()
     if there is not None:
         return f"promtool is {there}"

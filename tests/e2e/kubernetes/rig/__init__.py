@@ -1,5 +1,5 @@
-"""A Kubernetes for the tests: a control plane, up to three nodes, and the faults to put to them.
+"""A Kubernetes cluster for the tests: a control plane, up to three nodes, and fault injection.
 
-Everything that it makes is named after one run and removed with it: processes, network devices,
-cgroups, mounts and files. It must not touch anything else of the machine.
+Everything that a run creates carries its name and is removed with it: processes, network devices,
+cgroups, mounts and files. The rest of the machine is not changed.
 """

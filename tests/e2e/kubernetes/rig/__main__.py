@@ -1,4 +1,4 @@
-"""A cluster to try things on by hand: brings it up, says how to reach it, removes it at Ctrl-C.
+"""Starts a cluster to try things on by hand, prints how to reach it, and removes it at Ctrl-C.
 
 python -m tests.e2e.kubernetes.rig --nodes 2
 """
@@ -27,7 +27,7 @@ def main() -> int:
     if refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 1
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell ignores SIGINT for what it puts aside
+    for ending in (signal.SIGINT, signal.SIGTERM):  # ignored in background jobs of a shell
         signal.signal(ending, signal.default_int_handler)
     settings = SHORT if options.short else DEFAULT
     with Run() as run:

@@ -1,7 +1,7 @@
-"""Finds the programs that the rig runs, and says in words what is missing and how to get it.
+"""Finds the programs that the rig runs.
 
-Looks, in this order, at HOLDFAST_KUBERNETES_BINARIES, KUBEBUILDER_ASSETS, the cache that
-`make kubernetes-binaries` fills, PATH, and the usual places of CNI plugins. Builds nothing.
+Searches HOLDFAST_KUBERNETES_BINARIES, KUBEBUILDER_ASSETS, the cache that `make kubernetes-binaries`
+fills, PATH, and the usual directories of CNI plugins, in this order. Builds nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CNI_PLACES = ("/opt/cni/bin", "/usr/lib/cni", "/usr/libexec/cni")
 
 @dataclass(frozen=True)
 class Binaries:
-    """Where to look, best place first."""
+    """The directories to search, in order."""
 
     places: tuple[Path, ...]
     path_places: tuple[Path, ...] = ()
-    """The directories of PATH: not for CNI plugins, because iproute2 has a `bridge` too."""
+    """The directories of PATH; not for CNI plugins, because iproute2 has a `bridge` too."""
 
     def find(self, name: str) -> Path | None:
         for place in self.places + (() if name in PLUGINS else self.path_places):
@@ -49,7 +49,7 @@ class Binaries:
         return found
 
     def refusal(self, names: tuple[str, ...]) -> str | None:
-        """Why these programs cannot be run, and the fix; None when all are there."""
+        """Why these programs cannot be run, and the fix; None if all are found."""
         missing = [name for name in names if self.find(name) is None]
         if not missing:
             return None
@@ -69,7 +69,7 @@ def locate() -> Binaries:
 
 
 def machine_refusal() -> str | None:
-    """Why this machine cannot hold nodes, and the fix; None when it can."""
+    """Why this machine cannot run nodes, and the fix; None if it can."""
     if os.uname().sysname != "Linux":
         return "nodes need the namespaces of Linux"
     if os.geteuid() != 0:
@@ -93,6 +93,6 @@ def machine_refusal() -> str | None:
         check=False,
     )
     if tried.returncode:
-        told = tried.stderr.strip()
-        return f"namespaces are refused ({told}): run outside of a container, or privileged"
+        reason = tried.stderr.strip()
+        return f"namespaces are refused ({reason}): run outside of a container, or privileged"
     return None

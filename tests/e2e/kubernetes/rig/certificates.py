@@ -1,7 +1,6 @@
-"""The certificates and keys of one rig: an authority of its own, and what it signs.
+"""A certificate authority for one run, and the certificates that it signs.
 
-Owns key material that lives as long as the run. Must not be used outside tests: keys are written
-without a passphrase, and lifetimes are fixed.
+For tests only: keys are written without a passphrase, and lifetimes are fixed.
 """
 
 from __future__ import annotations

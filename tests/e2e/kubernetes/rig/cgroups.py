@@ -1,8 +1,7 @@
-"""The cgroups of a run's nodes: made below the cgroups of this process, removed with the run.
+"""The cgroups of a run's nodes, below the cgroups of this process.
 
-Owns directories named after a run and nothing else below /sys/fs/cgroup. A node sees its own
-cgroup as the root (a cgroup namespace), so what it makes is below ours and counts against the
-limits that this process is under.
+Only directories named after a run are touched. A node sees its own cgroup as the root (a cgroup
+namespace), so its processes count against the limits of this process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.e2e.kubernetes.rig.waiting import until
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "holdfast-rig-"
-# A child of these starts empty, and takes no process before it has been given some.
+# These are empty in a new child, which accepts no process before they are set.
 CPUSET_FILES = ("cpuset.cpus", "cpuset.mems")
 
 
@@ -41,7 +40,7 @@ def hierarchies() -> dict[str, Path]:
 
 
 def make(run: str, node: str) -> dict[str, Path]:
-    """Makes the cgroup of a node in every hierarchy: mount options -> directory."""
+    """Make the cgroup of a node in every hierarchy: mount options -> directory."""
     made = {}
     for hierarchy, parent in hierarchies().items():
         above = parent / f"{PREFIX}{run}"
@@ -56,7 +55,7 @@ def make(run: str, node: str) -> dict[str, Path]:
 
 
 def of_run(run: str) -> list[Path]:
-    """The topmost directories of a run, wherever the process that made them was."""
+    """The top directories of a run, in whatever cgroup the process was that made them."""
     if not ROOT.is_dir():
         return []
     found = []
@@ -68,7 +67,7 @@ def of_run(run: str) -> list[Path]:
 
 
 def processes(run: str, node: str) -> list[int]:
-    """What runs in the cgroups of a node, each process once."""
+    """The processes in the cgroups of a node, each once."""
     found: set[int] = set()
     for top in of_run(run):
         for file in (top / node).rglob("cgroup.procs"):
@@ -78,7 +77,7 @@ def processes(run: str, node: str) -> list[int]:
 
 
 def remove(run: str, node: str | None = None) -> None:
-    """Kills what runs in the cgroups of a run, or of one node of it, and removes them."""
+    """Kill the processes in the cgroups of a run or of one node, and remove the cgroups."""
     for top in of_run(run):
         directory = top / node if node else top
         if directory.exists():

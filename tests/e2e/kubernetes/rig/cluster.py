@@ -1,4 +1,4 @@
-"""A control plane with nodes on one network. Owns which nodes there are, and their images."""
+"""A control plane and nodes on one network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVICE_PORT = 443
 
 
 class Cluster:
-    """Nodes are numbered from 1 and a number is never used again."""
+    """Nodes are numbered from 1, and numbers are not reused."""
 
     def __init__(self, run: Run, binaries: Binaries, *, settings: Settings = DEFAULT) -> None:
         self.run = run
@@ -47,7 +47,7 @@ class Cluster:
         run.at_end(self._names.close)
 
     def start(self, num_nodes: int) -> None:
-        """Returns when all nodes are ready."""
+        """Return when all nodes are ready."""
         self.control_plane.start()
         self._names.start()
         for node in [self.add_node(wait=False) for _ in range(num_nodes)]:
@@ -63,7 +63,7 @@ class Cluster:
         return node
 
     def remove_node(self, node: Node) -> None:
-        """Ends a node and takes it off the list of Kubernetes, as a cloud provider would."""
+        """End a node and delete its Node object, as a cloud provider does."""
         node.remove()
         del self.nodes[node.name]
         self.kubectl().run("delete", "node", node.name, "--ignore-not-found", "--wait=false")
@@ -71,8 +71,8 @@ class Cluster:
     def kubectl(self, namespace: str = "") -> Kubectl:
         return self.control_plane.kubectl(namespace)
 
-    def story(self) -> str:
-        """What is not as it should be: nodes, pods that are not ready, the last warnings."""
+    def report(self) -> str:
+        """Nodes, pods that are not ready, and the last warnings."""
         kubectl = self.kubectl()
         parts = [kubectl.attempt("get", "nodes").stdout]
         pods = kubectl.attempt("get", "pods", "--all-namespaces", "--output=json").stdout

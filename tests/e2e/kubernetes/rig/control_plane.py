@@ -1,7 +1,6 @@
-"""A control plane: etcd, API server, controller-manager and scheduler as processes of ours.
+"""A control plane: etcd, API server, controller-manager and scheduler as processes.
 
-Owns the four processes, their certificates and tokens, and the kubeconfig of an administrator.
-Needs no privileges when it listens on loopback. It knows nothing of nodes.
+Needs no privileges when it listens on loopback.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.ports import free_port
 
 LOOPBACK = "127.0.0.1"
-# Token -> user and group: what the components would show certificates for elsewhere.
+# Token -> user and group; elsewhere the components have certificates.
 USERS = {
     "admin": ("admin", "system:masters"),
     "controller-manager": ("system:kube-controller-manager", ""),
     "scheduler": ("system:kube-scheduler", ""),
 }
 CORES = "2"
-"""All that a small machine has."""
+"""A small machine has no more."""
 START_TIMEOUT_S = 60
 
 
 class ControlPlane:
-    """Start it, kill parts of it, start them again; the run removes it."""
+    """Can be killed in parts and started again; the run removes it."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class ControlPlane:
         return Kubectl(self.binaries.path("kubectl"), self.kubeconfig, cache, namespace)
 
     def start(self) -> None:
-        """Returns when pods can be created."""
+        """Return when pods can be created."""
         self.etcd.start()
         self.etcd.wait_ready(self._etcd_answers, timeout_s=START_TIMEOUT_S)
         self.start_api_server()
@@ -91,7 +90,7 @@ class ControlPlane:
         )
 
     def start_api_server(self) -> None:
-        """Returns when it answers; also after it was killed."""
+        """Return when it answers; also after it was killed."""
         self.api_server.start()
         self.api_server.wait_ready(self.answers, timeout_s=START_TIMEOUT_S)
 
@@ -102,7 +101,7 @@ class ControlPlane:
         return self.request("/readyz") == b"ok"
 
     def request(self, path: str) -> bytes | None:
-        """GET as the administrator; None when there is no such thing or nobody answers."""
+        """GET as the administrator; None without a 2xx response."""
         request = urllib.request.Request(
             f"{self.url}{path}", headers={"Authorization": f"Bearer {self._tokens['admin']}"}
         )
@@ -215,7 +214,7 @@ class ControlPlane:
         return [
             f"--kubeconfig={config}",
             "--leader-elect=false",
-            "--secure-port=0",  # nobody asks it anything
+            "--secure-port=0",  # unused
             "--use-service-account-credentials=true",
             f"--service-account-private-key-file={self.directory / 'service-accounts.key'}",
             f"--root-ca-file={self.authority.file}",

@@ -1,8 +1,8 @@
-"""The cluster's name server: turns the names of services into the addresses of their pods.
+"""The cluster's name server: resolves names of Services to the addresses of their pods.
 
-Owns one UDP socket on the rig's bridge. There is no kube-proxy, so a service with a cluster IP is
-answered like a headless one, by the addresses behind it; ports have to be those of the pods. While
-the API server is away the last answer stands. It answers nothing about the world outside.
+There is no kube-proxy, so a Service with a cluster IP resolves like a headless one, and its ports
+have to be those of the pods. While the API server is down, the last response stays valid. Names
+outside the cluster are not resolved.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ADDRESS_RECORD = 1
 NO_ERROR, NO_SUCH_NAME = 0, 3
 TTL_S = 1
 LOOK_UP_S = 0.2
-"""How often it looks whether it is to end."""
+"""How often the thread checks whether to end."""
 
 Request = Callable[[str], bytes | None]
-"""GET of a path of the API; None when there is no such thing or nobody answers."""
+"""GET of a path of the API; None without a 2xx response."""
 
 
 class NameServer:
@@ -42,7 +42,7 @@ class NameServer:
         self._thread.start()
 
     def close(self) -> None:
-        """The next cluster of this process may have the same address."""
+        """Free the address: the next cluster of this process may have the same."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -52,17 +52,17 @@ class NameServer:
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
                 question, sender = self._socket.recvfrom(4096)
-                with contextlib.suppress(OSError, IndexError, struct.error):  # theirs, not ours
+                with contextlib.suppress(OSError, IndexError, struct.error):  # a malformed query
                     self._socket.sendto(self._answer(question), sender)
 
     def _answer(self, question: bytes) -> bytes:
-        """Section 4 of RFC 1035: the header, the question again, one record for each address."""
+        """RFC 1035, section 4: the header, the question, one record for each address."""
         name, end = read_name(question)
         (kind,) = struct.unpack("!H", question[end : end + 2])
         code, addresses = self.look_up(name)
         if kind != ADDRESS_RECORD:
             addresses = []
-        flags = 0x8580 | code  # an answer, authoritative, recursion as asked for
+        flags = 0x8580 | code  # response, authoritative, recursion desired and available
         header = question[:2] + struct.pack("!HHHHH", flags, 1, len(addresses), 0, 0)
         records = b"".join(
             struct.pack("!HHHIH", 0xC00C, ADDRESS_RECORD, 1, TTL_S, 4) + socket.inet_aton(one)
@@ -104,7 +104,7 @@ class NameServer:
 
 
 def read_name(message: bytes) -> tuple[str, int]:
-    """The name asked for and the offset behind it."""
+    """The name in the query and the offset behind it."""
     labels, offset = [], 12
     while length := message[offset]:
         labels.append(message[offset + 1 : offset + 1 + length].decode("ascii", "replace"))

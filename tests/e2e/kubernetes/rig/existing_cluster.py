@@ -1,5 +1,5 @@
-"""A cluster that somebody else runs, named by HOLDFAST_TEST_KUBECONFIG: used, never started or
-stopped. Owns nothing of it but the namespaces that tests make."""
+"""An existing cluster, named by HOLDFAST_TEST_KUBECONFIG. Tests only add namespaces and CRDs to
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLE = "HOLDFAST_TEST_KUBECONFIG"
 
 @dataclass(frozen=True)
 class GivenCluster:
-    """What tests of API behaviour need of a control plane."""
+    """The part of a control plane that tests of the API need."""
 
     binaries: Binaries
     kubeconfig: Path
@@ -26,6 +26,6 @@ class GivenCluster:
 
 
 def given(binaries: Binaries, cache: Path) -> GivenCluster | None:
-    """None: nobody has named one."""
+    """None if the variable is not set."""
     named = os.environ.get(VARIABLE)
     return GivenCluster(binaries, Path(named), cache) if named else None

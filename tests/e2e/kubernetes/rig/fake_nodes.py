@@ -1,7 +1,7 @@
-"""Node objects without machines: the real scheduler binds pods to them, and nothing ever runs.
+"""Node objects without machines: the real scheduler binds pods to them, and the pods stay Pending.
 
-Owns those objects and the settings that keep a control plane from taking them for dead. Must not:
-pretend to be a kubelet; pods on such nodes stay Pending, and go at once only with a grace of 0.
+The control plane needs the settings below so that it does not treat such nodes as dead. A pod on
+such a node is only removed at once with a grace of 0.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.rig.settings import Settings
 
 SETTINGS = Settings(
-    # A new node would be tainted until its kubelet reports, and nobody reports for these.
+    # A new node is tainted until its kubelet reports, and these have no kubelet.
     api_server=("--disable-admission-plugins=TaintNodesByCondition",),
     controller_manager=("--controllers=*,-node-lifecycle-controller,-taint-eviction-controller",),
 )
 CAPACITY = {"cpu": "1000", "memory": "4Ti", "pods": "1000", "ephemeral-storage": "1Ti"}
 AT_ONCE = 100
-"""Nodes in one call of kubectl."""
+"""Nodes per call of kubectl."""
 
 
 def add(kubectl: Kubectl, count: int, capacity: dict[str, str] | None = None) -> None:
-    """Nodes fake-0000, fake-0001, ..., all Ready and each in a zone of 16."""
+    """Create nodes fake-0000, fake-0001, ..., all Ready, in zones of 16."""
     for first in range(0, count, AT_ONCE):
         items = [node(index, capacity or CAPACITY) for index in range(first, count)[:AT_ONCE]]
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})

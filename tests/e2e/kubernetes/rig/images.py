@@ -1,10 +1,9 @@
-"""Images without an engine: docker archives written by hand.
+"""Writes images as docker archives, without a container engine.
 
-Owns the bytes of the images and the list of what a node binds into them. Holdfast's images are laid
-out from images/files.yaml and the last stage of each Dockerfile: what they would hold of Holdfast
-is in the layer; what they would hold of others (the system, Python, the libraries) is bound in from
-this machine, read-only, by the node. So little is copied, a pod needs no volumes that a real
-cluster would not give it, and a file that the list forgets is missing here too.
+Images are laid out from images/files.yaml and the last stage of each Dockerfile. The layer holds
+the files of Holdfast; the node mounts the system, Python and the libraries from this machine,
+read-only. So little is copied, pods need no volumes that a real cluster would not give them, and a
+file that is missing in the list is missing here too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.e2e.kubernetes.rig.run import REPOSITORY
 CHART = REPOSITORY / "helm" / "holdfast" / "Chart.yaml"
 IMAGES = REPOSITORY / "images"
 PAUSE = "holdfast.test/pause:rig"
-REGISTRY = "docker.io"  # what a name without a registry means
+REGISTRY = "docker.io"  # the default registry
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 PREFIX = "/opt/holdfast"  # the virtual environment of the Dockerfiles
@@ -38,12 +37,12 @@ DIRECTORIES = ("dev", "etc", "mnt", "proc", "root", "run", "sys", "usr", "var")
 
 
 def image(role: str) -> str:
-    """The name of the image of the operator or of a worker, as the chart gives it to pods."""
+    """The image name of a role, as in the chart."""
     return f"holdfast/{role}:{yaml.safe_load(CHART.read_text())['appVersion']}"
 
 
 def binds() -> dict[str, Path]:
-    """Place in the container -> directory of this machine."""
+    """Path in the container -> directory of this machine."""
     found = {"/usr": Path("/usr"), LIBRARIES: Path(sysconfig.get_path("purelib"))}
     base = Path(sys.base_prefix).resolve()
     if not base.is_relative_to("/usr"):
@@ -85,9 +84,9 @@ class Layer:
         self._tar.addfile(entry, io.BytesIO(content))
 
     def package(self, source: Path, place: str) -> None:
-        """What pip installs of a package: its modules, and their bytecode where there is some.
+        """Add the modules of a package and their bytecode, as pip installs them.
 
-        Bytecode names the time and size of its source, so both keep the time that they have here.
+        Bytecode contains the time and size of its source, so both keep their times.
         """
         for path in sorted(source.rglob("*.py*")):
             if path.suffix in (".py", ".pyc"):
@@ -160,7 +159,7 @@ def write_holdfast(path: Path, role: str) -> None:
 
 
 def environment(layer: Layer) -> None:
-    """A virtual environment of the host's Python whose libraries are elsewhere."""
+    """A virtual environment of the host's Python, with the libraries in another directory."""
     python = Path(sys.base_prefix).resolve() / "bin" / "python3"
     layer.directory(f"{PREFIX}/bin")
     layer.link(f"{PREFIX}/bin/python", str(python))
@@ -171,7 +170,7 @@ def environment(layer: Layer) -> None:
 
 
 def last_stage(dockerfile: str) -> dict[str, str]:
-    """Instruction -> what follows it, in the stage that becomes the image."""
+    """Instruction -> arguments, of the last stage."""
     text = re.sub(r"\\\n", " ", dockerfile)
     stage: dict[str, str] = {}
     for line in text.splitlines():

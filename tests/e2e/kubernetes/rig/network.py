@@ -1,8 +1,8 @@
 """The network of a run: a bridge in this machine's namespace and one veth pair for each node.
 
-Owns devices whose names begin with `hf` and the name of the run. One flat network, no routing, no
-address translation: pods and nodes of all nodes and the control plane are neighbours. Nothing
-leaves the machine: no device of the machine is in the bridge, and ip_forward is left as it is.
+Device names begin with `hf` and the name of the run. The network is flat, without routing and
+address translation, and nothing leaves the machine: no device of the machine is in the bridge, and
+ip_forward is not changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 import subprocess
 
-BRIDGE_ADDRESS = 1  # the first of the network: also the address of the `kubernetes` service
+BRIDGE_ADDRESS = 1  # also the address of the `kubernetes` Service
 SECOND_OCTETS = range(213, 250)
 
 
@@ -28,7 +28,7 @@ def bridge_name(run: str) -> str:
 
 
 def link_name(run: str, index: int) -> str:
-    """This machine's end of a node's cable."""
+    """This machine's end of a node's veth pair."""
     return f"hfv{run}n{index}"
 
 
@@ -46,7 +46,7 @@ class Network:
 
     @property
     def services(self) -> str:
-        """Services get the addresses beside ours, so that `kubernetes` is the API server itself."""
+        """The range of Services contains the bridge, so that `kubernetes` is the API server."""
         return f"{self.subnet.network_address}/24"
 
     def node_address(self, index: int) -> str:
@@ -57,14 +57,14 @@ class Network:
         return str(start + 10), str(start + 250)
 
     def plug(self, index: int, pid: int) -> None:
-        """Lays the cable into the network namespace of a process; there it is called eth0."""
+        """Create the veth pair of a process's network namespace, which sees it as eth0."""
         link = link_name(self.run, index)
         ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         ip("link", "set", link, "master", bridge_name(self.run))
         ip("link", "set", link, "up")
 
     def cut(self, index: int) -> None:
-        """From now on the node hears nothing and nobody hears it; no connection is closed."""
+        """Drop all packets in both directions; no connection is closed."""
         ip("link", "set", link_name(self.run, index), "down")
 
     def heal(self, index: int) -> None:
@@ -105,6 +105,6 @@ def delete(run: str, device: str) -> None:
     try:
         ip("link", "del", device)
     except RuntimeError:
-        # A namespace that is just dying takes its end of the pair, and so ours, with it.
+        # A namespace that is just ending removes its end of the pair, and so the other one.
         if device in of_run(run):
             raise

@@ -1,7 +1,6 @@
-"""One node: a machine within the machine, with containerd and kubelet, and the faults it can have.
+"""One node: namespaces and cgroups of this machine with containerd and kubelet, and its faults.
 
-Owns the node's namespaces (by way of its first process), its cgroups and its directory. It knows
-the API server only by address; it must not write anything outside its directory and namespaces.
+A node writes only into its directory and its namespaces.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ READY_TIMEOUT_S = 60
 
 
 class Node:
-    """Start it, cut it off, take its power, remove it."""
+    """Can be started, cut off the network, powered off, and removed."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Node:
         (self.directory / name).write_text(text)
 
     def start(self) -> None:
-        """Returns when the node has its cable; `wait_ready` waits for the rest."""
+        """Return when the node has its network; `wait_ready` waits for the rest."""
         self._server.start()
         pid = self._server.pid
         children = Path(f"/proc/{pid}/task/{pid}/children")
@@ -128,11 +127,11 @@ class Node:
         self.network.plug(self.index, self._init_pid)
 
     def wait_ready(self, expected: str = "True", *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Waits until the API server thinks so of the node: "True", "False" or "Unknown"."""
+        """Wait for the status of the node's condition Ready: "True", "False" or "Unknown"."""
 
         def reached() -> bool:
             if expected == "True" and not self._server.running:
-                raise AssertionError(f"{self.name} ended:\n{self.story()}")
+                raise AssertionError(f"{self.name} ended:\n{self.report()}")
             return self.readiness() == expected
 
         until(
@@ -140,7 +139,7 @@ class Node:
             f"{self.name} to be Ready={expected}",
             timeout_s=timeout_s,
             every_s=0.2,
-            last=self.story,
+            last=self.report,
         )
 
     def readiness(self) -> str:
@@ -148,13 +147,13 @@ class Node:
         return condition(json.loads(text), "Ready") if text else ""
 
     def advertise(self, resource: str, amount: int) -> None:
-        """Claims devices that are not there, such as nvidia.com/gpu; the scheduler believes it."""
+        """Report devices that do not exist, such as nvidia.com/gpu, to the scheduler."""
         patch = {"status": {"capacity": {resource: str(amount)}}}
         self.control_plane.kubectl().run(
             *("patch", "node", self.name, "--subresource=status", "--patch", json.dumps(patch))
         )
 
-    def story(self) -> str:
+    def report(self) -> str:
         """The last lines of the node's logs."""
         parts = [f"{self._server.log.name}:\n{self._server.tail()}"]
         for name in ("containerd.log", "kubelet.log"):
@@ -165,19 +164,19 @@ class Node:
         return "\n".join(parts)
 
     def cut(self) -> None:
-        """The network partition: from now on silence, in both directions."""
+        """A network partition, in both directions."""
         self.network.cut(self.index)
 
     def heal(self) -> None:
         self.network.heal(self.index)
 
     def lose_power(self) -> None:
-        """The cable first, so that no dying socket says goodbye; then everything at once."""
+        """Cut the network first, so that no socket sends a FIN, then kill all processes."""
         self.cut()
         self.kill()
 
     def kill(self) -> None:
-        """Kills all that runs on the node; returns when it is gone."""
+        """Kill all processes of the node and wait until they are gone."""
         if self._server.running:
             os.kill(self._init_pid, signal.SIGKILL)
             self._server.kill()
@@ -185,7 +184,7 @@ class Node:
         cgroups.remove(self.run.name, self.name)
 
     def processes(self) -> list[int]:
-        """All that runs on the node, by the process ids of this machine."""
+        """The processes of the node, by the process ids of this machine."""
         return cgroups.processes(self.run.name, self.name)
 
     def remove(self) -> None:

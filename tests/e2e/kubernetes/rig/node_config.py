@@ -1,7 +1,6 @@
-"""The configuration of a node's programs, as documents. Pure: what goes in says what comes out.
+"""The configuration of containerd, kubelet and the CNI plugins of a node, as documents. Pure.
 
-Owns every setting of containerd, kubelet and the CNI plugins, each with its reason where Kubernetes
-would choose otherwise.
+Each setting that differs from the default has its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ oom_score = 0
   disable_tcp_service = true
   enable_unprivileged_ports = true
   enable_unprivileged_icmp = true
-  # Without CAP_SYS_RESOURCE nobody may lower the score of a process, and runc fails.
+  # Without CAP_SYS_RESOURCE lowering the score of a process is not permitted, and runc fails.
   restrict_oom_score_adj = true
 
   [plugins."io.containerd.grpc.v1.cri".cni]
@@ -48,7 +47,7 @@ def containerd(directory: Path, *, plugins: Path, runc: Path) -> str:
 
 
 def cni(subnet: str, first: str, last: str) -> dict[str, Any]:
-    """Pods are ports of the node's bridge; the range of each node is its own."""
+    """Pods are ports of the node's bridge; each node has a range of addresses."""
     return {
         "cniVersion": "1.0.0",
         "name": "rig",
@@ -85,26 +84,26 @@ def kubelet(
         "failCgroupV1": False,
         "failSwapOn": False,
         "oomScoreAdj": 0,
-        # The disk is the machine's: how full it is is not this node's affair.
+        # The disk belongs to the machine, so the node must not evict pods because it is full.
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "localStorageCapacityIsolation": False,
         "evictionHard": {"memory.available": "100Mi"},
         "makeIPTablesUtilChains": False,
-        # A watch that is refused once (the authorizer has not seen the pod yet) is tried again with
-        # pauses of up to 30 s, and the pod waits for its volumes as long.
+        # A watch that is refused once (the authorizer has not seen the pod yet) is retried after up
+        # to 30 s, and the pod waits that long for its volumes.
         "configMapAndSecretChangeDetectionStrategy": "Get",
         "healthzPort": 0,
         "clusterDNS": [name_server],
         "clusterDomain": dns.DOMAIN,
-        "resolvConf": "",  # nothing of this machine's names
+        "resolvConf": "",  # not the names of this machine
         "maxPods": 100,
         **changes,
     }
 
 
 def base_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """The runtime's own default, plus what Holdfast's images would hold of others."""
+    """The runtime's default, plus the mounts of images.binds()."""
     binds = [
         {
             "destination": place,

@@ -1,8 +1,6 @@
-"""Holdfast's operator as a process of this machine, beside the cluster that it serves.
+"""Holdfast's operator as a process of this machine, which pods reach at the rig's bridge.
 
-Owns the process, the CRD it needs and the directory that stands for shared storage. It is reached
-by pods at the rig's bridge. Killing and starting it is what a pod of the chart's Deployment would
-go through; the chart itself is tested elsewhere.
+A host directory stands for shared storage. The chart is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ READY_TIMEOUT_S = 60
 
 
 class Operator:
-    """One replica, which leads when it is ready."""
+    """One replica."""
 
     def __init__(self, cluster: Cluster, *options: str) -> None:
         self._cluster = cluster
@@ -53,8 +51,8 @@ class Operator:
                 *options,
             ],
             environment={"KUBECONFIG": str(cluster.control_plane.kubeconfig)},
-            # It runs as root here and workers do not: both write below the same directory. In a
-            # cluster both are the same user.
+            # The operator runs as root here and workers do not, and both write to the same
+            # directory. In a cluster both are the same user.
             umask=0,
         )
 
@@ -64,7 +62,7 @@ class Operator:
         kubectl.served("trainingjobs.holdfast.dev")
 
     def start(self) -> None:
-        """Returns when it leads."""
+        """Return when it leads."""
         self.server.start()
         self.server.wait_ready(self.leads, timeout_s=READY_TIMEOUT_S)
 
@@ -75,7 +73,7 @@ class Operator:
         return self.get("/readyz") != ""
 
     def get(self, path: str) -> str:
-        """A page of its HTTP server; empty when it does not answer or answers with an error."""
+        """A page of its HTTP server; empty without a 2xx response."""
         url = f"http://{self._cluster.network.address}:{METRICS_PORT}{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as reply:
@@ -84,7 +82,7 @@ class Operator:
             return ""
 
     def ensure_running(self) -> None:
-        """What the kubelet does for an operator that ended, as it does when it loses its lease."""
+        """Restart an operator that has ended, as the kubelet does."""
         if not self.server.running:
             self.start()
 

@@ -1,7 +1,6 @@
-"""One server process of the rig: start, log file, kill -9, start again. It ends with its run.
+"""One server process of a run.
 
-Owns the process; knows nothing of what it serves. A process is recorded with its run as soon as it
-is there, so that it can be removed when the tests are killed.
+A process is recorded as soon as it exists, so that it can be removed when the tests are killed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.e2e.kubernetes.rig.waiting import Waited, until
 
 
 class Server:
-    """A process with a name in its run and a log that survives restarts."""
+    """A named process of a run with a log that survives restarts."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Server:
         self._run.record(self.name, self._process.pid)
 
     def wait_ready(self, ready: Callable[[], bool], *, timeout_s: float) -> None:
-        """Waits for the server to answer; a server that ended instead is an error at once."""
+        """Wait for the server to answer; raise at once if it has ended."""
 
         def check() -> bool:
             if not self.running:
@@ -71,7 +70,7 @@ class Server:
         until(check, f"{self.name} to be ready", timeout_s=timeout_s, last=self.tail)
 
     def kill(self) -> None:
-        """SIGKILL, and the process is gone when this returns."""
+        """SIGKILL, and wait for the end of the process."""
         self.signal(signal.SIGKILL)
         assert self._process is not None
         self._process.wait(timeout=20)

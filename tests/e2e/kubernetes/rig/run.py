@@ -1,9 +1,8 @@
-"""One run of the rig: its name, its directory, and the removal of everything that bears the name.
+"""One run of the rig: its name, its directory, and the removal of everything with that name.
 
-Owns clean-up in all three cases: the run ends, the run was killed (a keeper process notices the
-closed pipe and cleans), the keeper was killed too (the next run cleans). Removal works from names
-and recorded process ids alone, so that it needs nothing of the run that is gone. It must not touch
-anything that does not bear the name of a run.
+Clean-up covers three cases: the run ends; the run is killed (a keeper process notices the closed
+pipe and cleans up); the keeper is killed too (the next run cleans up). Removal only needs names and
+recorded process ids, and touches nothing without the name of a run.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 def base() -> Path:
-    """Where the directories of all runs of this user are."""
+    """The directory of all runs of this user."""
     return Path(tempfile.gettempdir()) / f"holdfast-rig-{os.getuid()}"
 
 
 class Run:
-    """A running rig. Use it as a context manager: leaving it removes everything."""
+    """A context manager; leaving it removes everything."""
 
     def __init__(self) -> None:
         base().mkdir(mode=0o755, exist_ok=True)
         if base().stat().st_uid != os.getuid():
-            raise RuntimeError(f"{base()} belongs to somebody else: remove it")
-        # A run that starts meanwhile must not take our directory for a leftover.
+            raise RuntimeError(f"{base()} belongs to another user: remove it")
+        # A run that starts meanwhile must not remove this directory as a leftover.
         with (base() / "lock").open("w") as one_at_a_time:
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             sweep_leftovers()
@@ -71,7 +70,7 @@ class Run:
         return self._keeper.pid
 
     def record(self, name: str, pid: int) -> None:
-        """Remembers a process of ours, with its start time: process ids are used again."""
+        """Record a process with its start time, because process ids are reused."""
         document = {"pid": pid, "started": started(pid)}
         (self.directory / "processes" / f"{name}.json").write_text(json.dumps(document))
 
@@ -79,11 +78,11 @@ class Run:
         (self.directory / "processes" / f"{name}.json").unlink(missing_ok=True)
 
     def at_end(self, end: Callable[[], None]) -> None:
-        """For what is in this very process, such as threads: called when the run is closed."""
+        """Called when the run is closed; for parts of this process, such as threads."""
         self._at_end.append(end)
 
     def close(self) -> None:
-        """Removes everything. Raises when something of the run is still there."""
+        """Remove everything. Raises if something of the run is left."""
         try:
             for end in self._at_end:
                 end()
@@ -95,7 +94,7 @@ class Run:
             self._lock.close()
 
     def _keep_logs(self) -> None:
-        """For whoever wants to know afterwards: HOLDFAST_RIG_LOGS names a directory for them."""
+        """Copy the logs to the directory that HOLDFAST_RIG_LOGS names."""
         if wanted := os.environ.get("HOLDFAST_RIG_LOGS"):
             for log in self.directory.rglob("*.log"):
                 target = Path(wanted) / self.name / log.relative_to(self.directory)
@@ -129,7 +128,7 @@ def is_ours(document: dict[str, object]) -> bool:
 
 
 def recorded(directory: Path) -> list[int]:
-    """The process ids that a run recorded and that still are those processes."""
+    """The recorded processes of a run that still exist."""
     found = []
     for path in sorted((directory / "processes").glob("*.json")):
         with contextlib.suppress(json.JSONDecodeError):
@@ -146,7 +145,7 @@ def kill(pids: list[int]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """False for a process that is gone or only waits for its parent to notice."""
+    """False for a process that has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -160,7 +159,7 @@ def mounts_below(directory: Path) -> list[str]:
 
 
 def remove(name: str) -> None:
-    """Removes all that a run of this name made."""
+    """Remove everything that a run of this name has created."""
     directory = base() / name
     pids = recorded(directory)
     kill(pids)
@@ -174,7 +173,7 @@ def remove(name: str) -> None:
 
 
 def leftovers(name: str) -> list[str]:
-    """What still bears the name of a run, for the tests of the rig and for error messages."""
+    """What is left of a run, for tests of the rig and for error messages."""
     directory = base() / name
     found = [f"process {pid}" for pid in recorded(directory)]
     found += [f"cgroup {path}" for path in cgroups.of_run(name)]
@@ -184,7 +183,7 @@ def leftovers(name: str) -> list[str]:
 
 
 def sweep_leftovers() -> None:
-    """Removes the runs whose owner is gone: nobody holds their lock any more."""
+    """Remove the runs whose process has ended, which frees their lock."""
     for directory in filter(Path.is_dir, base().iterdir()):
         with contextlib.suppress(FileNotFoundError), (directory / "lock").open("a") as lock:
             try:
@@ -195,10 +194,10 @@ def sweep_leftovers() -> None:
 
 
 def keep(name: str) -> None:
-    """The keeper: waits until the run closes its pipe, by will or by death, then cleans up."""
+    """The keeper: wait until the run closes its pipe or dies, then clean up."""
     while sys.stdin.buffer.read(1):
         pass
-    # The run holds its lock while it lives, the next run while it removes leftovers.
+    # The run holds the lock while it lives, and the next run while it removes leftovers.
     with (
         contextlib.suppress(FileNotFoundError),
         (base() / name / "lock").open("r") as lock,

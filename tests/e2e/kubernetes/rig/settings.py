@@ -1,4 +1,4 @@
-"""What a test may change about Kubernetes itself. Owns the names of two sets: default and short."""
+"""Settings of Kubernetes: the defaults, and shorter times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """Options on top of the rig's own; none of them means Kubernetes' own defaults."""
+    """Options in addition to the rig's; without any the defaults of Kubernetes apply."""
 
     api_server: tuple[str, ...] = ()
     controller_manager: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class Settings:
 DEFAULT = Settings()
 
 # A lost node is NotReady after 6 s instead of 47 s and its pods are deleted 5 s later instead of
-# 300 s. For tests of what Kubernetes does; a user's cluster has the defaults.
+# 300 s. For tests of Kubernetes itself; a user's cluster has the defaults.
 SHORT = Settings(
     api_server=(
         "--default-not-ready-toleration-seconds=3",

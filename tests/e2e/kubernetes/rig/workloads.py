@@ -1,7 +1,4 @@
-"""Documents that tests hand to the API server: pods of the rig's own image, shared storage.
-
-Owns no process, and no document of Holdfast: the operator makes its own pods.
-"""
+"""Documents for tests: pods of the worker image, and shared storage."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ def pod(name: str, *command: str, node: str = "") -> Document:
 
 
 def shared_storage(volume_name: str, directory: Path, claim_name: str) -> list[Document]:
-    """A volume that all nodes can write to, as a file server would give it, and a claim on it.
+    """A volume that all nodes can write to, and a claim on it.
 
-    The volume belongs to no namespace: its name has to be free in the whole cluster.
+    Volumes have no namespace, so the name has to be unique in the cluster.
     """
     directory.mkdir(exist_ok=True)
     directory.chmod(0o777)
