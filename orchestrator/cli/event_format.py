@@ -164,7 +164,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
         f"no heartbeat from any of {plural(v.nodes, 'node')} for {v.seconds:.1f} s: this machine "
         f"may be overloaded or disconnected; they are declared lost after {v.patience_s:g} s"
     ),
-    e.HeartbeatsRestored: lambda v: f"heartbeats again, after {v.seconds:.1f} s without any",
+    e.HeartbeatsRestored: lambda v: f"heartbeats arrive again, after {v.seconds:.1f} s without any",
     e.ActionSucceeded: _result("succeeded"),
     e.ActionFailed: _result("failed"),
     e.ActionUnknown: _result("result unknown (controller or connection lost)"),

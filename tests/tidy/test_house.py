@@ -62,7 +62,7 @@ def test_functions_stay_below_70_lines() -> None:
     assert long == []
 
 
-def test_every_file_opens_with_what_it_owns() -> None:
+def test_every_file_has_a_docstring() -> None:
     silent = [
         name(path)
         for path in tracked("*.py")
@@ -92,7 +92,7 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
     assert found == []
 
 
-def test_no_error_is_swallowed_without_a_word() -> None:
+def test_no_exception_is_swallowed_silently() -> None:
     silent = []
     for path in tracked("orchestrator/*.py", "workers/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -109,7 +109,7 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
     )
 
 
-def test_the_reference_page_is_what_the_models_say() -> None:
+def test_the_reference_page_is_generated_from_the_models() -> None:
     page = (ROOT / "docs/user/job-spec.md").read_text()
     assert page == reference_page(), "run: holdfast schema --markdown -o docs/user/job-spec.md"
 
@@ -135,7 +135,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-def test_links_in_the_docs_lead_somewhere() -> None:
+def test_links_in_the_docs_have_targets() -> None:
     broken = []
     for page in tracked("*.md"):
         for link in links(page):
@@ -148,7 +148,7 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     assert broken == []
 
 
-def test_files_that_the_docs_name_exist() -> None:
+def test_files_named_in_the_docs_exist() -> None:
     """`orchestrator/core/controller.py` in backticks is a promise."""
     pattern = re.compile(r"`((?:orchestrator|workers|tests|docs|examples|bench)/[\w./-]+)`")
     broken = [

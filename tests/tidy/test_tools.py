@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
         pytest.param(["lint-imports"], id="imports"),
     ],
 )
-def test_the_tools_have_nothing_to_say(command: list[str]) -> None:
+def test_the_tools_report_no_problem(command: list[str]) -> None:
     program = BIN / command[0]
     if not program.exists():
         pytest.skip(f"{command[0]} is not installed beside {sys.executable}; make test does it")

@@ -294,10 +294,10 @@ def adopt(
         if not found:
             raise _nothing_in(path, job_or_path)
         others = [one for one in found if one.job != job]
-        whose = ", ".join(sorted({one.job for one in others}))
-        what = f"{plural(len(others), 'checkpoint')} of {whose} in {path}"
+        owners = ", ".join(sorted({one.job for one in others}))
+        what = f"{plural(len(others), 'checkpoint')} of {owners} in {path}"
         if others and not yes:
-            typer.confirm(f"Give {what} to {job}? {whose} must have ended.", abort=True)
+            typer.confirm(f"Give {what} to {job}? {owners} must have ended.", abort=True)
         CheckpointStore(path, job).adopt(others)
     if as_json:
         print_json({"path": path, "job": job, "adopted": [one.directory for one in others]})

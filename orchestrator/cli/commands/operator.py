@@ -1,7 +1,4 @@
-"""`holdfast operator`: the controllers of all TrainingJobs of a cluster, in one process.
-
-Owns: its options. Must not: do anything before the process is one that can lead.
-"""
+"""`holdfast operator`: the controllers of all TrainingJobs of a cluster, in one process."""
 
 from __future__ import annotations
 
@@ -14,21 +11,20 @@ import typer
 DEFAULT_PORT = 7077
 HTTP_PORT = 8080
 
-
 EndpointOption = Annotated[
     str,
     typer.Option(
         "--agent-endpoint",
         metavar="HOST:PORT[,HOST:PORT...]",
-        help="Where the pods of jobs find this operator: the name of its headless Service.",
+        help="Where agents reach this operator: usually the name of its headless Service.",
     ),
 ]
 NamespacesOption = Annotated[
     list[str] | None,
-    typer.Option("--namespace", "-n", help="Whose jobs; may be repeated. Without it: all."),
+    typer.Option("--namespace", "-n", help="Namespace of jobs; may be repeated. Default: all."),
 ]
 ListenOption = Annotated[
-    str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents dial in.")
+    str, typer.Option("--listen", metavar="[ADDRESS:]PORT", help="Where agents connect.")
 ]
 MetricsPortOption = Annotated[
     int,
@@ -37,16 +33,18 @@ MetricsPortOption = Annotated[
     ),
 ]
 MetricsAddressOption = Annotated[
-    str, typer.Option("--metrics-address", help="Address of the same; empty: all.")
+    str, typer.Option("--metrics-address", help="Address of --metrics-port. Default: all.")
 ]
-ImageOption = Annotated[str, typer.Option("--worker-image", help="For jobs without spec.image.")]
-PullOption = Annotated[str, typer.Option("--image-pull-policy", help="Of the pods of jobs.")]
+ImageOption = Annotated[
+    str, typer.Option("--worker-image", help="Image of jobs without spec.image.")
+]
+PullOption = Annotated[str, typer.Option("--image-pull-policy", help="Image pull policy of jobs.")]
 RootOption = Annotated[
     str,
     typer.Option(
         "--checkpoint-root",
         metavar="DIRECTORY_OR_URL",
-        help="Jobs without spec.checkpoint.path keep theirs below it, by namespace and name.",
+        help="Checkpoints of jobs without spec.checkpoint.path go to NAMESPACE/NAME below it.",
     ),
 ]
 VolumeOption = Annotated[
@@ -54,23 +52,23 @@ VolumeOption = Annotated[
     typer.Option(
         "--checkpoint-volume",
         metavar="JSON",
-        help="A volume source that every pod gets at --checkpoint-root, for a directory.",
+        help="Volume source that every pod mounts at --checkpoint-root, if that is a directory.",
     ),
 ]
 LeaseNamespaceOption = Annotated[
-    str, typer.Option("--lease-namespace", help="Empty: the one it runs in.")
+    str, typer.Option("--lease-namespace", help="Namespace of the Lease. Default: its own.")
 ]
 LeaseNameOption = Annotated[
-    str, typer.Option("--lease-name", help="Operators of one name elect a leader.")
+    str, typer.Option("--lease-name", help="Name of the Lease; its holder leads.")
 ]
 LeaseOption = Annotated[
-    float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after it.")
+    float, typer.Option("--lease-seconds", min=1, help="A dead leader is replaced after this time.")
 ]
 IdentityOption = Annotated[
-    str, typer.Option("--identity", help="Among the replicas.", show_default="the host's name")
+    str, typer.Option("--identity", help="Holder of the Lease.", show_default="host name")
 ]
 ContextOption = Annotated[
-    str | None, typer.Option("--context", help="Of the kubeconfig, outside of a cluster.")
+    str | None, typer.Option("--context", help="Context of the kubeconfig, outside of a cluster.")
 ]
 StatusOption = Annotated[float, typer.Option("--status-interval-seconds", min=0.1, hidden=True)]
 LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
@@ -100,8 +98,8 @@ def operator(
 ) -> None:
     """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
 
-    Of several replicas one leads; the others stand by. Killing it at any moment leaves training
-    alone: the next one goes on from the journals.
+    One of several replicas leads; the others stand by. If the leader dies, training goes on and the
+    next leader continues from the journals.
 
     Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
     """
@@ -122,11 +120,11 @@ def operator(
     if log_format not in ("json", "text"):
         raise UserError(str(Problem("--log-format", log_format, "json or text")))
     address, port = _address(listen)
-    parse_endpoints(agent_endpoint, "--agent-endpoint")  # every pod would refuse a wrong one
+    parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would refuse an invalid one
     volume = _volume(checkpoint_volume)
     if volume and not checkpoint_root.startswith("/"):
         got = checkpoint_root or "nothing"
-        expected = "an absolute directory, where --checkpoint-volume goes"
+        expected = "an absolute directory, where --checkpoint-volume is mounted"
         raise UserError(str(Problem("--checkpoint-root", got, expected)))
     pods = PodSettings(
         endpoint=agent_endpoint,
@@ -135,7 +133,7 @@ def operator(
         checkpoint_volume=volume,
         checkpoint_root=checkpoint_root,
     )
-    # Two processes of one pod's name in a row are two candidates: the old one's lease runs out.
+    # A restarted container is a new candidate: the Lease of the old process has to expire.
     unique = f"{socket.gethostname()}-{os.urandom(3).hex()}"
     process = OperatorProcess(
         identity=identity or unique,

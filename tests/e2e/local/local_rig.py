@@ -1,6 +1,6 @@
-"""A job as a person runs it: `holdfast run` in a process of its own, watched over its socket.
+"""A job as a user runs it: `holdfast run` in a separate process, watched over its socket.
 
-Owns: starting, watching and finding processes. Waits are on the stream of views, never on time.
+Tests wait for views of the job, never for a fixed time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Job:
         self.command: subprocess.Popen[bytes]
 
     def run(self, *arguments: str) -> None:
-        """`holdfast run`; its output goes to a file for whoever reads a failed test."""
+        """`holdfast run`; its output goes to a file, for failed tests."""
         words = arguments or (str(self.file),)
         with (self.place / "output.log").open("ab") as output:
             self.command = subprocess.Popen(
@@ -158,7 +158,7 @@ class Job:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of this job but the command: each was forked from the machine host, whose
+        """All processes of this job but the command: each was forked from the node launcher, whose
         command line names the job's socket."""
         mark = str(self.directory.host_socket)
         return [
@@ -172,7 +172,7 @@ class Job:
         os.kill(pid, number)
 
     def end(self) -> None:
-        """Whatever the test has left."""
+        """Kill all remaining processes."""
         if self.command.poll() is None:
             self.command.kill()
             self.command.wait()

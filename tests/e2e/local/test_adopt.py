@@ -1,4 +1,4 @@
-"""A job under another name goes on from what it had, once it has been given it."""
+"""A job under another name continues from adopted checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adopt(job: Job, target: str, whose: str) -> subprocess.CompletedProcess[str]
     return holdfast(job, "checkpoint", "adopt", target, "--job", whose, "--yes")
 
 
-def test_a_job_goes_on_under_another_name_from_checkpoints_that_it_was_given(
+def test_a_renamed_job_continues_from_adopted_checkpoints(
     tmp_path: Path,
 ) -> None:
     tier = {"path": str(tmp_path / "tier"), "storage": {"everySteps": 20}}
@@ -51,8 +51,8 @@ def test_a_job_goes_on_under_another_name_from_checkpoints_that_it_was_given(
         after.run()
         view = after.wait()
         assert (view.state, view.step) == ("succeeded", last + 19), after.output()
-        assert view.generation > 1, "never into a directory of another attempt"
-        # What `run` shows of a start that takes a moment depends on when it looks.
+        assert view.generation > 1, "a new generation, so that no checkpoint directory is reused"
+        # What `run` prints of a short start depends on timing, so read the journal.
         assert f"from storage after step {last}" in holdfast(after, "events", "after").stdout
     finally:
         after.end()

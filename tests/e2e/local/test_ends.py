@@ -1,4 +1,4 @@
-"""How jobs end on this machine, and that nothing of them is left."""
+"""How local jobs end, and that no process or socket of theirs is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_nothing_is_left(job: Job) -> None:
     assert job.directory.controller() is None
 
 
-def test_a_job_that_is_through_succeeds_and_its_last_step_is_in_storage(make: Make) -> None:
+def test_a_finished_job_succeeds_and_its_last_step_is_in_storage(make: Make) -> None:
     job = make(spec("through", steps=12))
     job.run()
     view = job.wait()
@@ -71,13 +71,13 @@ def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(
     view = job.wait()
     assert (view.state, job.command.returncode) == ("failed", 1)
     assert error in view.traceback and "train.py" in view.traceback
-    assert "bootstrap.py" not in view.traceback, "how we came to run it helps nobody"
+    assert "bootstrap.py" not in view.traceback, "frames of Holdfast do not help the user"
     assert len(view.incidents) == 2
     assert error in job.output()
     assert_nothing_is_left(job)
 
 
-def test_a_job_whose_output_nobody_reads_any_more_trains_to_its_end(make: Make) -> None:
+def test_a_job_whose_output_pipe_is_closed_trains_to_its_end(make: Make) -> None:
     job = make(spec("unread", steps=300))
     job.run_unread()
     view = job.wait()
@@ -85,7 +85,7 @@ def test_a_job_whose_output_nobody_reads_any_more_trains_to_its_end(make: Make) 
     assert_nothing_is_left(job)
 
 
-def test_an_interrupt_cancels_a_job_whose_output_nobody_reads_any_more(make: Make) -> None:
+def test_an_interrupt_cancels_a_job_whose_output_pipe_is_closed(make: Make) -> None:
     job = make(spec("unread", steps=1_000_000))
     job.run_unread()
     job.running(incidents=0)
@@ -94,7 +94,7 @@ def test_an_interrupt_cancels_a_job_whose_output_nobody_reads_any_more(make: Mak
     assert_nothing_is_left(job)
 
 
-def test_a_second_interrupt_kills_what_does_not_want_to_end(make: Make, tmp_path: Path) -> None:
+def test_a_second_interrupt_kills_workers_that_ignore_sigterm(make: Make, tmp_path: Path) -> None:
     stubborn = (
         "import pathlib, signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -111,12 +111,12 @@ def test_a_second_interrupt_kills_what_does_not_want_to_end(make: Make, tmp_path
     view = job.wait()
     assert view.state == "cancelled"
     assert view.finished_ns is not None
-    # Long before the 30 s that a script has to end by itself.
+    # Long before the 30 s of the termination grace period.
     assert "killing all nodes" in job.output()
     assert_nothing_is_left(job)
 
 
-def test_the_loss_of_the_machine_host_is_the_loss_of_its_nodes_and_no_more(make: Make) -> None:
+def test_the_loss_of_the_node_launcher_loses_only_its_nodes(make: Make) -> None:
     job = make(spec("host", steps=1_000_000))
     job.run()
     job.until(lambda view: bool(view.checkpoints))

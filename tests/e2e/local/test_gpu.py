@@ -1,6 +1,6 @@
-"""The same recoveries on a GPU: NCCL, page-locked staging beside the next step, restore to device.
+"""Recovery on a GPU: NCCL, pinned staging during the next step, restore to the device.
 
-One GPU is enough: the mesh is one rank, or ranks that share nothing. Skips where there is none.
+One GPU is enough: the mesh has one rank. The tests skip without a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_a_killed_worker_on_a_gpu_goes_on_from_node_memory(job: Job) -> None:
     assert incident.steps_lost is not None and incident.steps_lost <= 1
 
 
-def test_what_a_gpu_job_committed_is_whole(job: Job) -> None:
+def test_the_checkpoints_of_a_gpu_job_are_complete(job: Job) -> None:
     view = job.wait()
     assert view.state == "succeeded", job.output()
     assert [one.step for one in view.checkpoints][-1] == 399

@@ -1,7 +1,4 @@
-"""SIGTERM to a real agent in real training, as a drain or a spot reclaim sends it: nothing is lost.
-
-Owns: the hand-over of one node, to a spare, to a replacement and by shrinking. Must not: time it.
-"""
+"""SIGTERM to an agent during training, as a drain or a spot reclaim sends it: no step is lost."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ pytestmark = pytest.mark.e2e
 
 STEPS = 400
 FULLY_SHARDED = {"parallelism": {"shard": 4}}
-"""Each node has a part of the state that no other has."""
+"""Each node holds a part of the state that no other node has."""
 NEVER = 100_000
-"""Steps: more than there is time for, and a cadence that never comes."""
+"""Steps that a job does not reach during a test."""
 RARELY = {"checkpoint": {"memory": {"everySteps": NEVER}, "storage": {"everySteps": NEVER}}}
-"""Nothing is staged but on order."""
+"""Steps are staged only on request."""
 
 
 @pytest.fixture
@@ -46,7 +43,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 
 def terminate(job: Job) -> Incident:
-    """SIGTERM to a node that trains; its agent ends by itself, and the job goes on."""
+    """SIGTERM to a training node: its agent ends by itself, and the job continues."""
     view = job.until(lambda view: sum(n.state == "member" for n in view.nodes) == 2)
     node = next(n.name for n in view.nodes if n.state == "member")
     pid = job.agent_pid(node)
@@ -74,7 +71,7 @@ def test_a_job_without_spares_waits_for_the_replacement_and_loses_nothing(starte
     assert incident.world_size_after == 4
 
 
-def test_a_controller_that_comes_back_in_time_learns_of_it_and_nothing_is_lost(
+def test_a_controller_that_returns_in_time_learns_of_the_drain_and_loses_nothing(
     started: Any,
 ) -> None:
     job = started(nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED)
@@ -97,7 +94,7 @@ def test_a_drain_loses_nothing_where_not_every_step_is_staged(started: Any) -> N
     assert (incident.resumed_after_step or 0) >= 10
 
 
-def test_neither_a_resize_nor_a_suspension_loses_a_step_that_was_not_staged(started: Any) -> None:
+def test_neither_resize_nor_suspend_loses_a_step_that_was_not_staged(started: Any) -> None:
     job = started(NEVER, **RARELY)
     assert job.ask("resize", nodes=1).ok
     smaller = job.running(incidents=1).incidents[0]
@@ -110,7 +107,7 @@ def test_neither_a_resize_nor_a_suspension_loses_a_step_that_was_not_staged(star
     assert again.resumed_after_step == held.step > (smaller.resumed_after_step or 0) >= 10
 
 
-def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_cadence(started: Any) -> None:
+def test_a_requested_checkpoint_does_not_wait_for_its_interval(started: Any) -> None:
     job = started(NEVER, **RARELY)
     reply = job.ask("checkpoint")
     view = job.until(lambda view: bool(view.checkpoints))

@@ -1,7 +1,7 @@
-"""Real training on this machine, and real kills: worker, node, machine host, controller.
+"""Training on this machine while workers, nodes, agents and the controller are killed.
 
-The tests share one running job, because its start is what costs time; each begins and ends with a
-job that trains.
+The tests share one running job, because starting it takes long; each test begins and ends with a
+training job.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def test_a_stopped_worker_is_named_as_the_one_that_hangs(job: Job) -> None:
     assert incident.stacks
 
 
-def test_agents_that_all_fall_silent_together_are_not_given_up(job: Job) -> None:
+def test_agents_that_all_stop_sending_heartbeats_together_are_not_declared_lost(job: Job) -> None:
     before = job.until(lambda view: view.state == "running" and len(view.nodes) == 2)
     agents = [job.agent_pid(node.name) for node in before.nodes]
     for pid in agents:
         job.kill(pid, signal.SIGSTOP)
     try:
-        job.until(lambda view: "none of 2 nodes is heard of" in view.reason)
+        job.until(lambda view: "no heartbeat from any of 2 nodes" in view.reason)
     finally:
         for pid in agents:
             job.kill(pid, signal.SIGCONT)

@@ -1,7 +1,4 @@
-"""What a recovery must not touch: every step's loss is the one of an undisturbed run.
-
-Owns: whole jobs with real kills, compared loss by loss. Must not: look at times.
-"""
+"""Recovery does not change training: every step has the loss of an undisturbed run."""
 
 from __future__ import annotations
 

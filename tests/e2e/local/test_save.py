@@ -1,4 +1,4 @@
-"""`holdfast checkpoint save`, as a person types it while a job trains."""
+"""`holdfast checkpoint save` on a training job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """Writes nothing to storage by itself, and stages every seventh step."""
+    """A job that stores checkpoints only on request, and stages every seventh step."""
     job = Job(
         tmp_path,
         spec(
@@ -41,17 +41,19 @@ def save(job: Job, *options: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_who_waits_for_a_checkpoint_comes_back_when_it_is_committed(job: Job) -> None:
+def test_save_with_wait_returns_when_the_checkpoint_is_committed(job: Job) -> None:
     job.run()
     job.running(incidents=0)
-    said, _ = (saving := save(job, "--wait", "--json")).communicate(timeout=BOUND_S)
+    printed, _ = (saving := save(job, "--wait", "--json")).communicate(timeout=BOUND_S)
     assert saving.returncode == 0
-    newest = json.loads(said)["step"]
+    newest = json.loads(printed)["step"]
     assert newest in [one.step for one in job.until(lambda view: True).checkpoints]
-    assert f"step {newest} is committed" in said
+    assert f"step {newest} is committed" in printed
 
 
-def test_who_waits_is_told_that_the_job_has_ended_without_it(job: Job, tmp_path: Path) -> None:
+def test_save_with_wait_fails_when_the_job_ends_without_the_checkpoint(
+    job: Job, tmp_path: Path
+) -> None:
     job.run()
     job.running(incidents=0)
     # Nothing can be committed: a file is where the checkpoints should be.
@@ -62,16 +64,16 @@ def test_who_waits_is_told_that_the_job_has_ended_without_it(job: Job, tmp_path:
     assert saving.stderr is not None
     assert "not committed yet: " in saving.stderr.readline()
     assert job.ask("cancel").ok
-    _, said = saving.communicate(timeout=BOUND_S)
+    _, printed = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 1
-    assert "cancelled, so the checkpoint of step " in said and "there is none" in said
+    assert "cancelled, so the checkpoint of step " in printed and "there is none" in printed
 
 
-def test_the_next_generation_is_asked_when_one_ends_with_the_wish(job: Job) -> None:
+def test_save_with_wait_asks_the_next_generation_when_one_ends(job: Job) -> None:
     job.run()
     job.running(incidents=0)
     saving = save(job, "--wait", "--json")
     job.kill(job.worker_pids()[3])
-    said, errors = saving.communicate(timeout=BOUND_S)
+    printed, errors = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 0, errors
-    assert json.loads(said)["step"] in [one.step for one in job.until(bool).checkpoints]
+    assert json.loads(printed)["step"] in [one.step for one in job.until(bool).checkpoints]

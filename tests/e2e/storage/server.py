@@ -1,7 +1,6 @@
-"""An S3 server on loopback, in a process of its own, that can be killed and come back.
+"""An S3 server on loopback, in a separate process that tests kill and restart.
 
-Owns: that process. It forgets everything when it ends, as a store does not; whoever restarts it
-makes the bucket again.
+It loses its contents when it ends; `start` creates the bucket again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ sys.stdin.read()
 
 
 class S3:
-    """The server. Its port stays the same over restarts."""
+    """The server. Its port is the same after a restart."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -38,7 +37,7 @@ class S3:
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
-            # The driver tries again by itself, for half a minute; a test need not see that.
+            # By default the driver retries for half a minute.
             "AWS_MAX_ATTEMPTS": "1",
         }
         self.start()
@@ -60,7 +59,7 @@ class S3:
         self._process.communicate()
 
     def files(self) -> Any:
-        """What is in it, seen with a driver of our own."""
+        """A file system for its contents, not shared with the code under test."""
         return s3fs.S3FileSystem(
             key=KEY, secret=SECRET, endpoint_url=self.url, skip_instance_cache=True
         )

@@ -1,4 +1,4 @@
-"""The storage tier in an S3 store: a real server, real agents, and what happens when it goes away.
+"""The storage tier in an S3 store: a real server, real agents, and an outage of the server.
 
 Endpoint and credentials are in spec.env only: this process and `holdfast` are started without.
 """
@@ -39,7 +39,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture
 def make(tmp_path: Path, s3: S3) -> Iterator[Make]:
-    """A job that writes to s3://bucket/<its name>; another `place` is another home."""
+    """A job that writes to s3://bucket/<its name>; each `place` is a separate home."""
     jobs: list[Job] = []
 
     def make(name: str, steps: int, place: str = "a", **storage: Any) -> Job:
@@ -76,7 +76,7 @@ def test_a_job_writes_to_s3_and_another_run_of_it_goes_on_from_there(make: Make,
     first.run()
     view = first.wait()
     assert view.state == "succeeded", first.output()
-    # These steps are faster than any store, so some are passed over; the last one never is.
+    # Steps are faster than the store, so some checkpoints are skipped, but never the last one.
     assert view.checkpoints[-1].step == 119
     assert view.commits > len(view.checkpoints) == 2, "older ones are deleted"
     assert view.storage_problem == "" and view.storage_failures == 0
@@ -105,7 +105,7 @@ def _read_it_with_the_commands(job: Job, steps: list[int]) -> None:
 
 
 def _the_secret_is_nowhere_to_be_seen(job: Job) -> None:
-    """Only where it must be kept, and there for its owner alone."""
+    """The secret is only in files that need it, and only their owner may read these."""
     keepers = set()
     for path in filter(Path.is_file, job.place.rglob("*")):
         if SECRET.encode() in path.read_bytes() or KEY.encode() in path.read_bytes():
@@ -114,8 +114,8 @@ def _the_secret_is_nowhere_to_be_seen(job: Job) -> None:
             assert private, f"{path} can be read by others"
     assert keepers == {"job.yaml", "job.json", "journal"}
     for verb in ("events", "report"):
-        said = holdfast(job, verb, job.name, "--json")
-        assert said.returncode == 0 and SECRET not in said.stdout + said.stderr, verb
+        printed = holdfast(job, verb, job.name, "--json")
+        assert printed.returncode == 0 and SECRET not in printed.stdout + printed.stderr, verb
 
 
 def test_a_suspended_job_resumes_from_s3(make: Make) -> None:
@@ -133,7 +133,7 @@ def test_a_suspended_job_resumes_from_s3(make: Make) -> None:
     assert after.incidents[-1].steps_lost == 0
 
 
-def test_training_and_recovery_go_on_while_the_store_is_away(make: Make, s3: S3) -> None:
+def test_training_and_recovery_go_on_while_the_store_is_unavailable(make: Make, s3: S3) -> None:
     job = make("s3-away", ENDLESS, everySteps=10, finalTimeoutSeconds=3)
     job.run()
     job.until(lambda v: v.commits >= 2)
@@ -141,8 +141,8 @@ def test_training_and_recovery_go_on_while_the_store_is_away(make: Make, s3: S3)
     bad = job.until(lambda v: bool(v.storage_problem))
     assert s3.url in bad.storage_problem, "which endpoint did not answer"
     assert "could not be written" in bad.storage_problem
-    said = " ".join(holdfast(job, "status", job.name).stdout.split())
-    assert f"s3://{BUCKET}/s3-away: " in said and s3.url in said
+    printed = " ".join(holdfast(job, "status", job.name).stdout.split())
+    assert f"s3://{BUCKET}/s3-away: " in printed and s3.url in printed
     # Neither a new controller nor a dead worker needs the store.
     job.kill(job.command.pid)
     job.command.wait()
@@ -162,7 +162,7 @@ def test_training_and_recovery_go_on_while_the_store_is_away(make: Make, s3: S3)
     assert job.processes() == []
 
 
-def test_the_last_checkpoint_waits_for_a_store_that_is_away(make: Make, s3: S3) -> None:
+def test_the_last_checkpoint_waits_for_an_unavailable_store(make: Make, s3: S3) -> None:
     job = make("s3-wait", 400, everySteps=10)
     job.run()
     job.until(lambda v: v.commits >= 1)
@@ -176,7 +176,7 @@ def test_the_last_checkpoint_waits_for_a_store_that_is_away(make: Make, s3: S3) 
     assert s3.steps("s3-wait") == [directory_name(399, view.generation)]
 
 
-def test_a_store_that_does_not_answer_is_a_mistake_to_be_read_before_anything_starts(
+def test_a_store_that_does_not_answer_is_reported_before_anything_starts(
     make: Make, s3: S3
 ) -> None:
     job = make("s3-dead", 10)
@@ -189,7 +189,7 @@ def test_a_store_that_does_not_answer_is_a_mistake_to_be_read_before_anything_st
     assert not job.directory.path.exists()
 
 
-def test_a_bucket_that_is_not_there_is_named(make: Make, s3: S3) -> None:
+def test_a_missing_bucket_is_reported_by_name(make: Make, s3: S3) -> None:
     job = make("s3-nobucket", 10)
     s3.files().rmdir(BUCKET)
     job.run()

@@ -1,6 +1,6 @@
-"""A storage path that cannot be written any more: training does not notice, people do.
+"""A storage path that becomes unwritable: training goes on and the problem is reported.
 
-The tests run as root too, whom permissions do not stop: a file takes the directory's place.
+A file replaces the directory, because the tests may run as root, which ignores permissions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_training_and_recovery_go_on_without_storage_and_use_it_when_it_is_back(
     assert job.wait().state == "cancelled"
 
 
-def test_a_job_that_cannot_write_its_last_checkpoint_says_so_and_has_failed(
+def test_a_job_that_cannot_write_its_last_checkpoint_fails_with_the_reason(
     make: Make, tmp_path: Path
 ) -> None:
     job = make("unwritten", 200, finalTimeoutSeconds=2)

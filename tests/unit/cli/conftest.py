@@ -1,4 +1,4 @@
-"""The command line in this process: arguments in, exit code and text out."""
+"""The CLI in this process: arguments in, exit code and text out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Holdfast = Callable[..., Result]
 def holdfast(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Holdfast:
-    """`holdfast("status", "--json")`, with a home of its own."""
+    """`holdfast("status", "--json")`, in an empty home."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
 
     def run(*arguments: str | Path) -> Result:

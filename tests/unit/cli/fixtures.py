@@ -1,4 +1,4 @@
-"""JobViews for the tests of what is shown."""
+"""JobViews for tests of the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint adopt`: whose checkpoints are."""
+"""`holdfast checkpoint adopt`: checkpoints get another job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def owners(tier: CheckpointStore) -> list[str]:
     return [one.job for one in tier.manifests()]
 
 
-def test_all_of_them_are_given_to_another_job_and_nothing_else_changes(
+def test_adopt_changes_only_the_job_of_all_checkpoints(
     tier: CheckpointStore, holdfast: Holdfast
 ) -> None:
     before = tier.manifests()
@@ -42,7 +42,7 @@ def test_all_of_them_are_given_to_another_job_and_nothing_else_changes(
     ]
 
 
-def test_what_was_cut_short_is_finished_and_what_is_done_stays(
+def test_an_interrupted_adoption_is_completed_by_the_next_one(
     tier: CheckpointStore, holdfast: Holdfast
 ) -> None:
     words = ("checkpoint", "adopt", tier.path, "--job", "other", "--yes", "--json")
@@ -53,7 +53,7 @@ def test_what_was_cut_short_is_finished_and_what_is_done_stays(
     assert "all belong to other already" in holdfast(*words[:-1]).out
 
 
-def test_without_a_yes_nothing_is_given_away(
+def test_without_confirmation_nothing_is_adopted(
     tier: CheckpointStore, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
@@ -63,23 +63,27 @@ def test_without_a_yes_nothing_is_given_away(
 
 
 @pytest.mark.parametrize("job", ["", "Other", "a/b/c", "/x", "x/", "-x", "x" * 53])
-def test_no_job_can_be_called_so(tier: CheckpointStore, holdfast: Holdfast, job: str) -> None:
+def test_adopt_refuses_an_invalid_job_name(
+    tier: CheckpointStore, holdfast: Holdfast, job: str
+) -> None:
     done = holdfast("checkpoint", "adopt", tier.path, f"--job={job}", "--yes")
     assert done.code == 2
     assert f"--job: got {job}; expected NAME, or NAMESPACE/NAME" in done.err
     assert owners(tier) == ["tiny"] * 2
 
 
-def test_where_there_is_none_none_is_given(tmp_path: Path, holdfast: Holdfast) -> None:
+def test_adopt_refuses_a_directory_without_checkpoints(tmp_path: Path, holdfast: Holdfast) -> None:
     done = holdfast("checkpoint", "adopt", str(tmp_path), "--job", "other", "--yes")
     assert done.code == 2 and "no committed checkpoint" in done.err
 
 
 @pytest.mark.parametrize("words", [["delete", "one"], ["checkpoint", "adopt", "/x", "--job", "b"]])
-def test_where_nobody_can_be_asked_a_yes_is_wanted(
+def test_over_http_confirmations_need_the_option_yes(
     words: list[str], holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*words, "--ray", "http://127.0.0.1:1"]
-    monkeypatch.setattr("sys.argv", ["holdfast", *words])  # what would be run inside
+    monkeypatch.setattr(
+        "sys.argv", ["holdfast", *words]
+    )  # the command that would run in the cluster
     done = holdfast(*words)
     assert done.code == 2 and "--yes: got nothing; expected it with --ray" in done.err

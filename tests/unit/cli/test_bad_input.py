@@ -169,14 +169,14 @@ CASES = [
     *(
         pytest.param(
             text,
-            [f"{field}: got ~nobody-here/x (no home is known here for its ~)"],
+            [f"{field}: got ~no-such-user/x (no home is known here for its ~)"],
             id=f"the home of a stranger in {field}",
         )
         for field, text in {
-            "spec.workingDirectory": SCRIPT + "  workingDirectory: ~nobody-here/x\n",
-            "spec.entrypoint.script": SPEC + "  entrypoint: {script: ~nobody-here/x}\n",
-            "spec.entrypoint.recipe.config.data.source": RECIPE % "data: {source: ~nobody-here/x}",
-            "spec.checkpoint.path": SCRIPT + "  checkpoint: {path: ~nobody-here/x}\n",
+            "spec.workingDirectory": SCRIPT + "  workingDirectory: ~no-such-user/x\n",
+            "spec.entrypoint.script": SPEC + "  entrypoint: {script: ~no-such-user/x}\n",
+            "spec.entrypoint.recipe.config.data.source": RECIPE % "data: {source: ~no-such-user/x}",
+            "spec.checkpoint.path": SCRIPT + "  checkpoint: {path: ~no-such-user/x}\n",
         }.items()
     ),
 ]
@@ -239,7 +239,7 @@ def test_a_spec_file_that_is_not_text(tmp_path: Path, holdfast: Holdfast) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-def test_what_may_not_be_read_or_written(write: Write, holdfast: Holdfast) -> None:
+def test_files_without_permission_are_reported(write: Write, holdfast: Holdfast) -> None:
     path = write(SCRIPT + "  checkpoint: {path: locked}\n")
     (path.parent / "train.py").chmod(0)
     (path.parent / "locked").mkdir(mode=0o500)
@@ -257,7 +257,7 @@ def test_a_checkpoint_path_that_can_be_written_is_left_as_it_was(
     assert not (path.parent / "new").exists()
 
 
-def test_a_valid_spec_says_what_it_will_do(write: Write, holdfast: Holdfast) -> None:
+def test_validate_describes_a_valid_spec(write: Write, holdfast: Holdfast) -> None:
     result = holdfast("validate", write(SCRIPT + "  nodes: {max: 2}\n  workersPerNode: 2\n"))
     assert result.code == 0
     assert "2 nodes x 2 workers, HSDP: replicate 2 x shard 2" in result.out

@@ -1,4 +1,4 @@
-"""Options and arguments that cannot be meant: what the person is told, and the exit code."""
+"""Invalid options and arguments: the message and the exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_plan_for_more_nodes_than_the_maximum_is_that_of_a_resize(
     assert [size["nodes"] for size in made["sizes"]] == [1, 2, 3, 4]
 
 
-def test_a_plan_for_nodes_that_no_replica_groups_fill_names_those_that_they_do(
+def test_a_plan_for_nodes_that_replica_groups_do_not_fill_names_valid_numbers(
     write: Write, holdfast: Holdfast
 ) -> None:
     file = write(SCRIPT + "  nodes: {min: 2, max: 2}\n  parallelism: {shard: 2}\n")
@@ -39,7 +39,7 @@ def test_a_plan_for_nodes_that_no_replica_groups_fill_names_those_that_they_do(
     assert result.code == 2 and "--nodes" in result.err
 
 
-def test_a_directory_that_looks_like_a_job_is_told_how_it_is_written(
+def test_a_directory_named_like_a_job_gets_a_hint_to_write_it_as_a_path(
     tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "adir").mkdir()
@@ -52,18 +52,18 @@ def test_a_directory_that_looks_like_a_job_is_told_how_it_is_written(
     assert "./" not in holdfast("checkpoint", "list", "bdir").err
 
 
-def test_a_path_that_is_too_long_is_no_directory(holdfast: Holdfast) -> None:
+def test_a_path_that_is_too_long_is_not_a_directory(holdfast: Holdfast) -> None:
     result = holdfast("checkpoint", "list", "./" + 5000 * "a")
     assert result.code == 2
     assert "JOB_OR_PATH: got ./aaa" in result.err and "a directory, a URL or a job" in result.err
 
 
-def test_a_kubeconfig_that_is_a_directory_is_called_one(tmp_path: Path) -> None:
+def test_a_kubeconfig_that_is_a_directory_is_reported_as_one(tmp_path: Path) -> None:
     assert f"--kubeconfig: got {tmp_path} (a directory)" in str(problem(None, tmp_path))
 
 
 @pytest.mark.parametrize("text", ["a: 2024-13-45", 3000 * "["], ids=["no date", "deep"])
-def test_a_kubeconfig_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_parsed_is_not_a_kubeconfig(text: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     assert "which is not a kubeconfig" in str(problem(None, tmp_path / "config"))
 
@@ -76,7 +76,7 @@ def test_a_kubeconfig_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> 
         ("--listen", "²", "a port, or an address and a port"),
     ],
 )
-def test_where_an_operator_is_found_is_checked_before_there_is_a_cluster(
+def test_addresses_of_an_operator_are_checked_before_a_cluster_is_contacted(
     option: str, value: str, expected: str, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere")

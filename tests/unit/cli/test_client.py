@@ -1,4 +1,4 @@
-"""Requests to a controller: the answer, a refusal, and nobody there."""
+"""Requests to a controller: an answer, a refusal, and no controller."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> JobDirectory:
 
 @contextmanager
 def controller(directory: JobDirectory, answer: bytes) -> Iterator[list[Request]]:
-    """Holds the lock and answers one request with these bytes."""
+    """A controller that holds the lock and answers one request with these bytes."""
     received: list[Request] = []
     with socket.create_server(("127.0.0.1", 0)) as server, directory.locked():
         directory.write_controller(*server.getsockname()[:2], 0)
@@ -57,7 +57,7 @@ def controller(directory: JobDirectory, answer: bytes) -> Iterator[list[Request]
         thread.join(timeout=10)
 
 
-def test_a_request_carries_the_token_and_who_asked(directory: JobDirectory) -> None:
+def test_a_request_carries_the_token_and_the_user(directory: JobDirectory) -> None:
     with controller(directory, encode(Reply(ok=True, body={"a": 1}))) as received:
         assert ask(directory, "resize", nodes=2).body == {"a": 1}
     request = received[0]
@@ -83,14 +83,14 @@ def test_no_controller_says_how_to_take_the_job_over(directory: JobDirectory) ->
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1x"])
-def test_a_controller_that_talks_nonsense_counts_as_gone(
+def test_a_controller_with_invalid_answers_counts_as_gone(
     directory: JobDirectory, answer: bytes
 ) -> None:
     with controller(directory, answer), pytest.raises(ControllerGone):
         ask(directory, "status")
 
 
-def test_a_port_that_nobody_listens_on_counts_as_gone(directory: JobDirectory) -> None:
+def test_a_port_without_a_listener_counts_as_gone(directory: JobDirectory) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()[:2]
     with directory.locked():
@@ -99,13 +99,15 @@ def test_a_port_that_nobody_listens_on_counts_as_gone(directory: JobDirectory) -
             ask(directory, "status")
 
 
-def test_asking_does_not_take_the_lock(directory: JobDirectory) -> None:
+def test_checking_for_a_controller_does_not_take_the_lock(directory: JobDirectory) -> None:
     directory.controller_alive()
     with (directory.path / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_without_a_controller_it_is_said_whether_training_goes_on(directory: JobDirectory) -> None:
+def test_without_a_controller_a_remark_says_whether_training_goes_on(
+    directory: JobDirectory,
+) -> None:
     def remark(agent: Identity) -> str:
         known = LocalNodeRegistry(agents={"node-0": agent})
         (directory.path / "nodes.json").write_bytes(msgspec.json.encode(known))
@@ -118,7 +120,7 @@ def test_without_a_controller_it_is_said_whether_training_goes_on(directory: Job
     here = identify(os.getpid())
     assert here is not None
     assert "The agents keep training" in remark(here)
-    # After a restart of the machine another process has its number.
+    # After a restart of the machine another process has the pid.
     assert "no node of the job is left" in remark(Identity(here.pid, here.start_ticks + 1))
 
 

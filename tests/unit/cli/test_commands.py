@@ -1,4 +1,4 @@
-"""The verbs, without a job that runs: help, usage, JSON, and what is said where nothing is."""
+"""The commands without a running job: help, usage errors, JSON output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["bogus"], "No such command 'bogus'"),
         (["resize", "demo"], "Missing argument 'N'"),
@@ -75,11 +75,11 @@ def test_help_imports_nothing_heavy() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_call_is_one_paragraph_and_exits_with_2(
-    arguments: list[str], told: str, holdfast: Holdfast
+    arguments: list[str], message: str, holdfast: Holdfast
 ) -> None:
     result = holdfast(*arguments)
     assert result.code == 2
-    assert told in result.err
+    assert message in result.err
     assert result.err.startswith("error: ")
     assert len(result.err.strip().splitlines()) == 1
 
@@ -174,7 +174,7 @@ def test_every_durable_event_has_a_sentence() -> None:
         (Exit(rank=0, signal=9, out_of_memory=True), "SIGKILL, out of memory"),
     ],
 )
-def test_an_exit_is_told_in_words(exit: Exit, text: str) -> None:
+def test_an_exit_is_described_in_words(exit: Exit, text: str) -> None:
     event = events.WorkerExited(node="node-0", generation=1, exit=exit)
     assert text in event_format.sentence(event)
     assert event_format.source(event) == "node-0"

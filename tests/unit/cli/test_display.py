@@ -1,4 +1,4 @@
-"""What is shown of a job: the live picture, plain lines, status and report."""
+"""What is shown of a job: the live display, plain lines, status and report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(to: Console) -> str:
 
 
 def show(*views: JobView) -> list[str]:
-    """The lines that a file would get, without their time of day."""
+    """The lines that a file gets, without their time of day."""
     to = console()
     with LineDisplay(to, interval_s=5) as display:
         for view in views:
@@ -48,12 +48,12 @@ def show(*views: JobView) -> list[str]:
     return [line.partition("  ")[2] for line in text_of(to).splitlines()]
 
 
-def test_a_terminal_gets_a_picture_and_a_file_gets_lines() -> None:
+def test_a_terminal_gets_the_live_display_and_a_file_gets_lines() -> None:
     assert isinstance(make_display(console(terminal=True)), LiveDisplay)
     assert isinstance(make_display(console()), LineDisplay)
 
 
-def test_progress_is_told_every_few_seconds_only() -> None:
+def test_progress_is_printed_every_few_seconds_only() -> None:
     def at(seconds: float, step: int) -> JobView:
         return make_view(step=step, now_ns=T0 + int(seconds * NS))
 
@@ -62,23 +62,23 @@ def test_progress_is_told_every_few_seconds_only() -> None:
     assert steps == ["step 1 (2 of 100)", "step 9 (10 of 100)"]
 
 
-def test_nothing_is_told_twice() -> None:
+def test_nothing_is_printed_twice() -> None:
     assert show(make_view(), make_view()) == show(make_view())
 
 
-def test_an_incident_is_told_when_it_opens_and_when_it_is_over() -> None:
+def test_an_incident_is_printed_when_it_opens_and_when_it_is_resolved() -> None:
     opened = make_view(incidents=[make_incident(over=False)], state="recovering")
     closed = make_view(incidents=[make_incident()], generation=2)
     lines = show(make_view(), opened, opened, closed, closed)
-    told = [line for line in lines if line.startswith("incident")]
-    assert told == [
+    printed = [line for line in lines if line.startswith("incident")]
+    assert printed == [
         "incident 1: worker 2 on node-1 was killed by SIGKILL (injected)",
         "incident 1 resolved: next step after 0.67 s, 1 step lost, restored from memory",
     ]
     assert any(line.startswith("generation 2: 4 workers") for line in lines)
 
 
-def test_a_view_that_is_changed_in_place_is_still_told() -> None:
+def test_changes_made_in_place_to_a_view_are_printed() -> None:
     to = console()
     view = make_view(nodes=[])
     with LineDisplay(to) as display:
@@ -90,13 +90,13 @@ def test_a_view_that_is_changed_in_place_is_still_told() -> None:
     assert "suspended" in text_of(to)
 
 
-def test_a_committed_checkpoint_is_told_once() -> None:
+def test_a_committed_checkpoint_is_printed_once() -> None:
     after = make_view(checkpoints=[CheckpointView(step=49, generation=1)])
     lines = show(make_view(), after, after)
     assert lines.count("checkpoint of step 49 committed") == 1
 
 
-def test_the_live_picture_has_everything() -> None:
+def test_the_live_display_shows_everything() -> None:
     to = console(terminal=True)
     with LiveDisplay(to) as display:
         for step in range(3):
@@ -108,7 +108,7 @@ def test_the_live_picture_has_everything() -> None:
         assert part in shown
 
 
-def test_status_of_a_job_that_has_not_begun() -> None:
+def test_status_of_a_job_that_has_not_started() -> None:
     to = console()
     to.print(status(JobView(name="new")))
     assert "pending" in text_of(to)
@@ -191,14 +191,14 @@ def test_only_the_innermost_frames_of_the_culprits_main_thread_are_shown() -> No
         assert part in text_of(to)
 
 
-def test_an_incident_that_the_next_one_overtook_says_so() -> None:
+def test_an_incident_names_the_one_that_superseded_it() -> None:
     first = make_incident(over=False, overtaken_by=2)
     view = make_view(state="failed", incidents=[first, make_incident(number=2, over=False)])
     lines = [line for line in report_lines(view) if line.startswith("outcome")]
     assert lines == ["outcome: superseded by incident 2", "outcome: the job ended"]
 
 
-def test_an_incident_of_workers_that_report_no_steps_is_over_when_all_run_again() -> None:
+def test_an_incident_of_a_script_without_steps_is_resolved_when_all_workers_run() -> None:
     incident = make_incident(no_steps=True, steps_lost=None, restored_from="nothing")
     lines = list(report_lines(make_view(incidents=[incident], step=-1)))
     assert "outcome: all workers running after 0.67 s" in lines
@@ -239,18 +239,19 @@ def test_a_sparkline_keeps_its_width() -> None:
     assert len(output.sparkline([float(n) for n in range(1000)], width=40)) == 40
 
 
-def test_a_loss_that_is_no_number_is_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
     for write in (output.print_json, output.print_json_line):
         write({"a": make_view(loss=float("nan")), 7: [float("inf")]})
-        said = json.loads(capsys.readouterr().out, parse_constant=refuse)
-        assert said["a"]["loss"] is None and said["7"] == [None]
+        printed = json.loads(capsys.readouterr().out, parse_constant=refuse)
+        assert printed["a"]["loss"] is None and printed["7"] == [None]
 
 
 def interrupted(display: LineDisplay, at: int) -> bool:
-    """Whether a KeyboardInterrupt came at that call or return within `show`, as from a signal."""
+    """Raise a KeyboardInterrupt at call or return number `at` within `show`, as a signal would.
+    Returns whether there were so many."""
     left = at
 
     def trace(_frame: FrameType, event: str, _arg: object) -> TraceFunction | None:
@@ -272,7 +273,7 @@ def interrupted(display: LineDisplay, at: int) -> bool:
     return False
 
 
-def test_what_is_said_after_an_interruption_is_seen_wherever_it_came() -> None:
+def test_a_note_after_an_interruption_is_shown_wherever_the_interruption_came() -> None:
     for at in itertools.count(1):
         to = console()
         with LineDisplay(to) as display:

@@ -1,4 +1,4 @@
-"""What becomes of the record of a job that has ended."""
+"""Records of finished jobs: expiry and deletion."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
 from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry, save
 from holdfast.orchestrator.backends.local.processes import identify
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import CancelRequested, JobSubmitted
 from holdfast.orchestrator.core.journal import frame
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
@@ -20,8 +21,6 @@ from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import expire, read_view
 
 from .conftest import Holdfast
-
-SECOND = 1_000_000_000
 
 
 def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobDirectory:
@@ -40,30 +39,32 @@ def ended_job(home: Path, name: str, ended: bool = True, **more: object) -> JobD
     journal = FileJournal(directory.journal)
     journal.append(0, JobSubmitted(job_id="x", spec=job_to_mapping(job), spec_directory="/"))
     if ended:
-        journal.append(10 * SECOND, CancelRequested())
+        journal.append(10 * SECOND_NS, CancelRequested())
     journal.close()
     assert read_view(directory).state == ("cancelled" if ended else "pending")
     return directory
 
 
-def test_the_record_of_a_finished_job_goes_when_its_time_is_over(tmp_path: Path) -> None:
+def test_the_record_of_a_finished_job_is_deleted_when_its_ttl_is_over(tmp_path: Path) -> None:
     ended_job(tmp_path, "soon", ttlSecondsAfterFinished=5)
     ended_job(tmp_path, "later", ttlSecondsAfterFinished=60)
     ended_job(tmp_path, "never")
     ended_job(tmp_path, "alive", ended=False, ttlSecondsAfterFinished=0)
-    assert expire(Home(tmp_path), 14 * SECOND) == []
-    assert expire(Home(tmp_path), 15 * SECOND) == ["soon"]
+    assert expire(Home(tmp_path), 14 * SECOND_NS) == []
+    assert expire(Home(tmp_path), 15 * SECOND_NS) == ["soon"]
     assert [one.name for one in Home(tmp_path).list()] == ["alive", "later", "never"]
 
 
-def test_a_job_that_a_controller_still_ends_is_not_deleted(tmp_path: Path) -> None:
+def test_a_job_with_a_running_controller_does_not_expire(tmp_path: Path) -> None:
     directory = ended_job(tmp_path, "soon", ttlSecondsAfterFinished=0)
     with directory.locked():
-        assert expire(Home(tmp_path), 99 * SECOND) == []
-    assert expire(Home(tmp_path), 99 * SECOND) == ["soon"]
+        assert expire(Home(tmp_path), 99 * SECOND_NS) == []
+    assert expire(Home(tmp_path), 99 * SECOND_NS) == ["soon"]
 
 
-def test_checkpoints_can_be_kept_when_the_record_goes(tmp_path: Path, holdfast: Holdfast) -> None:
+def test_checkpoints_can_be_kept_when_the_record_is_deleted(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
     ended_job(tmp_path / "home", "done")
     kept = tmp_path / "kept"
     result = holdfast("delete", "done", "--yes", "--keep-checkpoints", kept)
@@ -82,7 +83,7 @@ def test_checkpoints_never_overwrite_what_is_there(tmp_path: Path, holdfast: Hol
     assert (directory.path / "checkpoints" / "shard").exists()
 
 
-def test_checkpoints_are_not_kept_in_what_is_deleted(
+def test_checkpoints_cannot_be_moved_into_the_deleted_directory(
     tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = ended_job(tmp_path / "home", "done")
@@ -113,7 +114,7 @@ def test_checkpoints_elsewhere_stay_there_when_the_journal_is_damaged_too(
 
 
 @pytest.mark.parametrize("name", ["job.json", "journal"])
-def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
+def test_a_damaged_job_can_be_deleted_once_none_of_its_processes_runs(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
     directory = ended_job(tmp_path / "home", "done")
@@ -131,10 +132,10 @@ def test_a_damaged_job_can_be_deleted_once_nothing_of_it_runs(
     assert Home(tmp_path / "home").list() == []
 
 
-def test_what_is_left_of_a_job_can_be_deleted_as_the_words_say(
+def test_a_job_directory_without_a_record_can_be_deleted_as_the_message_says(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
-    """As after a deletion that an earlier version did not finish."""
+    """As an earlier version leaves it after an interrupted deletion."""
     directory = ended_job(tmp_path / "home", "done")
     job, checkpoints = directory.job(), directory.path / "checkpoints"
     (directory.path / "job.json").unlink()
@@ -161,7 +162,7 @@ def test_what_is_left_of_a_job_can_be_deleted_as_the_words_say(
 def test_a_job_whose_files_cannot_be_read_now_is_not_deleted(
     tmp_path: Path, holdfast: Holdfast, name: str
 ) -> None:
-    """As on a share that is away for a moment; a directory is what root cannot read either."""
+    """As on an unavailable network share. A directory stands for it, since root reads any file."""
     directory = ended_job(tmp_path / "home", "waiting", ended=False)
     (directory.path / name).unlink()
     (directory.path / name).mkdir()
@@ -195,7 +196,7 @@ def test_a_job_whose_journal_another_version_wrote_is_not_deleted(
     assert (directory.path / "checkpoints" / "shard").exists()
 
 
-def test_who_deletes_a_damaged_job_is_told_that_it_may_not_have_ended(
+def test_deleting_a_damaged_job_warns_that_it_may_not_have_ended(
     tmp_path: Path, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = ended_job(tmp_path / "home", "waiting", ended=False)

@@ -1,4 +1,4 @@
-"""`holdfast logs`: which files, which lines."""
+"""`holdfast logs`: the files and lines that it prints."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_following_ends_when_there_is_no_controller(holdfast: Holdfast) -> None:
     assert "last words of 1" in holdfast("logs", "demo", "-f").out
 
 
-def test_the_last_words_of_a_rank_that_there_is_no_more_are_followed_to_the_jobs_end(
+def test_the_log_of_a_rank_that_no_longer_exists_is_followed_to_the_end(
     directory: JobDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job has gone on with one rank when it is looked at for the second time."""
+    """At the second poll the job continues with one rank."""
     path, looks = directory.rank_log(3, 0), itertools.count()
 
     def alive() -> bool:
@@ -72,11 +72,11 @@ def test_the_last_words_of_a_rank_that_there_is_no_more_are_followed_to_the_jobs
     assert capsys.readouterr().out == "generation 2\nlast words of 1\n"
 
 
-def test_a_log_is_not_in_memory_as_a_whole(
+def test_a_log_is_read_in_parts(
     directory: JobDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "".join(f"step {number}\n" for number in range(PART_BYTES // 4))
-    long = "x" * (3 * PART_BYTES)  # without an end for a long time
+    long = "x" * (3 * PART_BYTES)  # longer than a part
     directory.rank_log(2, 0).write_text(f"{lines}{long}\nend")
     parts = list(LogTail(directory.rank_log(2, 0), "").parts(all=True))
     assert max(len("".join(part)) for part in parts) <= 2 * PART_BYTES
@@ -89,19 +89,19 @@ def test_a_log_is_not_in_memory_as_a_whole(
 
 @pytest.mark.usefixtures("directory")
 @pytest.mark.parametrize(
-    ("option", "value", "told"),
+    ("option", "value", "message"),
     [
         ("--rank", "7", "--rank: got 7; expected one of 0, 1"),
         ("-g", "9", "--generation: got 9; expected one of 1, 2"),
         ("--node", "node-9", "--node: got node-9; expected one of node-0"),
     ],
 )
-def test_what_is_not_there_is_named_beside_what_is(
-    option: str, value: str, told: str, holdfast: Holdfast
+def test_a_missing_log_is_reported_with_the_existing_ones(
+    option: str, value: str, message: str, holdfast: Holdfast
 ) -> None:
     result = holdfast("logs", "demo", option, value)
     assert result.code == 2
-    assert told in result.err
+    assert message in result.err
 
 
 def test_a_job_without_logs(tmp_path: Path, holdfast: Holdfast) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a job that ran for so long that its journal was compacted."""
+"""The view and the events of a long job, whose journal was compacted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def long_job(home: Path, keep_files: int) -> tuple[JobDirectory, core.Transcript
     return directory, transcript
 
 
-def test_its_view_is_that_of_all_its_events(tmp_path: Path) -> None:
+def test_the_view_of_a_compacted_journal_is_that_of_all_events(tmp_path: Path) -> None:
     directory, transcript = long_job(tmp_path, keep_files=0)
     assert directory.journal.stat().st_size < 10_000
     view = read_view(directory)
@@ -55,7 +55,7 @@ def test_its_view_is_that_of_all_its_events(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_its_events_begin_with_what_is_not_kept_any_more(
+def test_events_begin_with_the_number_of_events_no_longer_kept(
     tmp_path: Path, holdfast: Holdfast
 ) -> None:
     long_job(tmp_path, keep_files=2)
@@ -69,7 +69,9 @@ def test_its_events_begin_with_what_is_not_kept_any_more(
     assert documents[0]["facts_not_kept"] > 10 and "event" in documents[1]
 
 
-def test_what_is_kept_is_told_from_the_beginning(tmp_path: Path, holdfast: Holdfast) -> None:
+def test_events_that_are_kept_are_printed_from_the_beginning(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
     _directory, transcript = long_job(tmp_path, keep_files=50)
     done = holdfast("events", "tale", "--home", tmp_path, "--json")
     documents = [json.loads(line) for line in done.out.splitlines()]

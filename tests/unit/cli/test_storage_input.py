@@ -1,4 +1,4 @@
-"""Where checkpoints go and with which credentials: mistakes, and what is never printed."""
+"""Checkpoint paths and their credentials: user errors, and secrets that are never printed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_store_without_its_driver_names_the_extra_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     registry = importlib.import_module("fsspec.registry")
-    monkeypatch.delitem(registry._registry, "s3", raising=False)  # where it was opened before
+    monkeypatch.delitem(registry._registry, "s3", raising=False)  # if an earlier test opened it
     result = holdfast("run", write(SPEC + "  checkpoint: {path: s3://bucket/x}\n"))
     assert result.code == 2
     assert "spec.checkpoint.path: got s3://bucket/x" in result.err
@@ -82,7 +82,7 @@ def test_a_secret_of_a_wrong_type_is_not_repeated(holdfast: Holdfast, write: Wri
     assert "123456789" not in result.out + result.err
 
 
-def test_the_environment_of_a_job_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_job_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.config
 
     monkeypatch.setenv("HF_TEST_ONE", "mine")

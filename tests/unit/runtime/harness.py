@@ -349,7 +349,7 @@ class World:
             while self.welcomes(agent) < welcomes:
                 await asyncio.sleep(0)
 
-    async def told(self, agent: FakeAgent, message: wire.Message) -> None:
+    async def wait_received(self, agent: FakeAgent, message: wire.Message) -> None:
         """Wait until an agent has received a message."""
         async with asyncio.timeout(BOUND_S):
             while message not in agent.received:

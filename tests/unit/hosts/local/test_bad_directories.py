@@ -1,4 +1,4 @@
-"""Places that cannot be used: what a person is told, and that nothing is left behind."""
+"""Unusable ports and paths: a user error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_checkpoint_path_of_another_job_is_a_user_error(tmp_path: Path) -> Non
     drive(scenario())
 
 
-def test_a_job_that_trains_keeps_its_controller_whoever_else_writes_where_it_does(
+def test_a_running_job_keeps_its_controller_when_another_job_writes_to_its_path(
     tmp_path: Path,
 ) -> None:
-    """Two jobs that begin before either has committed do not see each other."""
+    """Two jobs that start before either has committed cannot detect each other."""
     path = str(tmp_path / "shared")
 
     async def scenario() -> None:

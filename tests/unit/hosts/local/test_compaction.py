@@ -1,4 +1,4 @@
-"""Compacting a journal loses nothing, whenever it is killed and whoever reads meanwhile."""
+"""Compacting a journal loses nothing, whenever it is killed and while other processes read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(number: int) -> Record:
 
 
 def write(journal: FileJournal, numbers: range) -> None:
-    """Records that know their number, compacted when it is time; the snapshot is the next one."""
+    """Append numbered records, and compact a full journal: its snapshot is the next number."""
     for number in numbers:
         journal.append(*record(number))
         if journal.full:
@@ -42,7 +42,7 @@ def write(journal: FileJournal, numbers: range) -> None:
 
 
 def numbers_of(reader: JournalReader) -> list[int | str]:
-    """Records by number, snapshots as what they are."""
+    """The numbers of records; a snapshot as text."""
     return [
         f"snapshot {item.data.decode()}" if isinstance(item, Snapshot) else item.now_ns
         for item in reader.read()
@@ -50,7 +50,7 @@ def numbers_of(reader: JournalReader) -> list[int | str]:
 
 
 def held(path: Path, **options: Any) -> tuple[int, list[int]]:
-    """(what the snapshot covers, the records after it) as the next controller opens it."""
+    """(number of records in the snapshot, records after it), as the next controller reads them."""
     journal = FileJournal(path, **options)
     covered = int(journal.snapshot) if journal.snapshot is not None else 0
     after = [now_ns for now_ns, _ in journal.records]
@@ -58,7 +58,7 @@ def held(path: Path, **options: Any) -> tuple[int, list[int]]:
     return covered, after
 
 
-def test_a_snapshot_stands_for_all_records_before_it(tmp_path: Path) -> None:
+def test_a_snapshot_replaces_all_records_before_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = FileJournal(path, bound_bytes=1000)
     write(journal, range(50))
@@ -87,8 +87,8 @@ def test_a_big_snapshot_is_not_written_again_for_every_record(tmp_path: Path) ->
 
 
 def killed_in(path: Path, call: int, work: Callable[[], None]) -> bool:
-    """Do the work in a process that is killed in its `call`th change of the disk, in the middle of
-    a write; whether it got through."""
+    """Run `work` in a process that is killed at its `call`th change of the disk; a write is killed
+    halfway. Returns whether `work` finished before."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -134,13 +134,13 @@ def test_a_compaction_killed_at_any_step_leaves_a_whole_journal(tmp_path: Path) 
         through = killed_in(path, call, work)
         covered, after = held(path)
         assert [*range(covered), *after] in (list(range(20)), list(range(21)))
-        assert not list(path.parent.glob(".journal*")), "nothing half-done is left"
+        assert not list(path.parent.glob(".journal*")), "no temporary file is left"
         reader = JournalReader(path, history=True)
-        told = numbers_of(reader)
-        assert told == [*range(covered), *after], "history tells every record once"
+        read = numbers_of(reader)
+        assert read == [*range(covered), *after], "history has every record once"
         reader.close()
         journal = FileJournal(path, bound_bytes=1)
-        write(journal, range(len(told), 30))
+        write(journal, range(len(read), 30))
         journal.close()
         covered, after = held(path)
         assert [*range(covered), *after] == list(range(30))
@@ -182,7 +182,7 @@ while True:
             reader.close()
         covered, after = held(path, bound_bytes=3000, keep_files=2)
         assert after == list(range(covered, covered + len(after)))
-        assert covered + len(after) >= target, "what a reader has seen stays"
+        assert covered + len(after) >= target, "what a reader has seen is kept"
         seen = covered + len(after)
 
 
@@ -194,7 +194,7 @@ def test_a_reader_that_follows_sees_every_record_once_while_it_is_compacted(
     reader, seen = JournalReader(path), []
     for number in range(60):
         write(journal, range(number, number + 1))
-        if number % 11 == 0:  # several compactions lie between two looks
+        if number % 11 == 0:  # several compactions between two reads
             seen += numbers_of(reader)
     seen += numbers_of(reader)
     assert seen == list(range(60)) and reader.num_records == 60
@@ -202,18 +202,18 @@ def test_a_reader_that_follows_sees_every_record_once_while_it_is_compacted(
     journal.close()
 
 
-def test_a_reader_that_was_too_slow_is_given_the_snapshot(tmp_path: Path) -> None:
+def test_a_reader_that_was_too_slow_gets_the_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = FileJournal(path, bound_bytes=400, keep_files=0)
     reader = JournalReader(path)
     write(journal, range(2))
     assert numbers_of(reader) == [0, 1]
     write(journal, range(2, 60))
-    told = numbers_of(reader)
-    # What was left of the file that it had open, then a gap.
-    (at,) = [index for index, item in enumerate(told) if isinstance(item, str)]
-    covered = int(str(told[at]).removeprefix("snapshot "))
-    assert told[:at] == list(range(2, 2 + at)) and told[at + 1 :] == list(range(covered, 60))
+    read = numbers_of(reader)
+    # The rest of the file that the reader had open, then a gap.
+    (at,) = [index for index, item in enumerate(read) if isinstance(item, str)]
+    covered = int(str(read[at]).removeprefix("snapshot "))
+    assert read[:at] == list(range(2, 2 + at)) and read[at + 1 :] == list(range(covered, 60))
     assert covered > 50 and reader.num_records == 60
     assert older_files(path) == []
     reader.close()
@@ -238,7 +238,7 @@ def test_history_begins_where_the_oldest_kept_file_does(tmp_path: Path) -> None:
 def test_a_compacted_journal_still_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     first = FileJournal(path, bound_bytes=1)
-    waiting = os.open(path, os.O_RDWR)  # whoever opened it before it lost its name
+    waiting = os.open(path, os.O_RDWR)  # a writer that opened the file before it was replaced
     write(first, range(3))
     with pytest.raises(JournalLost, match="another controller writes it"):
         FileJournal(path)
@@ -248,8 +248,8 @@ def test_a_compacted_journal_still_has_one_writer(tmp_path: Path) -> None:
     FileJournal(path).close()
 
 
-def test_a_disk_too_full_to_compact_goes_on_with_the_old_file(tmp_path: Path) -> None:
-    """The limit on the size of a file stands in for the disk."""
+def test_a_full_disk_keeps_the_old_file_in_use(tmp_path: Path) -> None:
+    """A limit on the file size stands for a full disk."""
     path = tmp_path / "journal"
     script = """
 import asyncio, resource, signal, sys
@@ -270,7 +270,7 @@ journal.close()
     assert [one.name for one in tmp_path.iterdir()] == ["journal"]
 
 
-def test_a_reader_goes_on_when_the_file_it_wants_next_is_deleted_at_that_moment(
+def test_a_reader_continues_when_the_file_it_opens_next_was_just_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"

@@ -1,4 +1,4 @@
-"""What a controller finds in its job's directory when it begins, and what it needs there."""
+"""A starting controller and the files that it finds in the job directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from tests.unit.runtime.harness import World, drive, make_job
 
 
-def test_a_controller_that_takes_over_is_not_taken_for_the_one_before(
+def test_a_controller_file_of_the_previous_controller_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What that one has left says where nobody listens, or somebody else by now."""
+    """The old controller.json names a port that is closed, or that another process has."""
     prepare, seen = JobRuntime.prepare, list[object]()
 
     async def spied(self: JobRuntime, *, fresh: bool) -> None:
@@ -38,7 +38,7 @@ def test_a_controller_that_takes_over_is_not_taken_for_the_one_before(
     drive(scenario())
 
 
-def test_logs_that_were_removed_to_make_room_are_no_hindrance(tmp_path: Path) -> None:
+def test_a_removed_log_directory_is_created_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         shutil.rmtree(world.directory.logs)
@@ -50,7 +50,7 @@ def test_logs_that_were_removed_to_make_room_are_no_hindrance(tmp_path: Path) ->
     drive(scenario())
 
 
-def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_log_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.directory.logs.rmdir()

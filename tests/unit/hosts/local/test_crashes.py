@@ -1,4 +1,4 @@
-"""The controller is killed after every event of a story, and the story ends the same."""
+"""The controller is killed after every event of a scenario, and the job ends the same way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def num_events(world: World) -> int:
 
 
 class Crashing:
-    """A world whose controller dies once, when the journal has so many events."""
+    """A world whose controller is killed once, when the journal has `after` events."""
 
     def __init__(self, world: World, after: int) -> None:
         self.world, self.after, self.crashed = world, after, False
@@ -52,7 +52,7 @@ class Crashing:
 
 
 async def tell(tmp_path: Path, crash_after: int, bound_bytes: int) -> JobView:
-    """Start; a worker is killed; then a node; then all workers are through."""
+    """Start a job, kill a worker, kill a node, finish."""
     open_journal = functools.partial(FileJournal, bound_bytes=bound_bytes)
     world = World(tmp_path, make_job(), open_journal)
     world.backend.auto = True
@@ -74,7 +74,7 @@ async def tell(tmp_path: Path, crash_after: int, bound_bytes: int) -> JobView:
 def test_a_controller_killed_after_any_event_is_taken_over(
     tmp_path: Path, crash_after: int
 ) -> None:
-    """Every other time its journal is compacted all the while."""
+    """Every second run compacts the journal all the time."""
     bound_bytes = 500 if crash_after % 2 else limits.JOURNAL_BYTES
     view = asyncio.run(asyncio.wait_for(tell(tmp_path, crash_after, bound_bytes), 2 * BOUND_S))
     assert view.state == "succeeded"

@@ -20,7 +20,7 @@ from holdfast.orchestrator.hosts.local.file_journal import (
     JournalReader,
 )
 
-# Short, because every byte of them is a place to be cut.
+# Short, because a test cuts the journal at every byte.
 EVENTS: list[AnyEvent] = [
     Tick(),
     NodeLost(node="n", cause="gone"),
@@ -30,7 +30,7 @@ RECORDS = [Record(1000 + number, event) for number, event in enumerate(EVENTS)]
 
 
 def write(path: Path, records: list[Record] = RECORDS) -> list[int]:
-    """A journal with these records; returns where each one ends."""
+    """Write a journal with these records. Returns where each record ends."""
     journal, ends = FileJournal(path), []
     for record in records:
         journal.append(*record)
@@ -65,7 +65,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> N
 
 
 def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
-    """A machine that lost its power may leave blocks that were never written."""
+    """After a power failure the file may end with blocks that were never written."""
     path = tmp_path / "journal"
     ends = write(path)
     data = path.read_bytes()
@@ -104,7 +104,9 @@ def test_a_damaged_header_is_reported(tmp_path: Path) -> None:
         FileJournal(path)
 
 
-def test_a_whole_record_that_is_not_known_is_of_another_version_not_damaged(tmp_path: Path) -> None:
+def test_a_valid_record_of_unknown_type_is_of_another_version_and_not_damaged(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "journal"
     ends = write(path)
     with path.open("ab") as file:
@@ -144,7 +146,7 @@ def test_a_reader_follows_while_another_writes(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_and_leaves_whole_records(tmp_path: Path) -> None:
-    """The limit on the size of a file stands in for the disk."""
+    """A limit on the file size stands for a full disk."""
     path = tmp_path / "journal"
     write(path)
     script = """

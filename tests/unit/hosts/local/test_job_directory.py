@@ -1,4 +1,4 @@
-"""The directory of a job: creating, finding, locking, and what a person is told."""
+"""Job directories: creating, finding, locking and deleting them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_a_created_job_is_found_with_everything_it_was_given(tmp_path: Path) -> 
     assert [job.name for job in Home(tmp_path).list()] == ["tiny"]
 
 
-@pytest.mark.parametrize("chosen", ["", "~nobody-here/x"])
-def test_a_home_that_nobody_knows_is_told_in_words(
+@pytest.mark.parametrize("chosen", ["", "~no-such-user/x"])
+def test_an_unknown_home_directory_is_reported(
     chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(path: str) -> str:
         return path
 
     monkeypatch.setenv(HOME_VARIABLE, chosen)
-    monkeypatch.setattr(os.path, "expanduser", unknown)  # what it does without $HOME and account
-    told = f"{chosen or '~/.holdfast'}, whose ~ has no home directory on this machine"
-    with pytest.raises(UserError, match=rf"\${HOME_VARIABLE}: got {told}"):
+    monkeypatch.setattr(os.path, "expanduser", unknown)  # as without $HOME and a user account
+    message = f"{chosen or '~/.holdfast'}, whose ~ has no home directory on this machine"
+    with pytest.raises(UserError, match=rf"\${HOME_VARIABLE}: got {message}"):
         Home()
 
 
@@ -63,7 +63,7 @@ def test_the_token_is_secret_and_new_for_every_job(tmp_path: Path) -> None:
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
 
 
-def test_a_name_that_is_taken_says_its_state_and_how_to_go_on(tmp_path: Path) -> None:
+def test_a_taken_name_is_reported_with_the_state_of_the_job_and_the_fix(tmp_path: Path) -> None:
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
     journal = FileJournal(directory.journal)
@@ -80,7 +80,7 @@ def test_a_name_that_is_taken_says_its_state_and_how_to_go_on(tmp_path: Path) ->
     assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
 
 
-def test_a_name_that_is_taken_by_a_damaged_job_is_said_too(tmp_path: Path) -> None:
+def test_a_name_taken_by_a_damaged_job_is_reported_with_the_damage(tmp_path: Path) -> None:
     home = Home(tmp_path)
     directory = home.create(make_job(), tmp_path)
     directory.journal.write_bytes(b"no journal at all, but long enough")
@@ -88,7 +88,7 @@ def test_a_name_that_is_taken_by_a_damaged_job_is_said_too(tmp_path: Path) -> No
         create_job(home, make_job(), tmp_path)
 
 
-def test_a_name_that_is_taken_by_a_job_that_cannot_be_read_now_is_not_to_be_deleted(
+def test_a_name_taken_by_an_unreadable_job_comes_without_advice_to_delete_it(
     tmp_path: Path,
 ) -> None:
     home = Home(tmp_path)
@@ -114,14 +114,14 @@ def test_there_is_one_controller(tmp_path: Path) -> None:
     assert directory.controller() is None
 
 
-def test_a_full_disk_is_said_to_who_wants_to_be_the_controller(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_by_a_starting_controller(tmp_path: Path) -> None:
     directory = Home(tmp_path).create(make_job(), tmp_path)
-    directory.controller_file.mkdir()  # what no file can replace
+    directory.controller_file.mkdir()  # a file cannot replace a directory
     with pytest.raises(HoldfastError, match=r"controller\.json: cannot be written .*attach again"):
         directory.write_controller("127.0.0.1", 4000, 5000)
 
 
-def test_an_unknown_job_names_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_job_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     home = Home(tmp_path)
     with pytest.raises(UserError, match="holds none"):
         home.find("nothing")
@@ -132,7 +132,7 @@ def test_an_unknown_job_names_those_that_there_are(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
-    """A file stands where the directory should be; root may write anywhere else."""
+    """The home is a file; root could write to any directory."""
     (tmp_path / "home").write_text("")
     with pytest.raises(UserError, match=r"--home: got .*; expected a directory that can be"):
         Home(tmp_path / "home").create(make_job(), tmp_path)
@@ -176,7 +176,7 @@ def test_a_removed_job_leaves_its_name_free(tmp_path: Path) -> None:
     home.create(make_job(), tmp_path)
 
 
-def test_an_interrupted_deletion_has_forgotten_the_job_and_is_finished_later(
+def test_an_interrupted_deletion_frees_the_name_and_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = Home(tmp_path)
@@ -196,7 +196,7 @@ def test_an_interrupted_deletion_has_forgotten_the_job_and_is_finished_later(
     assert [path.name for path in home.jobs.iterdir()] == ["tiny"]
 
 
-def test_a_job_that_was_deleted_and_made_anew_meanwhile_is_not_deleted_again(
+def test_a_job_that_was_deleted_and_created_again_meanwhile_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = Home(tmp_path)
@@ -216,7 +216,7 @@ def test_a_job_that_was_deleted_and_made_anew_meanwhile_is_not_deleted_again(
 
 
 def test_checkpoints_are_kept_on_another_file_system_too(tmp_path: Path) -> None:
-    other = Path("/dev/shm")  # what every Linux has
+    other = Path("/dev/shm")  # exists on every Linux
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no other file system")
     directory = Home(tmp_path).create(make_job(), tmp_path)
@@ -227,15 +227,15 @@ def test_checkpoints_are_kept_on_another_file_system_too(tmp_path: Path) -> None
     assert not directory.path.exists()
 
 
-def test_a_record_that_lacks_something_is_damaged(tmp_path: Path) -> None:
+def test_a_record_with_a_missing_field_is_damaged(tmp_path: Path) -> None:
     directory = Home(tmp_path).create(make_job(), tmp_path)
     (directory.path / "job.json").write_text('{"job_id": "x", "spec_directory": "/"}')
     with pytest.raises(HoldfastError, match=r"job\.json: is damaged \(no document\)"):
         directory.job()
 
 
-def test_a_directory_that_cannot_be_read_stops_nobody_but_who_asks_for_it(tmp_path: Path) -> None:
-    """A loop of links: root may read anything else."""
+def test_an_unreadable_directory_affects_only_its_own_job(tmp_path: Path) -> None:
+    """A loop of links, which root cannot read either."""
     home = Home(tmp_path)
     home.create(make_job(), tmp_path)
     (home.jobs / "other").symlink_to("other")
@@ -262,10 +262,10 @@ def there(place: Path) -> list[str]:
     return sorted(path.name for path in place.parent.iterdir())
 
 
-def test_a_copy_has_the_name_once_it_is_durable(
+def test_a_copy_gets_its_name_once_it_is_durable(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a kill at any moment leaves nothing that looks like the whole."""
+    """A kill at any moment leaves nothing that looks like a complete copy."""
     place, before = tmp_path / "kept", list[bool]()
     monkeypatch.setattr(os, "sync", lambda: before.append(place.exists()))
     copy_tree(source, place)
@@ -275,7 +275,7 @@ def test_a_copy_has_the_name_once_it_is_durable(
 
 
 @pytest.mark.parametrize("names", [[], ["mine"]])
-def test_a_directory_that_is_there_is_left_as_it_is(
+def test_copying_to_an_existing_directory_changes_nothing(
     tmp_path: Path, source: Path, names: list[str]
 ) -> None:
     place = tmp_path / "kept"

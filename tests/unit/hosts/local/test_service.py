@@ -1,4 +1,4 @@
-"""A whole controller over real sockets, with agents that train nothing."""
+"""A complete local controller over real sockets, with fake agents."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def journal(world: World) -> list[Any]:
 
 
 def without_clock(view: JobView) -> dict[str, Any]:
-    """What a replay must tell the same."""
+    """The part of a view that a replay must reproduce."""
     body: dict[str, Any] = msgspec.to_builtins(view)
     for name in ("now_ns", "metrics_port", "controller_alive"):
         del body[name]
     return body
 
 
-def test_a_job_runs_to_its_end_and_its_record_tells_it_all(tmp_path: Path) -> None:
+def test_a_job_runs_to_its_end_and_its_record_has_the_same_view(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -90,7 +90,7 @@ def test_a_killed_node_is_lost_at_once_and_replaced(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_a_closed_link_of_a_node_that_exists_is_no_loss(tmp_path: Path) -> None:
+def test_a_closed_connection_of_an_existing_node_is_not_a_loss(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -153,7 +153,7 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
     drive(scenario())
 
 
-def test_a_node_that_ends_while_there_is_no_controller_is_missed(tmp_path: Path) -> None:
+def test_a_node_that_ends_while_no_controller_runs_is_detected_as_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -170,7 +170,7 @@ def test_a_node_that_ends_while_there_is_no_controller_is_missed(tmp_path: Path)
 
 
 def test_every_action_ends_in_exactly_one_result(tmp_path: Path) -> None:
-    """Also those whose result a killed controller did not live to see."""
+    """Also an action whose result arrives after its controller was killed."""
 
     async def scenario() -> None:
         world = World(tmp_path, make_job())
@@ -223,7 +223,7 @@ def test_the_live_view_and_the_replayed_view_agree(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_what_people_ask_for_is_answered_and_done(tmp_path: Path) -> None:
+def test_requests_are_answered_and_carried_out(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -251,7 +251,7 @@ def test_what_people_ask_for_is_answered_and_done(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_a_rehearsal_is_written_down_before_it_happens(tmp_path: Path) -> None:
+def test_an_injected_fault_is_recorded_before_it_happens(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -266,7 +266,7 @@ def test_a_rehearsal_is_written_down_before_it_happens(tmp_path: Path) -> None:
         ]  # fmt: skip
         reply = await world.ask("chaos", kind="kill-worker", rank=2)
         assert reply.ok and reply.body["node"] == world.members()[1].name
-        await world.told(world.members()[1], wire.Chaos(kind="kill-worker", rank=2))
+        await world.wait_received(world.members()[1], wire.Chaos(kind="kill-worker", rank=2))
         world.members()[1].exit_worker(0)
         view = await world.running(generation=2)
         assert view.incidents[0].rehearsal
@@ -298,7 +298,7 @@ def test_a_watcher_sees_views_until_the_job_ends(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_requested(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -307,14 +307,14 @@ def test_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
         view = await world.until(lambda view: bool(view.checkpoints))
         assert view.checkpoints[0].step == 0 and view.commits == 1 and view.durable_s == 0.5
         for agent in world.members():
-            await world.told(agent, wire.Committed(generation=1, step=0))
+            await world.wait_received(agent, wire.Committed(generation=1, step=0))
         await world.finish()
 
     drive(scenario())
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_a_checkpoint_that_is_asked_for_is_staged_where_not_every_step_is(
+def test_a_requested_checkpoint_is_staged_also_if_not_every_step_is(
     tmp_path: Path, every: int
 ) -> None:
     async def scenario() -> None:
@@ -323,7 +323,7 @@ def test_a_checkpoint_that_is_asked_for_is_staged_where_not_every_step_is(
         await world.running()
         step = (await world.ask("checkpoint")).body["step"]
         for agent in world.members():
-            await world.told(agent, wire.Persist(action_id=0, generation=1, step=step))
+            await world.wait_received(agent, wire.Persist(action_id=0, generation=1, step=step))
             orders = [m for m in agent.received if isinstance(m, wire.Stage)]
             wanted = [] if every == 1 else [wire.Stage(action_id=0, generation=1, step=step)]
             assert orders == wanted
@@ -332,7 +332,7 @@ def test_a_checkpoint_that_is_asked_for_is_staged_where_not_every_step_is(
     drive(scenario())
 
 
-def test_strangers_are_refused(tmp_path: Path) -> None:
+def test_connections_without_valid_credentials_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -370,7 +370,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_a_node_that_dials_in_twice_keeps_its_newest_link(tmp_path: Path) -> None:
+def test_a_node_that_connects_twice_keeps_its_newest_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job())
         world.start()
@@ -386,7 +386,7 @@ def test_a_node_that_dials_in_twice_keeps_its_newest_link(tmp_path: Path) -> Non
             )
         )  # fmt: skip
         assert isinstance(await frames.receive(), wire.Welcome)
-        # The agent whose link was replaced comes back, and so replaces the stranger's.
+        # The agent whose connection was replaced connects again and replaces the other one.
         await world.back(agent, welcomes + 1)
         assert await frames.receive() is None
         view = world.service.view()
