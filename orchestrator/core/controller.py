@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import limits
 from ..api.v1alpha1 import job_from_mapping
+from . import actions as a
 from . import (
     checkpoints,
     completion,
@@ -24,47 +25,9 @@ from . import (
     recovery,
     requests,
 )
-from .actions import (
-    AnyAction,
-    CommitManifest,
-    DeleteCheckpoint,
-    LaunchGroup,
-    PersistStep,
-    Reason,
-    ReleaseNode,
-    RequestNodes,
-    StageStep,
-)
+from . import events as e
+from .actions import Reason
 from .context import StepContext
-from .events import (
-    ActionFailed,
-    ActionSucceeded,
-    ActionUnknown,
-    AdjustRequested,
-    AnyEvent,
-    CancelRequested,
-    CheckpointRefused,
-    ControllerStarted,
-    FaultInjected,
-    GroupStopped,
-    HangDetected,
-    HeartbeatReceived,
-    HeartbeatsLost,
-    HeartbeatsRestored,
-    JobSubmitted,
-    NodeJoined,
-    NodeLost,
-    PersistFailed,
-    PreemptionNoticed,
-    ResizeRequested,
-    ResumeRequested,
-    ShardPersisted,
-    StepCompleted,
-    StragglerDetected,
-    SuspendRequested,
-    Tick,
-    WorkerExited,
-)
 from .state import Cause, JobState, TimerName
 
 FINISH_RETRY_S = 5.0
@@ -80,7 +43,7 @@ class Controller:
     @property
     def state(self) -> JobState:
         """Read-only. AssertionError before JobSubmitted."""
-        assert self._state is not None, "the first event of a job is JobSubmitted"
+        assert self._state is not None, "the first event of a job is e.JobSubmitted"
         return self._state
 
     @property
@@ -95,12 +58,12 @@ class Controller:
         now_ns = self._state.now_ns
         return min((at for at in self._state.timers.values() if at > now_ns), default=None)
 
-    def step(self, now_ns: int, event: AnyEvent) -> tuple[AnyAction, ...]:
+    def step(self, now_ns: int, event: e.AnyEvent) -> tuple[a.AnyAction, ...]:
         """Apply one event. Same state, time and event: same actions. Raises AssertionError (broken
         invariant, illegal transition) only for bugs of Holdfast."""
-        if isinstance(event, HeartbeatReceived):
+        if isinstance(event, e.HeartbeatReceived):
             return ()
-        if isinstance(event, JobSubmitted):
+        if isinstance(event, e.JobSubmitted):
             assert self._state is None, "a job is submitted once"
             return self._submit(now_ns, event)
         state = self.state
@@ -115,7 +78,7 @@ class Controller:
         invariants.check(state)
         return tuple(ctx.actions)
 
-    def _submit(self, now_ns: int, event: JobSubmitted) -> tuple[AnyAction, ...]:
+    def _submit(self, now_ns: int, event: e.JobSubmitted) -> tuple[a.AnyAction, ...]:
         job = job_from_mapping(event.spec, "the journal")
         self._state = JobState(
             job,
@@ -131,21 +94,21 @@ class Controller:
         return tuple(ctx.actions)
 
 
-def _after_the_end(ctx: StepContext, event: AnyEvent) -> None:
+def _after_the_end(ctx: StepContext, event: e.AnyEvent) -> None:
     """Only FinishJob is still of interest."""
     state = ctx.state
     match event:
-        case ControllerStarted():
+        case e.ControllerStarted():
             state.incarnation = event.incarnation
             if state.finish_action is not None:
                 completion.retry_finish(ctx, "its result was lost")
-        case ActionSucceeded() if event.action_id == state.finish_action:
+        case e.ActionSucceeded() if event.action_id == state.finish_action:
             state.finish_action = None
             state.inflight.clear()
-        case ActionFailed() if event.action_id == state.finish_action:
+        case e.ActionFailed() if event.action_id == state.finish_action:
             ctx.note(f"finishing the job failed: {event.detail}; trying again")
             ctx.arm("finish", FINISH_RETRY_S)
-        case Tick() if ctx.due("finish"):
+        case e.Tick() if ctx.due("finish"):
             completion.retry_finish(ctx, "trying again")
         case _:
             pass
@@ -204,11 +167,11 @@ def _ignore(ctx: StepContext, event: Any) -> None:
     """The event decides nothing."""
 
 
-def _fault_injected(ctx: StepContext, event: FaultInjected) -> None:
+def _fault_injected(ctx: StepContext, event: e.FaultInjected) -> None:
     ctx.state.injected_faults[event.node] = ctx.now_ns
 
 
-def _joined(ctx: StepContext, event: NodeJoined) -> None:
+def _joined(ctx: StepContext, event: e.NodeJoined) -> None:
     broken = nodes.joined(ctx, event)
     if broken:
         reason = Reason("infrastructure", broken)
@@ -216,13 +179,13 @@ def _joined(ctx: StepContext, event: NodeJoined) -> None:
     launching.check_launched(ctx)
 
 
-def _lost(ctx: StepContext, event: NodeLost) -> None:
+def _lost(ctx: StepContext, event: e.NodeLost) -> None:
     cause = nodes.lost(ctx, event)
     if cause:
         recovery.member_lost(ctx, event.node, cause, event.detail or event.cause)
 
 
-def _exited(ctx: StepContext, event: WorkerExited) -> None:
+def _exited(ctx: StepContext, event: e.WorkerExited) -> None:
     current = ctx.state.generation
     if event.generation == current:
         recovery.worker_exited(ctx, event.node, event.exit)
@@ -233,7 +196,7 @@ def _exited(ctx: StepContext, event: WorkerExited) -> None:
         )
 
 
-def _stopped(ctx: StepContext, event: GroupStopped) -> None:
+def _stopped(ctx: StepContext, event: e.GroupStopped) -> None:
     state = ctx.state
     state.inflight.pop(event.action_id, None)
     if event.generation == state.generation and state.active:
@@ -243,7 +206,7 @@ def _stopped(ctx: StepContext, event: GroupStopped) -> None:
         nodes.stale_stopped(ctx, event)
 
 
-def _hang(ctx: StepContext, event: HangDetected) -> None:
+def _hang(ctx: StepContext, event: e.HangDetected) -> None:
     state = ctx.state
     if event.generation != state.generation or not state.active or state.stop is not None:
         return
@@ -252,62 +215,62 @@ def _hang(ctx: StepContext, event: HangDetected) -> None:
     recovery.interrupt(ctx, cause)
 
 
-def _straggler(ctx: StepContext, event: StragglerDetected) -> None:
+def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
     ctx.note(f"{event.node} is slow: {event.evidence}")
 
 
-def _succeeded(ctx: StepContext, event: ActionSucceeded) -> None:
+def _succeeded(ctx: StepContext, event: e.ActionSucceeded) -> None:
     action = ctx.state.inflight.pop(event.action_id, None)
     match action:
-        case LaunchGroup():
+        case a.LaunchGroup():
             launching.launched(ctx, action)
-        case RequestNodes():
+        case a.RequestNodes():
             provisioning.request_granted(ctx, action, event)
-        case CommitManifest():
+        case a.CommitManifest():
             checkpoints.commit_succeeded(ctx, action)
-        case DeleteCheckpoint():
+        case a.DeleteCheckpoint():
             checkpoints.deleted(ctx, action)
-        case StageStep():
+        case a.StageStep():
             quiesce.answered(ctx, action)
         case _:
             pass
 
 
-def _failed(ctx: StepContext, event: ActionFailed) -> None:
+def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
     state = ctx.state
     action = state.inflight.pop(event.action_id, None)
     match action:
-        case LaunchGroup() if state.launching.get(action.node) == action.action_id:
+        case a.LaunchGroup() if state.launching.get(action.node) == action.action_id:
             _launch_failed(ctx, action.node, event.detail or "no detail given")
-        case RequestNodes():
+        case a.RequestNodes():
             provisioning.request_failed(ctx, action, event.detail)
-        case ReleaseNode():
+        case a.ReleaseNode():
             provisioning.release_failed(ctx, action, event.detail)
-        case CommitManifest():
+        case a.CommitManifest():
             checkpoints.commit_failed(ctx, action, event.detail)
-        case DeleteCheckpoint():
+        case a.DeleteCheckpoint():
             ctx.note(f"step {action.step} was not deleted: {event.detail}")
             checkpoints.deleted(ctx, action)
-        case StageStep():
+        case a.StageStep():
             quiesce.answered(ctx, action, event.detail)
-        case PersistStep() if state.drain is not None:
+        case a.PersistStep() if state.drain is not None:
             ctx.note(f"{action.node} could not be asked for step {action.step}: {event.detail}")
             ctx.arm("drain", drain.RETRY_S)
         case _:
             pass
 
 
-def _unknown(ctx: StepContext, event: ActionUnknown) -> None:
+def _unknown(ctx: StepContext, event: e.ActionUnknown) -> None:
     """The connection broke before the result came. Launches and stops are sent again when their
     node reconnects (nodes.joined); the rest is idempotent and is repeated."""
     action = ctx.state.inflight.get(event.action_id)
     if isinstance(
-        action, ReleaseNode | CommitManifest | DeleteCheckpoint | StageStep | PersistStep
+        action, a.ReleaseNode | a.CommitManifest | a.DeleteCheckpoint | a.StageStep | a.PersistStep
     ):
-        _failed(ctx, ActionFailed(action_id=event.action_id, detail="result unknown"))
+        _failed(ctx, e.ActionFailed(action_id=event.action_id, detail="result unknown"))
     elif action is not None:
         ctx.state.inflight.pop(event.action_id)
-        if isinstance(action, RequestNodes):
+        if isinstance(action, a.RequestNodes):
             provisioning.request_unknown(ctx)
 
 
@@ -316,13 +279,13 @@ def _launch_failed(ctx: StepContext, node: str, detail: str) -> None:
     recovery.interrupt(ctx, Cause("failure", reason, launch_failure=(node, detail)))
 
 
-def _refused(ctx: StepContext, event: CheckpointRefused) -> None:
+def _refused(ctx: StepContext, event: e.CheckpointRefused) -> None:
     if checkpoints.refused(ctx, event):
         reason = Reason("checkpoint", event.detail)
         recovery.interrupt(ctx, Cause("failure", reason, refused=event.detail))
 
 
-def _started(ctx: StepContext, event: ControllerStarted) -> None:
+def _started(ctx: StepContext, event: e.ControllerStarted) -> None:
     state = ctx.state
     first = state.incarnation == 0 and event.incarnation <= 1
     state.incarnation = event.incarnation
@@ -356,7 +319,7 @@ def _stop_expired(ctx: StepContext) -> None:
     stop = ctx.state.stop
     for name in list(stop.waiting) if stop is not None else ():
         detail = f"did not stop its workers in {limits.STOP_TIMEOUT_S:g} s"
-        _lost(ctx, NodeLost(node=name, cause="no-stop", detail=detail))
+        _lost(ctx, e.NodeLost(node=name, cause="no-stop", detail=detail))
 
 
 def _launch_expired(ctx: StepContext) -> None:
@@ -387,27 +350,27 @@ _TIMERS: tuple[tuple[TimerName, Callable[[StepContext], None]], ...] = (
 )
 
 _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
-    ResizeRequested: requests.resize,
-    AdjustRequested: requests.adjust,
-    SuspendRequested: requests.suspend,
-    ResumeRequested: requests.resume,
-    CancelRequested: requests.cancel,
-    FaultInjected: _fault_injected,
-    NodeJoined: _joined,
-    NodeLost: _lost,
-    PreemptionNoticed: nodes.preemption_noticed,
-    WorkerExited: _exited,
-    StepCompleted: launching.step_completed,
-    HangDetected: _hang,
-    StragglerDetected: _straggler,
-    HeartbeatsLost: recovery.heartbeats_lost,
-    HeartbeatsRestored: recovery.heartbeats_restored,
-    ActionSucceeded: _succeeded,
-    ActionFailed: _failed,
-    ActionUnknown: _unknown,
-    GroupStopped: _stopped,
-    ShardPersisted: checkpoints.shard_persisted,
-    PersistFailed: drain.persist_failed,
-    CheckpointRefused: _refused,
-    ControllerStarted: _started,
+    e.ResizeRequested: requests.resize,
+    e.AdjustRequested: requests.adjust,
+    e.SuspendRequested: requests.suspend,
+    e.ResumeRequested: requests.resume,
+    e.CancelRequested: requests.cancel,
+    e.FaultInjected: _fault_injected,
+    e.NodeJoined: _joined,
+    e.NodeLost: _lost,
+    e.PreemptionNoticed: nodes.preemption_noticed,
+    e.WorkerExited: _exited,
+    e.StepCompleted: launching.step_completed,
+    e.HangDetected: _hang,
+    e.StragglerDetected: _straggler,
+    e.HeartbeatsLost: recovery.heartbeats_lost,
+    e.HeartbeatsRestored: recovery.heartbeats_restored,
+    e.ActionSucceeded: _succeeded,
+    e.ActionFailed: _failed,
+    e.ActionUnknown: _unknown,
+    e.GroupStopped: _stopped,
+    e.ShardPersisted: checkpoints.shard_persisted,
+    e.PersistFailed: drain.persist_failed,
+    e.CheckpointRefused: _refused,
+    e.ControllerStarted: _started,
 }

@@ -1,6 +1,5 @@
-"""Who is to blame: facts of one interruption -> class, culprit, evidence, by a first-match table.
-
-Owns: the table. Pure functions over plain values. Must not: decide what is done about it.
+"""Failure attribution: the facts of one interruption give its class, culprit and evidence, by a
+first-match table. Pure functions over plain values; recovery.py decides what follows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SIGNALS = {
 # A process raises these on itself when its native code breaks; the others come from outside.
 CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
 TAKEN_AWAY_SIGNALS = (9, 15)
-# What a worker sees when a peer has gone: consequences, even when its bootstrap did not say so.
+# What a worker sees when a peer is gone: secondary failures, even if it did not mark them so.
 NETWORK_TYPES = (
     "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError",
     "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
@@ -32,11 +31,11 @@ DEVICE_WORDS = (
     "device-side", "xid", "unhandled system error", "fell off the bus",
 )  # fmt: skip
 MISSING_DEVICE_TYPES = ("DeviceMissing",)
-"""A GPU that the node was to have is not there, and a restart brings none back."""
+"""The node lacks a GPU that it should have, and a restart does not bring it back."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
 HOPELESS_TYPES = ("OtherModel",)
-"""What no restart can change, not even once."""
+"""Errors that even one restart does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +43,18 @@ class FailureEvidence:
     """What is known of one interruption."""
 
     exits: tuple[tuple[str, Exit], ...] = ()
-    """(node, how it ended), in the order of the news."""
+    """(node, how it ended), in the order of the events."""
     lost: tuple[tuple[str, str, str], ...] = ()
-    """(node, cause, detail), in the order of the news."""
+    """(node, cause, detail), in the order of the events."""
     lost_first: bool = False
     hang: tuple[tuple[int, ...], str] | None = None
     """(suspects, the likeliest first; evidence)."""
     launch_failure: tuple[str, str] | None = None
     """(node, detail)."""
     refused: str = ""
-    """What a reader found wrong with the checkpoint that this generation started from."""
+    """What is wrong with the checkpoint that this generation started from."""
     leaving: tuple[tuple[str, str], ...] = ()
-    """(node, why) of nodes that were announced to be taken away."""
+    """(node, reason) of nodes with a preemption notice."""
     node_of: Callable[[int], str] = lambda rank: ""
     world_size: int = 0
 
@@ -74,7 +73,7 @@ class Failure:
 
 
 def is_secondary(exit: Exit) -> bool:
-    """The error is a consequence of a peer or the network having gone away."""
+    """The error is a consequence of the loss of a peer or of the network."""
     if exit.secondary:
         return True
     text = exit.error_message.lower()
@@ -82,7 +81,7 @@ def is_secondary(exit: Exit) -> bool:
 
 
 def is_failure(exit: Exit) -> bool:
-    """It ended, not by our hand, other than with exit code 0."""
+    """It ended other than with exit code 0, and Holdfast did not stop it."""
     return not exit.by_us and (exit.signal is not None or exit.code != 0)
 
 
@@ -93,7 +92,7 @@ def last_frame(traceback: str) -> str:
 
 
 def signature(exit: Exit) -> tuple[str, str, str, int]:
-    """Two failures with the same one are the same mistake at the same place."""
+    """Failures with the same signature are the same error at the same place."""
     return (exit.error_type, exit.error_message, last_frame(exit.traceback), exit.step)
 
 
@@ -112,8 +111,7 @@ def _where(exit: Exit, node: str) -> str:
 
 
 def when(exit: Exit) -> str:
-    """At which point of its work it ended."""
-    # A script may be at any step without ever saying so.
+    """At which point of its work it ended. A script need not report steps."""
     return f"after step {exit.step}" if exit.step >= 0 else "before it reported a step"
 
 
@@ -149,7 +147,7 @@ def _preempted(facts: FailureEvidence) -> Failure | None:
             return Failure("preemption", "preempted", f"{node} was preempted", detail, node)
     announced = dict(facts.leaving)
     for node, exit in facts.exits:
-        # Whoever takes a machine away ends what runs on it.
+        # The platform kills what runs on a machine that it takes back.
         if node in announced and is_failure(exit) and exit.signal in TAKEN_AWAY_SIGNALS:
             evidence = f"{announced[node]}; worker {exit.rank} got {_signal(exit)} {when(exit)}"
             return Failure(
@@ -159,7 +157,7 @@ def _preempted(facts: FailureEvidence) -> Failure | None:
 
 
 def _left_early(facts: FailureEvidence) -> Failure | None:
-    """Some ended in good order while the others went on until they hung or lost them."""
+    """Some workers ended with exit code 0 while others went on until they hung or failed."""
     early = [(n, e) for n, e in facts.exits if e.code == 0 and not e.by_us]
     primary = _first(facts, lambda e: not is_secondary(e))
     if not early or primary or facts.lost or len(early) == facts.world_size:
@@ -300,8 +298,8 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("network", _network),
     ("unknown", _unknown),
 )  # fmt: skip
-"""First match wins. Causes stand above consequences: a signal from outside or an exception of its
-own explains its peers' network errors, a lost node explains everything that follows it."""
+"""The first match wins. Causes stand above consequences: a signal from outside or an exception of a
+worker explains its peers' network errors, a lost node explains everything that follows it."""
 
 
 def attribute(facts: FailureEvidence) -> Failure:

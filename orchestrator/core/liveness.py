@@ -1,12 +1,10 @@
-"""Who was heard when, and when silence means that a node is lost.
+"""Failure detector: which nodes have sent a heartbeat when, and which are lost.
 
-Owns: these times and that judgement. Must not: change the controller's state, or read a clock.
-
-A silent node is lost after `heartbeatTimeoutSeconds`, if others were heard meanwhile. If nobody
-was, the likelier reason is on our side: a machine that starves us or all agents, or our own link.
-Then nobody is given up until somebody is heard again, who shows that ears and machine work; the
-others have half a timeout more to speak up. After ALL_SILENT_FACTOR timeouts silence is believed,
-however common it is: if truly everybody was lost, that is what the doubt has cost.
+A node without heartbeats is lost after `heartbeatTimeoutSeconds`, if other nodes sent some
+meanwhile. If no node did, the controller is probably the problem: its machine is overloaded, or its
+network is down. Then no node is declared lost until one sends a heartbeat again; the others get
+half a heartbeat timeout more. After ALL_SILENT_FACTOR timeouts all nodes are declared lost; if they
+really were, the wait has cost that time.
 """
 
 from __future__ import annotations
@@ -19,40 +17,41 @@ from .context import SECOND_NS, seconds
 from .events import AnyEvent, HeartbeatsLost, HeartbeatsRestored, NodeLost
 
 BEATS_TO_DOUBT = 1.5
-"""Beats missed by everybody at least, before that is a silence of everybody."""
+"""Heartbeat intervals without any heartbeat before the controller suspects itself, at least."""
 
 
 class FailureDetector:
-    """Of the nodes of one job, as its controller hears them."""
+    """Of the nodes of one job. Times are arguments."""
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}
-        """Watched nodes -> when they were heard of last."""
+        """Watched nodes -> when their last message was observed."""
         self._arrived: dict[str, int] = {}
-        """News that is there and was not observed yet."""
+        """When a message came that may wait to be observed."""
         self._any_ns = 0
-        """When anybody was heard of last."""
+        """When the last message of any node came."""
         self.ended_ns = 0
-        """When the last silence of everybody ended."""
-        self._told_ns: int | None = None
-        """Beginning of the silence that was told of."""
+        """When the last time without any heartbeat ended."""
+        self._lost_since_ns: int | None = None
+        """When the time without any heartbeat began that was reported."""
 
     # -- in -----------------------------------------------------------------------------------
     def begin(self, now_ns: int) -> None:
-        """A new controller: it watches a node from the first word that it hears of it."""
-        self._heard, self._told_ns, self.ended_ns = {}, None, 0
+        """A new controller: it watches a node from the first message on."""
+        self._heard, self._lost_since_ns, self.ended_ns = {}, None, 0
         self._any_ns = max(self._any_ns, now_ns)
 
-    def forgive(self, now_ns: int) -> None:
-        """Beats are due at other times from now on: what is old by them was not late."""
+    def reset(self, now_ns: int) -> None:
+        """The heartbeat interval has changed: no heartbeat is late by the new one yet."""
         self._heard = dict.fromkeys(self._heard, now_ns)
 
     def arrived(self, now_ns: int, node: str, recovery: Recovery) -> None:
-        """Something has come that will be observed in its ctx: its node is not silent."""
+        """A message of the node waits to be observed."""
         self._arrived[node] = now_ns
         self._hear(now_ns, recovery)
 
     def heard(self, now_ns: int, node: str, recovery: Recovery) -> None:
+        """A message of the node is observed."""
         self._heard[node] = now_ns
         self._hear(now_ns, recovery)
 
@@ -62,36 +61,37 @@ class FailureDetector:
         self._any_ns = max(self._any_ns, now_ns)
 
     # -- out ----------------------------------------------------------------------------------
-    def last(self, node: str) -> int:
-        """When something of it was observed last; 0: it is not watched."""
+    def last_ns(self, node: str) -> int:
+        """When the node's last message was observed; 0: it is not watched."""
         return self._heard.get(node, 0)
 
     def next_ns(self, nodes: Iterable[str], recovery: Recovery) -> int | None:
-        """When to judge again, if nothing is heard until then."""
+        """When to judge again, if no message comes until then."""
         watched = [node for node in nodes if node in self._heard]
         due = [self._lost_ns(node, recovery) for node in watched]
-        if watched and self._told_ns is None:
-            due.append(self._tell_ns(watched, recovery))
+        if watched and self._lost_since_ns is None:
+            due.append(self._all_lost_ns(watched, recovery))
         return min(due, default=None)
 
     def judge(self, now_ns: int, nodes: Iterable[str], recovery: Recovery) -> list[AnyEvent]:
-        """The verdicts of this moment; each is given once."""
+        """The events of this moment; each is returned once."""
         known = dict.fromkeys(nodes)
         self._heard = {node: at for node, at in self._heard.items() if node in known}
         self._arrived = {node: at for node, at in self._arrived.items() if node in known}
         out: list[AnyEvent] = []
-        if self._told_ns is not None and self._any_ns > self._told_ns:
-            out.append(HeartbeatsRestored(seconds=(self.ended_ns - self._told_ns) / SECOND_NS))
-            self._told_ns = None
+        if self._lost_since_ns is not None and self._any_ns > self._lost_since_ns:
+            quiet_s = (self.ended_ns - self._lost_since_ns) / SECOND_NS
+            out.append(HeartbeatsRestored(seconds=quiet_s))
+            self._lost_since_ns = None
         for node in list(self._heard):
             if now_ns >= self._lost_ns(node, recovery):
                 detail = _why(now_ns - self._at(node), recovery.heartbeat_timeout_s)
                 del self._heard[node]
                 out.append(NodeLost(node=node, cause="silent", detail=detail))
         if not self._heard:
-            self._told_ns = None
-        elif self._told_ns is None and now_ns >= self._tell_ns(self._heard, recovery):
-            self._told_ns = self._any_ns
+            self._lost_since_ns = None
+        elif self._lost_since_ns is None and now_ns >= self._all_lost_ns(self._heard, recovery):
+            self._lost_since_ns = self._any_ns
             quiet_s = (now_ns - self._any_ns) / SECOND_NS
             patience_s = limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s
             out.append(
@@ -99,8 +99,8 @@ class FailureDetector:
             )
         return out
 
-    def _tell_ns(self, watched: Iterable[str], recovery: Recovery) -> int:
-        """When somebody would be lost by now, had anybody been heard."""
+    def _all_lost_ns(self, watched: Iterable[str], recovery: Recovery) -> int:
+        """When the first node would be lost if others sent heartbeats."""
         first = min(self._at(node) for node in watched)
         at = first + seconds(recovery.heartbeat_timeout_s)
         return max(at, self._any_ns + _doubt_ns(recovery))
@@ -109,7 +109,7 @@ class FailureDetector:
         return max(self._heard[node], self._arrived.get(node, 0))
 
     def _lost_ns(self, node: str, recovery: Recovery) -> int:
-        """When it is lost, if nobody says anything until then."""
+        """When the node is lost, if no message of any node comes until then."""
         at, doubt = self._at(node), _doubt_ns(recovery)
         latest = at + seconds(limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s)
         due = at + seconds(recovery.heartbeat_timeout_s)
@@ -121,14 +121,12 @@ class FailureDetector:
 def _why(quiet_ns: int, limit_s: float) -> str:
     text = f"no heartbeat for {quiet_ns / SECOND_NS:.1f} s; the limit is {limit_s:g} s"
     longest_s = limits.ALL_SILENT_FACTOR * limit_s
-    return (
-        f"{text}, {longest_s:g} s when no node is heard of"
-        if quiet_ns >= seconds(longest_s)
-        else text
-    )
+    if quiet_ns < seconds(longest_s):
+        return text
+    return f"{text}, {longest_s:g} s when no node sends heartbeats"
 
 
 def _doubt_ns(recovery: Recovery) -> int:
-    """Silence of everybody for so long is more than chance."""
+    """For so long all nodes are never silent by chance."""
     beats_s = BEATS_TO_DOUBT * recovery.heartbeat_interval_s
     return seconds(max(recovery.heartbeat_timeout_s / 2, beats_s))

@@ -219,8 +219,8 @@ def why_no_wait(ctx: StepContext) -> str:
 
 def _start_times(state: JobState) -> list[int]:
     """How long nodes take to start, in nanoseconds."""
-    told = state.expected_start_ns
-    return state.start_durations_ns if told is None else [told]
+    expected = state.expected_start_ns
+    return state.start_durations_ns if expected is None else [expected]
 
 
 # -- releasing --------------------------------------------------------------------------------

@@ -157,10 +157,10 @@ def member_lost(ctx: StepContext, node: str, cause: str, detail: str) -> None:
 
 
 def heartbeats_lost(ctx: StepContext, event: HeartbeatsLost) -> None:
-    """No action: the cause is probably on the controller's side. The reason of the job says so."""
+    """Only shown as the job's reason: the cause is probably on the controller's side."""
     whom = f"any of {event.nodes} nodes" if event.nodes != 1 else "the only node"
     then = "they are" if event.nodes != 1 else "it is"
-    _tell(
+    _show(
         ctx,
         f"no heartbeat from {whom} for {event.seconds:.1f} s: this machine may be overloaded or "
         f"disconnected; {then} declared lost after {event.patience_s:g} s",
@@ -168,10 +168,10 @@ def heartbeats_lost(ctx: StepContext, event: HeartbeatsLost) -> None:
 
 
 def heartbeats_restored(ctx: StepContext, event: HeartbeatsRestored) -> None:
-    _tell(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
+    _show(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
 
 
-def _tell(ctx: StepContext, text: str) -> None:
+def _show(ctx: StepContext, text: str) -> None:
     ctx.note(text)
     if ctx.state.phase == "running":
         ctx.move("running", ctx.state.reason.code, text)

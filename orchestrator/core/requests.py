@@ -155,8 +155,10 @@ def _replace_leaving_nodes(
         names = ", ".join(node.name for node in leaving)
         why = leaving[0].leave_reason
         text = f"{names} will be preempted ({why}); {possible} nodes are usable"
-        told = tuple((node.name, node.leave_reason) for node in leaving)
-        recovery.interrupt(ctx, Cause("preemption", Reason("preemption", text), leaving=told))
+        nodes_leaving = tuple((node.name, node.leave_reason) for node in leaving)
+        recovery.interrupt(
+            ctx, Cause("preemption", Reason("preemption", text), leaving=nodes_leaving)
+        )
 
 
 def _patience_s(ctx: StepContext, leaving: list[NodeRecord]) -> float:

@@ -31,7 +31,7 @@ TimerName = Literal[
     "stop", "stage", "persist", "drain", "commit", "request", "expect", "release", "rejoin",
     "deadline", "finish",
 ]  # fmt: skip
-# Timers by what they belong to; whoever ends that disarms its timers.
+# Timers by what they belong to; code that ends it disarms its timers.
 PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity")
 """Waiting for nodes before a launch."""
 PLANNED: tuple[TimerName, ...] = ("grow", "preempt")
@@ -78,7 +78,7 @@ class NodeRecord(Struct):
     leave_reason: str = field(default="", name="leaving")
     """What its preemption notices said."""
     leaves_ns: int | None = None
-    """When it leaves, if a notice said so."""
+    """When it leaves, if a notice had the time."""
 
 
 class Quiesce(Struct):

@@ -48,7 +48,7 @@ def test_the_view_of_a_compacted_journal_is_that_of_all_events(tmp_path: Path) -
     assert directory.journal.stat().st_size < 10_000
     view = read_view(directory)
     whole = replay(job_from_mapping(transcript.document), transcript.journal)
-    expected = whole.view(transcript.now, live=False, checkpoint_path=view.checkpoint_path)
+    expected = whole.view(transcript.now_ns, live=False, checkpoint_path=view.checkpoint_path)
     assert view.num_incidents == 7 and view.incidents == expected.incidents
     assert (view.ledger, view.recovery, view.incident_counts) == (
         expected.ledger, expected.recovery, expected.incident_counts,

@@ -1,7 +1,7 @@
-"""A transcript of one job: facts go in at chosen times, actions are read off.
+"""A transcript of one job: a test applies events at chosen times and checks the actions.
 
-Owns: builders of facts and the bookkeeping of one `Controller`. It is not a world: nothing happens
-that a test does not say. Every step is journaled, and `replayed()` feeds a second controller.
+Nothing happens that the test does not apply. Every event is recorded, and `replayed()` gives them
+to a second controller. After each event `check_timers` compares the timers with the state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.orchestrator.core.events import (
     Tick,
     WorkerExited,
 )
-from holdfast.orchestrator.core.state import JobState
+from holdfast.orchestrator.core.state import JobState, TimerName
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard
 from holdfast.orchestrator.protocol.manifest import shard_file_name
 
@@ -74,27 +74,28 @@ def facts(name: str, workers: int = 2, **more: Any) -> NodeFacts:
 class Transcript:
     document: dict[str, Any] = field(default_factory=spec)
     controller: Controller = field(default_factory=Controller)
-    now: int = 1_000 * SECOND
+    now_ns: int = 1_000 * SECOND
     journal: list[tuple[int, AnyEvent]] = field(default_factory=list)
     actions: list[AnyAction] = field(default_factory=list)
-    """Everything decided so far."""
+    """All actions decided so far."""
     fresh: list[AnyAction] = field(default_factory=list)
-    """Decided by the last fact."""
+    """Actions decided by the last event."""
     ports: int = 40_000
 
     @property
     def state(self) -> JobState:
         return self.controller.state
 
-    # -- facts in -----------------------------------------------------------------------------
-    def tell(self, event: AnyEvent) -> list[AnyAction]:
-        self.journal.append((self.now, event))
-        self.fresh = list(self.controller.step(self.now, event))
+    # -- events -------------------------------------------------------------------------------
+    def apply(self, event: AnyEvent) -> list[AnyAction]:
+        self.journal.append((self.now_ns, event))
+        self.fresh = list(self.controller.step(self.now_ns, event))
+        check_timers(self.state)
         self.actions += self.fresh
         return self.fresh
 
     def submit(self) -> list[AnyAction]:
-        return self.tell(JobSubmitted(job_id="job-1", spec=self.document, spec_directory="."))
+        return self.apply(JobSubmitted(job_id="job-1", spec=self.document, spec_directory="."))
 
     def join(self, *names: str, **more: Any) -> list[AnyAction]:
         workers = self.state.job.spec.workers_per_node
@@ -102,17 +103,17 @@ class Transcript:
         for name in names:
             self.ports += 1
             known = more.pop("facts", None) or facts(name, workers)
-            seen += self.tell(NodeJoined(node=name, facts=known, offered_port=self.ports, **more))
+            seen += self.apply(NodeJoined(node=name, facts=known, offered_port=self.ports, **more))
         self.fresh = seen
         return seen
 
     def wait(self, seconds: float) -> list[AnyAction]:
-        """Time passes; every deadline on the way is a Tick."""
-        until, seen = self.now + round(seconds * SECOND), []
+        """Time passes; every timer that becomes due is a Tick."""
+        until, seen = self.now_ns + round(seconds * SECOND), []
         while (due := self.controller.next_deadline_ns()) is not None and due <= until:
-            self.now = max(self.now, due)
-            seen += self.tell(Tick())
-        self.now = until
+            self.now_ns = max(self.now_ns, due)
+            seen += self.apply(Tick())
+        self.now_ns = until
         self.fresh = seen
         return seen
 
@@ -121,39 +122,39 @@ class Transcript:
         seen: list[AnyAction] = []
         for action in list(self.state.inflight.values()):
             if isinstance(action, kinds):
-                seen += self.tell(ActionSucceeded(action_id=action.action_id))
+                seen += self.apply(ActionSucceeded(action_id=action.action_id))
         self.fresh = seen
         return seen
 
     def fail(self, action: Action, detail: str = "no room") -> list[AnyAction]:
-        return self.tell(ActionFailed(action_id=action.action_id, detail=detail))
+        return self.apply(ActionFailed(action_id=action.action_id, detail=detail))
 
     def step(self, number: int, generation: int | None = None) -> list[AnyAction]:
         chosen = self.state.generation if generation is None else generation
-        return self.tell(StepCompleted(generation=chosen, step=number, step_s=0.4))
+        return self.apply(StepCompleted(generation=chosen, step=number, step_s=0.4))
 
     def exits(self, rank: int, **how: Any) -> list[AnyAction]:
         node = self.state.node_of(rank)
         how = how or {"code": 0}
         generation = how.pop("generation", self.state.generation)
-        return self.tell(
+        return self.apply(
             WorkerExited(node=node, generation=generation, exit=Exit(rank=rank, **how))
         )
 
     def lose(self, node: str, cause: Any = "gone", detail: str = "") -> list[AnyAction]:
-        return self.tell(NodeLost(node=node, cause=cause, detail=detail))
+        return self.apply(NodeLost(node=node, cause=cause, detail=detail))
 
     def stopped(
         self, node: str, step: int | None = None, exits: tuple[Exit, ...] = (), **more: Any
     ) -> list[AnyAction]:
-        """A member has stopped; its memory holds `step` (and the one before) of all its shards."""
+        """A member has stopped; its memory holds all its shards of `step` and of the one before."""
         stop = self.state.stop
         assert stop is not None and node in stop.waiting, f"{node} was not asked to stop"
         staged = more.pop("staged", None)
         if staged is None:
             staged = self.inventory(node, step) if step is not None else ()
         self.ports += 1
-        return self.tell(
+        return self.apply(
             GroupStopped(
                 action_id=stop.waiting[node],
                 node=node,
@@ -191,7 +192,7 @@ class Transcript:
         num_shards = more.pop("num_shards", mesh.num_shards)
         name = shard_file_name(shard, num_shards)
         file = ShardFile(step, generation, shard, num_shards, name, 100, "c0ffee")
-        return self.tell(ShardPersisted(node="n", generation=generation, shard=file))
+        return self.apply(ShardPersisted(node="n", generation=generation, shard=file))
 
     def commit(self, step: int) -> list[AnyAction]:
         """All shards of a step become durable, then its manifest."""
@@ -212,9 +213,9 @@ class Transcript:
             self.step(step)
         return self
 
-    # -- what was decided ---------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------
     def of(self, kind: type[A]) -> list[A]:
-        """Fresh actions of a kind."""
+        """Actions of this kind that the last event decided."""
         return [action for action in self.fresh if isinstance(action, kind)]
 
     def one(self, kind: type[A]) -> A:
@@ -230,6 +231,36 @@ class Transcript:
         for now_ns, event in self.journal:
             again.step(now_ns, event)
         return again
+
+
+def check_timers(state: JobState) -> None:
+    """A timer runs only while what it belongs to lasts."""
+    running = state.active and state.stop is None
+    waits = not state.terminal and state.phase != "suspended"
+    last_write = state.drain is not None and state.drain.kind != "at-risk"
+    allowed: dict[TimerName, bool] = {
+        "gather": state.needs_placement,
+        "replacement": waits,
+        "capacity": state.needs_placement,
+        "grow": running,
+        "preempt": running,
+        "launch": running and bool(state.launching),
+        "launch-again": running and bool(state.launching),
+        "cadence": running,
+        "stop": state.stop is not None,
+        "stage": running,
+        "persist": last_write,
+        "drain": state.drain is not None,
+        "commit": not state.terminal,
+        "request": not state.terminal,
+        "expect": not state.terminal,
+        "release": bool(state.release_pending),
+        "rejoin": waits and not all(node.confirmed for node in state.nodes.values()),
+        "deadline": waits and state.intent != "deadline",
+        "finish": state.terminal and state.finish_action is not None,
+    }
+    stale = [name for name in state.timers if not allowed[name]]
+    assert not stale, f"timers {stale} run in phase {state.phase}: {state.reason.text}"
 
 
 def stack(rank: int, in_collective: bool = False) -> Stack:

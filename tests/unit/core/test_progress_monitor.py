@@ -1,9 +1,11 @@
-"""The monitor: silence, hangs, progress."""
+"""The progress monitor: steps, hangs, stragglers and lost nodes, also of big jobs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     AnyEvent,
     ControllerStarted,
@@ -16,27 +18,27 @@ from holdfast.orchestrator.core.events import (
     Tick,
     WorkerExited,
 )
-from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
+from holdfast.orchestrator.core.progress_monitor import BIG_JOB_RANKS, ProgressMonitor
 from holdfast.orchestrator.protocol.facts import Exit, WorkerBeat
 
 from .harness import SECOND, Transcript, facts, spec
 
 
 class Watch:
-    """A job of four ranks on two nodes that trains, with beats as a test says."""
+    """A job of four ranks on two nodes; a test sends the heartbeats."""
 
     def __init__(self, **document: Any) -> None:
-        self.story = Transcript(spec(**document)).started(step=None)
-        self.monitor = ProgressMonitor(self.story.state.job, self.story.controller)
+        self.job = Transcript(spec(**document)).started(step=None)
+        self.monitor = ProgressMonitor(self.job.state.job, self.job.controller)
         self.verdicts: list[AnyEvent] = []
         for node in ("a", "b"):
             self.give(NodeJoined(node=node, facts=facts(node), generation=1))
 
     def give(self, event: AnyEvent) -> list[AnyEvent]:
-        found = list(self.monitor.observe(self.story.now, event))
+        found = list(self.monitor.observe(self.job.now_ns, event))
         self.verdicts += found
         for verdict in found:
-            self.story.tell(verdict)
+            self.job.apply(verdict)
         return found
 
     def beat(self, step: int, *, node: str = "", **more: Any) -> list[AnyEvent]:
@@ -58,22 +60,22 @@ class Watch:
 
     def train(self, steps: int, first: int = 0) -> None:
         for step in range(first, first + steps):
-            self.story.now += SECOND // 2
+            self.job.now_ns += SECOND // 2
             self.beat(step)
 
     def quiet(self, seconds: float, **more: Any) -> None:
-        """Beats go on, steps do not. Stops at the first hang."""
-        until = self.story.now + round(seconds * SECOND)
-        last, since = more.pop("step"), self.story.now
-        while self.story.now < until and not self.hangs:
+        """Heartbeats without steps, until the first hang."""
+        until = self.job.now_ns + round(seconds * SECOND)
+        last, since = more.pop("step"), self.job.now_ns
+        while self.job.now_ns < until and not self.hangs:
             due = self.monitor.next_deadline_ns()
-            beat_at = self.story.now + SECOND // 2
+            beat_at = self.job.now_ns + SECOND // 2
             if due is not None and due < beat_at:
-                self.story.now = due
+                self.job.now_ns = due
                 self.give(Tick())
                 continue
-            self.story.now = beat_at
-            self.beat(last, quiet_s=(self.story.now - since) / SECOND, **more)
+            self.job.now_ns = beat_at
+            self.beat(last, quiet_s=(self.job.now_ns - since) / SECOND, **more)
 
     @property
     def hangs(self) -> list[HangDetected]:
@@ -84,22 +86,22 @@ class Watch:
         return [v.step for v in self.verdicts if isinstance(v, StepCompleted)]
 
 
-def test_the_first_step_of_all_ranks_is_told_at_once() -> None:
+def test_the_first_step_of_all_ranks_is_reported_at_once() -> None:
     watch = Watch()
     assert not watch.beat(0, node="a"), "half of the ranks"
-    (told,) = watch.beat(0, node="b")
-    assert isinstance(told, StepCompleted)
-    assert (told.step, told.generation, told.loss) == (0, 1, 1.5)
-    assert watch.story.state.phase == "running"
+    (reported,) = watch.beat(0, node="b")
+    assert isinstance(reported, StepCompleted)
+    assert (reported.step, reported.generation, reported.loss) == (0, 1, 1.5)
+    assert watch.job.state.phase == "running"
 
 
-def test_later_steps_are_told_about_once_a_second() -> None:
+def test_later_steps_are_reported_about_once_a_second() -> None:
     watch = Watch()
     watch.train(10)
     assert watch.steps == [0, 2, 4, 6, 8]
 
 
-def test_a_step_that_was_not_told_is_told_when_the_generation_breaks() -> None:
+def test_an_unreported_step_is_reported_when_a_worker_exits() -> None:
     watch = Watch()
     watch.train(4)
     watch.give(WorkerExited(node="a", generation=1, exit=Exit(rank=0, signal=9)))
@@ -109,24 +111,24 @@ def test_a_step_that_was_not_told_is_told_when_the_generation_breaks() -> None:
 def test_a_silent_node_is_lost_after_the_timeout_and_not_before() -> None:
     watch = Watch()
     watch.train(3)
-    began = watch.story.now
+    began = watch.job.now_ns
     for _ in range(5):
-        watch.story.now += SECOND // 2
+        watch.job.now_ns += SECOND // 2
         watch.beat(2, node="a")
     assert watch.monitor.next_deadline_ns() == began + 3 * SECOND
-    watch.story.now = began + 3 * SECOND
+    watch.job.now_ns = began + 3 * SECOND
     (lost,) = [v for v in watch.give(Tick()) if isinstance(v, NodeLost)]
     assert (lost.node, lost.cause) == ("b", "silent")
     assert "no heartbeat for 3.0 s" in lost.detail
 
 
-def test_a_hang_is_noticed_within_three_seconds_and_three_steps() -> None:
+def test_a_hang_is_detected_within_three_seconds_and_three_steps() -> None:
     watch = Watch()
     watch.train(10)
-    began = watch.story.now
+    began = watch.job.now_ns
     watch.quiet(20, step=9, stopped=(3,))
     (hang,) = watch.hangs
-    assert (watch.story.now - began) / SECOND <= 3 + 3 * 0.5
+    assert (watch.job.now_ns - began) / SECOND <= 3 + 3 * 0.5
     assert hang.ranks[0] == 3
     assert "rank 3 is stopped" in hang.evidence
     assert "3 s + 3 x 0.50 s" in hang.evidence
@@ -139,21 +141,21 @@ def test_a_blocked_interpreter_is_the_next_suspect() -> None:
     assert watch.hangs[0].ranks[0] == 1
 
 
-def test_who_is_behind_is_the_next_suspect() -> None:
+def test_the_rank_that_is_behind_is_the_next_suspect() -> None:
     watch = Watch()
     watch.train(10)
-    watch.story.now += SECOND // 2
+    watch.job.now_ns += SECOND // 2
     watch.beat(10, node="a")
-    watch.quiet_from = watch.story.now  # type: ignore[attr-defined]
+    watch.quiet_from = watch.job.now_ns  # type: ignore[attr-defined]
     while not watch.hangs:
-        watch.story.now += SECOND // 2
-        quiet = (watch.story.now - watch.quiet_from) / SECOND  # type: ignore[attr-defined]
+        watch.job.now_ns += SECOND // 2
+        quiet = (watch.job.now_ns - watch.quiet_from) / SECOND  # type: ignore[attr-defined]
         watch.beat(10, node="a", quiet_s=quiet)
         watch.beat(9, node="b", quiet_s=quiet + 0.5)
     assert watch.hangs[0].ranks[0] in (2, 3)
 
 
-def test_no_hang_is_called_while_the_limit_is_not_learned() -> None:
+def test_no_hang_is_detected_before_the_limit_is_learned() -> None:
     watch = Watch()
     watch.train(3)
     watch.quiet(60, step=2)
@@ -162,20 +164,20 @@ def test_no_hang_is_called_while_the_limit_is_not_learned() -> None:
 
 def test_start_up_has_a_limit_of_its_own() -> None:
     watch = Watch(recovery={"startupTimeoutSeconds": 20})
-    watch.story.now += SECOND
+    watch.job.now_ns += SECOND
     watch.beat(-1, phase="start")
     watch.quiet(60, step=-1, phase="start")
     assert "start-up limit is 20.0 s" in watch.hangs[0].evidence
 
 
-def test_a_phase_that_is_no_training_may_be_quiet() -> None:
+def test_phases_other_than_training_may_have_no_progress() -> None:
     watch = Watch()
     watch.train(10)
     watch.quiet(100, step=9, phase="evaluate")
     assert not watch.hangs
 
 
-def test_the_limit_can_be_fixed() -> None:
+def test_the_hang_limit_can_be_configured() -> None:
     watch = Watch(recovery={"hangTimeoutSeconds": 12})
     watch.train(3)
     watch.quiet(11, step=2)
@@ -186,46 +188,46 @@ def test_the_limit_can_be_fixed() -> None:
     assert watch.hangs
 
 
-def test_a_rank_whose_agent_is_not_heard_is_not_called_hung() -> None:
+def test_a_rank_without_heartbeats_of_its_agent_is_not_hung() -> None:
     watch = Watch(recovery={"heartbeatTimeoutSeconds": 60})
     watch.train(10)
     for _ in range(40):
-        watch.story.now += SECOND // 2
+        watch.job.now_ns += SECOND // 2
         watch.beat(9, node="a", quiet_s=0.0)
         watch.give(Tick())
     assert not watch.hangs
 
 
-def test_a_script_that_never_speaks_is_held_to_nothing() -> None:
-    story = Transcript(spec(script=True)).started(step=None)
-    monitor = ProgressMonitor(story.state.job, story.controller)
-    monitor.observe(story.now, NodeJoined(node="a", facts=facts("a"), generation=1))
+def test_a_script_that_reports_nothing_has_no_limit() -> None:
+    job = Transcript(spec(script=True)).started(step=None)
+    monitor = ProgressMonitor(job.state.job, job.controller)
+    monitor.observe(job.now_ns, NodeJoined(node="a", facts=facts("a"), generation=1))
     for _ in range(2000):
-        story.now += SECOND
+        job.now_ns += SECOND
         beats = tuple(WorkerBeat(rank=rank) for rank in (0, 1))
         assert not monitor.observe(
-            story.now, HeartbeatReceived(node="a", generation=1, workers=beats)
+            job.now_ns, HeartbeatReceived(node="a", generation=1, workers=beats)
         )
 
 
-def test_a_hang_that_began_while_the_controller_was_away_is_noticed() -> None:
+def test_a_hang_that_began_without_a_controller_is_detected() -> None:
     watch = Watch()
     watch.train(10)
-    story = watch.story
-    story.controller = story.replayed()
-    watch.monitor = ProgressMonitor(story.state.job, story.controller)
-    for now_ns, event in story.journal:
+    job = watch.job
+    job.controller = job.replayed()
+    watch.monitor = ProgressMonitor(job.state.job, job.controller)
+    for now_ns, event in job.journal:
         watch.monitor.observe(now_ns, event)
-    story.now += 2 * SECOND
+    job.now_ns += 2 * SECOND
     started = ControllerStarted(incarnation=2)
-    story.tell(started)
+    job.apply(started)
     watch.give(started)
     for node in ("a", "b"):
         joined = NodeJoined(
             node=node, facts=facts(node), generation=1,
-            ranks=tuple(seat.rank for seat in story.state.launch_actions[node].seats),
+            ranks=tuple(seat.rank for seat in job.state.launch_actions[node].seats),
         )  # fmt: skip
-        story.tell(joined)
+        job.apply(joined)
         watch.give(joined)
     watch.quiet(10, step=9, stopped=(2,))
     assert watch.hangs[0].ranks[0] == 2
@@ -234,7 +236,7 @@ def test_a_hang_that_began_while_the_controller_was_away_is_noticed() -> None:
 def test_a_straggler_is_noted_once() -> None:
     watch = Watch()
     for step in range(40):
-        watch.story.now += SECOND
+        watch.job.now_ns += SECOND
         watch.beat(step, node="a", step_s=0.4)
         watch.beat(step, node="b", step_s=0.9)
     slow = [v for v in watch.verdicts if isinstance(v, StragglerDetected)]
@@ -242,9 +244,100 @@ def test_a_straggler_is_noted_once() -> None:
     assert "0.90 s a step, 0.40 s on the others" in slow[0].evidence
 
 
-def test_a_beat_of_an_old_generation_is_no_progress() -> None:
+def test_a_heartbeat_of_an_old_generation_is_no_progress() -> None:
     watch = Watch()
     watch.train(3)
     late = WorkerBeat(rank=0, phase="train", step=99, ticks=999)
     assert not watch.give(HeartbeatReceived(node="a", generation=0, workers=(late,)))
     assert watch.steps[-1] == 2
+
+
+NODES, WORKERS = 64, 8
+NAMES = [f"n{number}" for number in range(NODES)]
+MS = 1_000_000
+
+
+class Watched:
+    """A running job of many ranks, and its monitor."""
+
+    def __init__(self) -> None:
+        nodes = {"min": NODES, "max": NODES}
+        self.transcript = Transcript(spec(nodes, workers=WORKERS, shard=WORKERS))
+        self.monitor = ProgressMonitor(
+            job_from_mapping(self.transcript.document), self.transcript.controller
+        )
+        self.transcript.started(*NAMES, step=None)
+        for now_ns, event in self.transcript.journal:
+            self.monitor.observe(now_ns, event)
+        self.now_ns = self.transcript.now_ns
+
+    def beat(self, name: str, step: int) -> tuple[AnyEvent, ...]:
+        workers = tuple(
+            WorkerBeat(rank=seat.rank, phase="train", step=step, ticks=step + 2, step_s=0.5)
+            for seat in self.transcript.state.launch_actions[name].seats
+        )
+        return self.monitor.observe(
+            self.now_ns, HeartbeatReceived(node=name, generation=1, workers=workers)
+        )
+
+    def wait_until_due(self) -> tuple[AnyEvent, ...]:
+        due = self.monitor.next_deadline_ns()
+        assert due is not None
+        self.now_ns = max(self.now_ns, due)
+        return self.monitor.observe(self.now_ns, Tick())
+
+
+def test_a_step_is_reported_at_the_next_check_after_its_last_heartbeat() -> None:
+    job = Watched()
+    assert NODES * WORKERS >= BIG_JOB_RANKS
+    for step in (0, 1):
+        reported = [event for name in NAMES for event in job.beat(name, step)]
+        last = job.now_ns
+        if not reported:
+            reported = list(job.wait_until_due())
+        assert [one.step for one in reported if isinstance(one, StepCompleted)] == [step]
+        assert job.now_ns - last <= 10 * MS
+        job.now_ns += SECOND
+
+
+def test_heartbeats_that_come_shortly_after_each_other_are_checked_together() -> None:
+    job = Watched()
+    for step in range(2):
+        for name in NAMES:
+            job.beat(name, step)
+        job.wait_until_due()
+        job.now_ns += SECOND
+    looks: list[int] = []
+    silence = job.monitor._detector
+    real = silence.judge
+    silence.judge = lambda now_ns, *more: (looks.append(now_ns), real(now_ns, *more))[1]  # type: ignore[method-assign]
+    for name in NAMES:
+        job.beat(name, 2)
+        job.now_ns += MS // 10
+    assert 1 <= len(looks) <= 3
+
+
+def test_a_node_of_a_big_job_is_lost_after_the_heartbeat_timeout() -> None:
+    job = Watched()
+    for name in NAMES:
+        job.beat(name, 0)
+    quiet_since, lost = job.now_ns, dict[str, int]()
+    for _quarter in range(16):
+        reported = [event for name in NAMES[1:] for event in job.beat(name, 0)]
+        reported += job.wait_until_due()
+        lost.update({one.node: job.now_ns for one in reported if isinstance(one, NodeLost)})
+        job.now_ns += SECOND // 4
+    assert list(lost) == [NAMES[0]]
+    assert 3 * SECOND <= lost[NAMES[0]] - quiet_since <= 3.5 * SECOND
+
+
+def test_the_exit_of_a_worker_reports_steps_that_were_not_checked_yet() -> None:
+    job = Watched()
+    for step in (0, 1):
+        for name in NAMES:
+            job.beat(name, step)
+    reported = job.transcript.exits(0, signal=9)
+    assert any(reported)
+    seen = job.monitor.observe(job.now_ns, job.transcript.journal[-1][1])
+    assert [one.step for one in seen if isinstance(one, StepCompleted)] == [1]
+    assert not any(isinstance(action, LaunchGroup) for action in reported)

@@ -1,4 +1,4 @@
-"""Rank assignment: whole replica groups, survivors keep their places."""
+"""Rank assignment: whole replica groups, survivors keep their positions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_assignment_is_a_bijection_of_available_nodes(
 
 
 @given(situations())
-def test_survivors_of_kept_groups_keep_their_order_and_their_place_in_the_group(
+def test_survivors_of_kept_groups_keep_their_positions(
     situation: tuple[tuple[str, ...], tuple[str, ...], int, int],
 ) -> None:
     before, available, wanted, group = situation
@@ -67,7 +67,7 @@ def test_an_assignment_depends_on_its_arguments_only(
     assert assign(*situation) == assign(*situation)
 
 
-def test_a_newcomer_takes_the_place_of_the_lost_one() -> None:
+def test_a_newcomer_takes_the_position_of_the_lost_node() -> None:
     assert assign(("a", "b", "c", "d"), ("a", "c", "d", "x"), 4, 2) == ("a", "x", "c", "d")
 
 
@@ -75,7 +75,7 @@ def test_a_shrink_drops_the_damaged_group() -> None:
     assert assign(("a", "b", "c", "d"), ("a", "c", "d"), 2, 2) == ("c", "d")
 
 
-def test_two_damaged_groups_make_one_of_nodes_that_hold_the_same_shards() -> None:
+def test_two_damaged_groups_become_one_by_position() -> None:
     assert assign(("a", "b", "c", "d"), ("b", "c"), 2, 2) == ("c", "b")
 
 
@@ -111,7 +111,7 @@ def test_the_best_size_is_the_largest_that_fits() -> None:
     assert [best_size(lambda n: mesh_for(job, n), limit) for limit in (1, 2, 3, 4)] == [0, 2, 2, 4]
 
 
-def test_nodes_of_one_rack_are_neighbours() -> None:
+def test_newcomers_are_ordered_by_topology() -> None:
     known = [
         ("a", facts("a", topology=("z1", "r2")), 1),
         ("b", facts("b", topology=("z1", "r1")), 2),
@@ -127,7 +127,7 @@ def test_a_buddy_is_in_another_failure_domain() -> None:
     assert chosen == {"a": "c", "b": "c", "c": "a", "d": "a"}
 
 
-def test_replicas_need_no_buddy_unless_it_is_wanted() -> None:
+def test_replicas_need_no_buddy_unless_configured() -> None:
     mesh = Mesh(replicate=2, shard=2)
     known = {n: facts(n) for n in "ab"}
     plain, never = job_from_mapping(spec()), {"memory": {"buddy": "never"}}

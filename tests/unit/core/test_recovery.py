@@ -1,7 +1,8 @@
-"""Hangs, budgets, strikes, repeated mistakes, announced losses and failed launches."""
+"""Hangs, restart budgets, strikes, repeated errors, failed launches; the bounds of incidents."""
 
 from __future__ import annotations
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.actions import (
     CommitManifest,
     FinishJob,
@@ -12,37 +13,37 @@ from holdfast.orchestrator.core.actions import (
     StopGroup,
 )
 from holdfast.orchestrator.core.events import HangDetected, PreemptionNoticed, WorkerExited
-from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.facts import Exit, Stack
 
 from .harness import Transcript, spec, stack
 
 
 def test_a_hang_is_stopped_with_stacks_and_names_its_culprit() -> None:
-    story = Transcript().started(step=10)
-    story.tell(HangDetected(generation=1, ranks=(3, 0, 1, 2), evidence="rank 3 is stopped"))
-    stops = story.of(StopGroup)
+    job = Transcript().started(step=10)
+    job.apply(HangDetected(generation=1, ranks=(3, 0, 1, 2), evidence="rank 3 is stopped"))
+    stops = job.of(StopGroup)
     assert all(stop.stacks for stop in stops)
-    story.stopped("a", 10)
-    story.stopped("b", 10, stacks=(stack(3), stack(2, True)))
-    incident = story.state.incidents[0]
+    job.stopped("a", 10)
+    job.stopped("b", 10, stacks=(stack(3), stack(2, True)))
+    incident = job.state.incidents[0]
     assert (incident.failure_class, incident.culprit_node, incident.culprit_rank) == (
         "hang",
         "b",
         3,
     )
     assert incident.stacks == {3: "stack of 3", 2: "stack of 2"}
-    assert story.state.restarts == {"hang": 1}
+    assert job.state.restarts == {"hang": 1}
 
 
-def test_a_hang_of_an_old_generation_is_nothing() -> None:
-    story = Transcript().started()
-    story.exits(0, signal=9)
-    story.all_stopped(3)
-    assert not story.tell(HangDetected(generation=1, ranks=(0,), evidence="late"))
+def test_a_hang_of_an_old_generation_is_ignored() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    assert not job.apply(HangDetected(generation=1, ranks=(0,), evidence="late"))
 
 
 def test_the_same_exception_at_the_same_step_twice_fails_fast_with_its_traceback() -> None:
-    story = Transcript().started()
+    job = Transcript().started()
     crash = {
         "code": 1,
         "step": 41,
@@ -50,203 +51,240 @@ def test_the_same_exception_at_the_same_step_twice_fails_fast_with_its_traceback
         "error_message": "bad sample",
         "traceback": 'Traceback\n  File "train.py", line 7, in step\nValueError: bad sample',
     }
-    story.exits(1, **crash)
-    story.all_stopped(41)
-    assert len(story.of(LaunchGroup)) == 2
-    story.succeed(LaunchGroup)
-    story.exits(3, **crash)
-    story.all_stopped(41)
-    assert not story.of(LaunchGroup)
-    assert story.one(PersistStep).step == 41, "what was trained is not lost with the job"
-    story.commit(41)
-    finish = story.one(FinishJob)
+    job.exits(1, **crash)
+    job.all_stopped(41)
+    assert len(job.of(LaunchGroup)) == 2
+    job.succeed(LaunchGroup)
+    job.exits(3, **crash)
+    job.all_stopped(41)
+    assert not job.of(LaunchGroup)
+    assert job.one(PersistStep).step == 41, "the trained steps are not lost with the job"
+    job.commit(41)
+    finish = job.one(FinishJob)
     assert finish.outcome == "failed" and finish.reason.code == "user-error"
     assert "ValueError after step 41, twice" in finish.reason.text
-    assert "line 7" in story.state.traceback
+    assert "line 7" in job.state.traceback
 
 
 def test_the_same_exception_at_another_step_is_only_charged() -> None:
-    story = Transcript().started()
+    job = Transcript().started()
     for step in (4, 5, 6):
-        story.exits(1, code=1, step=step, error_type="ValueError", error_message="x")
-        story.all_stopped(step)
-        assert story.of(LaunchGroup)
-        story.succeed(LaunchGroup)
-    assert story.state.restarts == {"user": 3}
-    story.exits(1, code=1, step=7, error_type="ValueError", error_message="x")
-    story.all_stopped(7)
-    story.commit(7)
-    assert story.one(FinishJob).reason.code == "budget"
+        job.exits(1, code=1, step=step, error_type="ValueError", error_message="x")
+        job.all_stopped(step)
+        assert job.of(LaunchGroup)
+        job.succeed(LaunchGroup)
+    assert job.state.restarts == {"user": 3}
+    job.exits(1, code=1, step=7, error_type="ValueError", error_message="x")
+    job.all_stopped(7)
+    job.commit(7)
+    assert job.one(FinishJob).reason.code == "budget"
 
 
-def test_a_checkpoint_of_another_model_is_not_tried_twice() -> None:
-    story = Transcript().started(step=None)
-    story.exits(0, code=1, step=-1, error_type="OtherModel", error_message="F32[64], not F32[32]")
-    story.all_stopped()
-    finish = story.one(FinishJob)
+def test_a_checkpoint_of_another_model_fails_the_job_at_once() -> None:
+    job = Transcript().started(step=None)
+    job.exits(0, code=1, step=-1, error_type="OtherModel", error_message="F32[64], not F32[32]")
+    job.all_stopped()
+    finish = job.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "user-error")
     assert "F32[64], not F32[32]" in finish.reason.text
 
 
 def test_a_budget_is_a_window() -> None:
-    story = Transcript(
+    job = Transcript(
         spec(recovery={"budgets": {"infrastructure": {"restarts": 1, "windowSeconds": 60}}})
     ).started()
     for _ in range(3):
-        story.exits(2, signal=9)
-        story.all_stopped(5)
-        assert story.of(LaunchGroup), story.state.reason
-        story.succeed(LaunchGroup)
-        story.wait(61)
-    story.exits(2, signal=9)
-    story.all_stopped(5)
-    story.succeed(LaunchGroup)
-    story.exits(2, signal=9)
-    story.all_stopped(5)
-    story.commit(5)
-    assert story.one(FinishJob).outcome == "failed"
-    assert "infrastructure budget is used up" in story.state.reason.text
+        job.exits(2, signal=9)
+        job.all_stopped(5)
+        assert job.of(LaunchGroup), job.state.reason
+        job.succeed(LaunchGroup)
+        job.wait(61)
+    job.exits(2, signal=9)
+    job.all_stopped(5)
+    job.succeed(LaunchGroup)
+    job.exits(2, signal=9)
+    job.all_stopped(5)
+    job.commit(5)
+    assert job.one(FinishJob).outcome == "failed"
+    assert "infrastructure budget is used up" in job.state.reason.text
 
 
-def test_ten_lost_nodes_are_not_the_users_fault() -> None:
-    story = Transcript(spec({"min": 1, "max": 2})).started()
+def test_ten_lost_nodes_do_not_use_up_the_user_budget() -> None:
+    job = Transcript(spec({"min": 1, "max": 2})).started()
     for number in range(10):
-        story.lose(story.state.members[0])
-        story.succeed(RequestNodes)
-        story.all_stopped(number)
-        story.join(f"n{number}")
-        assert story.of(LaunchGroup)
-        story.succeed(LaunchGroup)
-    assert story.state.restarts == {"infrastructure": 10}
+        job.lose(job.state.members[0])
+        job.succeed(RequestNodes)
+        job.all_stopped(number)
+        job.join(f"n{number}")
+        assert job.of(LaunchGroup)
+        job.succeed(LaunchGroup)
+    assert job.state.restarts == {"infrastructure": 10}
 
 
-def test_a_node_blamed_again_and_again_is_not_used_again() -> None:
-    story = Transcript(spec({"min": 1, "max": 2}, recovery={"badNodeStrikes": 2})).started()
-    story.exits(2, signal=9)
-    story.all_stopped(3)
-    story.succeed(LaunchGroup)
-    story.step(4)
-    story.exits(3, signal=9)
-    story.stopped("a", 5)
-    story.stopped("b", 5)
-    request = story.one(RequestNodes)
+def test_a_node_with_enough_strikes_is_cordoned() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, recovery={"badNodeStrikes": 2})).started()
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    job.step(4)
+    job.exits(3, signal=9)
+    job.stopped("a", 5)
+    job.stopped("b", 5)
+    request = job.one(RequestNodes)
     assert (request.count, request.avoid) == (1, ("b",))
-    story.succeed(RequestNodes)
-    story.join("c")
-    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "c"]
-    story.succeed(LaunchGroup)
-    story.step(6)
-    assert story.one(ReleaseNode).node == "b"
+    job.succeed(RequestNodes)
+    job.join("c")
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+    job.succeed(LaunchGroup)
+    job.step(6)
+    assert job.one(ReleaseNode).node == "b"
 
 
-def test_a_node_that_lacks_a_gpu_is_replaced_at_once_whoever_told() -> None:
-    story = Transcript(spec({"min": 2, "max": 2, "spares": 1})).started("a", "b", "c", step=40)
+def test_a_node_that_lacks_a_gpu_is_replaced_at_once() -> None:
+    job = Transcript(spec({"min": 2, "max": 2, "spares": 1})).started("a", "b", "c", step=40)
     lacking = {"code": 1, "error_type": "DeviceMissing", "error_message": "got 0 GPUs; expected 2"}
-    story.exits(2, signal=9, step=40)
-    story.all_stopped(40)
-    assert [launch.node for launch in story.of(LaunchGroup)] == ["a", "b"]
-    story.succeed(LaunchGroup)
-    story.exits(3, step=-1, **lacking)
-    story.exits(2, step=-1, **lacking)
-    story.all_stopped(40)
-    incident = story.state.incidents[-1]
+    job.exits(2, signal=9, step=40)
+    job.all_stopped(40)
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "b"]
+    job.succeed(LaunchGroup)
+    job.exits(3, step=-1, **lacking)
+    job.exits(2, step=-1, **lacking)
+    job.all_stopped(40)
+    incident = job.state.incidents[-1]
     assert (incident.failure_class, incident.rule) == ("infrastructure", "device-missing")
     assert (incident.culprit_node, incident.culprit_rank) == ("b", 3)
-    launches = story.of(LaunchGroup)
-    assert [launch.node for launch in launches] == ["a", "c"], "the spare has its place"
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "c"], "the spare has its position"
     assert launches[0].membership.restore.step == 40
-    assert story.state.catalog.distrusted == {}, "the state is not to blame"
-    story.succeed(LaunchGroup)
-    story.step(41)
-    assert story.state.phase == "running"
-    assert story.one(ReleaseNode).node == "b"
-    assert "b cannot be used: worker 3 on b raised DeviceMissing" in story.state.released_nodes["b"]
-    assert story.state.restarts == {"infrastructure": 2}
+    assert job.state.catalog.distrusted == {}, "the state is not to blame"
+    job.succeed(LaunchGroup)
+    job.step(41)
+    assert job.state.phase == "running"
+    assert job.one(ReleaseNode).node == "b"
+    assert "b cannot be used: worker 3 on b raised DeviceMissing" in job.state.released_nodes["b"]
+    assert job.state.restarts == {"infrastructure": 2}
 
 
-def test_a_cordoned_node_whose_memory_nobody_needs_makes_room_for_its_replacement() -> None:
-    story = Transcript(spec({"min": 1, "max": 1})).started("a", step=None)
-    story.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
-    story.all_stopped()
-    assert story.one(ReleaseNode).node == "a"
-    assert story.one(RequestNodes).avoid == ("a",)
-    story.succeed(RequestNodes, ReleaseNode)
-    assert [launch.node for launch in story.join("b") if isinstance(launch, LaunchGroup)] == ["b"]
+def test_a_cordoned_node_without_a_restore_point_is_released_at_once() -> None:
+    job = Transcript(spec({"min": 1, "max": 1})).started("a", step=None)
+    job.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
+    job.all_stopped()
+    assert job.one(ReleaseNode).node == "a"
+    assert job.one(RequestNodes).avoid == ("a",)
+    job.succeed(RequestNodes, ReleaseNode)
+    assert [launch.node for launch in job.join("b") if isinstance(launch, LaunchGroup)] == ["b"]
 
 
-def test_a_cordoned_node_writes_what_only_its_memory_has_and_then_makes_room() -> None:
-    """Its replacement may wait for the GPUs that it holds."""
-    story = Transcript(spec({"min": 1, "max": 1})).started("a", step=40)
-    story.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
-    story.all_stopped(40)
-    assert {action.node: action.step for action in story.of(PersistStep)} == {"a": 40}
-    story.fail(story.one(RequestNodes))
-    assert not story.of(ReleaseNode)
-    story.persisted(40, 0)
-    story.persisted(40, 1)
-    story.succeed(CommitManifest)
-    assert story.one(ReleaseNode).node == "a"
-    story.join("b")
-    restore = story.of(LaunchGroup)[0].membership.restore
+def test_a_cordoned_node_is_released_once_its_state_is_in_storage() -> None:
+    """Its replacement may need the GPUs that it holds."""
+    job = Transcript(spec({"min": 1, "max": 1})).started("a", step=40)
+    job.exits(0, code=1, error_type="DeviceMissing", error_message="got 1 GPU; expected 2")
+    job.all_stopped(40)
+    assert {action.node: action.step for action in job.of(PersistStep)} == {"a": 40}
+    job.fail(job.one(RequestNodes))
+    assert not job.of(ReleaseNode)
+    job.persisted(40, 0)
+    job.persisted(40, 1)
+    job.succeed(CommitManifest)
+    assert job.one(ReleaseNode).node == "a"
+    job.join("b")
+    restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and (restore.step, bool(restore.directory)) == (40, True)
 
 
-def test_a_rehearsed_failure_is_neither_charged_nor_held_against_the_node() -> None:
+def test_an_injected_fault_is_neither_charged_nor_a_strike() -> None:
     from holdfast.orchestrator.core.events import FaultInjected
 
-    story = Transcript().started()
-    story.tell(FaultInjected(kind="kill-worker", node="b", rank=2))
-    story.exits(2, signal=9)
-    story.all_stopped(3)
-    assert story.state.incidents[0].fault_injected
-    assert story.state.restarts == {} and story.state.strikes == {}
+    job = Transcript().started()
+    job.apply(FaultInjected(kind="kill-worker", node="b", rank=2))
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    assert job.state.incidents[0].fault_injected
+    assert job.state.restarts == {} and job.state.strikes == {}
 
 
-def test_an_announced_loss_is_replaced_before_it_happens() -> None:
-    story = Transcript().started()
-    story.tell(PreemptionNoticed(node="b", detail="spot"))
-    assert story.one(RequestNodes).count == 1
-    assert not story.of(StopGroup), "it trains on until somebody can take its place"
-    story.succeed(RequestNodes)
-    story.join("c")
-    assert [stop.reason.code for stop in story.of(StopGroup)] == ["preemption"] * 2
-    story.all_stopped(30)
-    launches = story.of(LaunchGroup)
+def test_a_node_with_a_preemption_notice_is_replaced_before_it_leaves() -> None:
+    job = Transcript().started()
+    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    assert job.one(RequestNodes).count == 1
+    assert not job.of(StopGroup), "it trains until another node can replace it"
+    job.succeed(RequestNodes)
+    job.join("c")
+    assert [stop.reason.code for stop in job.of(StopGroup)] == ["preemption"] * 2
+    job.all_stopped(30)
+    launches = job.of(LaunchGroup)
     assert [launch.node for launch in launches] == ["a", "c"]
-    story.succeed(LaunchGroup)
-    story.step(31)
-    assert story.one(ReleaseNode).node == "b", "given back once nobody needs its memory"
-    assert story.state.restarts == {"preemption": 1}
+    job.succeed(LaunchGroup)
+    job.step(31)
+    assert job.one(ReleaseNode).node == "b", "released once its memory is not needed"
+    assert job.state.restarts == {"preemption": 1}
 
 
 def test_a_failed_launch_is_charged_to_its_node() -> None:
-    story = Transcript().started(step=None)
-    story.exits(0, signal=9)
-    story.all_stopped(None)
-    story.fail(story.of(LaunchGroup)[1], "cannot fork")
-    story.all_stopped(None)
-    incident = story.state.incidents[-1]
+    job = Transcript().started(step=None)
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    job.fail(job.of(LaunchGroup)[1], "cannot fork")
+    job.all_stopped(None)
+    incident = job.state.incidents[-1]
     assert (incident.rule, incident.culprit_node) == ("launch-failed", "b")
 
 
-def test_a_launch_without_an_answer_is_said_again_and_then_given_up() -> None:
-    story = Transcript()
-    story.submit()
-    story.succeed(RequestNodes)
-    story.join("a", "b")
-    story.wait(15.1)
-    assert len(story.of(LaunchGroup)) == 2
-    story.wait(15.1)
-    assert len(story.of(StopGroup)) == 2
+def test_a_launch_without_an_answer_is_sent_again_and_then_fails() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    job.wait(15.1)
+    assert len(job.of(LaunchGroup)) == 2
+    job.wait(15.1)
+    assert len(job.of(StopGroup)) == 2
 
 
-def test_facts_of_an_old_generation_are_noted_and_nothing_else() -> None:
-    story = Transcript().started()
-    story.exits(0, signal=9)
-    story.all_stopped(3)
-    before = len(story.actions)
+def test_events_of_an_old_generation_are_only_noted() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    before = len(job.actions)
     late = Exit(rank=0, signal=9)
-    story.tell(WorkerExited(node="a", generation=1, exit=late))
-    assert story.persisted(3, 0, generation=1) == []
-    assert len(story.actions) == before
-    assert len(story.state.notes) == 2
+    job.apply(WorkerExited(node="a", generation=1, exit=late))
+    assert job.persisted(3, 0, generation=1) == []
+    assert len(job.actions) == before
+    assert len(job.state.notes) == 2
+
+
+def test_stacks_of_an_incident_are_bounded_and_suspects_are_kept_first() -> None:
+    job = Transcript().started(step=5)
+    job.apply(HangDetected(generation=1, ranks=(3, 0, 1, 2), evidence="quiet"))
+    text = "x" * (limits.MAX_INCIDENT_STACK_BYTES // 2)
+    stacks = {rank: Stack(rank=rank, text=text, in_collective=rank != 1) for rank in range(4)}
+    job.stopped("a", 5, stacks=(stacks[0], stacks[1]))
+    job.stopped("b", 5, stacks=(stacks[2], stacks[3]))
+    # Rank 1 is not in a collective; rank 3 is the likeliest suspect of the others.
+    assert list(job.state.incidents[-1].stacks) == [1, 3]
+
+
+def test_one_stack_is_kept_however_long_it_is() -> None:
+    job = Transcript().started(step=5)
+    job.apply(HangDetected(generation=1, ranks=(3,), evidence="quiet"))
+    text = "x" * (2 * limits.MAX_INCIDENT_STACK_BYTES)
+    job.stopped("a", 5, stacks=(Stack(rank=0, text=text, in_collective=True),))
+    job.stopped("b", 5, stacks=(Stack(rank=3, text=text, in_collective=True),))
+    assert list(job.state.incidents[-1].stacks) == [3]
+
+
+def test_only_the_newest_interruptions_keep_their_tracebacks() -> None:
+    job = Transcript().started(step=0)
+    for number in range(limits.MAX_INCIDENTS_IN_FULL + 3):
+        how = {"error_type": "E", "error_message": f"{number}", "traceback": "Traceback"}
+        job.exits(1, code=1, step=number, **how)
+        job.all_stopped(number)
+        job.succeed(LaunchGroup)
+        job.step(number + 1)
+        # No budget shall be used up.
+        job.state.charges.clear()
+        job.state.strikes.clear()
+        job.state.cordoned.clear()
+    kept = [incident.traceback for incident in job.state.incidents]
+    assert kept == [""] * 3 + ["Traceback"] * limits.MAX_INCIDENTS_IN_FULL
+    assert all(incident.title for incident in job.state.incidents)

@@ -1,4 +1,4 @@
-"""The table of moves, its page, and what must hold after every step."""
+"""The table of transitions, its page, and what must hold after every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .harness import Transcript
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_page_is_the_one_that_the_table_gives() -> None:
+def test_the_page_is_generated_from_the_table() -> None:
     assert (ROOT / "docs/concepts/job-phases.md").read_text() == page()
 
 
@@ -49,24 +49,24 @@ def test_every_phase_can_reach_an_end() -> None:
         assert seen & ends
 
 
-def test_an_illegal_move_raises_and_changes_nothing() -> None:
-    story = Transcript().started()
-    turn = StepContext(story.state, story.now)
-    before = copy.copy(story.state)
+def test_an_illegal_transition_raises_and_changes_nothing() -> None:
+    job = Transcript().started()
+    turn = StepContext(job.state, job.now_ns)
+    before = copy.copy(job.state)
     refusal = r"running -> suspended: not a transition; .*recovering"
     with pytest.raises(IllegalTransition, match=refusal):
         turn.move("suspended", "suspend", "no")
-    assert story.state == before
+    assert job.state == before
     check_transition("running", "recovering")
 
 
 def test_a_job_is_submitted_once_and_first() -> None:
-    story = Transcript()
+    job = Transcript()
     with pytest.raises(AssertionError, match="JobSubmitted"):
-        story.controller.step(1, Tick())
-    story.submit()
+        job.controller.step(1, Tick())
+    job.submit()
     with pytest.raises(AssertionError, match="once"):
-        story.tell(JobSubmitted(job_id="x", spec=story.document, spec_directory="."))
+        job.apply(JobSubmitted(job_id="x", spec=job.document, spec_directory="."))
 
 
 def _break(state: JobState, what: str) -> None:
@@ -104,9 +104,9 @@ def _break(state: JobState, what: str) -> None:
     ],
 )  # fmt: skip
 def test_a_state_that_contradicts_itself_is_caught(what: str) -> None:
-    story = Transcript().started()
-    story.commit(9)
-    invariants.check(story.state)
-    _break(story.state, what)
+    job = Transcript().started()
+    job.commit(9)
+    invariants.check(job.state)
+    _break(job.state, what)
     with pytest.raises(invariants.Broken, match=what):
-        invariants.check(story.state)
+        invariants.check(job.state)

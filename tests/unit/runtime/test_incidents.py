@@ -70,7 +70,7 @@ def test_counters_never_fall() -> None:
             story.observe(now_ns, event, (), transcript.state)
         told = len(transcript.journal)
         if number % 50 == 0 or number > MAX_INCIDENTS - 2:
-            view = story.view(transcript.now, live=False)
+            view = story.view(transcript.now_ns, live=False)
             now = counted(view)
             assert all(now[key] >= count for key, count in before.items())
             assert view.recovery["total"].count >= seen

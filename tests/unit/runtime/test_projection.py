@@ -19,7 +19,7 @@ def told(transcript: core.Transcript) -> JobProjection:
 
 
 def seen(transcript: core.Transcript) -> JobView:
-    return told(transcript).view(transcript.now)
+    return told(transcript).view(transcript.now_ns)
 
 
 def test_an_incident_that_the_next_one_overtakes_names_it() -> None:
@@ -55,14 +55,16 @@ def test_a_script_without_a_pulse_is_no_suspect() -> None:
     story = told(transcript)
     silent = WorkerBeat(rank=0, pulse_age_s=99)
     paused = WorkerBeat(rank=1, ticks=7, pulse_age_s=99)
-    story.beat(transcript.now, HeartbeatReceived(node="a", generation=1, workers=(silent, paused)))
-    workers = story.view(transcript.now).nodes[0].workers
+    story.beat(
+        transcript.now_ns, HeartbeatReceived(node="a", generation=1, workers=(silent, paused))
+    )
+    workers = story.view(transcript.now_ns).nodes[0].workers
     assert [worker.state for worker in workers] == ["running", "suspect"]
 
 
 def test_a_job_that_has_ended_has_no_nodes_and_nothing_in_memory() -> None:
     transcript = core.Transcript().started(step=5)
-    transcript.tell(CancelRequested(by="bob"))
+    transcript.apply(CancelRequested(by="bob"))
     transcript.all_stopped(6)
     assert seen(transcript).memory_step == 6 and seen(transcript).nodes
     transcript.commit(6)
@@ -86,8 +88,8 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
     event = StepCompleted(generation=1, step=4, **largest([beat]))
     transcript = core.Transcript().started(step=None)
     projection = JobProjection(transcript.state.job)
-    projection.observe(transcript.now, event, transcript.tell(event), transcript.state)
-    assert report_fields(projection.view(transcript.now)) == report_fields(numbers)
+    projection.observe(transcript.now_ns, event, transcript.apply(event), transcript.state)
+    assert report_fields(projection.view(transcript.now_ns)) == report_fields(numbers)
 
 
 def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:

@@ -99,8 +99,8 @@ def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_do
         started = [Record(now_ns, ControllerStarted(incarnation=99, nodes=()))]
         for folded in (straight, restored):
             folded.take(started)
-        assert restored.monitor._now == straight.monitor._now
-        assert vars(restored.monitor._silence) == vars(straight.monitor._silence)
+        assert restored.monitor._current == straight.monitor._current
+        assert vars(restored.monitor._detector) == vars(straight.monitor._detector)
         assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
         beat = HeartbeatReceived(node="n0", generation=restored.controller.state.generation)
         assert restored.monitor.observe(now_ns, beat) == straight.monitor.observe(now_ns, beat)
@@ -109,7 +109,7 @@ def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_do
 def transcripts() -> Iterator[core.Transcript]:
     """What the simulation seldom meets: hangs with stacks, tracebacks, suspension, no steps."""
     hung = core.Transcript().started(step=5)
-    hung.tell(core_hang(hung))
+    hung.apply(core_hang(hung))
     yield hung
     for node in ("a", "b"):
         hung.stopped(node, 5, stacks=(core.stack(0), core.stack(1)))

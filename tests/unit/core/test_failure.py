@@ -1,4 +1,4 @@
-"""Every row of the table, and which row wins."""
+"""Failure attribution: every row of the table, and which row wins."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_every_row_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("row", list(CASES))
-def test_the_row_is_found_with_its_class_and_evidence(row: str) -> None:
+def test_a_row_matches_with_its_class_and_evidence(row: str) -> None:
     failure = attribute(CASES[row])
     assert failure.rule == row
     assert failure.failure_class == CLASS.get(row, "infrastructure")
     assert failure.title and failure.evidence
 
 
-def test_the_culprit_is_the_one_whose_error_is_its_own() -> None:
+def test_the_culprit_is_the_worker_with_the_primary_failure() -> None:
     failure = attribute(CASES["user-exception"])
     assert (failure.culprit_node, failure.culprit_rank) == ("node-0", 1)
     assert "1 peer then lost the connection to it" in failure.evidence
@@ -90,33 +90,33 @@ def test_the_suspect_of_a_hang_is_named_with_its_node() -> None:
     assert (failure.culprit_node, failure.culprit_rank) == ("node-1", 2)
 
 
-def test_a_kill_beats_an_exception_that_nobody_called_secondary() -> None:
+def test_a_kill_comes_before_an_exception_that_is_not_marked_secondary() -> None:
     odd = Exit(rank=0, code=1, error_type="RuntimeError", error_message="something odd")
     assert attribute(Evidence(exits=exits(odd, Exit(rank=3, signal=9)))).rule == "outside-signal"
 
 
-def test_an_exception_beats_a_crash_that_followed_it() -> None:
+def test_an_exception_comes_before_a_crash() -> None:
     crash, error = Exit(rank=0, signal=6), Exit(rank=3, code=1, **ERROR)
     assert attribute(Evidence(exits=exits(crash, error))).rule == "user-exception"
 
 
-def test_our_own_kill_is_no_cause() -> None:
+def test_a_kill_by_holdfast_is_no_cause() -> None:
     ours = Exit(rank=1, signal=9, by_us=True)
     assert attribute(Evidence(exits=exits(ours, RESET))).rule == "network"
 
 
-def test_an_exit_beats_a_hang_that_it_caused() -> None:
+def test_an_exit_comes_before_a_hang_that_it_caused() -> None:
     hang = ((0,), "no progress")
     facts = Evidence(exits=exits(Exit(rank=1, signal=9)), hang=hang)
     assert attribute(facts).rule == "outside-signal"
 
 
-def test_all_workers_that_ended_well_are_no_failure_of_one() -> None:
+def test_workers_that_all_ended_with_exit_code_0_did_not_leave_early() -> None:
     done = exits(Exit(rank=0, code=0), Exit(rank=1, code=0))
     assert attribute(Evidence(exits=done, world_size=2)).rule == "unknown"
 
 
-def test_the_evidence_says_where_and_when() -> None:
+def test_the_evidence_has_the_place_and_the_step() -> None:
     trace = 'Traceback\n  File "/a.py", line 3, in f\n  File "/b.py", line 9, in g\nValueError: bad'
     error = Exit(rank=2, code=1, step=17, traceback=trace, **ERROR)
     failure = attribute(Evidence(exits=exits(error)))

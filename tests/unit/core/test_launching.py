@@ -1,0 +1,285 @@
+"""Placement and launch after the loss of workers and nodes, and waiting for nodes."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.core.actions import (
+    FinishJob,
+    LaunchGroup,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from holdfast.orchestrator.core.events import ResumeRequested, SuspendRequested
+
+from .harness import Transcript, spec
+
+
+def test_a_job_requests_nodes_and_spares_and_launches_when_all_have_joined() -> None:
+    job = Transcript(spec({"min": 1, "max": 2, "spares": 1}))
+    job.submit()
+    assert job.one(RequestNodes).count == 3
+    job.succeed(RequestNodes)
+    assert not job.join("a")
+    job.join("b")
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "b"]
+    assert [seat.rank for launch in launches for seat in launch.seats] == [0, 1, 2, 3]
+    assert launches[0].membership.mesh.describe() == "replicate 2 x shard 2"
+    assert launches[0].membership.restore is None
+    # One rank of each replicate group writes to storage, spread over the nodes.
+    assert [[s.persists for s in launch.seats] for launch in launches] == [
+        [True, False],
+        [False, True],
+    ]
+    assert not job.join("c"), "the spare waits"
+
+
+def test_fewer_nodes_than_wanted_are_launched_after_the_grow_delay() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a")
+    assert not [a for a in job.wait(4.9) if isinstance(a, LaunchGroup)]
+    job.wait(0.2)
+    assert job.one(LaunchGroup).membership.num_nodes == 1
+    job.succeed(LaunchGroup)
+    job.step(0)
+    job.join("b")
+    assert not job.of(StopGroup), "the grow delay gathers nodes"
+    job.wait(5.1)
+    assert job.one(StopGroup).reason.code == "resize"
+    job.all_stopped(9)
+    assert {launch.membership.num_nodes for launch in job.of(LaunchGroup)} == {2}
+    assert job.state.restarts == {}, "growing is not charged"
+
+
+def test_a_killed_worker_costs_a_new_generation_from_memory() -> None:
+    job = Transcript().started(step=3)
+    job.exits(2, signal=9, step=7)
+    assert [stop.node for stop in job.of(StopGroup)] == ["a", "b"]
+    assert all(stop.grace_s == 0 and not stop.stacks for stop in job.of(StopGroup))
+    job.stopped("a", 8)
+    assert not job.fresh, "the other node has not stopped"
+    job.stopped("b", 7)
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["a", "b"]
+    restore = launches[0].membership.restore
+    assert restore is not None and restore.directory == ""
+    assert (restore.step, restore.generation) == (8, 1), "one node alone holds both shards of 8"
+    assert {source.node for source in restore.sources} == {"a"}
+    assert launches[0].membership.restart_count == 1
+    job.succeed(LaunchGroup)
+    job.step(9)
+    assert job.state.phase == "running"
+    incident = job.state.incidents[0]
+    assert incident.title == "worker 2 on b was killed by SIGKILL"
+    assert (incident.culprit_node, incident.culprit_rank) == ("b", 2)
+    assert incident.restored_from == "memory"
+    assert job.state.restarts == {"infrastructure": 1}
+
+
+def test_the_master_port_is_new_in_every_generation() -> None:
+    job = Transcript().started()
+    first = job.last(LaunchGroup).membership
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    second = job.of(LaunchGroup)[0].membership
+    assert second.master_address == first.master_address
+    assert second.master_port != first.master_port
+
+
+def test_a_lost_node_is_replaced_by_the_spare() -> None:
+    job = Transcript(spec({"min": 1, "max": 2, "spares": 1})).started("a", "b", "c")
+    job.lose("a")
+    assert job.one(RequestNodes).count == 1, "requested with the stops, not after them"
+    assert job.one(ReleaseNode).node == "a"
+    assert job.one(StopGroup).node == "b"
+    job.stopped("b", 12)
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["c", "b"], "the spare takes the same position"
+    restore = launches[0].membership.restore
+    assert restore is not None
+    assert {source.node for source in restore.sources} == {"b"}
+
+
+def test_a_shrink_waits_for_a_promised_replacement() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    job.succeed(RequestNodes)
+    job.stopped("a", 5)
+    assert not job.fresh
+    job.wait(1.5)
+    assert not job.of(LaunchGroup)
+    job.join("c")
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+
+
+def test_without_a_replacement_the_job_shrinks_and_grows_again_later() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    job.succeed(RequestNodes)
+    job.stopped("a", 5)
+    job.wait(2.1)
+    launch = job.one(LaunchGroup)
+    assert launch.node == "a" and launch.membership.mesh.describe() == "shard 2"
+    assert "shrink from 2 to 1 node" in launch.reason.text
+    job.succeed(LaunchGroup)
+    job.step(6)
+    job.join("c")
+    job.wait(5.1)
+    job.stopped("a", 20)
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+    assert job.state.restarts == {"infrastructure": 1}
+
+
+def test_without_capacity_a_shrink_does_not_wait() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", 5)
+    assert job.one(LaunchGroup).membership.num_nodes == 1
+    job.wait(5.1)
+    assert job.one(RequestNodes).count == 1, "the request is repeated every few seconds"
+
+
+def test_below_the_minimum_the_job_waits_with_the_reason() -> None:
+    job = Transcript(spec({"min": 2, "max": 2})).started()
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", 5)
+    assert job.state.phase == "pending"
+    assert "1 usable, at least 2 needed" in job.state.reason.text
+    job.wait(5.1)
+    job.succeed(RequestNodes)
+    job.join("c")
+    restore = job.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and restore.step == 5, "the memory of the survivor was kept"
+
+
+def test_a_node_that_does_not_stop_is_treated_as_lost() -> None:
+    job = Transcript().started()
+    job.exits(2, signal=9)
+    job.stopped("a", 4)
+    job.wait(10.1)
+    assert "b" not in job.state.nodes
+    assert job.one(ReleaseNode).node == "b"
+    assert job.one(RequestNodes).count == 1
+    job.wait(2.1)
+    assert job.state.incidents[0].rule == "outside-signal", "the first cause stays the cause"
+
+
+def test_half_of_a_shard_group_is_never_launched() -> None:
+    job = Transcript(spec({"min": 2, "max": 4}, workers=2, shard=4)).started("a", "b", "c", "d")
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    for node in ("a", "c", "d"):
+        job.stopped(node, 5)
+    launches = job.of(LaunchGroup)
+    assert [launch.node for launch in launches] == ["c", "d"], (
+        "the whole group stays, and a is idle"
+    )
+    restore = launches[0].membership.restore
+    assert restore is not None and "a" in {source.node for source in restore.sources}
+    assert "a" in job.state.nodes, "its memory may still be needed"
+
+
+def test_memory_of_a_lost_node_falls_back_to_storage() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, workers=1, shard=2), ports=50_000)
+    job.document["spec"]["nodes"]["min"] = 2
+    job.started(step=20)
+    job.commit(9)
+    job.lose("b")
+    job.succeed(RequestNodes)
+    job.stopped("a", 21)
+    job.join("c")
+    restore = job.of(LaunchGroup)[0].membership.restore
+    assert restore is not None
+    assert (restore.step, restore.directory) == (9, "step-00000009.gen-1")
+
+
+PAIR = {"min": 2, "max": 2}
+MINUTE = {"capacityTimeoutSeconds": 60}
+
+
+def waiting() -> Transcript:
+    """One node of two has joined, and the backend has no capacity for the other."""
+    job = Transcript(spec(PAIR, recovery=MINUTE))
+    job.submit()
+    job.fail(job.one(RequestNodes))
+    job.join("a")
+    job.wait(5.1)
+    job.fail(job.one(RequestNodes), "half of the quota is used")
+    return job
+
+
+def test_a_job_that_never_gets_its_nodes_fails_with_the_reason() -> None:
+    job = waiting()
+    job.wait(54)
+    assert job.state.phase == "pending" and not job.of(FinishJob)
+    job.fail(job.one(RequestNodes), "half of the quota is used")
+    job.wait(1.1)
+    finish = job.one(FinishJob)
+    assert (finish.outcome, finish.reason.code) == ("failed", "capacity")
+    assert finish.reason.text == (
+        "recovery.capacityTimeoutSeconds: waited 60 s for nodes: 1 usable, at least 2 needed, "
+        "0 pending; half of the quota is used"
+    )
+    assert not job.of(LaunchGroup)
+
+
+def test_without_a_limit_the_job_waits() -> None:
+    job = Transcript(spec(PAIR))
+    job.submit()
+    job.fail(job.one(RequestNodes))
+    job.wait(100_000)
+    assert job.state.phase == "pending"
+
+
+def test_nodes_that_join_in_time_end_the_wait() -> None:
+    job = waiting()
+    job.wait(50)
+    job.join("b")
+    job.succeed(LaunchGroup)
+    job.step(0)
+    job.wait(100)
+    assert job.state.phase == "running"
+
+
+def test_enough_nodes_end_the_capacity_wait_and_a_loss_starts_another() -> None:
+    job = Transcript(spec({"min": 2, "max": 3}, recovery=MINUTE))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a")
+    job.wait(58)
+    job.join("b")
+    job.wait(4)
+    assert job.state.phase == "pending" and not job.of(LaunchGroup), "a third node may join"
+    due_ns = job.controller.next_deadline_ns()
+    assert due_ns is not None and due_ns > job.now_ns, "no timer that is due keeps the loop busy"
+    job.lose("b")
+    job.wait(55)
+    assert job.state.phase == "pending" and not job.of(FinishJob)
+
+
+def test_a_job_that_trained_and_fails_for_lack_of_nodes_keeps_its_newest_state() -> None:
+    job = Transcript(spec(PAIR, recovery=MINUTE)).started()
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", 5)
+    assert job.state.phase == "pending"
+    job.wait(61)
+    assert job.state.phase == "finishing"
+    job.commit(5)
+    finish = job.one(FinishJob)
+    assert (finish.outcome, finish.reason.code) == ("failed", "capacity")
+    assert [committed.step for committed in job.state.catalog.committed] == [5]
+
+
+def test_the_capacity_timeout_does_not_run_while_the_job_is_suspended() -> None:
+    job = waiting()
+    job.apply(SuspendRequested())
+    job.wait(1000)
+    assert job.state.phase == "suspended"
+    job.apply(ResumeRequested())
+    job.wait(59)
+    assert job.state.phase == "pending", "the wait starts from the beginning"
