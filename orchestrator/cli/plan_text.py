@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..planner import Plan
-from ..planner.memory import device_bytes
+from ..planner.costs import device_bytes
 from ..protocol.mesh import AXES
 from .output import columns, count, plural, size
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from ..api.v1alpha1 import TrainingJob, load_job
 from ..backends.local.devices import gpus
 from ..errors import Problem, SpecError
-from ..protocol import paths
+from ..protocol import files
 from ..protocol.facts import NodeFacts
-from ..protocol.fsspec_compat import make_directory
+from ..protocol.files import make_directory
 from ..runtime.checkpoint_store.job_environment import (
     CHECKPOINT_FIELD,
     LOCAL_SCHEMES,
@@ -84,7 +84,7 @@ def _is_same_everywhere(path: str) -> bool:
 def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
     field, written = "spec.workingDirectory", job.spec.working_directory
     try:
-        work = paths.resolve(spec_directory, written)
+        work = files.resolve(spec_directory, written)
         why = "" if work.is_dir() else f"{work} is not a directory"
     except OSError as error:
         why = str(error.strerror)
@@ -111,7 +111,7 @@ def _cut(written: str) -> str:
 def _script(work: Path, written: str) -> Iterator[Problem]:
     field = "spec.entrypoint.script"
     try:
-        path = paths.resolve(work, written)
+        path = files.resolve(work, written)
         is_file, is_directory = path.is_file(), path.is_dir()
     except OSError as error:  # such as a name that is too long
         yield Problem(field, f"{_cut(written)} ({error.strerror})", "a Python file")
@@ -140,7 +140,7 @@ def _data(work: Path, written: str) -> Iterator[Problem]:
     field = "spec.entrypoint.recipe.config.data.source"
     expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
     try:
-        path = paths.resolve(work, written)
+        path = files.resolve(work, written)
         there = path.exists()
     except OSError as error:
         yield Problem(field, f"{_cut(written)} ({error.strerror})", expected)

@@ -1,6 +1,6 @@
-"""Spec and nodes -> mesh, memory, bytes on the wire, and why. Pure: the core asks on every resize.
+"""Spec and nodes -> mesh, memory and network traffic, with the reasons. Pure: used on every resize.
 
-choose.py picks the mesh; memory.py and communication.py say what it costs; plan.py has it all.
+choose.py chooses the mesh; memory.py and communication.py estimate its cost; plan.py combines them.
 """
 
 from .choose import choose_mesh, num_nodes_used

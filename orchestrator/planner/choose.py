@@ -1,7 +1,6 @@
-"""Which mesh a job gets on a number of nodes. Asked at submission and on every resize.
+"""Chooses the mesh of a job on a number of nodes, at submission and on every resize.
 
-Owns: that choice, and the sentence that explains it. Must not: know nodes by name, or change what
-the user fixed. Only whole replica groups on whole nodes: a shrink never splits a shard group.
+Replica groups and nodes are always used whole: a shrink never splits a shard group.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import math
 
 from ..api.v1alpha1 import TrainingJob
 from ..protocol.mesh import Mesh
-from .memory import USABLE, device_bytes, model_state_bytes, table
-from .model import count_parameters
+from .costs import USABLE, count_parameters, device_bytes, memory_table, model_state_bytes
 
 
 def choose_mesh(
     job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None
 ) -> tuple[Mesh, str] | None:
-    """The mesh on at most `num_nodes` nodes, and why; None when no replica group fits on them.
+    """The mesh on at most `num_nodes` nodes and the reason; None when no replica group fits on
+    them.
 
-    The mesh may use fewer nodes (see num_nodes_used). `device_memory_bytes` is what one worker has;
-    left out: spec.resources.memory for a job on CPUs, otherwise unknown.
+    The mesh may use fewer nodes (see num_nodes_used). `device_memory_bytes` is the memory of one
+    worker; None: spec.resources.memory for a job on CPUs, otherwise unknown.
     """
     spec = job.spec
     num_nodes = min(num_nodes, spec.nodes.max)
@@ -31,11 +30,12 @@ def choose_mesh(
     shard, why = _shard_size(job, device_memory_bytes)
     mesh = _replicas(job, shard, num_nodes)
     if mesh is None and _is_auto(job):
-        # The group of the full size does not fit any more: share the state among what is left.
+        # The replica group of the full size does not fit any more: shard over all remaining
+        # workers.
         world = num_nodes * spec.workers_per_node
         if world % _inner(job) == 0:
             mesh = _replicas(job, world // _inner(job), num_nodes)
-            why = f"shard auto: all {world} workers that are left share one copy"
+            why = f"shard auto: all {world} remaining workers share one copy"
             if mesh is not None and not _states_fit(job, mesh, device_memory_bytes):
                 return None
     if mesh is None:
@@ -49,7 +49,7 @@ def choose_mesh(
 
 
 def num_nodes_used(job: TrainingJob, mesh: Mesh) -> int:
-    """Nodes that a mesh fills; always whole ones."""
+    """Number of nodes that a mesh fills."""
     return mesh.world_size // job.spec.workers_per_node
 
 
@@ -64,12 +64,12 @@ def _inner(job: TrainingJob) -> int:
 
 
 def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
-    """As many replica groups as fill whole nodes, the elastic axis; None when not even one does."""
+    """The mesh with as many replica groups as fill whole nodes; None: not even one group fits."""
     workers, group = job.spec.workers_per_node, shard * _inner(job)
     if group == 0:  # fewer workers than spec.parallelism.replicate
         return None
-    step = math.lcm(group, workers)  # the smallest world of whole groups on whole nodes
-    world = num_nodes * workers // step * step
+    unit = math.lcm(group, workers)  # the smallest world of whole groups on whole nodes
+    world = num_nodes * workers // unit * unit
     if world == 0 or world // workers < job.spec.nodes.min:
         return None
     parallelism = job.spec.parallelism
@@ -83,10 +83,11 @@ def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
 
 
 def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
-    """The shard size at nodes.max. Smaller sizes keep it, so they restore from memory."""
+    """The shard size at nodes.max and the reason. Fewer nodes keep it, so they restore from
+    memory."""
     spec, parallelism = job.spec, job.spec.parallelism
     if parallelism.shard != "auto":
-        return parallelism.shard, f"shard {parallelism.shard} as asked for"
+        return parallelism.shard, f"shard {parallelism.shard} as set"
     room = spec.nodes.max * spec.workers_per_node // _inner(job)
     if parallelism.replicate != "auto":
         shard = room // parallelism.replicate
@@ -95,14 +96,17 @@ def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
     node = math.gcd(workers // math.gcd(workers, _inner(job)), room)
     if memory is None or spec.entrypoint.recipe is None:
         unknown = "device memory" if spec.entrypoint.recipe else "the model"
-        return node, f"shard auto: {_within(node)}; {unknown} is not known, so it was not checked"
+        return (
+            node,
+            f"shard auto: {_within(node)}; memory not checked: {unknown} is not known",
+        )
     for shard in (n for n in range(node, room + 1) if room % n == 0 and n % node == 0):
-        need = device_bytes(table(job, Mesh(room // shard, shard)))
+        need = device_bytes(memory_table(job, Mesh(room // shard, shard)))
         if need <= USABLE * memory:
             where = _within(shard) if shard == node else f"{shard} workers share one copy"
             numbers = f"{need / 2**30:.1f} of {memory / 2**30:.1f} GiB"
             return shard, f"shard auto: {where}; needs {numbers} per worker"
-    need = device_bytes(table(job, Mesh(1, room)))
+    need = device_bytes(memory_table(job, Mesh(1, room)))
     return room, (
         f"shard auto: the whole world, and still {need / 2**30:.1f} GiB per worker by estimate, "
         f"above {USABLE:.0%} of {memory / 2**30:.1f} GiB"
@@ -116,7 +120,7 @@ def _within(shard: int) -> str:
 
 
 def _states_fit(job: TrainingJob, mesh: Mesh, memory: int | None) -> bool:
-    """False only when it is certain: the states alone, an exact figure, exceed the memory."""
+    """False only if the model states alone, which are exact, exceed the memory."""
     recipe = job.spec.entrypoint.recipe
     if memory is None or recipe is None:
         return True

@@ -1,7 +1,4 @@
-"""The whole plan of a job on given nodes, for people: what will run where, and why.
-
-Owns: Plan. Must not: render it (the command line does) or decide more than choose.py does.
-"""
+"""The plan of a job on given nodes, which `holdfast plan` shows: what runs where, and why."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from ..protocol.environment import Setting, explain_environment
 from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
-from . import communication, memory
+from . import costs
 from .choose import choose_mesh, num_nodes_used
-from .model import count_parameters, flops_per_token
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -30,8 +26,8 @@ class NodePlan(msgspec.Struct, frozen=True):
     ranks: tuple[RankPlan, ...]
 
 
-class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job does with this many nodes."""
+class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The mesh of the job with a number of nodes."""
 
     nodes: int
     mesh: Mesh | None
@@ -51,15 +47,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fabric_why: str
     nodes: tuple[NodePlan, ...]
     environment: tuple[Setting, ...]
-    """Of rank 0. Addresses and the port are examples."""
-    sizes: tuple[Size, ...]
+    """Environment of rank 0. Addresses and the port are examples."""
+    sizes: tuple[SizePlan, ...]
     parameters: int | None = None
-    """Of the recipe's model; None for scripts and modules."""
+    """Number of parameters of the recipe's model; None for scripts and modules."""
     flops_per_step: float | None = None
     micro_batch: int | None = None
     num_micro_batches: int | None = None
-    memory: tuple[memory.MemoryEstimate, ...] = ()
-    traffic: tuple[communication.Traffic, ...] = ()
+    memory: tuple[costs.MemoryEstimate, ...] = ()
+    traffic: tuple[costs.Traffic, ...] = ()
     device_memory_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
@@ -70,21 +66,20 @@ def make_plan(
     num_nodes: int | None = None,
     device_memory_bytes: int | None = None,
 ) -> Plan | None:
-    """The plan on `num_nodes` (nodes.max if left out) nodes like the one in `facts`.
-
-    None when no replica group fits on that many.
-    """
+    """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
+    replica group fits on them."""
     if device_memory_bytes is None:
         device_memory_bytes = _device_memory(job, facts)
-    wanted = job.spec.nodes.max if num_nodes is None else num_nodes
-    chosen = choose_mesh(job, wanted, device_memory_bytes)
+    if num_nodes is None:
+        num_nodes = job.spec.nodes.max
+    chosen = choose_mesh(job, num_nodes, device_memory_bytes)
     if chosen is None:
         return None
     mesh, why = chosen
     used = num_nodes_used(job, mesh)
     profile, profile_why = choose_profile(job.spec.fabric, facts, used)
     gpu = job.spec.resources.gpu > 0
-    rows = memory.table(job, mesh)
+    rows = costs.memory_table(job, mesh)
     sizes = _sizes(job, device_memory_bytes)
     recipe = job.spec.entrypoint.recipe
     settings = recipe.config if recipe else None
@@ -95,20 +90,20 @@ def make_plan(
         strategy=mesh.strategy,
         why=why,
         fabric=profile if gpu else "tcp",
-        fabric_why=profile_why if gpu else "gloo on the CPU speaks TCP only",
+        fabric_why=profile_why if gpu else "gloo on the CPU uses TCP only",
         nodes=tuple(_node(job, mesh, node_rank) for node_rank in range(used)),
         environment=tuple(_environment(job, mesh, used, facts)),
         sizes=sizes,
-        parameters=count_parameters(settings.model).total if settings else None,
+        parameters=costs.count_parameters(settings.model).total if settings else None,
         flops_per_step=(
-            flops_per_token(settings) * settings.global_batch * settings.data.sequence_length
+            costs.flops_per_token(settings) * settings.global_batch * settings.data.sequence_length
             if settings
             else None
         ),
-        micro_batch=memory.micro_batch(settings, mesh) if settings else None,
-        num_micro_batches=memory.num_micro_batches(settings, mesh) if settings else None,
+        micro_batch=costs.micro_batch(settings, mesh) if settings else None,
+        num_micro_batches=costs.num_micro_batches(settings, mesh) if settings else None,
         memory=rows,
-        traffic=communication.table(job, mesh),
+        traffic=costs.traffic_table(job, mesh),
         device_memory_bytes=device_memory_bytes,
         warnings=tuple(_warnings(job, mesh, facts, sizes, device_memory_bytes)),
     )
@@ -142,15 +137,16 @@ def _environment(job: TrainingJob, mesh: Mesh, used: int, facts: NodeFacts) -> l
     )
     seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
     settings = explain_environment(job, membership, seat, 0, facts)
-    return [_shown(one) if one.source == "user" else one for one in settings]
+    return [
+        msgspec.structs.replace(one, value=redacted(one.name, one.value))
+        if one.source == "user"
+        else one
+        for one in settings
+    ]
 
 
-def _shown(setting: Setting) -> Setting:
-    return msgspec.structs.replace(setting, value=redacted(setting.name, setting.value))
-
-
-def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[Size, ...]:
-    """Every size the job may have, fewest nodes first; of a wide range the ends and the middle."""
+def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[SizePlan, ...]:
+    """The sizes that the job may have, fewest nodes first; of a wide range five of them."""
     nodes = job.spec.nodes
     counts = range(nodes.min, nodes.max + 1)
     if len(counts) > 8:
@@ -160,18 +156,19 @@ def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[Size, ...
     for count in sorted({*counts, nodes.max}):
         chosen = choose_mesh(job, count, device_memory_bytes)
         if chosen is None:
-            sizes.append(Size(nodes=count, mesh=None, why="no whole replica group fits: it waits"))
+            why = "the job waits: no whole replica group fits"
+            sizes.append(SizePlan(nodes=count, mesh=None, why=why))
             continue
         mesh, why = chosen
         share = recipe.config.global_batch / mesh.data_parallel_size if recipe else None
         sizes.append(
-            Size(
+            SizePlan(
                 nodes=count,
                 mesh=mesh,
                 why=why,
                 nodes_used=num_nodes_used(job, mesh),
                 samples_per_rank=share,
-                device_bytes=memory.device_bytes(memory.table(job, mesh)) if recipe else None,
+                device_bytes=costs.device_bytes(costs.memory_table(job, mesh)) if recipe else None,
             )
         )
     return tuple(sizes)
@@ -181,13 +178,13 @@ def _warnings(
     job: TrainingJob,
     mesh: Mesh,
     facts: NodeFacts,
-    sizes: tuple[Size, ...],
+    sizes: tuple[SizePlan, ...],
     device_memory_bytes: int | None,
 ) -> list[str]:
     found = []
     for size in sizes:
         need = size.device_bytes
-        if need and device_memory_bytes and need > memory.USABLE * device_memory_bytes:
+        if need and device_memory_bytes and need > costs.USABLE * device_memory_bytes:
             found.append(
                 f"on {size.nodes} node{'s' * (size.nodes > 1)} a worker needs about "
                 f"{need / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} GiB; set "
@@ -201,14 +198,16 @@ def _warnings(
         )
     if facts.gpus and not job.spec.resources.gpu:
         found.append(
-            f"resources.gpu is 0, so it trains on the CPU; {facts.hostname} has "
+            f"resources.gpu is 0, so the job trains on the CPU; {facts.hostname} has "
             f"{len(facts.gpus)} x {facts.gpus[0].name}"
         )
     if job.spec.resources.gpu and facts.gpus and len(facts.gpus) < job.spec.workers_per_node:
         found.append(
-            f"{job.spec.workers_per_node} workers want a GPU each; {facts.hostname} has "
+            f"{job.spec.workers_per_node} workers need a GPU each; {facts.hostname} has "
             f"{len(facts.gpus)}"
         )
     if mesh.replicate == 1 and job.spec.checkpoint.memory.buddy == "never":
-        found.append("one replica and no buddy copies: a lost node costs the steps since storage")
+        found.append(
+            "one replica and no buddy copies: after a lost node the job restores from storage"
+        )
     return found

@@ -1,11 +1,8 @@
-"""Makes what the parts of one job prove to each other that they belong together.
+"""Makes a job's token and self-signed certificate, once per job.
 
-Owns: a job's token and its self-signed certificate, made once per job. Must not: speak TLS (tls.py
-does), store or log what it makes. `cryptography` is imported only here; the extras that run jobs
-over a network bring it along.
-
-There is no authority that signs: all parts of a job hold the same key and trust that certificate
-only, so nothing has to be handed out, revoked or renewed beside it.
+There is no certificate authority: all processes of a job hold the same key and trust that
+certificate only, so nothing else has to be distributed, revoked or renewed. This module is apart
+from tls.py because `cryptography` comes only with the extras ray and kubernetes.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ from .. import limits
 
 VALID_DAYS = 3650
 BACKDATED = datetime.timedelta(hours=1)
-"""Clocks of nodes differ."""
+"""Allowance for nodes whose clocks differ."""
 
 
 @dataclass(frozen=True)
 class TlsKeyPair:
-    """Shows nothing of itself in logs."""
+    """Token, certificate and key of a job; its repr hides them."""
 
     token: str
     certificate: bytes
@@ -37,13 +34,13 @@ class TlsKeyPair:
     """PEM."""
 
     def __repr__(self) -> str:
-        return "Keys(...)"
+        return "TlsKeyPair(...)"
 
 
 def make_keys(tls_name: str) -> TlsKeyPair:
-    """A fresh token and certificate."""
+    """A new token and certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # A common name may have 64 characters; what counts is the alternative name.
+    # Clients check the alternative name; a common name could hold 64 characters only.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "holdfast job")])
     now = datetime.datetime.now(datetime.UTC)
     certificate = (

@@ -1,7 +1,6 @@
-"""The environment of a worker: the torchrun contract, the fabric and what recovery needs.
+"""The environment of a worker: every variable that Holdfast sets, with the reason for each.
 
-Owns: every variable that Holdfast sets in a worker, and the reason for each. Must not: read the
-environment or the machine; values follow from the job, the membership and the node's facts.
+Values follow from the job, the membership and the node's facts; nothing is read from the machine.
 
 Sources: torch/distributed/elastic/agent/server/local_elastic_agent.py for the contract;
 docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html for TORCH_NCCL_*; the list in
@@ -27,8 +26,8 @@ ALIASES = {
     "TORCH_FR_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
-"""Names since torch 2.8 and the old ones. Setting an old one prints a warning in every worker, so
-we never do; where the user does, it counts as an override of the new one."""
+"""Names since torch 2.8, and the old ones. Each worker would print a warning about an old name, so
+Holdfast sets the new ones only; if the user sets an old one, it overrides the new one."""
 
 
 def worker_environment(
@@ -40,7 +39,7 @@ def worker_environment(
     *,
     log_directory: str = "",
 ) -> dict[str, str]:
-    """All variables of one worker. `log_directory` is where flight recorder dumps go, if known."""
+    """All variables of one worker. `log_directory` gets the flight recorder dumps, if known."""
     settings = explain_environment(
         job, membership, seat, node_rank, facts, log_directory=log_directory
     )
@@ -56,8 +55,8 @@ def explain_environment(
     *,
     log_directory: str = "",
 ) -> list[Setting]:
-    """As worker_environment, in order, with the reason for each value. What the user set stands
-    where ours would have stood, and says what it replaced."""
+    """As worker_environment, in order, with the reason for each value. A variable of the user takes
+    the place of Holdfast's; its reason names the value that it replaces."""
     user = job.spec.env
     ours = [
         *_contract(job, membership, seat, node_rank),
@@ -84,11 +83,11 @@ def explain_environment(
 def _contract(
     job: TrainingJob, membership: Membership, seat: WorkerSeat, node_rank: int
 ) -> Iterator[Setting]:
-    """What torchrun gives to a worker (one role, called default)."""
+    """The variables that torchrun sets (with one role, called default)."""
     m = membership
     rows = [
         ("RANK", seat.rank, "this worker, 0 to WORLD_SIZE - 1"),
-        ("LOCAL_RANK", seat.local_rank, "its number on this node; chooses the device"),
+        ("LOCAL_RANK", seat.local_rank, "number of the worker on this node; selects the device"),
         ("WORLD_SIZE", m.world_size, f"workers of generation {m.generation}"),
         ("LOCAL_WORLD_SIZE", m.workers_per_node, "workers on this node"),
         ("GROUP_RANK", node_rank, "this node, 0 to GROUP_WORLD_SIZE - 1"),
@@ -112,8 +111,8 @@ def _contract(
 
 
 def _devices(job: TrainingJob) -> Iterator[Setting]:
-    """Which GPUs a node has is its backend's to say; none, if the job asks for none: on a machine
-    with some, gpu: 0 is the same as on one without."""
+    """With gpu: 0 a worker sees no GPU, also on a machine that has some. Otherwise the backend
+    decides which GPUs a node has."""
     if not job.spec.resources.gpu:
         yield Setting(VISIBLE_DEVICES, "", "spec.resources.gpu is 0", "resources")
 
@@ -125,7 +124,7 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
     else:
         workers, where = membership.workers_per_node, "of this node"
         if is_loopback(facts.address):
-            # Counted at full size, so that a resize does not change any sum's order.
+            # Of the full size, so that a resize does not change the order of any sum.
             workers, where = workers * job.spec.nodes.max, "of this machine at full size"
         threads = max(1, facts.cpus // workers)
         why = f"{facts.cpus} cores shared by {workers} workers {where}"
@@ -134,16 +133,16 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
 
 MALLOC = (
     ("MALLOC_TRIM_THRESHOLD_", 512, "MiB of free memory at the end of a heap are kept"),
-    ("MALLOC_TOP_PAD_", 64, "MiB that a heap grows by; a thread's heap of so much stays"),
-    ("MALLOC_MMAP_THRESHOLD_", 32, "MiB; larger blocks go back to the kernel when freed"),
+    ("MALLOC_TOP_PAD_", 64, "MiB by which a heap grows; a thread's heap keeps as much"),
+    ("MALLOC_MMAP_THRESHOLD_", 32, "MiB; larger blocks are returned to the kernel when freed"),
 )
 
 
 def _malloc(job: TrainingJob) -> Iterator[Setting]:
-    """Keep what a step frees for the next one. glibc gives the free end of a heap back to the
-    kernel, and the next step has it anew, page by page: 2 us each in a virtual machine, and every
-    rank waits for the one with the most of them (bench/results/malloc.md). What each limit means:
-    mallopt(3). With a tunable of malloc of the user's own, none is set."""
+    """Keeps memory that a step frees for the next step. glibc returns the free end of a heap to the
+    kernel, and the next step faults it in again: 2 us a page in a virtual machine, and every rank
+    waits for the slowest (bench/results/malloc.md). For the limits see mallopt(3). If the user has
+    set a malloc tunable, Holdfast sets none."""
     if "glibc.malloc." in job.spec.env.get("GLIBC_TUNABLES", ""):
         return
     for name, mebibytes, why in MALLOC:
@@ -159,13 +158,13 @@ def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Itera
 
 
 def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
-    """The torch watchdog and flight recorder as recovery needs them; nothing of it on gloo."""
+    """Settings of torch's watchdog and flight recorder that recovery needs; none with gloo."""
     if not job.spec.resources.gpu:
         return
     recovery = job.spec.recovery
-    patience_s = max(recovery.startup_timeout_s, limits.SAVE_TIMEOUT_S)
+    timeout_s = max(recovery.startup_timeout_s, limits.SAVE_TIMEOUT_S)
     if recovery.hang_timeout_s != "auto":
-        patience_s = max(patience_s, recovery.hang_timeout_s)
+        timeout_s = max(timeout_s, recovery.hang_timeout_s)
     rows = [
         (
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -174,11 +173,11 @@ def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
         ),
         (
             "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-            str(math.ceil(patience_s) + 60),
-            "torch's own monitor stays behind Holdfast's limits, so stacks are taken first",
+            str(math.ceil(timeout_s) + 60),
+            "longer than Holdfast's timeouts, so that stacks are collected before torch aborts",
         ),
-        ("TORCH_FR_BUFFER_SIZE", "2000", "collectives the flight recorder remembers per rank"),
-        ("TORCH_FR_DUMP_ON_TIMEOUT", "1", "write them down when a collective times out"),
+        ("TORCH_FR_BUFFER_SIZE", "2000", "collectives that the flight recorder keeps per rank"),
+        ("TORCH_FR_DUMP_ON_TIMEOUT", "1", "write the flight recorder when a collective times out"),
     ]
     if log_directory:
         path = f"{log_directory.rstrip('/')}/flight-recorder-rank-"

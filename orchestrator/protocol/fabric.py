@@ -1,10 +1,9 @@
-"""The network between nodes: which fabric this is, and what NCCL and gloo are told about it.
+"""The network between nodes: the fabric profile, and the settings of NCCL and gloo for it.
 
-Owns: the choice of a profile and the settings of each, with the reason for every one. Must not:
-look at the machine (the agent reports NodeFacts) or know ranks.
+Everything follows from the spec and the NodeFacts that the agent reports.
 
 Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_*; the
-aws-ofi-nccl project for EFA (its plugin answers to the name `AWS Libfabric` in all versions).
+aws-ofi-nccl project for EFA (its plugin is called `AWS Libfabric` in all versions).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Source = Literal["contract", "resources", "fabric", "recovery", "user"]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One environment variable of a worker, and why it has this value."""
+    """One environment variable of a worker and the reason for its value."""
 
     name: str
     value: str
@@ -32,12 +31,12 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def choose_profile(fabric: Fabric, facts: NodeFacts, num_nodes: int) -> tuple[Profile, str]:
-    """The fabric's profile and the reason for it."""
+    """The profile of the fabric and the reason for it."""
     if fabric.profile != "auto":
-        return fabric.profile, "spec.fabric.profile says so"
+        return fabric.profile, "set by spec.fabric.profile"
     layers = dict(map(_split_hca, facts.hcas))
     for name, layer in layers.items():
-        # EFA devices are called rdmap0s6 or efa_0 and have no link layer of their own.
+        # EFA devices are called rdmap0s6 or efa_0 and have no link layer.
         if name.startswith(("efa", "rdmap")) or layer == "Unspecified":
             return "efa", f"auto: {facts.hostname} has the EFA device {name}"
     for name, layer in layers.items():
@@ -51,7 +50,7 @@ def choose_profile(fabric: Fabric, facts: NodeFacts, num_nodes: int) -> tuple[Pr
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is only good on its own machine."""
+    """Whether an address works on its own machine only."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -59,9 +58,9 @@ def is_loopback(address: str) -> bool:
 
 
 def socket_settings(fabric: Fabric, facts: NodeFacts, *, nccl: bool) -> Iterator[Setting]:
-    """The interfaces for sockets. Never a guess such as eth0: a wrong name hangs the start.
+    """The interfaces for sockets, if they are known: with a wrong name the start hangs.
 
-    gloo otherwise binds to what the host name resolves to, often 127.0.1.1, which peers on other
+    Without a name gloo binds to the address of the host name, often 127.0.1.1, which peers on other
     nodes cannot reach.
     """
     names, why = _interfaces(fabric, facts)
@@ -76,8 +75,8 @@ def socket_settings(fabric: Fabric, facts: NodeFacts, *, nccl: bool) -> Iterator
 def nccl_settings(
     profile: Profile, why: str, fabric: Fabric, facts: NodeFacts, num_nodes: int
 ) -> Iterator[Setting]:
-    """What NCCL is told about the fabric. A named profile fails when its network is missing; auto
-    lets NCCL fall back."""
+    """Settings of NCCL for the fabric. With a profile from the spec, NCCL fails if that network is
+    missing; with auto it may fall back."""
     forced = fabric.profile != "auto"
     if profile in ("ib", "roce"):
         yield Setting("NCCL_IB_DISABLE", "0", why, "fabric")
@@ -85,17 +84,17 @@ def nccl_settings(
         if hcas:
             yield Setting("NCCL_IB_HCA", "=" + ",".join(hcas), chosen, "fabric")
         if forced:
-            text = f"profile {profile} was asked for: fail rather than fall back to sockets"
+            text = f"profile {profile} is set: fail instead of falling back to sockets"
             yield Setting("NCCL_NET", "IB", text, "fabric")
     elif profile == "efa":
         yield Setting("FI_PROVIDER", "efa", f"{why}; libfabric takes this provider only", "fabric")
         if forced:
-            text = "profile efa was asked for: fail if the aws-ofi-nccl plugin is missing"
+            text = "profile efa is set: fail if the aws-ofi-nccl plugin is missing"
             yield Setting("NCCL_NET", "AWS Libfabric", text, "fabric")
     elif profile == "tcp":
         yield Setting("NCCL_IB_DISABLE", "1", f"{why}: do not probe for RDMA", "fabric")
         if forced:
-            yield Setting("NCCL_NET", "Socket", "profile tcp was asked for", "fabric")
+            yield Setting("NCCL_NET", "Socket", "profile tcp is set", "fabric")
     else:
         yield Setting("NCCL_IB_DISABLE", "1", f"{why}: traffic stays within the node", "fabric")
         if num_nodes > 1:
@@ -104,9 +103,10 @@ def nccl_settings(
 
 def _interfaces(fabric: Fabric, facts: NodeFacts) -> tuple[tuple[str, ...], str]:
     if fabric.interfaces:
-        return fabric.interfaces, "spec.fabric.interfaces says so"
+        return fabric.interfaces, "set by spec.fabric.interfaces"
     if facts.address_interface:
-        return (facts.address_interface,), f"it carries {facts.address}, where peers dial this node"
+        why = f"interface of {facts.address}, the address of this node for its peers"
+        return (facts.address_interface,), why
     if is_loopback(facts.address):
         return ("lo",), f"all nodes are on this machine ({facts.address})"
     return (), ""
@@ -114,10 +114,10 @@ def _interfaces(fabric: Fabric, facts: NodeFacts) -> tuple[tuple[str, ...], str]
 
 def _hcas(profile: Profile, fabric: Fabric, facts: NodeFacts) -> tuple[tuple[str, ...], str]:
     if fabric.hcas:
-        return fabric.hcas, "spec.fabric.hcas says so"
+        return fabric.hcas, "set by spec.fabric.hcas"
     wanted = "InfiniBand" if profile == "ib" else "Ethernet"
     found = [name for name, layer in map(_split_hca, facts.hcas) if layer == wanted]
-    # With one link layer only, NCCL's own choice by PCI distance is the better one.
+    # If all have one link layer, NCCL's own choice by PCI distance is better.
     if not found or len(found) == len(facts.hcas):
         return (), ""
     return tuple(found), f"the devices of this node whose link layer is {wanted}"

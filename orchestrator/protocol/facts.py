@@ -1,8 +1,4 @@
-"""Facts that workers and agents report and the core decides on. Plain frozen values.
-
-Owns: their shape, shared by messages (the wire), events (the core) and the journal. Must not: hold
-decisions.
-"""
+"""Facts that workers and agents report: values shared by messages, events and the journal."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import msgspec
 from .mesh import Mesh
 
 WorkerPhase = Literal["start", "build", "restore", "compile", "train", "evaluate", "save", "finish"]
-"""What a worker says it is doing. Only `train` is held to the learned hang limit."""
+"""What a worker reports that it is doing. The measured hang timeout applies to `train` only."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -23,35 +19,35 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent knows of its node."""
+    """Facts about a node that its agent reports."""
 
     hostname: str
     address: str
-    """Where other nodes reach this one: MASTER_ADDR and the data port."""
+    """Address at which other nodes reach this one, for MASTER_ADDR and the data port."""
     data_port: int
-    """Where this agent serves its memory tier to other agents."""
+    """Port at which the agent serves its memory tier to other agents."""
     slots: int
-    """Workers that fit here."""
+    """Number of workers that the node has room for."""
     cpus: int = 0
     memory_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     interfaces: tuple[str, ...] = ()
     """Names of the network interfaces that are up."""
     address_interface: str = ""
-    """The one that carries `address`; empty where the agent cannot tell."""
+    """The interface of `address`; empty: unknown."""
     hcas: tuple[str, ...] = ()
     """RDMA devices as `name` or `name:link layer`, such as `mlx5_0:InfiniBand`: the names under
     /sys/class/infiniband and the content of their ports/1/link_layer."""
     failure_domain: str = ""
-    """Nodes with the same value may be lost together; the node itself where nothing is known."""
+    """Nodes with the same value may be lost together; empty: the node is a domain of its own."""
     topology: tuple[str, ...] = ()
-    """Outermost first (zone, rack, ...): ranks are laid out in this order."""
+    """Zone, rack, ..., outermost first; ranks are assigned in this order."""
     torch_version: str = ""
     pid: int = 0
 
 
 class StagedShard(msgspec.Struct, frozen=True):
-    """One rank's complete training state of one step, in the memory of one node."""
+    """One rank's complete training state of one step, in a node's memory."""
 
     step: int
     generation: int
@@ -103,7 +99,7 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
 
 
 class WorkerBeat(StepReport, frozen=True, kw_only=True):
-    """Where one worker is. `step` is the last one it finished; progress means that it moved."""
+    """The progress of one worker; `step` is the last one it finished."""
 
     rank: int
     phase: WorkerPhase = "start"
@@ -111,12 +107,12 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     ticks: int = 0
     """Grows with every sign of progress, also within a step (micro-batches, phases)."""
     quiet_s: float = 0.0
-    """Since the last sign of progress, on the agent's clock."""
+    """Seconds since the last sign of progress, on the agent's clock."""
     pulse_age_s: float = 0.0
-    """Since the worker's pulse thread last spoke; grows when the process is stopped or the
-    interpreter is blocked."""
+    """Seconds since the last signal of the worker's pulse thread; grows when the process is stopped
+    or the interpreter is blocked."""
     stopped: bool = False
-    """The kernel says that the process is stopped (state T)."""
+    """The process is stopped (state T of /proc/PID/stat)."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,45 +121,45 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     local_rank: int = 0
     code: int | None = None
-    """Exit code, None when a signal ended it."""
+    """Exit code; None: a signal ended the worker."""
     signal: int | None = None
     by_us: bool = False
-    """The agent sent the signal, on the controller's order."""
+    """The agent sent the signal because the controller asked for it."""
     step: int = -1
-    """The last step it had finished."""
+    """The last step that the worker finished."""
     error_type: str = ""
     error_message: str = ""
     traceback: str = ""
     secondary: bool = False
-    """The error says that a peer or the network went away: a consequence, not a cause."""
+    """The error reports a lost peer or connection: a consequence, not a cause."""
     out_of_memory: bool = False
     at_ns: int = 0
     """Wall clock of the node."""
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """What a worker was doing, taken before it was killed."""
+    """The Python stack of a worker, collected before it was killed."""
 
     rank: int
     text: str
     in_collective: bool
-    """Its main thread waits for its peers: it is a victim rather than the culprit."""
+    """The main thread waits for its peers, so the worker is probably not the cause."""
     state: str = ""
     """State letter of /proc/PID/stat: T is stopped, D uninterruptible, R running, S sleeping."""
 
 
 class WorkerSeat(msgspec.Struct, frozen=True):
-    """One worker of a launch."""
+    """What one worker of a launch is given."""
 
     rank: int
     local_rank: int
     shard: int
     persists: bool
-    """This rank's agent writes the shard to storage (one of each replicate group does)."""
+    """The rank's agent writes the shard to storage; one of each replicate group does."""
 
 
 class ShardLocation(msgspec.Struct, frozen=True):
-    """Where a shard can be had from memory."""
+    """A node whose memory holds a shard."""
 
     shard: int
     node: str
@@ -172,7 +168,8 @@ class ShardLocation(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a generation begins: after `step`, from memory (sources) or storage (directory)."""
+    """What a generation restores: the state after `step`, from memory (sources) or storage
+    (directory)."""
 
     step: int
     generation: int
@@ -184,7 +181,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation as all its nodes see it."""
+    """Nodes, ranks and mesh of one generation; the same on all its nodes."""
 
     generation: int
     mesh: Mesh

@@ -1,9 +1,8 @@
-"""Local backend <-> machine host: who forks this machine's nodes.
+"""Messages between the local backend and the node launcher of a machine.
 
-Owns: the messages. The launcher (agent/process/node_launcher.py) has imported torch once and forks
-an agent per node in milliseconds. It listens on a Unix socket (mode 0600) in the job's directory
-and outlives the controller; it ends by itself when it has no node and no connection. Frames as in
-messages.py: 4-byte big-endian length, msgpack body.
+The launcher (agent/process/node_launcher.py) has imported torch once and forks an agent per node in
+milliseconds. It listens on a Unix socket (mode 0600) in the job's directory, survives the
+controller, and exits when it has neither a node nor a connection. Frames as in messages.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class LauncherMessage(
     """Base of all messages."""
 
 
-# -- backend -> host --------------------------------------------------------------------------
+# -- backend -> launcher ----------------------------------------------------------------------
 class StartNode(LauncherMessage, frozen=True, kw_only=True, tag="start-node"):
     """Fork an agent. Idempotent by name."""
 
@@ -29,21 +28,22 @@ class StartNode(LauncherMessage, frozen=True, kw_only=True, tag="start-node"):
     """JSON file with `address` and `port` of the controller, re-read at every reconnect."""
     log_file: str
     devices: tuple[str, ...] | None = None
-    """GPUs of this machine for nodes of the job: this one gets as many as it has slots, which no
-    other node has, and waits until there are. None: it sees what the host sees."""
+    """GPUs of this machine for nodes of the job. The node gets as many as it has slots, none of
+    them used by another node, and waits until they are free. None: it sees all that the launcher
+    sees."""
 
 
 class StopNode(LauncherMessage, frozen=True, kw_only=True, tag="end-node"):
-    """SIGKILL a node's agent; its workers and its memory go with it."""
+    """SIGKILL a node's agent; its workers and its memory end with it."""
 
     node: str
 
 
 class StopLauncher(LauncherMessage, frozen=True, kw_only=True, tag="end-host"):
-    """SIGKILL all nodes, then end."""
+    """SIGKILL all agents, then exit."""
 
 
-# -- host -> backend --------------------------------------------------------------------------
+# -- launcher -> backend ----------------------------------------------------------------------
 class NodeList(LauncherMessage, frozen=True, kw_only=True, tag="nodes"):
     """First message on every connection, and after every StartNode: the nodes that exist."""
 

@@ -1,6 +1,4 @@
-"""The checkpoint manifest: without it there is no checkpoint.
-
-Owns: the directory layout of the storage tier and the manifest's format. Must not: do IO.
+"""The checkpoint manifest and the directory layout of the storage tier. No IO.
 
     <checkpoint path>/
       step-00000120.gen-3/              one directory per attempt: (step, generation)
@@ -8,9 +6,9 @@ Owns: the directory layout of the storage tier and the manifest's format. Must n
         shard-00001-of-00002.safetensors
         manifest.json                   written last, atomically, by the controller
 
-Every shard file is a safetensors file whose header says, for each tensor, the part of the global
-tensor that it holds (workers/checkpoint/layout.py), so a manifest only has to name files, their
-lengths and their checksums. Readers trust nothing that no manifest names.
+A checkpoint exists once its manifest does; readers trust only files that a manifest names. Every
+shard file is a safetensors file whose header gives, for each tensor, its part of the global tensor
+(workers/checkpoint/layout.py), so a manifest only lists files, their lengths and their checksums.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     job: str
     step: int
-    """The last finished step whose effect is in this state."""
+    """The last finished step that this state contains."""
     generation: int
     mesh: Mesh
-    """The mesh that wrote it; any other can read it."""
+    """The mesh that wrote the checkpoint; any other mesh can read it."""
     files: tuple[ShardFile, ...]
     committed_at: str
     """RFC 3339, UTC."""
@@ -51,15 +49,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def directory_name(step: int, generation: int) -> str:
-    """One directory per (step, generation): attempts never mix.
-
-    A generation writes a step at most once, so the pair names the attempt.
-    """
+    """The directory of one attempt. A generation writes a step at most once, so attempts never
+    mix."""
     return f"step-{step:08d}.gen-{generation}"
 
 
 def parse_directory_name(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a checkpoint directory, None for any other name."""
+    """(step, generation) of a checkpoint directory; None for any other name."""
     match = re.fullmatch(r"step-(\d{8,})\.gen-(\d+)", name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -69,12 +65,12 @@ def shard_file_name(shard: int, num_shards: int) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Readable JSON."""
+    """The manifest as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Raises ValueError, naming what is wrong, for anything that is not a manifest."""
+    """The manifest in a JSON text. Raises ValueError with the reason."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:

@@ -1,11 +1,9 @@
-"""Axes, rank <-> coordinates, group membership.
+"""The device mesh: axes, rank <-> coordinates, replica groups.
 
-Owns: the order of the axes. Must not: know nodes or devices.
-
-Axes from outermost to innermost, as TorchTitan orders them (ParallelDims): pipeline, replicate,
-shard, context, tensor. Ranks are numbered row-major, so neighbours in the innermost axis are
-neighbouring ranks. A *shard index* numbers the ranks of one replica group: two ranks with the same
-shard index hold the same training state.
+Axes from outermost to innermost, as in TorchTitan (ParallelDims): pipeline, replicate, shard,
+context, tensor. Ranks are numbered row-major, so neighbours on the innermost axis are neighbouring
+ranks. A *shard index* numbers the ranks of one replica group: two ranks with the same shard index
+hold the same training state.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def num_shards(self) -> int:
-        """Ranks of one replica group, which together hold one full copy of the training state."""
+        """Ranks of one replica group, which together hold one copy of the training state."""
         return self.pipeline * self.shard * self.context * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that read different samples."""
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -55,7 +53,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return {axis: position[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at a position; axes left out are 0."""
+        """The rank at these coordinates; missing axes are 0."""
         rank = 0
         for axis, size in zip(AXES, self.sizes, strict=True):
             index = coordinates.get(axis, 0)
@@ -79,7 +77,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return at["replicate"] * self.shard + at["shard"]
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """All ranks that share every coordinate with `rank` but that of `axis`."""
+        """All ranks whose coordinates equal those of `rank` except on `axis`."""
         at = self.coordinates(rank)
         size = dict(zip(AXES, self.sizes, strict=True))[axis]
         return tuple(self.rank(**{**at, axis: index}) for index in range(size))
@@ -104,7 +102,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def strategy(self) -> str:
-        """What the field calls it."""
+        """The usual name of this kind of parallelism."""
         if self.shard > 1:
             return "HSDP" if self.replicate > 1 else "FSDP"
         return "DDP" if self.replicate > 1 else "single"

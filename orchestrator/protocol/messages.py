@@ -1,9 +1,8 @@
-"""Agent <-> controller messages, and control requests of the command line. msgpack, never pickle.
+"""Messages between agents, controller and command line: msgpack structs, and their framing.
 
-Owns: the wire format. A frame is a 4-byte big-endian length and a msgpack map with a `type`. An
-agent dials in and says Hello; the controller answers Welcome or Refused. Everything that carries a
-generation other than the receiver's current one is answered with Refused or ignored, never obeyed.
-Must not: decide.
+A frame is a 4-byte big-endian length and a msgpack map with a `type`. An agent connects and sends
+Hello; the controller answers Welcome or Refused. A message of another generation than the
+receiver's is refused or ignored, never obeyed.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from .. import limits
+from ..errors import Problem, UserError
 from .facts import (
     Exit,
     Membership,
@@ -24,6 +24,9 @@ from .facts import (
     WorkerSeat,
 )
 
+Endpoint = tuple[str, int]
+"""Address of a controller: (host name or IP address, port)."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of all messages."""
@@ -31,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 
 # -- agent -> controller ----------------------------------------------------------------------
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First message of an agent; the same again after every reconnect."""
+    """First message of an agent, after every connect and reconnect."""
 
     version: int = limits.PROTOCOL_VERSION
     token: str
@@ -39,23 +42,23 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     node: str
     facts: NodeFacts
     generation: int = 0
-    """The generation whose workers run here; 0: none."""
+    """Generation of the workers that run on the node; 0: none."""
     ranks: tuple[int, ...] = ()
-    """Ranks that run here."""
+    """Ranks that run on the node."""
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
-    """A port that is free here, for MASTER_PORT of the next generation."""
+    """A free port of the node, for MASTER_PORT of the next generation."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     generation: int
     workers: tuple[WorkerBeat, ...] = ()
     staged_step: int = -1
-    """Newest step that all workers of this node have staged."""
+    """Newest step that all workers of the node have staged."""
 
 
 class Launched(Message, frozen=True, kw_only=True, tag="launched"):
-    """Result of Launch."""
+    """Result of LaunchWorkers."""
 
     action_id: int
     generation: int
@@ -69,7 +72,8 @@ class WorkerExitReport(Message, frozen=True, kw_only=True, tag="worker-exited"):
 
 
 class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
-    """Result of Stop: nothing of that generation runs here any more; this is what is left."""
+    """Result of StopWorkers: no worker of that generation runs on the node any more. `staged` is
+    what the memory tier still holds."""
 
     action_id: int
     generation: int
@@ -105,77 +109,78 @@ class ShardPersistFailed(Message, frozen=True, kw_only=True, tag="persist-failed
 
 
 class NodeLeaving(Message, frozen=True, kw_only=True, tag="leaving"):
-    """This node will be taken away (SIGTERM). It serves on until it is told Shutdown, or until
-    `grace_s` seconds from now; said again after every Welcome."""
+    """The node was asked to end (SIGTERM). It runs until it receives Shutdown, for `grace_s`
+    seconds at most. The agent sends this again after every Welcome."""
 
     detail: str
     grace_s: float
 
 
 class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
-    """Something worth telling that decides nothing (a forkserver was restarted ...)."""
+    """A line for the log on which no decision depends, such as a restart of the forkserver."""
 
     text: str
 
 
 # -- controller -> agent ----------------------------------------------------------------------
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The job as the agent needs it. `spec` is the TrainingJob document."""
+    """The job as the agent needs it; `spec` is the TrainingJob document."""
 
     spec: dict[str, Any]
     spec_directory: str
-    """Directory of the spec file: what workingDirectory is relative to."""
+    """Directory of the spec file, to which workingDirectory is relative."""
     checkpoint_path: str
     log_directory: str
     heartbeat_interval_s: float
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """The connection ends after this. `final`: do not come back."""
+    """The controller closes the connection. `final`: the agent must not reconnect."""
 
     detail: str
     final: bool
 
 
 class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
-    """Fork these workers. Idempotent: a generation that already runs here answers Launched."""
+    """Fork these workers. Idempotent: if the generation runs already, the agent answers
+    Launched."""
 
     action_id: int
     membership: Membership
     node_rank: int
     seats: tuple[WorkerSeat, ...]
     buddy: str = ""
-    """Node that gets a copy of what this node stages; empty: none needed."""
+    """Node that gets a copy of the shards that this node stages; empty: none needed."""
     buddy_address: str = ""
     buddy_port: int = 0
     persist_every_steps: int = 0
-    """Write every Nth step to storage unasked; 0: only on Persist."""
+    """Write every Nth step to storage; 0: only when Persist is received."""
 
 
 class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
-    """End all workers of a generation: SIGTERM, then SIGKILL after grace_s (0: at once)."""
+    """Stop all workers of a generation: SIGTERM, then SIGKILL after grace_s (0: at once)."""
 
     action_id: int
     generation: int
     grace_s: float = 0.0
     stacks: bool = False
-    """Take the stacks of every worker first."""
+    """Collect the stacks of every worker first."""
 
 
 class Stage(Message, frozen=True, kw_only=True, tag="stage"):
-    """Have all workers stage this very step, whatever their cadence."""
+    """Have all workers stage this step, regardless of their interval."""
 
     action_id: int
-    """0: nobody waits for the answer."""
+    """0: the controller does not wait for the answer."""
     generation: int
     step: int
     hold: bool = False
-    """Wait a moment after it: a Stop follows."""
+    """Wait a moment after the step: StopWorkers follows."""
 
 
 class Persist(Message, frozen=True, kw_only=True, tag="persist"):
-    """Write the first step >= `step` that this node has staged or will stage to storage: the first,
-    so that all nodes write the same one."""
+    """Write the first step >= `step` that this node has staged or will stage to storage. The first,
+    so that all nodes write the same step."""
 
     action_id: int
     generation: int
@@ -183,14 +188,14 @@ class Persist(Message, frozen=True, kw_only=True, tag="persist"):
 
 
 class Committed(Message, frozen=True, kw_only=True, tag="committed"):
-    """A manifest is durable: memory that was kept for it may go."""
+    """A manifest is durable: staging buffers that were kept for it may be freed."""
 
     generation: int
     step: int
 
 
 class Chaos(Message, frozen=True, kw_only=True, tag="chaos"):
-    """Rehearsal of a failure, asked for by a person."""
+    """Inject a fault that a user has requested."""
 
     kind: str
     """kill-worker, hang-worker or kill-node."""
@@ -198,14 +203,14 @@ class Chaos(Message, frozen=True, kw_only=True, tag="chaos"):
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
-    """End the workers and this agent; leave nothing behind."""
+    """Stop the workers and the agent, and remove their files."""
 
     detail: str
 
 
 # -- command line <-> controller --------------------------------------------------------------
 class Request(Message, frozen=True, kw_only=True, tag="request"):
-    """First message of a connection of the command line."""
+    """A request of the command line, the first message of its connection."""
 
     version: int = limits.PROTOCOL_VERSION
     token: str
@@ -224,7 +229,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | Persisted
-    | ShardPersistFailed    | NodeLeaving | AgentEvent
+    | ShardPersistFailed | NodeLeaving | AgentEvent
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | Persist | Committed | Chaos | Shutdown
@@ -236,18 +241,18 @@ _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 class BadFrame(Exception):
-    """The peer does not speak our protocol; the connection is of no use any more."""
+    """The peer does not follow the protocol; the connection must be closed."""
 
 
 def encode(message: Message) -> bytes:
-    """A whole frame, length included."""
+    """A whole frame, with its length."""
     body = _ENCODER.encode(message)
     assert len(body) <= limits.MAX_FRAME_BYTES, f"{type(message).__name__}: {len(body)} bytes"
     return len(body).to_bytes(4, "big") + body
 
 
 def decode(body: bytes) -> AnyMessage:
-    """The message in a frame's body. Raises BadFrame for anything else."""
+    """The message in a frame's body. Raises BadFrame."""
     try:
         return _DECODER.decode(body)
     except msgspec.MsgspecError as error:
@@ -260,3 +265,18 @@ def frame_length(header: bytes) -> int:
     if length > limits.MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {length} bytes; at most {limits.MAX_FRAME_BYTES}")
     return length
+
+
+def parse_endpoints(text: str, field: str = "--endpoint") -> tuple[Endpoint, ...]:
+    """`HOST:PORT[,HOST:PORT...]`, an IPv6 address in brackets. Raises UserError."""
+    found = []
+    for part in text.split(","):
+        host, colon, port = part.strip().rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        bracketed = host.startswith("[") and host.endswith("]")
+        good = colon and bare and port.isdecimal() and 0 < int(port) < 65536
+        if not good or (":" in bare and not bracketed):
+            expected = "HOST:PORT[,HOST:PORT...], an IPv6 address in brackets"
+            raise UserError(str(Problem(field, part.strip() or "nothing", expected)))
+        found.append((bare, int(port)))
+    return tuple(found)

@@ -1,13 +1,10 @@
-"""TLS between the parts of one job: mutual, version 1.3, one certificate that everybody presents.
-
-Owns: how the contexts are set up, on both sides and in every process. Must not: make certificates,
-or open connections.
+"""TLS 1.3 between the processes of one job, with client certificates on all connections.
 
 A job has one self-signed certificate with its key. The controller's endpoint, the agents and the
-agents' data ports all present it, and trust nothing else: who holds the key belongs to the job. The
-name in the certificate is the job's, not a host's; clients give it as `server_hostname`, and a
-server of many jobs picks the job's context by it (SNI). In a directory the two are `tls.crt` and
-`tls.key`, the names that Kubernetes gives them.
+agents' data ports all present it and trust no other: a process that holds the key belongs to the
+job. The name in the certificate is the job's, not a host's; clients give it as `server_hostname`,
+and a server of many jobs chooses the job's context by it (SNI). In a directory the files are
+`tls.crt` and `tls.key`, as in a Kubernetes TLS Secret.
 
 There are no session tickets: a resumed session would skip the client's proof that it has the key,
 and a server of many jobs has one ticket key for all of them.
@@ -28,7 +25,7 @@ CERTIFICATE_NAME = "tls.crt"
 KEY_NAME = "tls.key"
 
 Choose = Callable[[str], ssl.SSLContext | None]
-"""Server name -> the job's server context; None: there is no such job."""
+"""Server name -> the job's server context; None: no such job."""
 
 
 class TlsUnusable(HoldfastError):
@@ -36,36 +33,36 @@ class TlsUnusable(HoldfastError):
 
 
 def files(directory: str | Path) -> tuple[Path, Path]:
-    """(certificate, key) of a directory."""
+    """(certificate, key) in a directory."""
     return Path(directory) / CERTIFICATE_NAME, Path(directory) / KEY_NAME
 
 
 def server_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
-    """For a server of one job, from PEM files. Raises TlsUnusable."""
+    """The context of a server of one job, from PEM files. Raises TlsUnusable."""
     return _load(_server(), Path(certificate), Path(key))
 
 
 def client_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
-    """For clients of a job, from PEM files; connect with `server_hostname` = the job's name in the
-    certificate. Raises TlsUnusable."""
+    """The context of a job's clients, from PEM files; they connect with the name in the certificate
+    as `server_hostname`. Raises TlsUnusable."""
     return _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), Path(certificate), Path(key))
 
 
 def server_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """As server_context, from what a Secret holds. Raises TlsUnusable."""
+    """As server_context, from the contents of a Secret. Raises TlsUnusable."""
     with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
         return server_context(certificate_file, key_file)
 
 
 def client_context_from_pem(certificate: bytes, key: bytes) -> ssl.SSLContext:
-    """As client_context, from what a Secret holds. Raises TlsUnusable."""
+    """As client_context, from the contents of a Secret. Raises TlsUnusable."""
     with _private_file(certificate) as certificate_file, _private_file(key) as key_file:
         return client_context(certificate_file, key_file)
 
 
 def choosing_context(choose: Choose) -> ssl.SSLContext:
-    """For a server of many jobs: `choose` gives the context of the job that the client names. A
-    client that names none, or an unknown one, is turned away in the handshake."""
+    """The context of a server of many jobs: `choose` gives the context of the job that the client
+    names. The handshake fails if the client names no job or an unknown one."""
     context = _server()
     _harden(context)
 
@@ -75,8 +72,8 @@ def choosing_context(choose: Choose) -> ssl.SSLContext:
         chosen = choose(name) if name else None
         if chosen is None:
             return ssl.AlertDescription.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
-        # Certificate and trust anchor change with it; that a client certificate is required, and
-        # the TLS version, stay as set on the context that accepted: both say the same.
+        # This replaces certificate and trust anchor; the requirement of a client certificate and
+        # the TLS version remain those of the accepting context, which are the same.
         connection.context = chosen
         return None
 
@@ -111,7 +108,7 @@ def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> ssl.SSLConte
 
 @contextlib.contextmanager
 def _private_file(data: bytes) -> Iterator[Path]:
-    """A file that nobody else can read and that is gone afterwards; in memory where that can be."""
+    """A temporary file that only this user can read; in memory if the system has memfd."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("holdfast-tls", os.MFD_CLOEXEC)
         try:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import python_command
-from holdfast.orchestrator.protocol.endpoints import parse_endpoints
+from holdfast.orchestrator.protocol.messages import parse_endpoints
 
 from .linux import processes
 from .pool import preload

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
@@ -291,7 +291,7 @@ class Session:
 
 def working_directory(attached: worker_protocol.Attached) -> str:
     spec_directory = attached.assign.spec_directory
-    return str(paths.resolve(spec_directory, attached.job.spec.working_directory))
+    return str(files.resolve(spec_directory, attached.job.spec.working_directory))
 
 
 def init(shard: int | None = None) -> Session:

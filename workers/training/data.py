@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 
 STDLIB = "stdlib"
 MAX_STDLIB_BYTES = 8 * 2**20
@@ -110,7 +110,7 @@ def load(source: str, directory: str) -> Bytes:
         return _stdlib()
     field = "spec.entrypoint.recipe.config.data.source"
     try:
-        path = paths.resolve(directory, source)
+        path = files.resolve(directory, source)
         if path.is_dir():
             return _concatenate(sorted(p for p in path.rglob("*") if p.is_file()), MAX_TEXT_BYTES)
         return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else _empty()

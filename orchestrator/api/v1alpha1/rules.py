@@ -1,8 +1,8 @@
 """Checks as CEL rules in the CRD: immutable fields, and mistakes that the API server can refuse.
 
 Each rule repeats a validator of the models in the same words; tests apply the same wrong document
-to both. All other checks (mesh arithmetic, the recipe's model, the pod template) are the models'
-alone: the operator reports them as condition InvalidSpec.
+to both. All other checks (most of the mesh arithmetic, the recipe's model, the pod template) are
+the models' alone: the operator reports them as condition InvalidSpec.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ def _entrypoints_given() -> str:
             expression = f"{given} ? {_text(' and '.join(kinds))} : {expression}"
     return expression
 
+
+# The size of the mesh, which `kubectl scale` changes.
+_WORLD = "(self.nodes.max * self.workersPerNode)"
+_INNER = "(self.parallelism.tensor * self.parallelism.context * self.parallelism.pipeline)"
+_SHARD = "self.parallelism.shard"
 
 CHECKS = (
     Rule(
@@ -164,6 +169,25 @@ CHECKS = (
         f"self.all(name, {_WELL_FORMED})",
         "spec.env: got the name %s; expected letters, digits and underscores",
         (f"self.filter(name, !{_WELL_FORMED})[0]",),
+    ),
+    Rule(
+        "mesh-fits-the-world",
+        "spec",
+        f"{_WORLD} % {_INNER} == 0",
+        "spec.parallelism: got %s for tensor x context x pipeline; expected a divisor of %s "
+        "workers (nodes.max %s x workersPerNode %s)",
+        (_INNER, _WORLD, "self.nodes.max", "self.workersPerNode"),
+        ".parallelism",
+    ),
+    Rule(
+        "shard-divides",
+        "spec",
+        f"type({_SHARD}) != int || {_WORLD} % {_INNER} != 0 || "
+        f"{_WORLD} / {_INNER} % int({_SHARD}) == 0",
+        "spec.parallelism.shard: got %s; expected a divisor of %s workers (nodes.max %s x "
+        "workersPerNode %s, by the other axes)",
+        (_SHARD, f"{_WORLD} / {_INNER}", "self.nodes.max", "self.workersPerNode"),
+        ".parallelism.shard",
     ),
 )
 

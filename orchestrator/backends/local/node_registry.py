@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.protocol.atomic_files import PRIVATE, replace
+from holdfast.orchestrator.protocol.files import PRIVATE, replace
 
 from .processes import Identity, identify
 

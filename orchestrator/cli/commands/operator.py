@@ -115,7 +115,7 @@ def operator(
         log_to_stderr,
         run_operator,
     )
-    from holdfast.orchestrator.protocol.endpoints import parse_endpoints
+    from holdfast.orchestrator.protocol.messages import parse_endpoints
 
     if log_format not in ("json", "text"):
         raise UserError(str(Problem("--log-format", log_format, "json or text")))

@@ -37,7 +37,7 @@ from holdfast.orchestrator.core.journal import (
     frame,
 )
 from holdfast.orchestrator.errors import Damaged
-from holdfast.orchestrator.protocol.atomic_files import sync_directory
+from holdfast.orchestrator.protocol.files import sync_directory
 
 MAGIC = b"holdfast journal"
 PLAIN, COMPACTED = 1, 2

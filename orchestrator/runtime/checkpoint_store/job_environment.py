@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 
 LOCAL_SCHEMES = ("file", "local")
 EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -32,7 +32,7 @@ def storage_place(path: str, spec_directory: str | Path) -> str:
     scheme, is_url, rest = path.partition("://")
     if is_url and scheme not in LOCAL_SCHEMES:
         return path
-    return str(paths.resolve(spec_directory, rest if is_url else path).resolve())
+    return str(files.resolve(spec_directory, rest if is_url else path).resolve())
 
 
 def missing_driver(path: str, error: Exception) -> Problem:

@@ -17,9 +17,8 @@ import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
-from holdfast.orchestrator.protocol.atomic_files import replace, sync_directory
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.fsspec_compat import make_directory
+from holdfast.orchestrator.protocol.files import make_directory, replace, sync_directory
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -125,6 +125,19 @@ WRONG = (
         script(env={"A-B": "x"}),
         ("spec.env: got the name ", "A-B", "; expected letters, digits and underscores"),
     ),
+    Wrong(
+        "mesh-fits-the-world",
+        script(nodes={"max": 2}, parallelism={"tensor": 4}),
+        (
+            "spec.parallelism: got 4 for tensor x context x pipeline; expected a divisor of 2 "
+            "workers (nodes.max 2 x workersPerNode 1)",
+        ),
+    ),
+    Wrong(
+        "shard-divides",
+        script(nodes={"min": 2, "max": 2}, workersPerNode=4, parallelism={"shard": 3}),
+        ("spec.parallelism.shard: got 3; expected a divisor of 8 workers",),
+    ),
 )
 
 
@@ -160,19 +173,6 @@ MODELS_ONLY = (
         "auto-or-number-shard",
         script(parallelism={"shard": -1}),
         ("spec.parallelism.shard: got -1; expected auto or greater than or equal to 1",),
-    ),
-    Wrong(
-        "mesh-fits-the-world",
-        script(nodes={"max": 2}, parallelism={"tensor": 4}),
-        (
-            "spec.parallelism: got 4 for tensor x context x pipeline; expected a divisor of 2 "
-            "workers (nodes.max 2 x workersPerNode 1)",
-        ),
-    ),
-    Wrong(
-        "shard-divides",
-        script(nodes={"min": 2, "max": 2}, workersPerNode=4, parallelism={"shard": 3}),
-        ("spec.parallelism.shard: got 3; expected a divisor of 8 workers",),
     ),
     Wrong(
         "replicate-follows-from-shard",

@@ -26,7 +26,7 @@ def test_auto_shards_within_a_node_and_replicates_over_nodes() -> None:
     assert "not known" in why
 
 
-def test_a_lost_node_takes_its_whole_replica_group_along() -> None:
+def test_a_lost_node_removes_its_whole_replica_group() -> None:
     job = make_job(nodes=(2, 4), parallelism={"shard": 4})
     assert mesh_of(choose_mesh(job, 4)) == Mesh(replicate=2, shard=4)
     mesh, why = choose_mesh(job, 3) or (None, "")
@@ -34,12 +34,12 @@ def test_a_lost_node_takes_its_whole_replica_group_along() -> None:
     assert "2 of 3 nodes used" in why
 
 
-def test_no_mesh_where_not_even_one_replica_group_fits() -> None:
+def test_without_a_whole_replica_group_there_is_no_mesh() -> None:
     job = make_job(nodes=(2, 4), parallelism={"shard": 4})
     assert choose_mesh(job, 1) is None
 
 
-def test_fewer_nodes_than_the_minimum_are_no_size() -> None:
+def test_fewer_nodes_than_the_minimum_have_no_mesh() -> None:
     assert choose_mesh(make_job(nodes=(2, 4)), 1) is None
 
 
@@ -62,13 +62,13 @@ def test_a_known_memory_makes_shard_groups_as_large_as_needed() -> None:
     assert large.shard > 2
 
 
-def test_auto_falls_back_to_one_group_of_what_is_left() -> None:
+def test_auto_falls_back_to_one_group_of_the_remaining_workers() -> None:
     job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
     memory = 4 * GIB
     group = mesh_of(choose_mesh(job, 4, memory)).num_shards
     nodes = group // 2 - 1
     chosen = choose_mesh(job, nodes, memory)
-    assert chosen is None or (chosen[0].replicate == 1 and "left" in chosen[1])
+    assert chosen is None or (chosen[0].replicate == 1 and "remaining" in chosen[1])
 
 
 def test_a_size_that_cannot_hold_the_states_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_a_size_that_cannot_hold_the_states_is_refused() -> None:
     assert choose_mesh(job, 1, device_memory_bytes=5 * GIB) is None
 
 
-def test_the_memory_of_a_cpu_worker_is_what_the_spec_gives_it() -> None:
+def test_the_memory_of_a_cpu_worker_is_that_of_the_spec() -> None:
     job = make_job(nodes=(1, 2), recipe={}, resources={"memory": "4Gi"})
     _, why = choose_mesh(job, 2) or (None, "")
     assert "of 4.0 GiB" in why

@@ -1,4 +1,4 @@
-"""What a worker's environment says, and that it says so on every node alike."""
+"""The environment of a worker: torchrun contract, fabric, threads, recovery."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_worker_gets_the_whole_torchrun_contract() -> None:
     assert int(got["TORCHELASTIC_MAX_RESTARTS"]) > 0
 
 
-def test_a_cpu_job_is_told_nothing_about_nccl() -> None:
+def test_a_cpu_job_gets_no_nccl_settings() -> None:
     assert not [name for name in environment(make_job()) if "NCCL" in name]
 
 
@@ -82,12 +82,12 @@ def test_sockets_use_the_interface_that_carries_the_address() -> None:
     assert got["NCCL_SOCKET_IFNAME"] == "=ens5"
 
 
-def test_nodes_of_one_machine_talk_over_loopback() -> None:
+def test_nodes_of_one_machine_use_loopback() -> None:
     got = environment(make_job(), make_facts(address="127.0.0.1"))
     assert got["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_no_interface_is_guessed_where_nothing_is_known() -> None:
+def test_an_unknown_interface_is_not_guessed() -> None:
     got = environment(make_job(resources={"gpu": 1}))
     assert "GLOO_SOCKET_IFNAME" not in got
     assert "NCCL_SOCKET_IFNAME" not in got
@@ -138,7 +138,7 @@ def test_a_single_node_with_several_gpus_stays_on_nvlink() -> None:
     assert "one node, several GPUs" in chosen.why
 
 
-def test_what_the_user_set_wins_and_says_what_it_replaced() -> None:
+def test_a_variable_of_the_user_wins_and_names_the_value_it_replaces() -> None:
     job = make_job(resources={"gpu": 1}, env={"NCCL_IB_DISABLE": "0", "MY_FLAG": "x"})
     settings = {s.name: s for s in explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts())}
     assert settings["NCCL_IB_DISABLE"].value == "0"
@@ -154,12 +154,12 @@ def test_an_old_name_set_by_the_user_overrides_the_new_one() -> None:
     assert "TORCH_FR_BUFFER_SIZE" not in got
 
 
-def test_the_torch_monitor_is_slower_than_our_own_limits() -> None:
+def test_the_torch_heartbeat_timeout_is_longer_than_holdfasts_timeouts() -> None:
     job = make_job(resources={"gpu": 1}, recovery={"startupTimeoutSeconds": 1800})
     assert int(environment(job)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
 
 
-def test_flight_recorder_dumps_go_beside_the_logs() -> None:
+def test_flight_recorder_dumps_are_written_beside_the_logs() -> None:
     got = worker_environment(
         make_job(resources={"gpu": 1}), MEMBERSHIP, SEAT, 1, make_facts(), log_directory="/logs/"
     )
@@ -173,7 +173,7 @@ def test_threads_follow_the_cpu_request_or_share_the_cores() -> None:
     assert environment(make_job(), one_machine)["OMP_NUM_THREADS"] == "2"
 
 
-def test_malloc_keeps_what_a_step_frees_unless_the_user_tunes_it() -> None:
+def test_malloc_keeps_memory_that_a_step_frees_unless_the_user_tunes_it() -> None:
     got = environment(make_job(env={"MALLOC_TOP_PAD_": "0"}))
     assert got["MALLOC_TRIM_THRESHOLD_"] == str(512 * 2**20)
     assert got["MALLOC_TOP_PAD_"] == "0"
@@ -181,7 +181,7 @@ def test_malloc_keeps_what_a_step_frees_unless_the_user_tunes_it() -> None:
     assert not [name for name in tuned if name.startswith("MALLOC_")]
 
 
-def test_every_setting_says_why() -> None:
+def test_every_setting_has_a_reason() -> None:
     job = make_job(resources={"gpu": 1}, env={"X": "1"})
     settings = explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts(address="127.0.0.1"))
     assert all(setting.why for setting in settings)

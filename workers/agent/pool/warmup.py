@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes, RankEnv
@@ -70,7 +70,7 @@ def calls_session(job: TrainingJob, directory: str) -> bool:
     entry = job.spec.entrypoint
     name = entry.script or (entry.module or "").replace(".", "/") + ".py"
     try:
-        tree = ast.parse(paths.resolve(directory, job.spec.working_directory, name).read_bytes())
+        tree = ast.parse(files.resolve(directory, job.spec.working_directory, name).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False  # the real start says what is wrong with it
     return any(_imports_session(node) for node in ast.walk(tree))

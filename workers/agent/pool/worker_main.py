@@ -27,7 +27,7 @@ from typing import NoReturn, TextIO
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol
 
 from ..linux import malloc, processes
@@ -137,7 +137,7 @@ def _run_entrypoint(job: TrainingJob) -> None:
     if entry.recipe is not None:
         importlib.import_module(f"holdfast.workers.training.recipes.{entry.recipe.name}").main(job)
     elif entry.script is not None:
-        script = str(paths.resolve(Path.cwd(), entry.script).resolve())
+        script = str(files.resolve(Path.cwd(), entry.script).resolve())
         sys.argv = [entry.script, *entry.args]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.protocol.endpoints import Endpoint
 from holdfast.orchestrator.protocol.fabric import is_loopback
+from holdfast.orchestrator.protocol.messages import Endpoint
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -24,9 +24,9 @@ from msgspec.structs import replace
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.endpoints import Endpoint
 from holdfast.orchestrator.protocol.environment import worker_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
+from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
 
 from ..linux import inventory, processes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol
 
 
@@ -20,10 +20,10 @@ def enter(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
     """What this node lacks, or None."""
     entry, written = job.spec.entrypoint, job.spec.working_directory
     try:
-        directory = paths.resolve(assign.spec_directory, written)
+        directory = files.resolve(assign.spec_directory, written)
         os.chdir(directory)
         if entry.script is not None:
-            paths.resolve(directory, entry.script).stat()
+            files.resolve(directory, entry.script).stat()
         return None
     except OSError as error:
         why = f"{error.filename}: {error.strerror} on this node"

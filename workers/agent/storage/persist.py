@@ -14,8 +14,13 @@ from typing import Any
 import fsspec
 import xxhash
 
-from holdfast.orchestrator.protocol.atomic_files import replacing, sync_directory, write_all
-from holdfast.orchestrator.protocol.fsspec_compat import is_local, make_directory
+from holdfast.orchestrator.protocol.files import (
+    is_local,
+    make_directory,
+    replacing,
+    sync_directory,
+    write_all,
+)
 
 CHUNK_BYTES = 4 * 2**20
 

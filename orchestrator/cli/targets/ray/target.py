@@ -33,7 +33,7 @@ from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.host import RayHost, checkpoint_path
-from holdfast.orchestrator.protocol import paths
+from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -214,7 +214,7 @@ def _expect_script(job: TrainingJob, directory: Path) -> None:
     script = job.spec.entrypoint.script
     if script is None:
         return
-    path = str(paths.resolve(directory, job.spec.working_directory, script).resolve())
+    path = str(files.resolve(directory, job.spec.working_directory, script).resolve())
     if remote_files.on_no_node(path):
         got = f"{script} ({path} is on no Ray node of the cluster)"
         fix = "`holdfast submit FILE --ray http://HEAD:8265` uploads the files beside FILE"

@@ -13,7 +13,7 @@ from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths, node_
 from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry, load, save
 from holdfast.orchestrator.backends.local.processes import Identity
 from holdfast.orchestrator.errors import HoldfastError
-from holdfast.orchestrator.protocol import atomic_files
+from holdfast.orchestrator.protocol import files
 
 AGENT = Identity(pid=4242, start_ticks=7)
 
@@ -52,7 +52,7 @@ def test_nodes_that_nobody_was_asked_for_are_not_started_by_the_next_controller(
     async def scenario() -> None:
         backend = LocalBackend(make_job(), paths)
         with monkeypatch.context() as patch:
-            patch.setattr(atomic_files, "sync_directory", fail)
+            patch.setattr(files, "sync_directory", fail)
             with pytest.raises(HoldfastError, match=r"cannot be written .Input"):
                 await backend.request_nodes(2, ())
         assert load(path).starting == {"node-0", "node-1"}

@@ -14,7 +14,7 @@ import pytest
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol import tls
-from holdfast.orchestrator.protocol.endpoints import Endpoint, parse_endpoints
+from holdfast.orchestrator.protocol.messages import Endpoint, parse_endpoints
 from holdfast.workers.agent.process.connect import Connector, endpoint_in
 from holdfast.workers.agent.process.controller_link import ControllerLink
 from tests.unit.runtime.certificates import make

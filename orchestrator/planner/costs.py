@@ -1,14 +1,17 @@
-"""Memory of a recipe: what lies where, by formula.
+"""Costs of training: parameters and FLOPs of the recipe's model, memory, and network traffic.
 
-Owns: the formulas, each with its source. Must not: measure. Model states are exact; transients,
-activations and logits are fits (sources below), so plan to 80 % of a device.
+Model states are exact; transients, activations and logits are fits, so plan to 80 % of a device.
+The counts equal those of workers/training/models (tested).
 
-P parameters, S ranks that share them (replicas do not count), L layers; s sequence length, b
-micro-batch, h model width, f width of the feed-forward part, V vocabulary.
+P parameters, S ranks that share them (replicas do not count), R replica groups, L layers; s
+sequence length, b micro-batch, m micro-batches, h model width, f width of the feed-forward part, V
+vocabulary; w bytes of a parameter in forward and backward, g bytes of a gradient element when it is
+reduced.
 
 Sources: states, transients, activations and logits were fitted to FSDPMemTracker traces of FSDP2
 with fp32 shards; the same terms are in Rajbhandari et al. 2020 (ZeRO, section 3) and Korthikanti et
 al. 2022 (Reducing Activation Recomputation, section 4), whose GELU figures are lower than SwiGLU's.
+Traffic: ZeRO, section 7, in bytes instead of elements; FSDP2 gathers in the parameter format.
 """
 
 from __future__ import annotations
@@ -19,34 +22,76 @@ import msgspec
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
-from ..api.v1alpha1.recipe import Pretrain
+from ..api.v1alpha1.recipe import Model, Pretrain
 from ..protocol.mesh import Mesh
-from .model import Counts, count_parameters
 
+
+# -- the model ----------------------------------------------------------------------------------
+class Counts(msgspec.Struct, frozen=True):
+    """Number of parameters of each FSDP group: embedding, one layer, and norm with head."""
+
+    embedding: int
+    layer: int
+    head: int
+    num_layers: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.num_layers * self.layer + self.head
+
+    @property
+    def largest_block(self) -> int:
+        return max(self.embedding, self.layer, self.head)
+
+
+def count_parameters(model: Model) -> Counts:
+    """Exact counts for RMSNorm, grouped-query attention without biases, SwiGLU, untied head."""
+    d, head_dim = model.dim, model.dim // model.num_heads
+    attention = d * d + 2 * d * model.kv_heads * head_dim + d * d  # query, key and value, output
+    return Counts(
+        embedding=model.vocab_size * d,
+        layer=attention + 3 * d * model.ffn + 2 * d,
+        head=d + d * model.vocab_size,
+        num_layers=model.num_layers,
+    )
+
+
+def flops_per_token(settings: Pretrain) -> float:
+    """Model FLOPs of one token, forward and backward, without recomputation.
+
+    6 x (parameters - embedding) + 6 x layers x heads x 2 head_dim x sequence, attention counted in
+    full although it is causal. Source: TorchTitan, get_dense_model_nparams_and_flops.
+    """
+    model, counts = settings.model, count_parameters(settings.model)
+    attention = 6 * model.num_layers * 2 * model.dim * settings.data.sequence_length
+    return 6.0 * (counts.total - counts.embedding) + attention
+
+
+# -- memory -------------------------------------------------------------------------------------
 STATE_BYTES = 16
-"""Of one parameter: 4 master copy, 4 gradient, 8 the two moments of AdamW."""
+"""Bytes per parameter: 4 master copy, 4 gradient, 8 the two moments of AdamW."""
 
 CHECKPOINT_BYTES = 12
-"""Of one parameter: as above without the gradient."""
+"""Bytes per parameter: as above without the gradient."""
 
 USABLE = 0.8
-"""Of a device's memory: 454 published runs below this never ran out (arXiv 2411.06465)."""
+"""Share of a device's memory: 454 published runs below it never ran out (arXiv 2411.06465)."""
 
-Where = Literal["device", "node", "storage"]
+MemoryOwner = Literal["device", "node", "storage"]
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """One line of the table: bytes of one worker (device), node, or checkpoint (storage)."""
+    """One row: bytes of one worker (device), of one node, or of one checkpoint (storage)."""
 
     what: str
-    where: Where
+    where: MemoryOwner
     num_bytes: int
     formula: str
     exact: bool = False
 
 
 def parameter_bytes(job: TrainingJob) -> int:
-    """Bytes of one parameter, or activation element, in forward and backward."""
+    """Bytes of one parameter or activation element in forward and backward."""
     precision = job.spec.parallelism.precision.parameters
     if precision == "auto":
         precision = "bfloat16" if job.spec.resources.gpu else "float32"
@@ -66,12 +111,12 @@ def num_micro_batches(settings: Pretrain, mesh: Mesh) -> int:
 
 
 def model_state_bytes(counts: Counts, num_shards: int) -> int:
-    """Master copy, gradients and optimizer state of one rank."""
+    """Bytes of master copy, gradients and optimizer state of one rank."""
     return -(-STATE_BYTES * counts.total // num_shards)
 
 
-def table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
-    """All lines for a recipe; empty for scripts and modules, whose model we do not know."""
+def memory_table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
+    """All rows for a recipe; empty for scripts and modules, whose model is unknown."""
     if job.spec.entrypoint.recipe is None:
         return ()
     settings = job.spec.entrypoint.recipe.config
@@ -84,7 +129,7 @@ def table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
 
 
 def device_bytes(rows: tuple[MemoryEstimate, ...]) -> int:
-    """Peak of one worker's device: the sum of its lines."""
+    """Peak memory of one worker's device: the sum of its rows."""
     return sum(row.num_bytes for row in rows if row.where == "device")
 
 
@@ -154,7 +199,7 @@ def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]
             MemoryEstimate("memory tier: staged checkpoints", "node", size, formula, exact=True)
         )
         if needs_buddy(job, mesh):
-            copies = 3  # two are kept; the buffer that one arrives in stays for the next
+            copies = 3  # two are kept; the buffer of an arriving copy is kept for the next one
             formula = f"{workers} workers x {copies} copies x 12 P / {mesh.num_shards}"
             size = copies * shard * workers
             rows.append(MemoryEstimate("memory tier: copies for the buddy", "node", size, formula))
@@ -164,7 +209,51 @@ def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]
 
 
 def needs_buddy(job: TrainingJob, mesh: Mesh) -> bool:
-    """Whether agents copy what they stage to another node: no replica group holds it too."""
+    """Whether agents copy staged shards to another node, because no replica group holds them
+    too."""
     buddy = job.spec.checkpoint.memory.buddy
     several = mesh.world_size > job.spec.workers_per_node
     return several and (buddy == "always" or (buddy == "auto" and mesh.replicate == 1))
+
+
+# -- network traffic ----------------------------------------------------------------------------
+class Traffic(msgspec.Struct, frozen=True):
+    """One row: bytes that one rank sends per step within one kind of group."""
+
+    what: str
+    group: str
+    num_bytes: int
+    formula: str
+
+
+def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
+    """All rows for a recipe; empty for scripts and modules, whose model is unknown.
+
+    A ring collective over N ranks moves (N-1)/N of the bytes per rank for a gather or a
+    reduce-scatter, and twice that for an all-reduce.
+    """
+    if job.spec.entrypoint.recipe is None:
+        return ()
+    settings = job.spec.entrypoint.recipe.config
+    total = count_parameters(settings.model).total
+    width = parameter_bytes(job)
+    reduce = 4 if job.spec.parallelism.precision.reduce == "float32" else 2
+    micro = num_micro_batches(settings, mesh)
+    rows = []
+    if mesh.shard > 1:
+        gathers = 1 if job.spec.parallelism.reshard_after_forward is False else 2
+        ring = (mesh.shard - 1) / mesh.shard
+        group = f"shard, {mesh.shard} ranks"
+        formula = f"{gathers} x m {micro} x {width} P x (S-1)/S"
+        size = int(gathers * micro * width * total * ring)
+        rows.append(Traffic("all-gather of parameters", group, size, formula))
+        formula = f"m {micro} x {reduce} P x (S-1)/S"
+        size = int(micro * reduce * total * ring)
+        rows.append(Traffic("reduce-scatter of gradients", group, size, formula))
+    if mesh.replicate > 1:
+        ring = (mesh.replicate - 1) / mesh.replicate
+        formula = f"2 x {reduce} P / S x (R-1)/R; S {mesh.shard}, R {mesh.replicate}"
+        size = int(2 * reduce * total / mesh.shard * ring)
+        group = f"replicate, {mesh.replicate} ranks"
+        rows.append(Traffic("all-reduce of gradients", group, size, formula))
+    return tuple(rows)

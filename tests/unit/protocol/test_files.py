@@ -1,4 +1,4 @@
-"""Files are replaced whole."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.protocol import atomic_files
-from holdfast.orchestrator.protocol.atomic_files import PRIVATE, replace, replacing, write_all
+from holdfast.orchestrator.protocol import files
+from holdfast.orchestrator.protocol.files import PRIVATE, replace, replacing, write_all
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_complete(tmp_path: Path
     assert path.read_bytes() == b"new"
 
 
-def test_it_is_durable_before_it_has_the_name_and_the_name_after(
+def test_the_contents_are_durable_before_the_name_and_the_name_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, synced = tmp_path / "file", list[tuple[str, bool]]()
@@ -55,14 +55,14 @@ def test_a_name_that_cannot_be_made_durable_is_an_error_with_the_new_file_in_pla
     def fail(directory: Path) -> None:
         raise OSError
 
-    monkeypatch.setattr(atomic_files, "sync_directory", fail)
+    monkeypatch.setattr(files, "sync_directory", fail)
     with pytest.raises(OSError):
         replace(path, b"new")
     assert path.read_bytes() == b"new"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
-def test_who_may_read_it(tmp_path: Path) -> None:
+def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
         replace(tmp_path / "shared", b"")
@@ -73,7 +73,7 @@ def test_who_may_read_it(tmp_path: Path) -> None:
     assert modes == [0o644, 0o600]
 
 
-def test_a_file_that_takes_a_part_at_a_time_gets_all() -> None:
+def test_a_file_that_accepts_partial_writes_gets_all_data() -> None:
     class Slow:
         taken = b""
 
