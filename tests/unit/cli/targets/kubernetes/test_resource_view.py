@@ -1,20 +1,14 @@
-"""The command line's view of a TrainingJob object. The operator's own code
-writes the statuses."""
+"""The view of a TrainingJob object. The statuses are written by the operator's own code."""
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from holdfast.orchestrator.cli import render, report
-from holdfast.orchestrator.cli.main import reordered
-from holdfast.orchestrator.cli.targets.base import LogSelector
 from holdfast.orchestrator.cli.targets.kubernetes.job import KubernetesJob
-from holdfast.orchestrator.cli.targets.kubernetes.output import line_filter, select_pods
 from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
     nodes_of,
     operator_absence,
@@ -25,12 +19,10 @@ from holdfast.orchestrator.cli.targets.kubernetes.resource_view import (
 from holdfast.orchestrator.cli.targets.kubernetes.session import ClusterSession
 from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
 from holdfast.orchestrator.kube.client import Document
-from holdfast.orchestrator.kube.errors import refused
-from holdfast.orchestrator.kube.kubeconfig import problem
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.unit.cli.fixtures import NS, T0, make_incident, make_view
 
-from .conftest import Holdfast
-from .fixtures import NS, T0, make_incident, make_view
+from .pods import pod
 
 CREATED = "2023-11-14T22:13:20Z"  # T0
 
@@ -137,15 +129,6 @@ def test_a_change_of_the_spec_without_a_reaction_is_reported() -> None:
     assert missing is not None and "last change of the spec" in missing.what
 
 
-def pod(name: str, *, rank: str = "", generation: str = "1", **status: Any) -> Document:
-    labels = {"holdfast.dev/rank": rank, "holdfast.dev/generation": generation} if rank else {}
-    return {
-        "metadata": {"name": name, "labels": labels},
-        "spec": {"nodeName": "host-1"},
-        "status": {"phase": "Running", "podIP": "10.0.0.7", **status},
-    }
-
-
 def test_pods_are_the_nodes_of_a_job_in_the_order_of_their_ranks() -> None:
     document = make_object(make_view())
     document["status"]["nodes"]["spares"] = 1
@@ -167,48 +150,6 @@ def test_pods_are_the_nodes_of_a_job_in_the_order_of_their_ranks() -> None:
     assert found[0].address == "10.0.0.7 on host-1"
 
 
-LINES = [b"agent: welcome", b"[rank 0] step 1", b"[rank 11] step 1", b"[rank 1] [rank 0] odd"]
-
-
-@pytest.mark.parametrize(
-    ("selector", "shown"),
-    [
-        (LogSelector(), [b"[ 0] step 1", b"[11] step 1", b"[ 1] [rank 0] odd"]),
-        (LogSelector(rank=0), [b"step 1"]),
-        (LogSelector(node="demo-a"), [b"agent: welcome"]),
-    ],
-    ids=["workers", "rank", "agent"],
-)
-def test_lines_of_a_pod_are_printed_like_local_logs(
-    selector: LogSelector, shown: list[bytes]
-) -> None:
-    show = line_filter(selector, world_size=12)
-    assert [line for line in map(show, LINES) if line is not None] == shown
-
-
-def test_the_pod_of_a_rank_is_found_by_its_label() -> None:
-    pods = [pod("b", rank="2"), pod("a", rank="0"), pod("spare")]
-    names = lambda selector: [p["metadata"]["name"] for p in select_pods(pods, selector, 2)]
-    assert names(LogSelector()) == ["a", "b", "spare"]
-    assert names(LogSelector(rank=3)) == ["b"]
-    assert names(LogSelector(rank=9)) == ["a", "b", "spare"], "labels may be late"
-    assert names(LogSelector(node="a")) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "reordered_words"),
-    [
-        ("status demo -n team", "status demo -n team"),
-        ("-n team status demo", "status demo -n team"),
-        ("-nteam --context=c checkpoint list demo", "checkpoint list demo -nteam --context=c"),
-        ("--help", "--help"),
-        ("-n", "-n"),
-    ],
-)
-def test_options_of_kubectl_may_precede_the_verb(typed: str, reordered_words: str) -> None:
-    assert reordered(typed.split()) == reordered_words.split()
-
-
 def test_a_remark_says_since_when_no_operator_handles_a_job() -> None:
     document = make_object(make_view())
     job = KubernetesJob(ClusterSession("team", None, None, plugin=True), document)
@@ -218,79 +159,3 @@ def test_a_remark_says_since_when_no_operator_handles_a_job() -> None:
     [remark] = job.remarks(view)
     assert remark.startswith("For 2 min 05 s the operator has not written anything (its last sta")
     assert "`kubectl describe trainingjob demo -n team`" in remark
-
-
-CONFIG = """\
-apiVersion: v1
-kind: Config
-contexts: [{name: red, context: {}}, {name: blue, context: {}}]
-current-context: green
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "context", "message"),
-    [
-        (CONFIG, "pink", "--context: got pink; expected one of red, blue in "),
-        (CONFIG, None, "current-context of the kubeconfig is green; expected one of red, blue"),
-        (CONFIG, "red", ""),
-        ("contexts: 7", None, "which is not a kubeconfig; expected a kubeconfig in YAML"),
-        ("- [", None, "which is not a kubeconfig; expected a kubeconfig in YAML"),
-        ("", "red", "--context: got red; expected a context (there is none) in "),
-        (None, None, "(no such file); expected a kubeconfig; name one with --kubeconfig"),
-    ],
-    ids=["unknown", "current", "fine", "words", "garbage", "empty", "missing"],
-)
-def test_an_unusable_kubeconfig_is_reported_with_its_problem(
-    text: str | None, context: str | None, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "config"
-    if text is not None:
-        path.write_text(text)
-    found = problem(context, path)
-    assert message in str(found) if message else found is None
-
-
-def test_a_kubeconfig_in_the_home_of_an_unknown_user_does_not_exist() -> None:
-    assert "got ~no-such-user/config (no such file)" in str(problem(None, "~no-such-user/config"))
-
-
-def test_a_wrong_kubeconfig_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
-    assert str(problem(None, None)).startswith(f"$KUBECONFIG: got {tmp_path / 'a'}:{tmp_path}/b")
-    (tmp_path / "b").write_text(CONFIG.replace("green", "red"))
-    assert problem(None, None) is None, "one existing file is enough"
-
-
-@pytest.mark.parametrize(
-    "body", [b"404 page not found\n", b'{"message": "the server could not find the requested"}']
-)
-def test_a_cluster_without_the_crd_says_what_to_install(body: bytes) -> None:
-    path = "/apis/holdfast.dev/v1alpha1/namespaces/team/trainingjobs"
-    error = refused("https://h:1", "list", path, 404, body)
-    assert "does not serve trainingjobs.holdfast.dev" in str(error) and "helm" in str(error)
-    assert error.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
-        (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
-        (["status", "--kubernetes", "--home", "/x"], "--home: got --home and --kubernetes"),
-        (["status", "--kubernetes", "--kubeconfig", "/nope"], "got /nope (no such file)"),
-    ],
-    ids=["namespace", "context", "home", "kubeconfig"],
-)
-def test_options_of_different_targets_are_refused(
-    arguments: list[str], message: str, holdfast: Holdfast
-) -> None:
-    result = holdfast(*arguments)
-    assert result.code == 2 and message in result.err
-
-
-def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:kubectl_main"

@@ -77,7 +77,7 @@ def test_an_exception_is_in_its_line_with_the_traceback(collector: Collector) ->
     assert line["level"] == "error" and line["message"] == "internal error"
     assert line["exception"].startswith("Traceback (most recent call last):\n")
     assert line["exception"].endswith("ValueError: one\ntwo")
-    assert "test_operator_log.py" in line["exception"]
+    assert "test_run.py" in line["exception"]
 
 
 class ClusterWithoutNodes:

@@ -1,0 +1,48 @@
+"""The kubectl plugin, and options that do not fit the target."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.cli.main import reordered
+
+from .conftest import Holdfast
+
+
+@pytest.mark.parametrize(
+    ("typed", "reordered_words"),
+    [
+        ("status demo -n team", "status demo -n team"),
+        ("-n team status demo", "status demo -n team"),
+        ("-nteam --context=c checkpoint list demo", "checkpoint list demo -nteam --context=c"),
+        ("--help", "--help"),
+        ("-n", "-n"),
+    ],
+)
+def test_options_of_kubectl_may_precede_the_verb(typed: str, reordered_words: str) -> None:
+    assert reordered(typed.split()) == reordered_words.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "-n", "team"], "--namespace: got team without --kubernetes; expected it"),
+        (["run", "x.yaml", "--context", "c"], "--context: got c without --kubernetes"),
+        (["status", "--kubernetes", "--home", "/x"], "--home: got --home and --kubernetes"),
+        (["status", "--kubernetes", "--kubeconfig", "/nope"], "got /nope (no such file)"),
+    ],
+    ids=["namespace", "context", "home", "kubeconfig"],
+)
+def test_options_of_different_targets_are_refused(
+    arguments: list[str], message: str, holdfast: Holdfast
+) -> None:
+    result = holdfast(*arguments)
+    assert result.code == 2 and message in result.err
+
+
+def test_the_plugin_is_installed_under_the_name_that_kubectl_expects() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["kubectl-holdfast"] == f"{reordered.__module__}:kubectl_main"
