@@ -10,9 +10,9 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from kubernetes.aio import client as library
@@ -21,7 +21,7 @@ from kubernetes.aio import config as loader
 from ..errors import UserError
 from . import names
 from .credentials import Credentials, Load
-from .errors import Conflict, NotFound, Resource, refused, unreachable
+from .errors import PODS, Conflict, NotFound, Resource, refused, unreachable
 from .names import Document as Document
 
 TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
@@ -40,6 +40,18 @@ MAX_CONCURRENT = 16
 thousand jobs would spend their time limits waiting for a connection."""
 MAX_CONNECTIONS = MAX_CONCURRENT + 64
 UNAUTHORIZED = 401
+
+
+class _Request(NamedTuple):
+    verb: str
+    """As in RBAC rules."""
+    method: str
+    resource: Resource
+    path: str
+    query: Sequence[tuple[str, str]] = ()
+    body: Document | None = None
+    content: str = "application/json"
+    timeout: aiohttp.ClientTimeout = TIMEOUT
 
 
 class KubeClient:
@@ -98,7 +110,8 @@ class KubeClient:
 
     # -- one object ----------------------------------------------------------------------------
     async def get(self, resource: Resource, namespace: str, name: str) -> Document:
-        return await self._send("get", "GET", resource, resource.path(namespace, name))
+        path = resource.path(namespace, name)
+        return await self._send(_Request("get", "GET", resource, path))
 
     async def find(self, resource: Resource, namespace: str, name: str) -> Document | None:
         """None when it does not exist."""
@@ -112,12 +125,12 @@ class KubeClient:
     ) -> Document:
         query = [("dryRun", "All")] if dry_run else []
         path = resource.path(namespace)
-        return await self._send("create", "POST", resource, path, body=body, query=query)
+        return await self._send(_Request("create", "POST", resource, path, query, body))
 
     async def replace(self, resource: Resource, namespace: str, body: Document) -> Document:
         """Raises Conflict when metadata.resourceVersion is given and is not the current one."""
         path = resource.path(namespace, body["metadata"]["name"])
-        return await self._send("update", "PUT", resource, path, body=body)
+        return await self._send(_Request("update", "PUT", resource, path, body=body))
 
     async def patch(
         self,
@@ -130,7 +143,7 @@ class KubeClient:
     ) -> Document:
         """JSON merge patch; null removes."""
         path = resource.path(namespace, name, subresource)
-        return await self._send("patch", "PATCH", resource, path, body=body, content=MERGE)
+        return await self._send(_Request("patch", "PATCH", resource, path, (), body, MERGE))
 
     async def apply(
         self,
@@ -144,9 +157,7 @@ class KubeClient:
         """Server-side apply, taking over fields that others have set."""
         path = resource.path(namespace, name, subresource)
         query = [("fieldManager", names.FIELD_MANAGER), ("force", "true")]
-        return await self._send(
-            "patch", "PATCH", resource, path, body=body, content=APPLY, query=query
-        )
+        return await self._send(_Request("patch", "PATCH", resource, path, query, body, APPLY))
 
     async def delete(
         self,
@@ -166,7 +177,7 @@ class KubeClient:
             options["preconditions"] = {"uid": uid}
         path = resource.path(namespace, name)
         try:
-            await self._send("delete", "DELETE", resource, path, body=options)
+            await self._send(_Request("delete", "DELETE", resource, path, body=options))
         except NotFound:
             return False
         except Conflict:
@@ -181,13 +192,11 @@ class KubeClient:
     ) -> tuple[list[Document], str]:
         """(objects, resource version of the list)."""
         found: list[Document] = []
-        token = ""
+        path, token = resource.path(namespace), ""
         while True:
-            query = [("limit", str(PAGE))]
-            query += [("labelSelector", selector)] if selector else []
-            query += [("fieldSelector", fields)] if fields else []
+            query = [("limit", str(PAGE)), *_selectors(selector, fields)]
             query += [("continue", token)] if token else []
-            page = await self._send("list", "GET", resource, resource.path(namespace), query=query)
+            page = await self._send(_Request("list", "GET", resource, path, query))
             found += page.get("items") or ()
             token = page["metadata"].get("continue", "")
             if not token:
@@ -209,125 +218,83 @@ class KubeClient:
         """
         query = [("watch", "true"), ("resourceVersion", version)]
         query += [("allowWatchBookmarks", "true"), ("timeoutSeconds", str(WATCH_S))]
-        query += [("labelSelector", selector)] if selector else []
-        query += [("fieldSelector", fields)] if fields else []
+        query += _selectors(selector, fields)
         path = resource.path(namespace)
+        request = _Request("watch", "GET", resource, path, query, timeout=WATCH_TIMEOUT)
         try:
-            response = await self._open("watch", "GET", resource, path, None, "", query)
+            response = await self._open(request)
             on_open()
             try:
                 async for line in response.content:
-                    kind, document = self._event(path, line)
-                    yield kind, document
+                    event = json.loads(line)
+                    document: Document = event["object"]
+                    if event["type"] == "ERROR":
+                        status, body = int(document.get("code", 500)), json.dumps(document)
+                        raise refused(self.host, "watch", path, status, body.encode())
+                    yield str(event["type"]), document
             finally:
                 response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise unreachable(self.host, "watch", path, error) from None
 
-    def _event(self, path: str, line: bytes) -> tuple[str, Document]:
-        event = json.loads(line)
-        document: Document = event["object"]
-        if event["type"] == "ERROR":
-            status = int(document.get("code", 500))
-            raise refused(self.host, "watch", path, status, json.dumps(document).encode())
-        return str(event["type"]), document
-
     async def version(self) -> str:
         """The version of the API server, such as v1.36.2."""
-        found = await self._send("get", "GET", Resource("", "", "version"), "/version")
-        return str(found["gitVersion"])
+        resource = Resource("", "", "version")
+        return str((await self._send(_Request("get", "GET", resource, "/version")))["gitVersion"])
 
-    async def log(
-        self,
-        namespace: str,
-        pod: str,
-        *,
-        follow: bool,
-        lines: int | None = None,
-        since: str | None = None,
-    ) -> Any:
-        """The output of a pod's training container as a byte stream. With `since` (RFC 3339; empty:
-        from the beginning) each line starts with its timestamp."""
+    async def log(self, namespace: str, pod: str, *, follow: bool, since: str) -> Any:
+        """The output of a pod's training container since a time (RFC 3339; empty: all of it) as a
+        byte stream, whose lines start with their timestamps."""
         query = [("container", names.CONTAINER), ("follow", "true" if follow else "false")]
-        query += [("tailLines", str(lines))] if lines is not None else []
-        query += [("timestamps", "true")] if since is not None else []
-        query += [("sinceTime", since)] if since else []
-        resource = Resource("", "v1", "pods")
-        path = resource.path(namespace, pod, "log")
-        response = await self._open("log", "GET", resource, path, None, "", query)
-        return response.content
+        query += [("timestamps", "true"), *([("sinceTime", since)] if since else [])]
+        path = PODS.path(namespace, pod, "log")
+        request = _Request("log", "GET", PODS, path, query, timeout=LOG_TIMEOUT)
+        return (await self._open(request)).content
 
     # -- requests ------------------------------------------------------------------------------
-    async def _send(
-        self,
-        verb: str,
-        method: str,
-        resource: Resource,
-        path: str,
-        *,
-        body: Document | None = None,
-        content: str = "",
-        query: list[tuple[str, str]] | None = None,
-    ) -> Document:
+    async def _send(self, request: _Request) -> Document:
         try:
             async with self._slots:
-                response = await self._open(
-                    verb, method, resource, path, body, content, query or []
-                )
-                text = await response.read()
+                text = await (await self._open(request)).read()
             found: Document = json.loads(text)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise unreachable(self.host, verb, path, error) from None
+            raise unreachable(self.host, request.verb, request.path, error) from None
         return found
 
-    async def _open(
-        self,
-        verb: str,
-        method: str,
-        resource: Resource,
-        path: str,
-        body: Document | None,
-        content: str,
-        query: list[tuple[str, str]],
-    ) -> aiohttp.ClientResponse:
+    async def _open(self, request: _Request) -> aiohttp.ClientResponse:
         """A 2xx response whose body is not read yet."""
-        self.requests[verb, resource.plural] += 1
-        headers = {"Accept": "application/json"}
-        if body is not None:
-            headers["Content-Type"] = content or "application/json"
+        self.requests[request.verb, request.resource.plural] += 1
         auth = self._credentials.auth
-        request = (verb, method, path, query, headers, body)
-        response = await self._request(*request)
+        response = await self._attempt(request)
         if response.status == UNAUTHORIZED and await self._credentials.reload(auth):
             response.close()
-            response = await self._request(*request)
+            response = await self._attempt(request)
         if not 200 <= response.status <= 299:
-            raise refused(self.host, verb, path, response.status, await response.read())
+            body = await response.read()
+            raise refused(self.host, request.verb, request.path, response.status, body)
         return response
 
-    async def _request(
-        self,
-        verb: str,
-        method: str,
-        path: str,
-        query: list[tuple[str, str]],
-        headers: dict[str, str],
-        body: Document | None,
-    ) -> aiohttp.ClientResponse:
-        timeout = {"watch": WATCH_TIMEOUT, "log": LOG_TIMEOUT}.get(verb, TIMEOUT)
+    async def _attempt(self, request: _Request) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json"}  # the library adds the token to it
+        if request.body is not None:
+            headers["Content-Type"] = request.content
         api = self._credentials.api
-        request = await api.param_serialize(
-            method,
-            path,
-            query_params=query,
-            # The library adds the token to this dictionary.
-            header_params=dict(headers),
-            body=body,
+        arguments = await api.param_serialize(
+            request.method,
+            request.path,
+            query_params=list(request.query),
+            header_params=headers,
+            body=request.body,
             auth_settings=["BearerToken"],
         )
-        result = await api.call_api(*request, _request_timeout=timeout)
+        result = await api.call_api(*arguments, _request_timeout=request.timeout)
         response: aiohttp.ClientResponse = result.response
         return response
+
+
+def _selectors(selector: str, fields: str) -> list[tuple[str, str]]:
+    query = [("labelSelector", selector)] if selector else []
+    return query + ([("fieldSelector", fields)] if fields else [])
 
 
 def _namespace(file: str | None, context: str | None) -> str:
