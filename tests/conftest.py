@@ -24,6 +24,7 @@ settings.load_profile("untimed")
 IN_ONE_PROCESS = {
     "tests/e2e/ray/test_autoscaler.py": "their own",
     "tests/e2e/ray/test_head.py": "their own",
+    "tests/e2e/kubernetes/nodes/": "nodes",
     "tests/e2e/kubernetes/": "kubernetes",
     "tests/e2e/ray/": "ray",
     "tests/contract/": "ray",
@@ -34,8 +35,8 @@ IN_ONE_PROCESS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Kubernetes in one process, the Ray cluster in another, all other training jobs in a third,
-    each in the order it has without `-n`; files of tests without any wherever there is room."""
+    """Control planes, clusters with nodes, the Ray cluster and all other training jobs each in one
+    process, in the order without `-n`; files of other tests wherever there is room."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ClustersTogether(LoadScopeScheduling):  # type: ignore[misc]

@@ -1,5 +1,5 @@
 """The operator at a real API server without nodes: the objects that it creates, reports, repairs
-and deletes. Pods are never scheduled; test_training.py has training."""
+and deletes. Pods are never scheduled; nodes/test_training.py has training."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Tests on clusters with nodes: kubelets, containers and training."""
