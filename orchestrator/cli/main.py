@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 
 import typer
 
+from ..errors import HoldfastError
 from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
 from .options import PLUGIN, complete
+from .output import stderr
 
 # Newer versions of typer bundle click, older ones import it; in both, these are the bases of the
 # one usage error that typer exports.
@@ -77,8 +79,6 @@ def version() -> None:
 
 def fail(text: str, code: int) -> NoReturn:
     """Print one paragraph on stderr, without a traceback, and exit."""
-    from .output import stderr
-
     console = stderr()
     console.print("error: ", style="bold red", end="")
     console.print(text, markup=False, soft_wrap=True)
@@ -101,8 +101,6 @@ def main(
 ) -> NoReturn:
     """Entry point of `holdfast`. `arguments` default to the command line, `program` is the name
     that help texts show, `default_target` applies when no option chooses a target."""
-    from ..errors import HoldfastError
-
     try:
         words = complete(sys.argv[1:] if arguments is None else arguments)
         result = app(args=words, prog_name=program, standalone_mode=False, obj=default_target)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..errors import Problem, UserError
+
 if TYPE_CHECKING:
     from .targets.base import Target as Target
 else:
@@ -113,8 +115,6 @@ def choose(
     ray: str | None,
 ) -> Target:
     """Raises UserError for options that exclude each other."""
-    from ..errors import Problem, UserError
-
     if ray is not None:
         if kubernetes:
             raise UserError(str(Problem("--ray", "--ray and --kubernetes", "only one of them")))
@@ -157,8 +157,6 @@ def ray_address(given: str) -> str:
 def _ray(given: str) -> Target:
     """Raises UserError without Ray's libraries. For the address of a dashboard, the command runs
     again inside the cluster, and this process exits with its exit code."""
-    from ..errors import Problem, UserError
-
     address = ray_address(given)
     try:
         if address.startswith(("http://", "https://")):

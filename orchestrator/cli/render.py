@@ -23,7 +23,6 @@ TIME_CAUSES = {
     "suspended": ("bright_black", "suspended on request"),
     "finishing": ("cyan", "final checkpoint and shutdown"),
 }
-FINISHED = TERMINAL
 BAR_WIDTH = 40
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..options import JobArgument, JsonOption, Target, with_target
+from ..output import print_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,8 +94,6 @@ def _inject(
     as_json: bool,
     **arguments: int | float | str | None,
 ) -> None:
-    from ..output import print_json
-
     given = {name: value for name, value in arguments.items() if value is not None}
     answer = target.find(job).request("chaos", kind=kind, **given)
     if as_json:

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.orchestrator.core.transitions import TERMINAL
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+
 from ..options import JsonOption, Target, with_target
+from ..output import columns, date, plural, print_json, size, stderr, stdout
 
 if TYPE_CHECKING:
-    from holdfast.orchestrator.errors import UserError
     from holdfast.orchestrator.protocol.manifest import Manifest
     from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -50,8 +53,6 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
 
     Example: `holdfast checkpoint list stdlib-bytes`
     """
-    from ..output import columns, print_json, size, stdout
-
     if _is_path(job_or_path):
         path = _tier(job_or_path)
         manifests = _manifests(path)
@@ -84,8 +85,6 @@ def list_(job_or_path: TargetArgument, as_json: JsonOption = False, *, target: T
 
 def _list_view(view: JobView, as_json: bool) -> None:
     """The list of the job's controller, for storage that this process cannot read."""
-    from ..output import columns, date, print_json, size, stdout
-
     if as_json:
         import msgspec
 
@@ -123,8 +122,6 @@ def save(
 
     Example: `holdfast checkpoint save stdlib-bytes --wait`
     """
-    from ..output import print_json
-
     answer = save_and_wait(target, job) if wait else target.find(job).request("checkpoint")
     if as_json:
         print_json({"job": job, "verb": "checkpoint", "detail": answer.detail, **answer.body})
@@ -146,10 +143,6 @@ def save_and_wait(target: Target, name: str) -> Response:
     HoldfastError when the job does not train any more or has no controller, and UserError when the
     controller refuses the request.
     """
-    from holdfast.orchestrator.core.transitions import TERMINAL
-    from holdfast.orchestrator.errors import HoldfastError
-
-    from ..output import stderr
     from ..targets.base import Response
 
     step: int | None = None
@@ -186,8 +179,6 @@ def _request_save(job: TargetJob, view: JobView) -> int | None:
     Without a step in the answer it is the next step: on Kubernetes the step is in an Event, which
     not every user may read.
     """
-    from holdfast.orchestrator.errors import HoldfastError
-
     try:
         step = job.request("checkpoint").body.get("step")
     except HoldfastError:
@@ -214,8 +205,6 @@ def verify(
     target: Target,
 ) -> None:
     """Read every byte of a checkpoint and compare its checksums; exit code 1 if it is damaged."""
-    from ..output import plural, size
-
     with _storage(job_or_path, target) as path:
         code, body = _run(["verify", *_arguments(job_or_path, path, step)], as_json)
     if not as_json:
@@ -247,8 +236,6 @@ def export(
 
     Example: `holdfast checkpoint export stdlib-bytes ./model`
     """
-    from ..output import size
-
     more = ["--to", str(destination), *(["--optimizer"] * optimizer)]
     with _storage(job_or_path, target) as path:
         code, body = _run(["export", *_arguments(job_or_path, path, step), *more], as_json)
@@ -284,8 +271,6 @@ def adopt(
     """
     from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
-    from ..output import plural, print_json
-
     _expect_key(job)
     if not _is_path(job_or_path):
         _expect_ended(job_or_path, target.find(job_or_path).view().state)
@@ -310,7 +295,6 @@ def adopt(
 def _expect_key(job: str) -> None:
     """Raises UserError for an invalid job name."""
     from holdfast.orchestrator.api.v1alpha1.job import NAME_PATTERN
-    from holdfast.orchestrator.errors import Problem, UserError
 
     namespace, slash, name = job.rpartition("/")
     parts = [(name, 52), *([(namespace, 63)] if slash else [])]
@@ -321,25 +305,18 @@ def _expect_key(job: str) -> None:
 
 def _expect_ended(job: str, state: str) -> None:
     """Raises UserError for a job that may still write checkpoints."""
-    from holdfast.orchestrator.core.transitions import TERMINAL
-    from holdfast.orchestrator.errors import Problem, UserError
-
     if state not in TERMINAL:
         fix = f"holdfast cancel {job}"
         raise UserError(str(Problem("job", f"{job}, {state}", "a job that has ended", fix)))
 
 
 def _nothing_in(path: str, job_or_path: str) -> UserError:
-    from holdfast.orchestrator.errors import Problem, UserError
-
     whose = path if _is_path(job_or_path) else job_or_path
     return UserError(str(Problem(whose, f"no committed checkpoint in {path}", "at least one")))
 
 
 def _arguments(job_or_path: str, path: str, step: int | None) -> list[str]:
     """Storage tier and step as command-line arguments. Raises UserError for an unknown step."""
-    from holdfast.orchestrator.errors import Problem, UserError
-
     steps = [manifest.step for manifest in _manifests(path, job_or_path)]
     if not steps:
         raise _nothing_in(path, job_or_path)
@@ -357,7 +334,6 @@ def _is_path(job_or_path: str) -> bool:
 
 def _tier(job_or_path: str) -> str:
     """Directory or URL of a storage tier. Raises UserError."""
-    from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
 
     if "://" not in job_or_path and not _is_directory(job_or_path):
@@ -372,8 +348,6 @@ def _is_directory(job_or_path: str) -> bool:
 
 def _find(job_or_path: str, target: Target) -> TargetJob:
     """The job of that name. Raises UserError."""
-    from holdfast.orchestrator.errors import UserError
-
     try:
         return target.find(job_or_path)
     except UserError as error:
@@ -404,7 +378,6 @@ def _run(arguments: list[str], as_json: bool) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON output of the child process. Raises the error that it reports."""
     import json
 
-    from holdfast.orchestrator.errors import HoldfastError, UserError
     from holdfast.orchestrator.protocol import python_command
 
     done = subprocess.run(

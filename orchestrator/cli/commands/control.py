@@ -10,6 +10,7 @@ import typer
 from holdfast.orchestrator import limits
 
 from ..options import JobArgument, JsonOption, Target, with_target
+from ..output import print_json
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -20,8 +21,6 @@ def register(app: typer.Typer, panel: str) -> None:
 def _request(
     target: Target, job: str, as_json: bool, verb: str, done: str, **arguments: Any
 ) -> None:
-    from ..output import print_json
-
     answer = target.find(job).request(verb, **arguments)
     if as_json:
         print_json({"job": job, "verb": verb, "detail": answer.detail, **answer.body})

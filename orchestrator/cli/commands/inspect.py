@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
+from holdfast.orchestrator.core.transitions import TERMINAL
+
 from ..options import JobArgument, JsonOption, Target, with_target
+from ..output import columns, count, date, print_json, state_text, stderr, stdout
 
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")]
 
@@ -26,7 +29,6 @@ def status(
 
     Example: `holdfast status stdlib-bytes --json`
     """
-    from ..output import print_json, stdout
     from ..render import status as render
 
     if job is None:
@@ -43,10 +45,6 @@ def status(
 
 
 def _list(target: Target, as_json: bool) -> None:
-    from holdfast.orchestrator.core.transitions import TERMINAL
-
-    from ..output import columns, count, date, print_json, state_text, stdout
-
     views = target.views()
     if as_json:
         print_json(views)
@@ -83,7 +81,6 @@ def report(
 
     Example: `holdfast report stdlib-bytes`
     """
-    from ..output import print_json, stdout
     from ..report import print_report
 
     found = target.find(job)
@@ -97,8 +94,6 @@ def report(
 
 
 def _print_remarks(remarks: list[str]) -> None:
-    from ..output import stderr
-
     for remark in remarks:
         stderr().print(remark, style="yellow", soft_wrap=True)
 

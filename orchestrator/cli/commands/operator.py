@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.orchestrator.errors import Problem, UserError
+
 DEFAULT_PORT = 7077
 HTTP_PORT = 8080
 
@@ -107,7 +109,6 @@ def operator(
     import socket
 
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
-    from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
     from holdfast.orchestrator.hosts.kubernetes.reconciler import Timing
     from holdfast.orchestrator.hosts.kubernetes.run import (
@@ -157,8 +158,6 @@ def operator(
 
 def _address(listen: str) -> tuple[str, int]:
     """Raises UserError."""
-    from holdfast.orchestrator.errors import Problem, UserError
-
     address, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
@@ -167,8 +166,6 @@ def _address(listen: str) -> tuple[str, int]:
 
 def _volume(text: str) -> dict[str, Any]:
     """Raises UserError."""
-    from holdfast.orchestrator.errors import Problem, UserError
-
     if not text:
         return {}
     expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}'

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from holdfast.orchestrator.errors import UserError
+
 from ..options import Target, with_target
+from ..output import print_json, stderr, stdout
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -50,10 +53,7 @@ def run(
 
 def _run(file: Path | None, attach: str | None, target: Target, as_json: bool) -> int:
     """The exit code."""
-    from holdfast.orchestrator.errors import UserError
-
     from ..display import SilentDisplay, make_display
-    from ..output import print_json, stderr, stdout
     from ..report import print_report
 
     if file is not None and attach is not None:

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
 from ..options import FileArgument, JsonOption
+from ..output import plural, print_json, stdout
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -22,10 +24,8 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
     Lists every problem with the field, the value, what was expected and the fix; exit code 2.
     """
-    from holdfast.orchestrator.errors import SpecError
     from holdfast.orchestrator.planner import choose_mesh
 
-    from ..output import plural, print_json
     from ..preflight import load_checked
 
     try:
@@ -80,10 +80,8 @@ def plan(
     from holdfast.orchestrator.api.v1alpha1 import load_job
     from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
     from holdfast.orchestrator.core.rank_assignment import check_resize, resized
-    from holdfast.orchestrator.errors import Problem, UserError
     from holdfast.orchestrator.planner import make_plan
 
-    from ..output import print_json, stdout
     from ..plan_text import render
     from ..preflight import local_facts
 
@@ -131,7 +129,6 @@ def schema(
 
     from holdfast.orchestrator.api.v1alpha1.crd import definition_text
     from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
-    from holdfast.orchestrator.errors import Problem, UserError
 
     if markdown and crd:
         raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..options import FileArgument, JsonOption, ray_address
+from ..output import print_json
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -43,7 +44,6 @@ def submit(
 
     Example: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`
     """
-    from ..output import print_json
     from ..targets.ray.jobs_api import submit as submit_job
 
     submitted, code = submit_job(file, ray_address(ray), runtime_env, attach=follow)

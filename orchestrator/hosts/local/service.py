@@ -13,11 +13,11 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.backends.base import Backend
@@ -200,7 +200,7 @@ class LocalJobHost:
             # Closed first: an agent that reconnects now must not learn that the job is unknown.
             stack.push_async_callback(self.endpoint.close)
             self._handle_signals(stack)
-            self._background(stack, self._show_views())
+            stack.callback(asyncio.create_task(self._show_views()).cancel)
             await self.assembly.run()
         view = self.view(live=False)
         self._on_view(view)
@@ -240,15 +240,6 @@ class LocalJobHost:
 
         future = asyncio.run_coroutine_threadsafe(build(), self._loop)
         return future.result(self._timing.metrics_timeout_s)
-
-    def _background(self, stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-
-        async def end() -> None:
-            task.cancel()
-            await asyncio.wait([task])
-
-        stack.push_async_callback(end)
 
     def _log_to_file(self, stack: AsyncExitStack) -> None:
         self._loop = asyncio.get_running_loop()

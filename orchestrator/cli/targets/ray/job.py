@@ -17,9 +17,9 @@ from holdfast.orchestrator.backends.ray import actors, kv, remote_files
 from holdfast.orchestrator.backends.ray.backend import end_without_controller
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
-from holdfast.orchestrator.cli.render import FINISHED
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
@@ -95,7 +95,7 @@ class RayJob:
         return view
 
     def remarks(self, view: JobView) -> list[str]:
-        if view.controller_alive or view.state in FINISHED:
+        if view.controller_alive or view.state in TERMINAL:
             return []
         attach = self._command("run", "--attach", self.name)
         return [
@@ -153,7 +153,7 @@ class RayJob:
                 answer = self._ask("watch", seen)
                 seen, view = answer["seen"], _view(answer["view"])
                 display.show(view)
-                if view.state in FINISHED:
+                if view.state in TERMINAL:
                     ended = self.ended
             except actors.ControllerActorGone as error:
                 # A controller ends only after it has written the end record.
@@ -244,10 +244,10 @@ class RayJob:
                 "--keep-checkpoints: got a directory; expected none with --ray, where checkpoints "
                 "stay where they are"
             )
-        if state not in FINISHED:
+        if state not in TERMINAL:
             raise UserError(
                 f"job {self.name}: got a job that is {state}; expected one that is "
-                f"{', '.join(FINISHED[:-1])} or {FINISHED[-1]}; end it with "
+                f"{', '.join(TERMINAL[:-1])} or {TERMINAL[-1]}; end it with "
                 f"`{self._command('cancel', self.name)}`"
             )
         self._wait_for_end_record()

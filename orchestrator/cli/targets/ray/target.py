@@ -28,7 +28,7 @@ from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submissi
 from holdfast.orchestrator.cli.display import PROGRESS_INTERVAL_S, Display, progress_line
 from holdfast.orchestrator.cli.output import plural, stderr
 from holdfast.orchestrator.cli.preflight import check_submission, load_checked
-from holdfast.orchestrator.cli.render import FINISHED
+from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
@@ -190,7 +190,7 @@ class RayTarget:
 
     def _taken(self, job: RayJob) -> Problem:
         state = job.view().state
-        if state in FINISHED:
+        if state in TERMINAL:
             fix = f"remove it with `{self.command('delete', job.name)}`"
         else:
             fix = f"watch it with `{self.command('run', '--attach', job.name)}`"
