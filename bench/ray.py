@@ -3,9 +3,9 @@
     python -m bench.ray                        # all, once: about ten minutes
     python -m bench.ray --reps 3 --only "worker killed"
 
-Owns: the cluster, the order of the runs and the table. Both sides run on the same cluster, one
-after the other. Writes bench/results/ray.json and .md after every run, so that an interrupted one
-keeps what it has. The cluster is the tests' own: every Ray node is a raylet of this machine.
+Both sides run on the same cluster, one after the other: the cluster of the tests, where every Ray
+node is a raylet of this machine. bench/results/ray.json and .md are written after every run, so an
+interrupted bench keeps its results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 100
 START_BOUND_S = BOUND_S = 240.0
 """A busy machine: Ray Train needs 16 s on a quiet one."""
 QUIET_CORES = 0.6
-"""What an idle cluster of four raylets and its dashboard takes of this machine."""
+"""Used by an idle cluster of four raylets and its dashboard."""
 TARGETS = {
     "start": 2.0,
     "worker killed": 12.0,
@@ -51,7 +51,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: on how many Ray nodes, and what."""
+    """One run on that many Ray nodes."""
 
     nodes: int
     name: str
@@ -68,7 +68,7 @@ def main() -> int:
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         print("error: Ray Train is not complete here: pip install '.[bench]'")
         return 1
-    # The cluster is ended on the way out, also of one whom nobody waits for any more.
+    # SIGTERM ends the cluster, too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     facts = conditions.describe() | {"ray": version("ray")}
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers have it from the raylet
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def guarded(plan: Plan) -> Result:
-    """One run that goes wrong must not cost the others."""
+    """A run that fails becomes a result without a time."""
     try:
         return replace(plan.run(), case=plan.name, contestant=plan.contestant)
     except Exception as error:
@@ -101,7 +101,7 @@ def guarded(plan: Plan) -> Result:
 
 
 def plans(cluster: RayRig) -> Iterable[Plan]:
-    """The runs of one repetition: first what needs a free Ray node, then what must have none."""
+    """The runs of one repetition: first those with a free Ray node, then those without."""
     peer = lambda w: RayTrain(w, cluster)  # noqa: E731
     elastic = lambda w: RayTrain(w, cluster, elastic=True)  # noqa: E731
     ours = lambda w: HoldfastOnRay(w, cluster)  # noqa: E731
@@ -133,8 +133,8 @@ def plans(cluster: RayRig) -> Iterable[Plan]:
 
 
 def lose_ray_node(contestant: Contestant, job: timeline.Incarnation) -> None:
-    """SIGKILL a raylet with all its processes, the ranks of one node among them: one that the
-    contestant's controller is not on."""
+    """SIGKILL a raylet with all its processes, ranks of one node among them, but not the raylet of
+    the contestant's controller."""
     assert isinstance(contestant, RayTrain | HoldfastOnRay)
     keep = contestant.controller_node()
     places = {rank: contestant.cluster.node_of(pid) for rank, pid in job.pids.items()}
@@ -148,7 +148,7 @@ def connect(cluster: RayRig) -> None:
 
 
 def resize(cluster: RayRig, nodes: int) -> None:
-    """To this many Ray nodes, all of them idle."""
+    """Change the cluster to this many idle Ray nodes."""
     while cluster.num_nodes < nodes:
         cluster.add_node()
     while cluster.num_nodes > nodes:
@@ -183,7 +183,7 @@ def write(out: Path, facts: dict[str, str], results: list[Result], noise: list[f
 
 
 def grouped(results: list[Result], value: Callable[[Result], float | None]) -> Any:
-    """(case, contestant) -> what is there of it."""
+    """(case, contestant) -> its values."""
     found: dict[tuple[str, str], list[float]] = {}
     for result in results:
         seen = value(result)
@@ -209,7 +209,7 @@ def table(results: list[Result]) -> Iterable[str]:
 
 
 def starts(results: list[Result]) -> Iterable[str]:
-    """Every run that begins on the idle cluster tells it."""
+    """Start times, of all runs that begin on the idle cluster."""
     kinds: dict[str, list[float]] = {
         "fit(), called by a process that has imported and connected": [],
         "`holdfast run --ray`, the command's own start included": [],

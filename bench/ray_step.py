@@ -3,12 +3,10 @@
     python -m bench.ray_step                   # four ranks on two nodes: an hour
     python -m bench.ray_step --nodes 1         # on one: half an hour
 
-Jobs of the same workload train on one machine, one of a local controller and one on a Ray cluster,
-in turns (turns.py). Where there are two nodes there is a third job: local nodes share the memory
-that the import of torch leaves behind, and nodes of a Ray cluster do not, as no two machines do; so
-a local one whose nodes do not either tells what is Ray's part of the difference.
-
-Owns: the sides and the table.
+Jobs with the same workload train on one machine in turns (turns.py): one with the local backend,
+one on a Ray cluster. With two nodes there is a third job: local nodes share the memory that
+importing torch allocates, and nodes of a Ray cluster, like two machines, do not. A local job whose
+nodes do not share it either shows Ray's part of the difference.
 """
 
 from __future__ import annotations

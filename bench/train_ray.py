@@ -1,8 +1,8 @@
 """The workload of bench/train.py under Ray Train v2: TorchTrainer and its training function.
 
-Owns: how Ray Train is asked for it, and checkpoints as Ray Train's documentation has them for
-sharded state: dcp.async_save into the run's storage, reported at once with an upload function that
-waits for it. Must not: time anything but write down when fit() was called and finished steps.
+Checkpoints follow Ray Train's documentation for sharded state: dcp.async_save into the run's
+storage, reported at once with an upload function that waits for it. Only the call of fit() and
+finished steps are timed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 MANY = 1_000_000
-"""Failures that Ray Train recovers from."""
+"""Failures that Ray Train may recover from."""
 
 
 def train(config: dict[str, Any]) -> None:
-    """What every rank runs. Imports are here: they are part of what a restart of a rank costs."""
+    """What every rank runs. Imports are inside: they belong to the cost of a restart."""
     import ray.train
     import torch
 
@@ -41,7 +41,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 class Keeper:
-    """Sharded checkpoints in the directory of Ray Train's run: it takes no others."""
+    """Sharded checkpoints in the directory of Ray Train's run, the only place that it accepts."""
 
     def __init__(self, trainer: Any) -> None:
         import ray.train
@@ -53,7 +53,7 @@ class Keeper:
         self._pending: Any = None
 
     def load(self, path: Path) -> int:
-        """The step to go on with."""
+        """Returns the step to continue with."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

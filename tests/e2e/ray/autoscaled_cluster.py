@@ -1,8 +1,8 @@
 """A Ray cluster whose autoscaler adds nodes: Ray's own autoscaler with its fake provider, which
 starts real raylets on this machine.
 
-Owns: its processes. Waits have a bound. This process is its driver between `open` and `close`: of
-one cluster at a time, so the one of rig.py is let go before, and found again by its tests.
+This process becomes its driver until `close`. A process is a driver of one cluster at a time, so it
+disconnects from the cluster of cluster_rig.py before; that one's tests connect again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EMPTY = (
 
 
 class GrowingCluster:
-    """A head without CPUs; up to `most` further Ray nodes, as soon as somebody needs them."""
+    """A head without CPUs, and up to `most` further Ray nodes when a job requests them."""
 
     def __init__(self, most: int) -> None:
         ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
@@ -87,7 +87,7 @@ class GrowingCluster:
             while process.poll() is None and time.monotonic() < give_up:
                 if "Ray runtime started" in log.read_text():
                     return process
-                time.sleep(0.1)  # it tells nobody else
+                time.sleep(0.1)  # the log is the only sign
             kill_tree(process.pid)
         raise AssertionError(log.read_text())
 
@@ -103,11 +103,11 @@ class GrowingCluster:
         give_up = time.monotonic() + BOUND_S
         while not true(found := self.nodes()):
             assert time.monotonic() < give_up, f"{found}\n{self.monitor_log()}"
-            time.sleep(0.2)  # Ray tells it to nobody
+            time.sleep(0.2)  # Ray sends no event
         return found
 
     def kill_node(self, ray_node: str) -> None:
-        """SIGKILL a raylet and everything that it has started."""
+        """SIGKILL a raylet and all its processes."""
         for process in psutil.Process(self._head.pid).children(recursive=True):
             if process.name() == "raylet" and f"--node_id={ray_node}" in " ".join(cmdline(process)):
                 kill_tree(process.pid)
@@ -125,7 +125,7 @@ class GrowingCluster:
 
         ray.shutdown()
         if hasattr(self, "_head"):
-            kill_tree(self._head.pid)  # the provider's raylets are below it
+            kill_tree(self._head.pid)  # the provider's raylets are its children
             self._head.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -138,7 +138,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def config(address: str, most: int) -> dict[str, Any]:
-    """What `ray up` would read of a file."""
+    """What `ray up` would read from a file."""
     from ray.autoscaler._private.fake_multi_node.node_provider import (
         FAKE_HEAD_NODE_ID,
         FakeMultiNodeProvider,
@@ -152,7 +152,7 @@ def config(address: str, most: int) -> dict[str, Any]:
         "upscaling_speed": 10.0,
         "idle_timeout_minutes": IDLE_MINUTES,
         "provider": {
-            # By its name: the package lacks the file that the short name stands for.
+            # By its module: the package lacks the file that the short name refers to.
             "type": "external",
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "use_node_id_as_ip": True,

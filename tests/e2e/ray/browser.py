@@ -1,8 +1,6 @@
-"""A real browser on Ray's dashboard: finding one, opening pages, keeping pictures of them.
+"""A real browser on Ray's dashboard: opens pages, waits for their content, and takes screenshots.
 
-Owns: that browser and where the pictures go. Waits are on what is on the page, with a bound.
-
-HOLDFAST_SCREENSHOTS=docs/images keeps the pictures that the documentation shows.
+HOLDFAST_SCREENSHOTS=docs/images writes the pictures that the documentation shows.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ SIZE = {"width": 1500, "height": 900}
 
 
 def program() -> str:
-    """Skips, saying why, where there is none."""
+    """Path of a browser. Skips where there is none."""
     pytest.importorskip("playwright", reason="playwright is not installed; `make test` does it")
     for name in PROGRAMS:
         if (found := shutil.which(name)) is not None:
@@ -37,18 +35,18 @@ class Browser:
         self.page, self._dashboard, self._pictures = page, dashboard, pictures
 
     def open(self, place: str) -> None:
-        # A page of its own each time: Ray's keep what they have fetched before.
+        # A new page each time: Ray's pages keep what they fetched before.
         self.page.goto("about:blank")
         self.page.goto(f"{self._dashboard}/#/{place}", wait_until="load")
 
     def shows(self, text: str) -> Any:
-        """The first element with it, once it is there."""
+        """The first element with this text, once it exists."""
         found = self.page.get_by_text(text).first
         found.wait_for()
         return found
 
     def row(self, *texts: str) -> str:
-        """What a table's row that has all of these says, once it is there."""
+        """The text of the table row that has all of these, once it exists."""
         rows = self.page.locator("tbody tr")
         for text in texts:
             rows = rows.filter(has_text=text)
@@ -66,7 +64,7 @@ def opened(dashboard: str, pictures: Path) -> Iterator[Browser]:
 
     pictures = Path(os.environ.get("HOLDFAST_SCREENSHOTS", pictures))
     with sync_playwright() as playwright:
-        # Chromium's own sandbox refuses to be root's, which containers are.
+        # Chromium's sandbox refuses to run as root, as in containers.
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=path, args=words)
         page = browser.new_page(viewport=SIZE)

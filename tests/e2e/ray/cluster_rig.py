@@ -1,7 +1,5 @@
-"""A Ray cluster on this machine: one head and several raylets, each a Ray node of its own.
-
-Owns: starting it once for a whole test run, killing Ray nodes, adding others. Waits have a bound.
-"""
+"""A Ray cluster on this machine: one head and several raylets, each a Ray node. It is started once
+for a whole test run; tests may kill Ray nodes and add others."""
 
 from __future__ import annotations
 
@@ -31,17 +29,17 @@ class RayRig:
     """The cluster. Ray nodes of `CPUS` each; the head has none, so it holds no worker."""
 
     def __init__(self, nodes: int = NODES) -> None:
-        # Read when its modules are imported; a busy machine takes long to start a Ray node.
+        # Ray reads it when it is imported; a busy machine takes long to start a Ray node.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
-        # As an activated environment has it: what a submitted job starts with `python` is ours.
+        # As in an activated environment: `python` in a submitted job is this one.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         from ray.cluster_utils import Cluster
 
-        # Its own, and short: it holds sockets. Ray's job server looks there for the cluster that a
-        # submitted job belongs to, and would find another one's in the common directory.
+        # Its own: Ray's job server looks there for the cluster of a submitted job, and would find
+        # another cluster in the common directory. Short: it holds sockets.
         self._directory = tempfile.mkdtemp(prefix="hf-ray-")
         self._cluster: Any = Cluster()
-        # Ray 2.51 does not say which port that is where it may choose one itself.
+        # Ray 2.51 does not report a port that it chooses itself.
         head = self._start(
             num_cpus=0, include_dashboard=True, dashboard_port=0, temp_dir=self._directory,
             dashboard_agent_listen_port=free_port(),
@@ -49,7 +47,7 @@ class RayRig:
         Path(self._directory, "ray_current_cluster").write_text(self._cluster.address)
         self.dashboard = f"http://{head.webui_url}"
         self._nodes: list[Any] = []
-        # One after the other: a raylet gives its own helpers 15 s to start, and no more.
+        # One after the other: a raylet ends when its helpers take longer than 15 s to start.
         for _ in range(nodes):
             self.add_node()
         self.address: str = self._cluster.address
@@ -61,29 +59,29 @@ class RayRig:
         for attempt in range(ATTEMPTS):
             try:
                 return self._cluster.add_node(object_store_memory=STORE_BYTES, **options)
-            except Exception:  # Ray raises no other; a busy machine is the usual reason
+            except Exception:  # Ray raises no narrower one; usually the machine is busy
                 if attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
 
     @property
     def num_nodes(self) -> int:
-        """Ray nodes that are there and can hold workers; one that was drained has ended itself."""
+        """Ray nodes that exist and can hold workers; a drained one ends itself."""
         self._nodes = [
             node for node in self._nodes if node.all_processes["raylet"][0].process.poll() is None
         ]
         return len(self._nodes)
 
     def node_of(self, pid: int) -> str:
-        """The Ray node that a process runs below."""
+        """The Ray node whose raylet started a process."""
         above = {process.pid for process in psutil.Process(pid).parents()}
         for node in self._nodes:
             if node.all_processes["raylet"][0].process.pid in above:
                 return str(node.node_id)
-        raise LookupError(f"process {pid} runs below no Ray node that can hold workers")
+        raise LookupError(f"process {pid} belongs to no Ray node that can hold workers")
 
     def kill_node(self, ray_node: str) -> None:
-        """SIGKILL a raylet and everything that it has started: a machine that is lost."""
+        """SIGKILL a raylet and all its processes: a lost machine."""
         (node,) = [one for one in self._nodes if one.node_id == ray_node]
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
         for process in [*raylet.children(recursive=True), raylet]:
@@ -92,7 +90,7 @@ class RayRig:
         self._nodes.remove(node)
 
     def kill_raylet(self, ray_node: str) -> None:
-        """SIGKILL of a raylet alone: what it has started must find out by itself."""
+        """SIGKILL of a raylet alone: its processes must notice by themselves."""
         (node,) = [one for one in self._nodes if one.node_id == ray_node]
         node.all_processes["raylet"][0].process.kill()
         self._nodes.remove(node)
@@ -110,7 +108,7 @@ class RayRig:
 
 @functools.cache
 def shared() -> RayRig:
-    """One for all tests; skips, saying why, where there is no Ray."""
+    """One for all tests. Skips where Ray is not installed."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     rig = RayRig()
     atexit.register(rig.close)
@@ -118,7 +116,7 @@ def shared() -> RayRig:
 
 
 def connected() -> RayRig:
-    """This process is a driver of it."""
+    """Makes this process a driver of it."""
     from holdfast.orchestrator.backends.ray import cluster
 
     rig = shared()

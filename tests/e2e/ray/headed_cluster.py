@@ -1,7 +1,6 @@
-"""A Ray cluster whose head can be lost: `ray start` for the head and for every other Ray node.
-
-Owns: its processes, with a Redis for the head's store where asked for. The cluster of rig.py is
-shared by all other tests, so it keeps its head. Waits have a bound.
+"""A Ray cluster whose head can be lost: `ray start` for the head and for every other Ray node, and
+a Redis for the head's store on request. The cluster of cluster_rig.py is shared, so it keeps its
+head.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from . import cluster_rig
 BOUND_S = 240.0
 ATTEMPTS = 8
 START_S = 40
-"""A raylet gives its helpers 15 s to start, ends when they are late, as they are on a busy machine,
-and `ray start` does not notice."""
+"""A raylet ends when its helpers take longer than 15 s to start, as on a busy machine, and
+`ray start` does not notice."""
 GIVEN_UP_S = 10
-"""How long Ray's processes wait for a head that is gone and never comes back; 60 by default."""
+"""How long Ray's processes wait for a head that never comes back; 60 by default."""
 WAITED_FOR_S = 600
-"""And where it does come back: on a busy machine a head takes longer than that to start."""
+"""Where the head comes back: on a busy machine it takes long to start."""
 
 
 class HeadedCluster:
@@ -45,7 +44,7 @@ class HeadedCluster:
         pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         if redis and shutil.which("redis-server") is None:
             pytest.skip("no redis-server here: apt-get install redis-server")
-        # Short: sockets are in it, whose paths may not be long.
+        # Short: it holds sockets, whose paths have a limit.
         self._python = Path(python)
         self._directory = Path(tempfile.mkdtemp(prefix="hf-head-"))
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -83,14 +82,14 @@ class HeadedCluster:
         )  # fmt: skip
 
     def lose_head(self) -> None:
-        """SIGKILL of its raylet, its GCS and all that it has started."""
+        """SIGKILL of its raylet, its GCS and all their processes."""
         kill_tree(self._head.pid)
         self._head.wait()
-        # What a new machine does not know: that there was one on this machine.
+        # On a new machine this file would not exist.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
 
     def end_node_of(self, process: psutil.Process) -> None:
-        """SIGTERM to the `ray start --block` that a process runs below, until it has ended."""
+        """SIGTERM to the `ray start --block` that started a process, until it has ended."""
         above = {one.pid for one in process.parents()}
         (node,) = [one for one in self._processes if one.pid in above]
         node.terminate()
@@ -104,7 +103,7 @@ class HeadedCluster:
 
     # -- processes -----------------------------------------------------------------------------
     def _ray(self, *words: str) -> subprocess.Popen[bytes]:
-        """One Ray node, until it says that it has started."""
+        """Start one Ray node, until its log reports that it runs."""
         log = self._directory / f"start-{len(self._processes)}.log"
         command = [
             str(self._python), "-m", "ray.scripts.scripts", "start", *words,
@@ -117,7 +116,7 @@ class HeadedCluster:
             while process.poll() is None and time.monotonic() < give_up:
                 if "Ray runtime started" in log.read_text():
                     return process
-                time.sleep(0.1)  # it tells nobody else
+                time.sleep(0.1)  # the log is the only sign
             kill_tree(process.pid)
         raise AssertionError(log.read_text())
 
@@ -144,7 +143,7 @@ class HeadedCluster:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and all below it."""
+    """SIGKILL to a process and its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
         doomed = [*top.children(recursive=True), top]

@@ -1,7 +1,5 @@
-"""A job on the test cluster, as a person runs it: `holdfast run FILE --ray ADDRESS`.
-
-Owns: starting and watching it. Waits are on the controller's stream of views, never on time.
-"""
+"""A job on the test cluster, started with the command line: `holdfast run FILE --ray ADDRESS`.
+Waits are on the controller's views, not on time."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def holdfast(*words: str, timeout_s: float = BOUND_S) -> subprocess.CompletedPro
 
 
 def started(*words: str) -> subprocess.Popen[str]:
-    """A command that goes on; `says` reads what it prints."""
+    """A command that keeps running; `says` reads its output."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "holdfast.orchestrator.cli.main", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
@@ -42,7 +40,7 @@ def started(*words: str) -> subprocess.Popen[str]:
 
 
 def says(process: subprocess.Popen[str], pattern: str) -> str:
-    """All lines up to one that matches; the test's own time limit is the bound."""
+    """All lines up to one that matches; the test's time limit is the bound."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -58,7 +56,7 @@ class Job:
     def __init__(
         self, place: Path, name: str, steps: int, *, cluster: Any = None, **changes: Any
     ) -> None:
-        """`cluster`: one that this process is a driver of, instead of the one for all tests."""
+        """`cluster`: one that this process is a driver of, instead of the shared one."""
         from holdfast.orchestrator.cli.targets.ray.target import RayTarget
 
         self.cluster = cluster or cluster_rig.connected()
@@ -80,7 +78,7 @@ class Job:
         return ["run", str(self.file), "--ray", self.cluster.address]
 
     def attach(self) -> None:
-        """A new command for the job, in place of one that has ended."""
+        """Replace the command, which has ended, by a new one that watches the job."""
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run",
@@ -93,7 +91,7 @@ class Job:
         return self._place.find(self.name).view()
 
     def until(self, true: Callable[[JobView], bool]) -> JobView:
-        """The first view of which it is true."""
+        """The first view that fulfils a condition."""
         from holdfast.orchestrator.backends.ray import actors
         from holdfast.orchestrator.errors import UserError
         from holdfast.orchestrator.hosts.ray import actor as controller_actor
@@ -108,13 +106,13 @@ class Job:
                 if actor is not None:
                     seen = actors.ask(actor, "watch", seen, timeout_s=5.0)["seen"]
             except (actors.ControllerActorGone, UserError):
-                seen = -1  # not yet, or between two lives
+                seen = -1  # no controller at the moment
             if self.command.poll() not in (None, 0, 1):
                 raise AssertionError(self.output.read_text())
         raise AssertionError(f"not in {BOUND_S:g} s: {view}\n{self.output.read_text()[-2000:]}")
 
     def running(self, nodes: int = 2) -> JobView:
-        """Trains on that many nodes."""
+        """Wait until the job trains on that many nodes."""
         return self.until(
             lambda view: (
                 view.state == "running"
@@ -124,7 +122,7 @@ class Job:
         )
 
     def incident_after(self, number: int) -> Incident:
-        """The first interruption after that one, once it is over."""
+        """The first incident after that number, once it is over."""
         view = self.until(
             lambda view: any(
                 one.number > number and "total" in one.seconds for one in view.incidents
@@ -157,13 +155,13 @@ class Job:
                     name = Path(f"/proc/{process.pid}/comm").read_text().strip()
                     if name == f"hf-rank-{rank}":
                         return process.pid
-        raise AssertionError(f"rank {rank} is not there")
+        raise AssertionError(f"there is no rank {rank}")
 
     def members(self) -> list[str]:
         return [node.name for node in self.view().nodes if node.state == "member"]
 
     def end(self) -> None:
-        """Whatever the test has left."""
+        """Remove what the test has left."""
         from holdfast.orchestrator.backends.ray import kv
         from holdfast.orchestrator.hosts.ray import actor as controller_actor
 
@@ -178,13 +176,13 @@ class Job:
 
 
 class Submitted(Job):
-    """One handed in through the Jobs API, as most people do."""
+    """A job that is submitted through the Jobs API."""
 
     def _words(self) -> list[str]:
         return ["submit", str(self.file), "--ray", self.cluster.dashboard, "--follow"]
 
     def info(self) -> Any:
-        """What Ray's Jobs API says of it."""
+        """Its entry in Ray's Jobs API."""
         from ray.job_submission import JobSubmissionClient
 
         listed = JobSubmissionClient(self.cluster.dashboard).list_jobs()

@@ -1,8 +1,5 @@
-"""What may stand between a person and a cluster's dashboard: a relay that can be cut, or that knows
-no WebSockets, as some proxies do.
-
-Owns: its threads and connections.
-"""
+"""A relay in front of a cluster's dashboard that can be cut, or that supports no WebSockets, as
+some proxies do."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 class Relay:
-    """Of all connections to one HTTP server."""
+    """Relays all connections to one HTTP server."""
 
     def __init__(self, url: str, *, websockets: bool = True) -> None:
         target = urlsplit(url)
@@ -28,8 +25,8 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """From now on there is nobody at this address."""
-        # A thread that waits in accept() holds a closed socket open.
+        """From now on, connections to this address are refused."""
+        # A thread in accept() keeps a closed socket open.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,7 +1,4 @@
-"""A job that is in the cluster's store, without the command that would have put it there.
-
-Owns: its record, and that nothing of it is left. Must not: start a controller; tests do.
-"""
+"""The record of a job in the cluster's store, written without a command or a controller."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ import msgspec
 
 from . import cluster_rig
 
-NAME = "remains"
+NAME = "recorded"
 
 
 @contextmanager
 def cleared() -> Iterator[cluster_rig.RayRig]:
-    """The cluster, of which a test may leave everything of that job behind."""
+    """The cluster; the job is removed from it after the test."""
     from holdfast.orchestrator.backends.ray import backend, kv
 
     cluster = cluster_rig.connected()
@@ -49,7 +46,7 @@ def order(**spec: Any) -> Any:
 
 
 def record(order: Any) -> Any:
-    """As `holdfast run` does it first of all."""
+    """As `holdfast run` does first."""
     from holdfast.orchestrator.backends.ray import kv
 
     keys = kv.JobKeyValueStore(NAME)

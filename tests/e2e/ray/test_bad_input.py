@@ -1,4 +1,4 @@
-"""What can be wrong with a job or its cluster: each with its message and its exit code."""
+"""Errors in a job or its cluster: each has a message and an exit code."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def another_version() -> Iterator[str]:
-    """The cluster says that a Ray of long ago started it; Ray's own check then refuses us."""
+    """The cluster's store names an old Ray version; Ray's own check then refuses this one."""
     address = cluster_rig.connected().address
     from ray.experimental import internal_kv
 
     key, namespace = b"CLUSTER_METADATA", b"cluster"
-    told = internal_kv._internal_kv_get(key, namespace=namespace)
-    assert told is not None
-    other = json.loads(told) | {"ray_version": "2.9.0"}
+    metadata = internal_kv._internal_kv_get(key, namespace=namespace)
+    assert metadata is not None
+    other = json.loads(metadata) | {"ray_version": "2.9.0"}
     internal_kv._internal_kv_put(key, json.dumps(other).encode(), namespace=namespace)
     yield address
-    internal_kv._internal_kv_put(key, told, namespace=namespace)
+    internal_kv._internal_kv_put(key, metadata, namespace=namespace)
 
 
-def test_an_address_that_nobody_listens_at_is_refused_also_within_another_cluster() -> None:
+def test_an_address_without_a_listener_is_refused_also_inside_another_cluster() -> None:
     cluster_rig.connected()
     with pytest.raises(UserError, match=r"--ray: got 127\.0\.0\.1:1 "):
         cluster.connect("127.0.0.1:1")
@@ -54,9 +54,7 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions(another_vers
     assert "expected the same Ray and Python here and in the cluster" in done.stderr
 
 
-def test_the_heads_address_is_refused_on_a_machine_outside_the_cluster_with_those_that_work() -> (
-    None
-):
+def test_the_heads_address_is_refused_outside_the_cluster_with_addresses_that_work() -> None:
     address = cluster_rig.connected().address
     done = alone("status", "--ray", address)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -92,11 +90,11 @@ def test_auto_is_refused_on_a_machine_without_a_cluster(
     assert "`ray status` on the head shows whether it runs" in done.stderr
 
 
-def test_a_runtime_env_that_fails_to_build_in_the_cluster_is_told_in_rays_words(
+def test_a_runtime_env_that_the_cluster_cannot_build_is_reported_in_rays_words(
     tmp_path: Path,
 ) -> None:
-    """Of a package that nobody has uploaded. One of pip's would fail the same way, but Ray copies
-    the whole Python environment first, which is gigabytes."""
+    """Its package was never uploaded. A pip environment would fail the same way, but Ray first
+    copies the whole Python environment, which has gigabytes."""
     dashboard = cluster_rig.connected().dashboard
     file, env = tmp_path / "job.yaml", tmp_path / "env.yaml"
     file.write_text(yaml.safe_dump(spec("no-package", 12)))
@@ -124,8 +122,8 @@ def test_the_name_of_a_job_that_runs_is_refused_at_submission(tmp_path: Path) ->
         job.end()
 
 
-def test_a_script_that_is_not_on_the_nodes_ends_the_job_with_its_name(tmp_path: Path) -> None:
-    """It was there at the start; the nodes of the next generation do not have it."""
+def test_a_script_that_the_nodes_lack_fails_the_job_with_its_name(tmp_path: Path) -> None:
+    """It exists at the start, and is missing for the next generation."""
     place = tmp_path / "beside"
     place.mkdir()
     shutil.copy(EXAMPLE, place / "train.py")
@@ -144,7 +142,7 @@ def test_a_script_that_is_not_on_the_nodes_ends_the_job_with_its_name(tmp_path: 
         shutil.rmtree(place)
 
 
-def test_a_job_for_gpus_that_are_not_there_says_so_and_waits(tmp_path: Path) -> None:
+def test_a_job_that_needs_missing_gpus_reports_it_and_waits(tmp_path: Path) -> None:
     job = Job(tmp_path, "no-gpus", 10, resources={"cpu": 1, "gpu": 1})
     try:
         view = job.until(
@@ -153,7 +151,7 @@ def test_a_job_for_gpus_that_are_not_there_says_so_and_waits(tmp_path: Path) -> 
             ).stdout
         )  # fmt: skip
         assert view.state == "pending" and view.generation == 0
-        told = holdfast("events", job.name, "--ray", job.cluster.address).stdout
-        assert "2 CPU + 2 GPU" in told and "0 of 0 GPU" in told
+        events = holdfast("events", job.name, "--ray", job.cluster.address).stdout
+        assert "2 CPU + 2 GPU" in events and "0 of 0 GPU" in events
     finally:
         job.end()

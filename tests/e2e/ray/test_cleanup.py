@@ -1,4 +1,4 @@
-"""Jobs of a Ray cluster that no controller looks after: cancelled all the same, or expired."""
+"""Jobs of a Ray cluster without a controller: they are cancelled all the same, or expire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cluster() -> Iterator[cluster_rig.RayRig]:
         yield cluster
 
 
-def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_deleted(
+def test_a_job_whose_controller_cannot_start_reports_why_and_can_be_cancelled_and_deleted(
     cluster: cluster_rig.RayRig,
 ) -> None:
     from holdfast.orchestrator.backends.ray import actors
@@ -43,10 +43,10 @@ def test_a_job_whose_controller_cannot_start_says_why_is_cancelled_and_then_dele
 
     actor.create(made, broken)
     job = RayTarget(cluster.address).find(NAME)
-    with pytest.raises(actors.ControllerActorGone) as told:
+    with pytest.raises(actors.ControllerActorGone) as raised:
         job.watch(SilentDisplay(stderr()))
-    assert "its controller did not start (ModuleNotFoundError: No module named" in str(told.value)
-    assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in str(told.value)
+    assert "its controller did not start (ModuleNotFoundError: No module named" in str(raised.value)
+    assert f"`holdfast cancel {NAME} --ray {cluster.address}` ends the job" in str(raised.value)
     done = holdfast("cancel", NAME, "--ray", cluster.address)
     assert done.returncode == 0, done.stderr
     state = json.loads(holdfast("status", NAME, "--ray", cluster.address, "--json").stdout)
@@ -120,7 +120,7 @@ def test_a_job_that_trains_without_a_controller_is_ended_by_cancel(tmp_path: Pat
         job.end()
 
 
-def test_a_name_whose_actor_somebody_else_has_is_free_after_the_refusal(
+def test_a_name_that_another_actor_has_is_free_after_the_refusal(
     cluster: cluster_rig.RayRig, tmp_path: Path
 ) -> None:
     import ray
@@ -144,7 +144,7 @@ def test_a_name_whose_actor_somebody_else_has_is_free_after_the_refusal(
 
 
 @pytest.mark.parametrize(("finished_s_ago", "kept"), [(100, True), (300, False)])
-def test_a_finished_job_is_deleted_when_its_time_is_over(
+def test_a_finished_job_is_deleted_when_its_ttl_has_passed(
     cluster: cluster_rig.RayRig, finished_s_ago: int, kept: bool
 ) -> None:
     from holdfast.orchestrator.backends.ray import kv
@@ -171,7 +171,7 @@ def test_a_job_that_has_not_finished_does_not_expire(cluster: cluster_rig.RayRig
 
 
 def ending(order: Any) -> Any:
-    """A host whose job has succeeded, as long as it still gives back what the job had."""
+    """A host whose job has succeeded, while it still releases nodes."""
     import asyncio
     import json
 
@@ -200,7 +200,7 @@ def ending(order: Any) -> Any:
     return Ending()
 
 
-def test_a_job_that_is_being_ended_is_deleted_once_its_controller_has_written_its_last(
+def test_the_deletion_of_a_finishing_job_waits_for_the_end_record(
     cluster: cluster_rig.RayRig,
 ) -> None:
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
@@ -220,7 +220,7 @@ def test_a_job_that_is_being_ended_is_deleted_once_its_controller_has_written_it
     assert keys.list("") == []
 
 
-def test_what_an_earlier_job_of_the_name_has_left_is_not_taken_for_this_ones(
+def test_keys_of_an_earlier_job_of_the_same_name_are_ignored(
     cluster: cluster_rig.RayRig, tmp_path: Path
 ) -> None:
     from holdfast.orchestrator.backends.ray import kv
@@ -236,7 +236,7 @@ def test_what_an_earlier_job_of_the_name_has_left_is_not_taken_for_this_ones(
         job.end()
 
 
-def test_what_others_do_to_a_job_as_soon_as_it_has_a_record_counts(
+def test_a_request_counts_as_soon_as_a_job_has_a_record(
     cluster: cluster_rig.RayRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is cancelled before it has a controller."""
@@ -288,7 +288,7 @@ def test_a_job_whose_deletion_is_interrupted_has_still_ended(
     assert all(kv.ENDED in found for found in left if len(found) > 1)
 
 
-def test_a_job_that_was_refused_while_nobody_watched_says_why_and_can_be_deleted(
+def test_a_job_that_was_refused_without_a_watcher_reports_why_and_can_be_deleted(
     cluster: cluster_rig.RayRig,
 ) -> None:
     from holdfast.orchestrator.hosts.ray import actor
@@ -308,7 +308,7 @@ def test_a_job_that_was_refused_while_nobody_watched_says_why_and_can_be_deleted
     assert keys.list("") == []
 
 
-def test_a_controller_that_refuses_at_this_moment_is_seen_as_its_journal_says(
+def test_the_journal_replaces_the_status_that_a_controller_refuses(
     cluster: cluster_rig.RayRig,
 ) -> None:
     from holdfast.orchestrator.cli.targets.ray.target import RayTarget
@@ -333,7 +333,7 @@ def test_a_controller_that_refuses_at_this_moment_is_seen_as_its_journal_says(
     assert RayTarget(cluster.address).find(NAME).view().state == "pending"
 
 
-def test_a_verb_that_a_controller_does_not_live_to_write_down_is_said(
+def test_a_request_that_a_controller_could_not_record_is_refused(
     cluster: cluster_rig.RayRig,
 ) -> None:
     import asyncio
@@ -356,11 +356,11 @@ def test_a_verb_that_a_controller_does_not_live_to_write_down_is_said(
     assert not answer["ok"] and "send it again" in answer["detail"]
 
 
-TOLD = """
+LISTENER = """
 import logging, sys, time
-heard = []
+messages = []
 handler = logging.Handler()
-handler.emit = lambda record: heard.append(record.getMessage())
+handler.emit = lambda record: messages.append(record.getMessage())
 log = logging.getLogger("holdfast.orchestrator.backends.ray.cluster")
 log.addHandler(handler)
 log.setLevel(logging.DEBUG)
@@ -369,7 +369,7 @@ from holdfast.orchestrator.backends.ray import cluster
 cluster.connect(sys.argv[1])
 from ray._private import utils, worker
 give_up = time.monotonic() + 30
-while not any("lost somewhere" in text for text in heard) and time.monotonic() < give_up:
+while not any("lost somewhere" in text for text in messages) and time.monotonic() < give_up:
     gcs = worker.global_worker.gcs_client
     utils.publish_error_to_driver("node_died", "a node was lost somewhere", gcs)
     time.sleep(0.1)
@@ -377,10 +377,10 @@ print("the answer")
 """
 
 
-def test_what_ray_tells_all_drivers_does_not_get_between_the_answers(
+def test_messages_of_ray_to_all_drivers_are_not_on_stdout(
     cluster: cluster_rig.RayRig,
 ) -> None:
-    words = [sys.executable, "-c", TOLD, cluster.address]
+    words = [sys.executable, "-c", LISTENER, cluster.address]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=BOUND_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the answer\n"

@@ -1,4 +1,4 @@
-"""Starting jobs through a Ray client (ray://), from a machine that is none of the cluster's."""
+"""Starting jobs through a Ray client (ray://), from a machine outside the cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def written(place: Path, name: str, **changes: object) -> Path:
 
 
 def run_alone(mine: Path, file: Path, address: str) -> subprocess.CompletedProcess[str]:
-    """`holdfast run` of a spec and a script in `mine`/in, which only this command sees."""
+    """`holdfast run` of a spec and a script in `mine`/in, a directory that only this command
+    sees."""
     if os.geteuid() != 0:
         pytest.skip("another view of the file system needs root")
     mine.mkdir()
@@ -76,10 +77,10 @@ def test_a_job_is_submitted_through_a_ray_client(address: str, tmp_path: Path) -
     assert gone.returncode == 0, gone.stderr
 
 
-def test_who_watches_is_told_when_the_head_has_gone_and_the_job_goes_on(
+def test_a_watcher_reports_a_lost_connection_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a Ray client, the head is the server that it speaks to."""
+    """A Ray client only reaches its server."""
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
     cluster, name = cluster_rig.connected().address, "watched-from-outside"
     file = tmp_path / "job.yaml"
@@ -99,10 +100,10 @@ def test_who_watches_is_told_when_the_head_has_gone_and_the_job_goes_on(
         assert holdfast("delete", name, "--yes", "--ray", cluster).returncode == 0
 
 
-def test_a_script_that_is_on_no_node_is_refused_with_the_way_that_takes_it_along(
+def test_a_script_that_is_on_no_node_is_refused_with_the_command_that_uploads_it(
     address: str, tmp_path: Path
 ) -> None:
-    """This machine's directory is another one than that of the nodes."""
+    """The directory exists on this machine only."""
     mine, file = tmp_path / "mine", written(tmp_path, "elsewhere", **SCRIPT)
     done = run_alone(mine, file, address)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -113,7 +114,7 @@ def test_a_script_that_is_on_no_node_is_refused_with_the_way_that_takes_it_along
 def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
     address: str, tmp_path: Path
 ) -> None:
-    """As a spec that is mounted into the head's pod only."""
+    """As with a spec that is mounted only into the head's pod."""
     for way, where in (("client", address), ("head", cluster_rig.connected().address)):
         name = f"spec-only-{way}"
         done = run_alone(tmp_path / way, written(tmp_path, name), where)
@@ -123,7 +124,7 @@ def test_a_recipe_runs_where_no_node_has_the_directory_of_its_spec(
 
 
 def test_a_script_that_only_the_machine_of_the_command_has_is_named(tmp_path: Path) -> None:
-    """Of the machines of a cluster, one has it: whoever starts the job there is not told before."""
+    """One machine of the cluster has it: a command there cannot know that the others lack it."""
     where, name = cluster_rig.connected().address, "script-here-only"
     mine = tmp_path / "mine"
     done = run_alone(mine, written(tmp_path, name, **SCRIPT), where)
@@ -145,7 +146,7 @@ def test_a_checkpoint_path_that_means_another_place_in_the_cluster_is_refused(
 
 
 def test_a_client_of_another_version_than_the_clusters_is_refused_with_both(address: str) -> None:
-    """Ray's own check, of a client that says it is an older one."""
+    """Ray's own check refuses a client with an older version."""
     import ray
 
     done = subprocess.run(

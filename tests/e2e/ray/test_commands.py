@@ -1,4 +1,4 @@
-"""The command line on a Ray cluster, and what people get wrong with it."""
+"""The command line on a Ray cluster, and errors in its use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(job: Job, *words: str) -> str:
     return done.stdout
 
 
-def test_a_job_is_seen_listed_and_told_about_by_name(job: Job) -> None:
+def test_a_job_is_shown_listed_and_reported_by_name(job: Job) -> None:
     assert "verbs" in ask(job, "status") and "running" in ask(job, "status", "verbs")
     assert json.loads(ask(job, "status", "verbs", "--json"))["world_size"] == 4
     assert "agent joined" in ask(job, "events", "verbs") or "launch" in ask(job, "events", "verbs")
@@ -42,7 +42,7 @@ def test_the_logs_of_all_workers_are_found_by_their_rank(job: Job) -> None:
     assert done.returncode == 2 and "--rank: got 7; expected one of 0, 1, 2, 3" in done.stderr
 
 
-def test_a_rehearsed_failure_is_marked_and_survived(job: Job) -> None:
+def test_an_injected_fault_is_marked_and_recovered(job: Job) -> None:
     before = job.running().num_incidents
     assert "worker 1" in ask(job, "chaos", "kill-worker", "verbs", "--rank", "1")
     incident = job.incident_after(before)
@@ -63,7 +63,7 @@ def test_a_name_that_is_taken_is_refused(job: Job) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_controller_that_somebody_removed_is_started_again(job: Job) -> None:
+def test_a_controller_that_was_removed_is_started_again(job: Job) -> None:
     import ray
 
     from holdfast.orchestrator.hosts.ray import actor
@@ -76,9 +76,9 @@ def test_a_controller_that_somebody_removed_is_started_again(job: Job) -> None:
     assert job.until(lambda view: view.controller_alive and view.step > step).generation > 0
 
 
-def test_an_unknown_job_is_refused_with_the_names_that_there_are(job: Job) -> None:
-    done = holdfast("status", "nobody", "--ray", job.cluster.address)
-    assert done.returncode == 2 and "job: got nobody; expected one of" in done.stderr
+def test_an_unknown_job_is_refused_with_the_names_of_all_jobs(job: Job) -> None:
+    done = holdfast("status", "unknown", "--ray", job.cluster.address)
+    assert done.returncode == 2 and "job: got unknown; expected one of" in done.stderr
 
 
 def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
@@ -97,7 +97,7 @@ def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
         job.end()
 
 
-def test_a_job_that_shall_not_wait_for_room_fails_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_with_a_capacity_timeout_fails_and_leaves_nothing(tmp_path: Path) -> None:
     import ray
 
     cluster_rig.connected()
@@ -105,9 +105,9 @@ def test_a_job_that_shall_not_wait_for_room_fails_and_leaves_nothing(tmp_path: P
     job = Job(tmp_path, "impatient", 10, resources={"cpu": 64}, recovery=limit)
     try:
         assert job.command.wait(BOUND_S) == 1
-        told = job.output.read_text()
-        assert "recovery.capacityTimeoutSeconds: waited 5 s for nodes: 0 usable" in told
-        assert "128 CPU" in told and "Traceback" not in told
+        output = job.output.read_text()
+        assert "recovery.capacityTimeoutSeconds: waited 5 s for nodes: 0 usable" in output
+        assert "128 CPU" in output and "Traceback" not in output
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         assert not [name for name in names if "impatient" in name]
     finally:

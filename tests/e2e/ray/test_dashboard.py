@@ -1,4 +1,4 @@
-"""What a person sees of a job in Ray's own dashboard, in a real browser."""
+"""What a user sees of a job in Ray's dashboard, in a real browser."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .jobs import BOUND_S, Submitted
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NAME = "watched"
 PAUSE_S = 0.5
-"""Ray collects what tasks did once a second."""
+"""Ray collects task events once a second."""
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
-    browser.program()  # first: without one there is nothing to start a cluster for
+    browser.program()  # first: it skips before a cluster is started
     job = Submitted(tmp_path_factory.mktemp("ray"), NAME, 1_000_000)
     try:
         job.running()
@@ -48,7 +48,7 @@ def test_the_jobs_view_shows_name_and_progress(job: Submitted, seen: Browser) ->
     seen.picture("ray-jobs")
 
 
-def test_a_jobs_page_shows_model_mesh_and_state_and_its_parts(
+def test_a_jobs_page_shows_model_mesh_state_and_placement_groups(
     job: Submitted, seen: Browser
 ) -> None:
     seen.open(f"jobs/{job.info().job_id}")
@@ -70,13 +70,13 @@ def test_a_jobs_page_shows_model_mesh_and_state_and_its_parts(
     seen.picture("ray-placement-groups")
 
 
-def test_the_list_of_tasks_has_verbs_and_is_not_full_of_watching(job: Submitted) -> None:
+def test_the_list_of_tasks_has_requests_and_no_watch_calls(job: Submitted) -> None:
     from ray.util.state import list_tasks
 
     step = job.view().step
-    job.until(lambda view: view.step > step)  # asks, and watches
+    job.until(lambda view: view.step > step)  # calls status and watch
     give_up, verbs = time.monotonic() + BOUND_S, set[str]()
-    own = f"HoldfastController({NAME})."  # of those that have begun
+    own = f"HoldfastController({NAME})."  # of tasks that have started
     while "perform" not in verbs and time.monotonic() < give_up:
         found = list_tasks(address=cluster_rig.shared().dashboard, limit=10_000)
         verbs = {task.name.removeprefix(own) for task in found if task.name.startswith(own)}
@@ -116,10 +116,10 @@ def test_a_lost_node_stays_in_the_actors_view_beside_its_successor(
     (new,) = set(job.members()) - set(members)
     seen.open("actors")
     seen.page.get_by_label("Name").first.fill(NAME)
-    told = seen.row(f"HoldfastAgent({NAME} {lost})", "DEAD")
+    row = seen.row(f"HoldfastAgent({NAME} {lost})", "DEAD")
     columns = [name.strip() for name in seen.page.locator("thead").inner_text().split("\t")]
-    assert [cell.strip() for cell in told.split("\t")][columns.index("Restarted")] == "0"
-    assert "worker process has died" in told
+    assert [cell.strip() for cell in row.split("\t")][columns.index("Restarted")] == "0"
+    assert "worker process has died" in row
     seen.row(f"HoldfastAgent({NAME} {new})", "ALIVE")
     seen.picture("ray-actors")
     seen.page.locator("th").filter(has_text="Exit Detail").scroll_into_view_if_needed()

@@ -1,5 +1,5 @@
 """Ray announces that it will take a Ray node away (`ray drain-node`, a reclaimed spot machine): the
-job hands over before, and loses no step."""
+job moves away before, and loses no step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NEVER = 1_000_000
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two nodes and a spare on a cluster with one more Ray node. Nothing is staged but on order."""
+    """Two nodes and a spare on a cluster with one more Ray node. Steps are staged only on
+    request."""
     nodes = {"min": 1, "max": 2, "spares": 1}
     place = tmp_path_factory.mktemp("ray")
     never = {"everySteps": NEVER}
@@ -36,7 +37,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def drain(job: Job, ray_node: str) -> None:
-    """As a person or a cloud's handler does it."""
+    """As a user or a cloud's handler does."""
     subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "drain-node",
          "--address", job.cluster.address, "--node-id", ray_node,
@@ -47,19 +48,19 @@ def drain(job: Job, ray_node: str) -> None:
 
 
 def victim(job: Job) -> tuple[str, str]:
-    """(node, its Ray node): a member."""
+    """(node, its Ray node) of a member."""
     node = job.members()[-1]
     return node, job.facts(node)["ray_node"]
 
 
 def gone(job: Job) -> None:
-    """Wait until no Ray node drains any more: it ends by itself as soon as nothing uses it."""
+    """Wait until no Ray node drains: it ends by itself as soon as no job uses it."""
     from holdfast.orchestrator.backends.ray import drains, ray_nodes
 
     give_up = time.monotonic() + BOUND_S
     while drains.draining().keys() & ray_nodes.alive_nodes().keys():
         assert time.monotonic() < give_up, drains.draining()
-        time.sleep(0.1)  # Ray tells it to nobody
+        time.sleep(0.1)  # Ray sends no event
 
 
 def test_a_spare_takes_over_before_a_drained_ray_node_goes_and_no_step_is_lost(job: Job) -> None:
@@ -77,14 +78,14 @@ def test_a_spare_takes_over_before_a_drained_ray_node_goes_and_no_step_is_lost(j
     assert place not in {job.facts(one.name)["ray_node"] for one in after.nodes}
 
 
-def test_the_drained_ray_node_ends_by_itself_when_nothing_of_the_job_is_there(job: Job) -> None:
+def test_the_drained_ray_node_ends_by_itself_when_the_job_has_left_it(job: Job) -> None:
     gone(job)
 
 
 def test_without_a_spare_the_job_shrinks_before_the_ray_node_goes_and_loses_no_step(
     job: Job,
 ) -> None:
-    for nodes_left in (2, 1):  # the spare of before takes over first; then there is nobody
+    for nodes_left in (2, 1):  # the earlier spare takes over first; then there is no other node
         before = job.running(nodes=2).num_incidents
         node, place = victim(job)
         drain(job, place)

@@ -1,4 +1,4 @@
-"""What is lost on a Ray cluster comes back by itself, and no finished step is computed twice."""
+"""Lost parts of a job on a Ray cluster are replaced, and no finished step is trained twice."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """One job for all of these: each finds it as the last one left it, training."""
+    """One job for all these tests: each test leaves it training."""
     job = Job(tmp_path_factory.mktemp("ray"), "faults", 1_000_000)
     yield job
     job.end()
 
 
 def assert_on_the_head(job: Job) -> None:
-    """The loss of another Ray node would take a node and the controller at once."""
+    """On another Ray node, one loss could take a node and the controller."""
     from holdfast.orchestrator.backends.ray import ray_nodes
 
     home = ray_nodes.alive_nodes()[job.controller()["ray_node"]]
@@ -45,16 +45,16 @@ def test_a_killed_worker_costs_no_step(job: Job) -> None:
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
 
 
-def test_calls_that_ended_controllers_have_left_behind_do_not_silence_an_agents_actor(
+def test_calls_of_ended_controllers_do_not_block_an_agents_actor(
     job: Job,
 ) -> None:
     from holdfast.orchestrator.backends.ray import actors
 
     node = job.members()[-1]
     actor = actors.find_agent(job.name, node)
-    left = [actor.wait_for_end.remote() for _ in range(100)]  # more than it runs at once
+    left = [actor.wait_for_end.remote() for _ in range(100)]  # more than an actor runs at once
     assert job.facts(node)["pid"]
-    del left  # the next test shows that the controller is still told of this node's end
+    del left  # the next test shows that the controller still gets this node's end
 
 
 def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
@@ -64,24 +64,24 @@ def test_a_killed_agent_actor_is_replaced_and_costs_no_step(job: Job) -> None:
     incident = job.incident_after(before)
     assert node in incident.title and incident.steps_lost == 0
     job.running()
-    assert node not in job.members(), "names are never used again"
+    assert node not in job.members(), "names are not used again"
 
 
-def test_training_goes_on_when_the_command_that_submitted_is_killed_and_it_can_be_watched_again(
+def test_training_goes_on_when_its_command_is_killed_and_it_can_be_watched_again(
     job: Job,
 ) -> None:
     before = job.running()
     os.kill(job.command.pid, signal.SIGKILL)
     job.command.wait()
-    told = len(job.output.read_text())
+    size = len(job.output.read_text())
     job.attach()
     after = job.until(lambda view: view.step > before.step + 20)
     assert after.generation == before.generation
     assert after.num_incidents == before.num_incidents
-    job.until(lambda view: len(job.output.read_text()) > told)
+    job.until(lambda view: len(job.output.read_text()) > size)
 
 
-def test_a_controller_that_was_killed_goes_on_and_training_does_not_notice(job: Job) -> None:
+def test_a_killed_controller_restarts_and_training_is_not_interrupted(job: Job) -> None:
     before = job.running()
     os.kill(job.controller()["pid"], signal.SIGKILL)
     after = job.until(
@@ -103,7 +103,7 @@ def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
     assert node not in {one.name for one in job.running().nodes}
 
 
-def test_nothing_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
+def test_no_actor_and_no_group_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:
     import ray
 
     from holdfast.orchestrator.backends.ray import placement

@@ -1,5 +1,5 @@
-"""Jobs that need more room than there is: nothing of them starts by half, each says what is there
-and what is missing, and those that wait for the same room get it one after the other."""
+"""Jobs that need more room than the cluster has: none starts partially, each reports what is free
+and what is missing, and jobs that wait for the same room get it one after the other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ranks(place: Path, job: Job) -> int:
     return len(list(place.glob(f"{job.name}-[0-9]*")))
 
 
-def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(place: Path) -> None:
+def test_gangs_without_room_hold_nothing_and_start_one_after_the_other(place: Path) -> None:
     import ray
 
     from holdfast.orchestrator.backends.ray import placement
@@ -59,10 +59,10 @@ def test_gangs_that_find_no_room_hold_nothing_and_get_it_one_after_the_other(pla
         waiting = [start(place, name, 3) for name in ("first", "second")]
         jobs += waiting
         for job in waiting:
-            told = ""
-            while "free are 4 of 8 CPU" not in told:  # the test's own time limit is the bound
-                told = holdfast("events", job.name, "--ray", job.cluster.address).stdout
-            assert "3 more nodes of 2 CPU each on a Ray node of its own: the cluster has" in told
+            events = ""
+            while "free are 4 of 8 CPU" not in events:  # the test's time limit is the bound
+                events = holdfast("events", job.name, "--ray", job.cluster.address).stdout
+            assert "3 more nodes of 2 CPU each on a Ray node of its own: the cluster has" in events
             view = job.view()
             assert view.state == "pending" and view.generation == 0
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]

@@ -1,6 +1,6 @@
-"""The head of a Ray cluster is lost with everything on it: with Redis behind its store the job goes
-on; without, only its checkpoints outlive the cluster, and a new cluster resumes from them. And
-another Ray node is asked to end."""
+"""The head of a Ray cluster is lost: with Redis behind its store the job goes on; without, only its
+checkpoints outlive the cluster, and a job on a new cluster resumes from them. Before that, another
+Ray node is asked to end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,24 @@ from .headed_cluster import BOUND_S, HeadedCluster, kill_tree
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
-class Watched:
-    """A job on such a cluster, seen by its command's words and its files only: this process is a
-    driver of another cluster."""
+VIEWS = """
+import json, sys, time
+from holdfast.orchestrator.cli.targets.ray.target import RayTarget
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.runtime.control_api import view_body
+target = RayTarget(sys.argv[1])
+while True:
+    try:
+        print(json.dumps(view_body(target.find(sys.argv[2]).view())), flush=True)
+    except HoldfastError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+    time.sleep(0.2)
+"""
+
+
+class WatchedJob:
+    """A job on a HeadedCluster, watched through other processes: this one is a driver of another
+    cluster."""
 
     def __init__(self, cluster: HeadedCluster, place: Path, name: str) -> None:
         self.cluster, self.place, self.name = cluster, place, name
@@ -36,10 +51,11 @@ class Watched:
         storage = {"path": str(place / "checkpoints"), "storage": {"everySteps": 20}}
         self.file.write_text(yaml.safe_dump(spec(name, 1_000_000, checkpoint=storage)))
         self.output = place / f"{name}.log"
+        self._views: subprocess.Popen[str] | None = None
         self.run()
 
     def run(self) -> None:
-        """The command that stays attached."""
+        """Start the command that stays attached."""
         with self.output.open("ab") as output:
             self.command = subprocess.Popen(
                 self._words("run", str(self.file)), stdin=subprocess.DEVNULL, stdout=output,
@@ -59,14 +75,38 @@ class Watched:
         ]  # fmt: skip
 
     def until(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first view that fulfils a condition."""
         view: dict[str, Any] = {}
         give_up = time.monotonic() + BOUND_S
         while time.monotonic() < give_up:
-            done = self.ask("status", self.name, "--json")
-            view = json.loads(done.stdout) if done.returncode == 0 else {}
-            if view and true(view):
+            view = self._next_view()
+            if "error" not in view and true(view):
                 return view
-        raise AssertionError(f"{view}\n{done.stderr}\n{self.output.read_text()[-3000:]}")
+        raise AssertionError(f"{view}\n{self.output.read_text()[-3000:]}")
+
+    def _next_view(self) -> dict[str, Any]:
+        """From one process that stays connected: a command takes seconds to connect."""
+        if self._views is None:
+            words = [sys.executable, "-c", VIEWS, self.cluster.address, self.name]
+            self._views = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                env=self.cluster.environment,
+            )  # fmt: skip
+        assert self._views.stdout is not None
+        line = self._views.stdout.readline()  # the test's time limit is the bound
+        if not line:
+            self._stop_views()
+        return dict(json.loads(line)) if line else {"error": "the watching process ended"}
+
+    def _stop_views(self) -> None:
+        if self._views is not None:
+            self._views.kill()
+            self._views.communicate()
+            self._views = None
+
+    def lose_head(self) -> None:
+        self._stop_views()
+        self.cluster.lose_head()
 
     def trains(self, beyond: int = 2) -> dict[str, Any]:
         return self.until(lambda view: view["state"] == "running" and view["step"] > beyond)
@@ -85,7 +125,7 @@ class Watched:
         words = ["--job", self.name]
         return [
             one
-            for one in psutil.process_iter(["cmdline"])  # what is forked has its agent's
+            for one in psutil.process_iter(["cmdline"])  # a worker has its agent's
             if "holdfast.workers.agent" in (line := one.info["cmdline"] or [])
             and any(line[at : at + 2] == words for at in range(len(line)))
         ]
@@ -94,15 +134,16 @@ class Watched:
         return [one for one in self.processes() if one.name().startswith("hf-rank-")]
 
     def close(self) -> None:
+        self._stop_views()
         kill_tree(self.command.pid)
         self.command.wait()
 
 
 @contextmanager
-def training(place: Path, name: str, *, redis: bool, nodes: int = 2) -> Iterator[Watched]:
+def training(place: Path, name: str, *, redis: bool = False, nodes: int) -> Iterator[WatchedJob]:
     cluster = HeadedCluster(redis=redis, nodes=nodes)
     try:
-        job = Watched(cluster, place, name)
+        job = WatchedJob(cluster, place, name)
         try:
             job.trains()
             yield job
@@ -112,69 +153,76 @@ def training(place: Path, name: str, *, redis: bool, nodes: int = 2) -> Iterator
         cluster.close()
 
 
-def test_without_redis_nothing_outlives_the_cluster_but_checkpoints_and_a_new_one_resumes(
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedJob]:
+    """On three Ray nodes, without Redis. The first test ends one of them, the second the head."""
+    with training(tmp_path_factory.mktemp("ray"), "headless", nodes=3) as job:
+        job.until(lambda view: view["world_size"] == 4)
+        yield job
+
+
+def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
+    job: WatchedJob,
 ) -> None:
-    with training(tmp_path, "headless", redis=False) as job:
-        job.until(lambda view: job.committed() >= 0)
-        ours = job.processes()
-        assert len(job.workers()) == 4
-        job.cluster.lose_head()
-        done = job.ask("status", "headless")
-        assert done.returncode == 2 and "(Connection refused)" in done.stderr, done.stderr
-        assert job.command.wait(BOUND_S) == 1
-        told = job.output.read_text()
-        assert "does not answer. Training goes on as long as" in told
-        assert f"what it has committed stays in {tmp_path / 'checkpoints'}" in told
-        assert "Traceback" not in told and "rpc_client.h" not in told
-        # Raylets give the head up and end; with them everything that they have started.
-        _gone, alive = psutil.wait_procs(ours, timeout=BOUND_S)
-        assert alive == []
-        kept = job.committed()
-    with training(tmp_path, "headless", redis=False) as job:
-        job.trains(kept)
-        story = job.ask("events", "headless").stdout
-        assert f"from storage after step {kept}" in story, story
+    """SIGTERM to `ray start --block`, as Kubernetes sends it to a pod."""
+    job.cluster.end_node_of(job.workers()[-1])
+    after = job.until(lambda view: any("total" in one["seconds"] for one in view["incidents"]))
+    (incident,) = after["incidents"]
+    assert incident["steps_lost"] == 0 and incident["restored_from"] == "memory"
+    assert "will be preempted" in incident["title"] and "SIGTERM" in incident["evidence"]
+    # Ray may leave too little time for a new agent: then one node trains alone until it is up.
+    job.until(lambda view: view["step"] > after["step"] and view["world_size"] == 4)
+    events = job.ask("events", job.name).stdout
+    assert "its agent ended with exit code 0" in events, events
+
+
+def test_without_redis_only_checkpoints_outlive_the_cluster_and_a_new_one_resumes(
+    job: WatchedJob,
+) -> None:
+    job.until(lambda view: job.committed() >= 0)
+    processes = job.processes()
+    assert len(job.workers()) == 4
+    job.lose_head()
+    done = job.ask("status", job.name)
+    assert done.returncode == 2 and "(Connection refused)" in done.stderr, done.stderr
+    assert job.command.wait(BOUND_S) == 1
+    output = job.output.read_text()
+    assert "does not answer. Training goes on as long as" in output
+    assert f"what it has committed stays in {job.place / 'checkpoints'}" in output
+    assert "Traceback" not in output and "rpc_client.h" not in output
+    # Raylets give up on the head and end, with all their processes.
+    _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
+    assert alive == []
+    kept = job.committed()
+    with training(job.place, job.name, nodes=1) as new:
+        new.trains(kept)
+        events = new.ask("events", job.name).stdout
+        assert f"from storage after step {kept}" in events, events
 
 
 def test_with_redis_training_goes_on_and_the_new_head_finds_the_job(tmp_path: Path) -> None:
-    with training(tmp_path, "durable", redis=True) as job:
+    with training(tmp_path, "durable", redis=True, nodes=2) as job:
         before = job.trains()
-        ours = job.processes()
-        job.cluster.lose_head()
+        processes = job.processes()
+        job.lose_head()
         done = job.ask("status", "durable")
         assert done.returncode == 2 and "(Connection refused)" in done.stderr, done.stderr
         job.cluster.start_head()
         after = job.trains(before["step"] + 5)
         assert after["generation"] == before["generation"]
         assert after["num_incidents"] == before["num_incidents"]
-        assert all(one.is_running() for one in ours)
+        assert all(one.is_running() for one in processes)
         assert job.command.poll() is None
-        told = job.output.read_text()
+        output = job.output.read_text()
         # More than once where a head started, and ended because its helpers were late.
-        assert told.count("does not answer. Training goes on") == told.count("answers again") > 0
+        assert output.count("does not answer. Training goes on") == output.count("answers again")
+        assert output.count("answers again") > 0
         # A fault after it is recovered as any other.
         os.kill(job.workers()[-1].pid, signal.SIGKILL)
         again = job.until(lambda view: view["generation"] > after["generation"])
         assert job.trains(again["step"])["num_incidents"] == before["num_incidents"] + 1
-        ours = job.processes()
+        processes = job.processes()
         done = job.ask("cancel", "durable")
         assert done.returncode == 0, done.stderr
-        _gone, alive = psutil.wait_procs(ours, timeout=BOUND_S)
+        _gone, alive = psutil.wait_procs(processes, timeout=BOUND_S)
         assert alive == []
-
-
-def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
-    tmp_path: Path,
-) -> None:
-    """SIGTERM to `ray start --block`, as whoever takes its pod away sends it."""
-    with training(tmp_path, "asked", redis=False, nodes=3) as job:
-        job.cluster.end_node_of(job.workers()[-1])
-        after = job.until(lambda view: any("total" in one["seconds"] for one in view["incidents"]))
-        (incident,) = after["incidents"]
-        assert incident["steps_lost"] == 0 and incident["restored_from"] == "memory"
-        assert "will be preempted" in incident["title"] and "SIGTERM" in incident["evidence"]
-        # Ray may leave too little time for a new agent: then one trains alone until it is there.
-        job.until(lambda view: view["step"] > after["step"] and view["world_size"] == 4)
-        story = job.ask("events", "asked").stdout
-        assert "its agent ended with exit code 0" in story, story

@@ -1,4 +1,4 @@
-"""Commands over http://: what is shown while it happens, and what is said when nobody answers."""
+"""Commands over http://: output that is followed, and errors when the server does not answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.end()
 
 
-def test_a_dashboard_that_goes_away_while_it_is_followed_is_told_in_words(
+def test_a_dashboard_that_goes_away_while_it_is_followed_is_reported(
     job: Job, tmp_path: Path
 ) -> None:
     with Relay(job.cluster.dashboard) as relay:
@@ -46,11 +46,11 @@ def test_a_dashboard_that_goes_away_while_it_is_followed_is_told_in_words(
 
 
 @pytest.mark.parametrize("websockets", [True, False], ids=["streamed", "without-websockets"])
-def test_what_is_followed_is_the_whole_log_once(websockets: bool, tmp_path: Path) -> None:
+def test_a_followed_log_is_shown_once_and_as_a_whole(websockets: bool, tmp_path: Path) -> None:
     cluster = cluster_rig.connected()
     from ray.job_submission import JobSubmissionClient
 
-    name = f"told-{websockets}".lower()
+    name = f"followed-{websockets}".lower()
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(spec(name, 12, checkpoint={"path": str(tmp_path / "here")})))
     with Relay(cluster.dashboard, websockets=websockets) as relay:
@@ -64,7 +64,7 @@ def test_what_is_followed_is_the_whole_log_once(websockets: bool, tmp_path: Path
     assert gone.returncode == 0, gone.stderr
 
 
-def test_a_job_is_watched_again_over_http_and_ending_that_leaves_it_as_it_is(job: Job) -> None:
+def test_a_job_is_watched_again_over_http_and_ending_the_watcher_does_not_end_it(job: Job) -> None:
     job.running()
     watcher = started("run", "--attach", job.name, "--ray", job.cluster.dashboard)
     says(watcher, r"step \d+")
@@ -75,10 +75,10 @@ def test_a_job_is_watched_again_over_http_and_ending_that_leaves_it_as_it_is(job
     assert job.until(lambda view: view.step > step + 2).state == "running"
 
 
-def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
+def test_deleting_a_ray_job_that_another_command_has_deleted_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two commands at once have listed the same Ray jobs; or the dashboard goes away just then."""
+    """Two commands have listed the same Ray jobs, or the dashboard goes away at that moment."""
     cluster = cluster_rig.connected()
     from holdfast.orchestrator.backends.ray import jobs_api
 
@@ -93,14 +93,14 @@ def test_clearing_away_what_another_command_has_cleared_away_fails_nobody(
     while slower in {one.submission_id for one in other._client.list_jobs()}:
         assert time.monotonic() < give_up
         mine.delete_ended(prefix)
-        time.sleep(0.5)  # the API cannot be waited on
+        time.sleep(0.5)  # the API has no events
     with Relay(cluster.dashboard) as relay:
         gone = jobs_api.JobsApi(relay.url)
     gone.delete_ended(prefix)
 
 
-class Stranger(BaseHTTPRequestHandler):
-    """Something else that speaks HTTP, or a Ray of long ago."""
+class OtherServer(BaseHTTPRequestHandler):
+    """Another HTTP server, or an old Ray."""
 
     answer = b""
 
@@ -114,8 +114,8 @@ class Stranger(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def stranger(answer: bytes) -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), type("One", (Stranger,), {"answer": answer}))
+def other_server(answer: bytes) -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), type("One", (OtherServer,), {"answer": answer}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -140,21 +140,21 @@ def stranger(answer: bytes) -> Iterator[str]:
     ],
     ids=["ancient-ray", "old-ray", "no-such-page", "no-json", "no-version", "words", "null"],
 )
-def test_a_server_that_is_no_dashboard_of_a_ray_like_ours_is_refused(
+def test_a_server_that_is_no_dashboard_of_a_supported_ray_is_refused(
     answer: bytes, expected: str
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-    with stranger(answer) as url:
+    with other_server(answer) as url:
         done = holdfast("status", "--ray", url)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"--ray: got {url}" in done.stderr and expected in done.stderr
 
 
-def test_an_address_that_is_given_is_meant_whatever_the_environment_says(
+def test_an_explicit_address_takes_precedence_over_the_environment(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's own client would go to RAY_ADDRESS."""
-    with stranger(b"") as url:
+    """Ray's own client would use RAY_ADDRESS."""
+    with other_server(b"") as url:
         monkeypatch.setenv("RAY_ADDRESS", url)
         done = holdfast("status", job.name, "--ray", job.cluster.dashboard)
         assert done.returncode == 0 and job.name in done.stdout, done.stderr
@@ -162,7 +162,7 @@ def test_an_address_that_is_given_is_meant_whatever_the_environment_says(
         assert done.returncode == 2 and f"--ray: got {url}" in done.stderr
 
 
-def test_without_an_address_the_environments_is_meant(
+def test_without_an_address_the_environments_is_used(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", job.cluster.address)

@@ -41,7 +41,7 @@ def until(client: Any, name: str, statuses: tuple[str, ...]) -> Any:
         info = client.get_job_info(name)
         if info.status in statuses:
             return info
-        time.sleep(0.2)  # the API cannot be waited on
+        time.sleep(0.2)  # the API has no events
     raise AssertionError(f"{info}\n{client.get_job_logs(name)}")
 
 
@@ -56,7 +56,7 @@ def submit(
     )
 
 
-def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
+def test_a_submitted_job_is_listed_by_ray_with_its_metadata_and_trains_to_its_end(
     client: Any, tmp_path: Path
 ) -> None:
     done = submit(tmp_path, "handed-in", 12)
@@ -74,10 +74,10 @@ def test_a_submitted_job_shows_in_ray_with_its_metadata_and_trains_to_its_end(
     assert gone.returncode == 0, gone.stderr
 
 
-def test_a_ray_job_of_others_that_names_its_job_shows_what_a_submitted_one_does(
+def test_a_ray_job_that_names_its_holdfast_job_gets_the_same_metadata(
     client: Any, tmp_path: Path
 ) -> None:
-    """As a RayJob of KubeRay."""
+    """For example a RayJob of KubeRay."""
     file = tmp_path / "job.yaml"
     checkpoint = {"path": str(tmp_path / "checkpoints")}
     file.write_text(yaml.safe_dump(spec("of-others", 12, checkpoint=checkpoint)))
@@ -131,8 +131,8 @@ def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
     address = cluster_rig.connected().address
 
     def view() -> dict[str, Any]:
-        told = holdfast("status", "orphaned", "--json", "--ray", address)
-        return dict(json.loads(told.stdout)) if told.returncode == 0 else {"step": -1}
+        shown = holdfast("status", "orphaned", "--json", "--ray", address)
+        return dict(json.loads(shown.stdout)) if shown.returncode == 0 else {"step": -1}
 
     def trained(beyond: int) -> dict[str, Any]:
         give_up = time.monotonic() + BOUND_S
@@ -150,7 +150,7 @@ def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
 
 
 def driver_of(name: str) -> int:
-    """The process that a Ray job's entrypoint has become."""
+    """The process that runs a Ray job's entrypoint."""
     for process in psutil.process_iter(["cmdline"]):
         if "holdfast.orchestrator.cli.main" in (process.info["cmdline"] or []):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -159,7 +159,7 @@ def driver_of(name: str) -> int:
     raise AssertionError(f"{name} has no driver")
 
 
-def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
+def test_an_invalid_runtime_env_is_refused_and_nothing_is_started(
     client: Any, tmp_path: Path
 ) -> None:
     broken = tmp_path / "env.yaml"
@@ -172,7 +172,7 @@ def test_a_runtime_env_that_cannot_be_built_is_told_and_nothing_is_started(
     assert "no-env" not in kv.jobs()
 
 
-def test_a_script_that_did_not_come_along_is_refused_with_its_name(
+def test_a_script_that_was_not_uploaded_is_refused_with_its_name(
     client: Any, tmp_path: Path
 ) -> None:
     document = spec("no-script", 12)
@@ -187,7 +187,7 @@ def test_a_script_that_did_not_come_along_is_refused_with_its_name(
 def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     client: Any, tmp_path: Path
 ) -> None:
-    """Ray's job server has no Ray job that runs for it; the cluster still has the record."""
+    """No Ray job runs for it, but the cluster still has the record."""
     first = submit(tmp_path, "once", 12, "--follow")
     assert first.returncode == 0, first.stdout + first.stderr
     again = submit(tmp_path, "once", 12, "--follow")
@@ -198,7 +198,7 @@ def test_the_name_of_a_job_that_has_ended_is_refused_by_the_driver(
     assert gone.returncode == 0, gone.stderr
 
 
-def test_run_over_http_says_what_to_do_instead(client: Any, tmp_path: Path) -> None:
+def test_run_over_http_is_refused_with_the_command_to_use(client: Any, tmp_path: Path) -> None:
     file = tmp_path / "any.yaml"
     file.write_text(yaml.safe_dump(spec("any", 12)))
     done = holdfast("run", str(file), "--ray", cluster_rig.connected().dashboard)
@@ -220,15 +220,15 @@ def test_the_example_runs_unchanged_and_rays_own_commands_work_on_it(client: Any
         shown = holdfast("status", "stdlib-bytes", "--json", "--ray", cluster.address)
         view = json.loads(shown.stdout)
         assert view["state"] == "cancelled" and view["world_size"] == 4, view
-        told = holdfast("delete", "stdlib-bytes", "--yes", "--ray", cluster.address).stdout
-        assert view["checkpoint_path"] in told
+        output = holdfast("delete", "stdlib-bytes", "--yes", "--ray", cluster.address).stdout
+        assert view["checkpoint_path"] in output
         shutil.rmtree(Path(view["checkpoint_path"]).parent)
     finally:
         holdfast("cancel", "stdlib-bytes", "--ray", cluster.address)
 
 
 def ray_job(cluster: Any, *words: str) -> str:
-    """As a person types it."""
+    """Ray's own command."""
     done = subprocess.run(
         [Path(sys.executable).with_name("ray"), "job", *words, "--address", cluster.dashboard],
         capture_output=True, text=True, timeout=BOUND_S, check=False,

@@ -1,4 +1,4 @@
-"""A job's journal in the store of a real cluster: what is read back, and who may write."""
+"""A job's journal in the store of a real cluster: reading, takeovers, compaction and damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(journal: KvJournal, *numbers: int) -> None:
     asyncio.run(journal.commit())
 
 
-def test_what_was_committed_is_read_by_the_next_controller(keys: JobKeyValueStore) -> None:
+def test_committed_records_are_read_by_the_next_controller(keys: JobKeyValueStore) -> None:
     first = KvJournal(keys, "job")
     assert first.records == [] and first.snapshot is None
     write(first, 1, 2)
@@ -45,7 +45,7 @@ def test_what_was_committed_is_read_by_the_next_controller(keys: JobKeyValueStor
     assert KvJournal(keys, "job").records == [record(1), record(2), record(3)]
 
 
-def test_a_controller_that_was_overtaken_cannot_commit(keys: JobKeyValueStore) -> None:
+def test_a_controller_cannot_commit_after_a_takeover(keys: JobKeyValueStore) -> None:
     old = KvJournal(keys, "job")
     write(old, 1)
     new = KvJournal(keys, "job")
@@ -58,7 +58,7 @@ def test_a_controller_that_was_overtaken_cannot_commit(keys: JobKeyValueStore) -
     assert again.snapshot is None and again.records == [record(1), record(3)]
 
 
-def test_a_snapshot_stands_for_everything_before_it(keys: JobKeyValueStore) -> None:
+def test_a_snapshot_replaces_the_records_before_it(keys: JobKeyValueStore) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1, 2)
     asyncio.run(journal.compact(b"state after 2"))
@@ -72,7 +72,7 @@ def test_a_snapshot_stands_for_everything_before_it(keys: JobKeyValueStore) -> N
     assert [one for chunk in later for one in chunk.records] == [record(4)]
 
 
-def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: JobKeyValueStore) -> None:
+def test_a_compaction_that_was_killed_does_no_harm(keys: JobKeyValueStore) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1)
     old = [(key, keys.get(key)) for key in keys.list("journal/tail-")]
@@ -85,16 +85,16 @@ def test_a_compaction_that_died_before_it_deleted_does_no_harm(keys: JobKeyValue
     assert again.snapshot == b"state after 1" and again.records == [record(2)]
 
 
-def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(
+def test_a_reader_during_a_compaction_reads_the_snapshot(
     keys: JobKeyValueStore,
 ) -> None:
     journal = KvJournal(keys, "job")
     write(journal, 1)
     write(journal, 2)
 
-    class Overtaken(JobKeyValueStore):
-        """The journal is compacted after it was listed and before it is read, so often that
-        nothing of what was listed is kept."""
+    class CompactedStore(JobKeyValueStore):
+        """The journal is compacted after it was listed and before it is read, so often that no
+        listed chunk is kept."""
 
         def get(self, key: str) -> bytes | None:
             if key.startswith("journal/tail-") and journal.snapshot is None:
@@ -103,11 +103,11 @@ def test_a_reader_that_a_compaction_overtakes_reads_the_snapshot_instead(
                     asyncio.run(journal.compact(journal.snapshot))
             return super().get(key)
 
-    (chunk,) = read(Overtaken("journal-test"), "job")
+    (chunk,) = read(CompactedStore("journal-test"), "job")
     assert chunk.snapshot == b"state after 2" and chunk.covered == 2
 
 
-def test_a_record_that_is_no_record_is_told_as_damage(keys: JobKeyValueStore) -> None:
+def test_an_unreadable_chunk_is_reported_as_damage(keys: JobKeyValueStore) -> None:
     write(KvJournal(keys, "job"), 1)
     (key,) = keys.list("journal/tail-")
     keys.put(key, b"nonsense")

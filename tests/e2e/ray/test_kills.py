@@ -1,5 +1,5 @@
-"""An agent and its workers end with the actor that keeps them, whatever ends that: nothing of a
-node trains on that nobody knows of."""
+"""An agent and its workers end with their actor, for whatever reason it ends: no process of a node
+keeps training without its controller knowing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def victim(job: Job) -> str:
     return job.members()[-1]
 
 
-def test_the_kill_of_an_agent_actor_leaves_no_agent_and_no_worker(job: Job) -> None:
+def test_a_killed_agent_actor_leaves_no_agent_and_no_worker(job: Job) -> None:
     node = victim(job)
     processes = tree(job, node)
     os.kill(job.facts(node)["actor_pid"], signal.SIGKILL)
@@ -48,7 +48,7 @@ def test_the_kill_of_an_agent_actor_leaves_no_agent_and_no_worker(job: Job) -> N
     assert alive == []
 
 
-def test_the_kill_of_a_raylet_alone_leaves_no_agent_and_no_worker(job: Job) -> None:
+def test_a_killed_raylet_leaves_no_agent_and_no_worker(job: Job) -> None:
     node = victim(job)
     processes = tree(job, node)
     job.cluster.kill_raylet(job.facts(node)["ray_node"])

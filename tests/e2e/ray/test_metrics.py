@@ -1,4 +1,4 @@
-"""Our numbers in what Ray's own exporter serves, under the names that really come out of it."""
+"""A job's metrics as Ray's exporter serves them, with their final names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .jobs import Job, holdfast
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 BOUND_S = 120.0
 NOT_HERE = {"ray_holdfast_model_flops_utilization_ratio", "ray_holdfast_device_memory_peak_bytes"}
-"""A CPU has neither a known peak nor memory of its own."""
+"""A CPU has no known peak and no device memory."""
 ALWAYS = ("holdfast_job_steps", "holdfast_job_world_size", "holdfast_job_generation")
 
 
 def exported() -> str:
-    """What all Ray nodes serve."""
+    """The metrics of all Ray nodes."""
     import ray
 
     pages = []
@@ -37,7 +37,7 @@ def exported() -> str:
     return "\n".join(pages)
 
 
-def test_the_jobs_metrics_come_out_of_rays_exporter_with_a_prefix(tmp_path: Path) -> None:
+def test_rays_exporter_serves_the_jobs_metrics_with_a_prefix(tmp_path: Path) -> None:
     job = Job(tmp_path, "measured", 1_000_000)
     try:
         job.running()
@@ -47,12 +47,12 @@ def test_the_jobs_metrics_come_out_of_rays_exporter_with_a_prefix(tmp_path: Path
             page = exported()
             if re.search(size, page) and all(f"ray_{name}{{" in page for name in ALWAYS):
                 break
-            time.sleep(1.0)  # Ray exports in its own rhythm, and nothing tells when
+            time.sleep(1.0)  # Ray exports periodically, without an event
         names = set(re.findall(r"^(ray_holdfast_\w+)\{", page, re.MULTILINE))
         assert {f"ray_{name}" for name in ALWAYS} <= names
         known = {f"ray_{spec.name}" for spec in METRICS}
         known |= {f"{name}_{part}" for name in known for part in ("sum", "count")}
-        # A counter named x_total must not come out as x_total_total.
+        # A counter named x_total must not become x_total_total.
         assert names <= known
         ours = [line for line in page.splitlines() if line.startswith("ray_holdfast_job_world")]
         assert re.search(size, page), ours
@@ -60,10 +60,10 @@ def test_the_jobs_metrics_come_out_of_rays_exporter_with_a_prefix(tmp_path: Path
         job.end()
 
 
-def test_the_grafana_dashboard_asks_for_nothing_that_a_job_does_not_export(tmp_path: Path) -> None:
+def test_the_grafana_dashboard_uses_only_metrics_that_a_job_exports(tmp_path: Path) -> None:
     asked = set(re.findall(r"ray_holdfast_\w+", TARGET.read_text()))
     assert len(asked) > 20
-    # An incident and a checkpoint: what is told of them is there once they are.
+    # Metrics of incidents and checkpoints exist once there is one.
     job = Job(
         tmp_path, "pictured", 1_000_000,
         checkpoint={"path": str(tmp_path / "tier"), "storage": {"everySteps": 10}},
@@ -78,7 +78,7 @@ def test_the_grafana_dashboard_asks_for_nothing_that_a_job_does_not_export(tmp_p
         while time.monotonic() < give_up and not asked - NOT_HERE <= names:
             page = exported()
             names = set(re.findall(r'^(ray_holdfast_\w+)\{[^}]*job="pictured"', page, re.MULTILINE))
-            time.sleep(1.0)  # Ray exports in its own rhythm, and nothing tells when
+            time.sleep(1.0)  # Ray exports periodically, without an event
         assert asked - NOT_HERE <= names, asked - NOT_HERE - names
     finally:
         job.end()

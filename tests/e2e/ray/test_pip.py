@@ -1,5 +1,5 @@
-"""A job's pip environment that cannot be made. Ray copies the whole Python environment first, which
-is gigabytes where it holds torch: here it is a small one that looks for everything elsewhere."""
+"""A job's pip environment that cannot be made. Ray first copies the whole Python environment, which
+has gigabytes with torch: here it is a small one that imports from this one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .jobs import holdfast
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_a_pip_environment_that_cannot_be_made_is_told_in_pips_words(tmp_path: Path) -> None:
+def test_a_pip_environment_that_cannot_be_made_is_reported_in_pips_words(tmp_path: Path) -> None:
     small = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", small], check=True)
     (packages,) = small.glob("lib/python*/site-packages")

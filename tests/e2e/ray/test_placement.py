@@ -1,5 +1,5 @@
-"""What a worker gets of the Ray node that it runs on: the GPUs that Ray assigned to its job, and a
-rank by where that Ray node is. Ray believes what a raylet says of its GPUs, so none is needed."""
+"""Workers see the GPUs that Ray assigned to their node, and ranks follow the labels of Ray nodes.
+Ray accepts any number of GPUs that a raylet reports, so none is needed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 GPUS = 4
 KEY = "example.com/rack"
 RACKS = "bdac"
-"""Of the Ray nodes, in the order in which they come. By chance, the ranks of one job follow these
-names one time in 24."""
+"""Labels of the Ray nodes, in the order of their start. By chance, ranks follow them one time in
+24."""
 SCRIPT = """
 import json, os, pathlib, time
 here, job, rank = pathlib.Path(__file__).parent, os.environ["JOB"], os.environ["RANK"]
-told = here / f"{job}-{rank}.json"
-told.with_suffix(".new").write_text(json.dumps(dict(os.environ)))
-told.with_suffix(".new").rename(told)
+file = here / f"{job}-{rank}.json"
+file.with_suffix(".new").write_text(json.dumps(dict(os.environ)))
+file.with_suffix(".new").rename(file)
 while not (here / "end").exists():
     time.sleep(0.05)
 """
@@ -33,7 +33,7 @@ while not (here / "end").exists():
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_nodes() -> Iterator[None]:
-    """One with room for two jobs, the others with room for one worker."""
+    """One has room for two jobs, the others for one worker."""
     cluster = cluster_rig.connected()
     for rack, room in zip(RACKS, (GPUS, 1, 1, 1), strict=True):
         cluster.add_node(num_cpus=room, num_gpus=room, labels={KEY: rack})
@@ -55,7 +55,7 @@ def start(place: Path, name: str, **changes: Any) -> Job:
 
 
 def environments(place: Path, job: Job, world_size: int) -> list[dict[str, str]]:
-    """Of all workers, by rank, once they run."""
+    """Environments of all workers, by rank, once they run."""
     give_up = time.monotonic() + BOUND_S
     files = [place / f"{job.name}-{rank}.json" for rank in range(world_size)]
     while not all(file.exists() for file in files):
@@ -72,7 +72,7 @@ def test_two_jobs_on_one_ray_node_see_the_gpus_that_ray_gave_to_each(place: Path
         seen = []
         for job in jobs:
             both = [one["CUDA_VISIBLE_DEVICES"] for one in environments(place, job, 2)]
-            assert both[0] == both[1], "LOCAL_RANK chooses among the GPUs of its node"
+            assert both[0] == both[1], "LOCAL_RANK selects one of the node's GPUs"
             seen.append(set(both[0].split(",")))
         assert [len(gpus) for gpus in seen] == [2, 2]
         assert seen[0] | seen[1] == {str(gpu) for gpu in range(GPUS)}

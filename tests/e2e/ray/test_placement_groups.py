@@ -1,5 +1,5 @@
-"""Where the nodes of a job are put on a real cluster, and what is demanded of it: the backend
-alone, as one controller after the other has it."""
+"""Placement groups of a job on a real cluster, with the backend alone: where nodes are placed, and
+what is requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .jobs import Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 MISSING = 8
-"""More than the threads that asyncio shares on a machine of two cores."""
+"""More than asyncio's shared threads on a machine with two cores."""
 
 
 def make_job(name: str) -> TrainingJob:
@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RayContrac
         cluster.add_node()
     while cluster.num_nodes > cluster_rig.NODES:
         cluster.kill_newest()
-    place = RayContractTarget(make_job("rooms"), tmp_path)
+    place = RayContractTarget(make_job("groups"), tmp_path)
     yield place
 
     async def release(controller: Controller) -> None:
@@ -65,15 +65,15 @@ def scene(place: RayContractTarget, scenario: Callable[[Controller], Awaitable[N
 
 
 async def have(controller: Controller, count: int, avoid: tuple[str, ...] = ()) -> list[str]:
-    """So many nodes more, asked for until they are there: what the test before gave back may take
-    the cluster a while on a busy machine."""
+    """Request nodes until that many more are up: on a busy machine, the cluster may still remove
+    the groups of the test before."""
     given: list[str] = []
     async with asyncio.timeout(BOUND_S):
         while len(given) < count:
             try:
                 given += await controller.backend.request_nodes(count - len(given), avoid)
             except NoRoom:
-                await asyncio.sleep(0.2)  # a controller asks again, too; nobody tells it when
+                await asyncio.sleep(0.2)  # a controller requests again, too
     await controller.up(*given)
     return given
 
@@ -92,7 +92,7 @@ def ray_node(place: RayContractTarget, node: str) -> str:
     return str(ray.get(actor.facts.remote(), timeout=90)["ray_node"])
 
 
-def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_one(
+def test_a_job_that_waits_for_many_nodes_still_commits_and_detects_a_lost_node(
     place: RayContractTarget,
 ) -> None:
     from holdfast.orchestrator.backends.ray import placement
@@ -105,9 +105,9 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_on
         await lack(controller, MISSING)
         assert (
             len(placement.group_names(place.job.name)) == cluster_rig.NODES - 1 + MISSING
-        )  # the gang has two
+        )  # the gang has two bundles
         async with asyncio.timeout(BOUND_S):
-            journal.append(1, SuspendRequested(by="somebody"))
+            journal.append(1, SuspendRequested(by="a user"))
             await journal.commit()
             controller.kill(nodes[-1])
             await controller.ended(nodes[-1])
@@ -115,7 +115,7 @@ def test_a_job_that_waits_for_many_nodes_still_commits_and_notices_the_end_of_on
     scene(place, scenario)
 
 
-def test_nodes_that_come_together_are_each_on_a_ray_node_of_their_own(
+def test_nodes_that_are_requested_together_are_on_different_ray_nodes(
     place: RayContractTarget,
 ) -> None:
     async def scenario(controller: Controller) -> None:
@@ -125,7 +125,7 @@ def test_nodes_that_come_together_are_each_on_a_ray_node_of_their_own(
     scene(place, scenario)
 
 
-def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_it(
+def test_an_avoided_ray_node_is_not_used_again_though_the_gang_has_a_bundle_there(
     place: RayContractTarget,
 ) -> None:
     async def first(controller: Controller) -> None:
@@ -140,7 +140,7 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
         noted.append((bad, blamed, new))
 
     async def second(controller: Controller) -> None:
-        """Another controller knows it too."""
+        """A new controller avoids it, too."""
         bad, blamed, old = noted[0]
         await controller.backend.release_node(old)
         await controller.ended(old)
@@ -152,7 +152,7 @@ def test_a_ray_node_that_is_not_trusted_is_not_used_again_though_the_gang_holds_
     scene(place, second)
 
 
-def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(
+def test_a_lost_node_of_the_gang_is_replaced_where_ray_moves_its_bundle(
     place: RayContractTarget,
 ) -> None:
     from holdfast.orchestrator.backends.ray import placement
@@ -162,45 +162,46 @@ def test_the_place_that_ray_finds_for_a_lost_node_of_the_gang_is_used(
         before = {ray_node(place, stays), ray_node(place, lost)}
         cluster_rig.shared().kill_node(ray_node(place, lost))
         while lost in await controller.backend.list_nodes():
-            await asyncio.sleep(0.01)  # the core asks when an agent's link has closed
+            await asyncio.sleep(0.01)  # the core lists nodes when an agent's connection has closed
         (new,) = await have(controller, 1)
         assert ray_node(place, new) not in before
-        assert len(placement.group_names(place.job.name)) == 1, "the gang has all of them"
+        assert len(placement.group_names(place.job.name)) == 1, "the gang has all nodes"
 
     scene(place, scenario)
 
 
-def test_what_is_not_wanted_any_more_is_not_demanded_any_more(place: RayContractTarget) -> None:
+def test_nodes_that_are_no_longer_wanted_are_no_longer_requested(place: RayContractTarget) -> None:
     from holdfast.orchestrator.backends.ray import placement
 
     async def scenario(controller: Controller) -> None:
-        def demanded() -> int:
+        def requested() -> int:
             return len(placement.group_names(place.job.name)) - (
                 cluster_rig.NODES - 1
-            )  # two share the gang's
+            )  # two share the gang
 
         await have(controller, cluster_rig.NODES)
         await lack(controller, 3)
-        assert demanded() == 3
+        assert requested() == 3
         await controller.backend.trim(lambda: 1)  # type: ignore[attr-defined]
-        assert demanded() == 1
+        assert requested() == 1
         await controller.backend.trim(lambda: 0)  # type: ignore[attr-defined]
-        assert demanded() == 0
+        assert requested() == 0
         await lack(controller, 2)
-        assert demanded() == 2
+        assert requested() == 2
 
     scene(place, scenario)
 
 
-def test_a_suspended_job_demands_nothing_and_a_resumed_one_does_again(tmp_path: Path) -> None:
+def test_a_suspended_job_requests_no_nodes_and_a_resumed_one_does(tmp_path: Path) -> None:
     from holdfast.orchestrator.backends.ray import placement
 
-    job = Job(tmp_path, "demand", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
+    job = Job(tmp_path, "requesting", 10, resources={"cpu": 64}, nodes={"min": 2, "max": 4})
     try:
         job.until(lambda view: len(placement.group_names(job.name)) == 3)  # the gang and two more
-        for verb, count in (("suspend", 0), ("resume", 3)):
-            assert holdfast(verb, job.name, "--ray", job.cluster.address).returncode == 0
-            job.until(lambda view, count=count: len(placement.group_names(job.name)) == count)  # type: ignore[misc]
+        assert holdfast("suspend", job.name, "--ray", job.cluster.address).returncode == 0
+        job.until(lambda view: len(placement.group_names(job.name)) == 0)
+        assert holdfast("resume", job.name, "--ray", job.cluster.address).returncode == 0
+        job.until(lambda view: len(placement.group_names(job.name)) == 3)
     finally:
         job.end()
     assert placement.group_names(job.name) == []

@@ -1,4 +1,4 @@
-"""What a job is handed in with, Ray's runtime env: who has it, and where the spec is in it."""
+"""Ray's runtime env of a submitted job: which processes have it, and where the spec is in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORD = "HOLDFAST_TEST_WORD"
 
 
 class WithRuntimeEnv(Submitted):
-    """One handed in with a variable, and with the directory that every submitted job has."""
+    """Submitted with an environment variable and, as every submitted job, a directory."""
 
     def _words(self) -> list[str]:
         env = self.file.with_name("env.yaml")
@@ -42,10 +42,10 @@ def has_runtime_env(pid: int) -> bool:
     return found.get(WORD) == "kept" and "working_dir_files" in found.get("PYTHONPATH", "")
 
 
-def test_a_revived_controller_and_all_nodes_after_it_have_the_jobs_runtime_env(
+def test_a_controller_that_is_started_again_and_its_nodes_have_the_jobs_runtime_env(
     tmp_path: Path,
 ) -> None:
-    """Who revives it is another Ray job, or none, with another runtime env."""
+    """The command that starts the controller again has another runtime env."""
     import ray
 
     from holdfast.orchestrator.hosts.ray import actor
@@ -71,10 +71,10 @@ def test_a_revived_controller_and_all_nodes_after_it_have_the_jobs_runtime_env(
         job.end()
 
 
-def test_a_runtime_env_that_cannot_be_built_any_more_is_told_by_who_revives_the_controller(
+def test_starting_a_controller_again_reports_a_runtime_env_that_cannot_be_built(
     cluster: cluster_rig.RayRig,
 ) -> None:
-    """Ray deletes what was uploaded once no actor and no Ray job uses it."""
+    """Ray deletes uploaded files once no actor and no Ray job uses them."""
     from holdfast.orchestrator.hosts.ray import actor
 
     package = "gcs://_ray_pkg_0123456789abcdef.zip"
@@ -88,7 +88,7 @@ def test_a_runtime_env_that_cannot_be_built_any_more_is_told_by_who_revives_the_
     assert holdfast("cancel", NAME, "--ray", cluster.address).returncode == 0
 
 
-def test_a_spec_is_found_wherever_it_is_in_a_working_dir_of_ones_own(tmp_path: Path) -> None:
+def test_a_spec_is_found_anywhere_in_the_users_working_dir(tmp_path: Path) -> None:
     cluster, place = cluster_rig.connected(), tmp_path / "work" / "jobs"
     place.mkdir(parents=True)
     file, env = place / "own-dir.yaml", tmp_path / "env.yaml"
@@ -103,16 +103,16 @@ def test_a_spec_is_found_wherever_it_is_in_a_working_dir_of_ones_own(tmp_path: P
     assert gone.returncode == 0, gone.stderr
 
 
-def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_node(
+def test_a_node_ends_when_its_ray_node_cannot_build_the_runtime_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller's could, so it is the agent's actor that dies of it."""
+    """The controller's Ray node could build it, so only the agent's actor fails."""
     import ray
 
     from holdfast.orchestrator.backends.ray import actors
 
     cluster_rig.connected()
-    package = "gcs://_ray_pkg_0123456789abcdef.zip"  # nobody has uploaded it
+    package = "gcs://_ray_pkg_0123456789abcdef.zip"  # never uploaded
     agents = ray.remote(runtime_env={"py_modules": [package]})(actors.AgentActor)
     monkeypatch.setattr(actors, "_agent_class", lambda: agents)
     place = RayContractTarget(make_job(), tmp_path)
@@ -120,9 +120,9 @@ def test_a_ray_node_that_cannot_build_the_runtime_env_is_told_as_the_end_of_its_
     async def scenario(controller: Controller) -> None:
         (node,) = await controller.request(1)
         await controller.ended(node)
-        told = controller.gone[node].detail
-        assert told.startswith("its Ray node could not build the job's runtime env: ")
-        assert package in told and "Traceback" not in told and "\n" not in told
+        detail = controller.gone[node].detail
+        assert detail.startswith("its Ray node could not build the job's runtime env: ")
+        assert package in detail and "Traceback" not in detail and "\n" not in detail
         assert await controller.backend.list_nodes() == ()
         await controller.backend.close(release=True)
 

@@ -1,5 +1,5 @@
-"""Two jobs fill a cluster. One loses a Ray node for which there is no replacement; the other does
-not notice; a Ray node that is added is used by itself."""
+"""Two jobs fill a cluster. One loses a Ray node without a replacement, and the other is not
+affected; an added Ray node is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .jobs import Job
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def test_a_job_without_replacement_shrinks_grows_again_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_job_that_shrinks_and_grows_does_not_affect_another_job(tmp_path: Path) -> None:
     cluster = cluster_rig.connected()
     while cluster.num_nodes < cluster_rig.NODES:
         cluster.add_node()

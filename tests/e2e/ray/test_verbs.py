@@ -1,4 +1,5 @@
-"""Every verb on a job of a Ray cluster, by its address and over http://, as a person types it."""
+"""Every command on a job of a Ray cluster, with the head's address, over http:// and over
+ray://."""
 
 from __future__ import annotations
 
@@ -52,16 +53,16 @@ def test_a_job_is_resized_while_it_trains(job: Job) -> None:
     assert job.running(nodes=2).world_size == 4
 
 
-def look_at_checkpoints(job: Job, address: str, place: Path) -> None:
-    """Save one, and see it: all that can be done with checkpoints."""
+def use_checkpoints(job: Job, address: str, place: Path) -> None:
+    """Save, list, verify and export a checkpoint."""
     job.running()
-    told = functools.partial(ask, job, address=address)
-    step = json.loads(told("checkpoint", "save", NAME, "--json"))["step"]
+    command = functools.partial(ask, job, address=address)
+    step = json.loads(command("checkpoint", "save", NAME, "--json"))["step"]
     job.until(lambda view: any(one.step >= step for one in view.checkpoints))
-    listed = json.loads(told("checkpoint", "list", NAME, "--json"))
+    listed = json.loads(command("checkpoint", "list", NAME, "--json"))
     assert listed[-1]["step"] >= step and listed[-1]["mesh"]
-    assert "is intact" in told("checkpoint", "verify", NAME)
-    assert "model.safetensors" in told("checkpoint", "export", NAME, str(place / "model"))
+    assert "is intact" in command("checkpoint", "verify", NAME)
+    assert "model.safetensors" in command("checkpoint", "export", NAME, str(place / "model"))
     assert (place / "model" / "model.safetensors").stat().st_size > 0
 
 
@@ -69,7 +70,7 @@ def look_at_checkpoints(job: Job, address: str, place: Path) -> None:
 def test_checkpoints_are_saved_listed_verified_and_exported(
     job: Job, tmp_path: Path, http: bool
 ) -> None:
-    look_at_checkpoints(job, job.cluster.dashboard if http else job.cluster.address, tmp_path)
+    use_checkpoints(job, job.cluster.dashboard if http else job.cluster.address, tmp_path)
 
 
 def test_logs_are_followed_while_they_are_written(job: Job) -> None:
@@ -86,7 +87,7 @@ def test_logs_are_followed_while_they_are_written(job: Job) -> None:
 def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To whoever reads, all Ray nodes are on one machine: here it is another one than theirs."""
+    """All Ray nodes are on this machine; the reader pretends to be on another one."""
     import ray
     from ray.util.state import list_tasks
 
@@ -97,17 +98,17 @@ def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(
     everything = remote_files.LogFilter(None, None, None)
     job_id = job.running().job_id
     assert remote_files.fetch_logs(NAME, job_id, everything, offsets, tmp_path) and offsets
-    later = ray.remote(num_cpus=0)(lambda: 0).options(name="later")  # Ray is told of both at once
+    later = ray.remote(num_cpus=0)(lambda: 0).options(name="later")  # Ray lists both at once
     assert ray.get(later.remote(), timeout=BOUND_S) == 0
     names, give_up = set[str](), time.monotonic() + BOUND_S
     while "later" not in names:
         assert time.monotonic() < give_up
         names = {task.name for task in list_tasks(address=job.cluster.dashboard, limit=10_000)}
-        time.sleep(0.5)  # Ray collects what tasks did once a second
+        time.sleep(0.5)  # Ray collects task events once a second
     assert "_read" not in names
 
 
-def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) -> None:
+def test_ending_a_command_that_only_watches_does_not_end_the_job(job: Job) -> None:
     job.running()
     watcher = started("run", "--attach", NAME, "--ray", job.cluster.address)
     says(watcher, "step ")
@@ -118,7 +119,7 @@ def test_ending_a_command_that_only_watches_leaves_the_job_as_it_is(job: Job) ->
     assert job.until(lambda view: view.step > step + 2).state == "running"
 
 
-def test_following_logs_is_ended_without_a_word_and_leaves_nothing(
+def test_sigterm_ends_logs_f_without_output_and_files(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "in"
@@ -139,7 +140,7 @@ def test_inside_the_cluster_auto_is_the_address(job: Job, monkeypatch: pytest.Mo
 
 
 def commands(job: Job) -> set[str]:
-    """Ray jobs that commands have left."""
+    """Ray jobs of commands."""
     from ray.job_submission import JobSubmissionClient
 
     listed = JobSubmissionClient(job.cluster.dashboard).list_jobs()
@@ -147,20 +148,20 @@ def commands(job: Job) -> set[str]:
     return {name for name in names if name.startswith("holdfast_command_")}
 
 
-def test_over_http_a_command_prints_the_same_and_its_ray_job_does_not_stay(job: Job) -> None:
+def test_over_http_a_command_prints_the_same_and_its_ray_job_is_deleted(job: Job) -> None:
     dashboard = job.cluster.dashboard
     shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
     assert shown["name"] == NAME and shown["state"] == "running"
     first, give_up = commands(job), time.monotonic() + BOUND_S
     assert first
-    while first & commands(job) and time.monotonic() < give_up:  # later ones clear away
-        done = holdfast("status", "nobody", "--ray", dashboard)
+    while first & commands(job) and time.monotonic() < give_up:  # later commands delete it
+        done = holdfast("status", "unknown", "--ray", dashboard)
         assert done.returncode == 2 and done.stdout == ""
         assert f"holdfast status --ray {dashboard}" in done.stderr
     assert not first & commands(job)
 
 
-def test_over_http_an_answer_is_on_stdout_also_when_it_is_a_bad_one(
+def test_over_http_a_negative_answer_is_on_stdout_and_an_error_on_stderr(
     job: Job, tmp_path: Path
 ) -> None:
     job.running()
@@ -181,7 +182,7 @@ def test_over_http_an_answer_is_on_stdout_also_when_it_is_a_bad_one(
     assert missing.stderr.startswith("error: ") and not missing.stdout
 
 
-def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(job: Job) -> None:
+def test_over_http_commands_that_need_a_terminal_or_a_local_directory_are_refused(job: Job) -> None:
     dashboard = job.cluster.dashboard
     done = holdfast("delete", NAME, "--ray", dashboard)
     assert done.returncode == 2 and "--yes: got nothing" in done.stderr
@@ -189,7 +190,7 @@ def test_over_http_what_needs_a_terminal_or_a_directory_of_ones_own_is_refused(j
     assert done.returncode == 2 and "DESTINATION: got model; expected an absolute" in done.stderr
 
 
-def test_over_http_a_job_is_told_about(job: Job) -> None:
+def test_over_http_events_report_and_logs_of_a_job_are_shown(job: Job) -> None:
     dashboard = job.cluster.dashboard
     job.running()
     assert "launch" in ask(job, "events", NAME, address=dashboard)
@@ -197,7 +198,7 @@ def test_over_http_a_job_is_told_about(job: Job) -> None:
     assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=dashboard)
 
 
-def test_over_http_a_failure_is_rehearsed_on_a_rank_that_there_is(job: Job) -> None:
+def test_over_http_a_fault_is_injected_into_an_existing_rank(job: Job) -> None:
     dashboard, before = job.cluster.dashboard, job.running().num_incidents
     kill = ("chaos", "kill-worker", NAME, "--rank")
     done = holdfast(*kill, "9", "--ray", dashboard)
@@ -208,10 +209,10 @@ def test_over_http_a_failure_is_rehearsed_on_a_rank_that_there_is(job: Job) -> N
     assert job.running().num_incidents == before + 1
 
 
-def test_over_http_a_job_is_changed_by_who_typed_it(
+def test_over_http_a_request_has_the_name_of_the_user_who_typed_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not by the cluster's user, who runs the command."""
+    """Not that of the cluster's user, who runs the command."""
     dashboard = job.cluster.dashboard
     monkeypatch.setenv("LOGNAME", "ada; $(exit 1)\x1b[2J")
     job.running()
@@ -223,8 +224,8 @@ def test_over_http_a_job_is_changed_by_who_typed_it(
     job.until(lambda view: view.state == "suspended")
     assert "asking for nodes" in ask(job, "resume", NAME, address=dashboard)
     job.running()
-    told = [json.loads(line) for line in ask(job, "events", NAME, "--json").splitlines()]
-    asked = [one["event"]["by"] for one in told if one.get("event", {}).get("by")]
+    events = [json.loads(line) for line in ask(job, "events", NAME, "--json").splitlines()]
+    asked = [one["event"]["by"] for one in events if one.get("event", {}).get("by")]
     assert asked[-4:] == ["ada; $(exit 1)[2J"] * 4
 
 
@@ -247,30 +248,31 @@ def test_events_are_followed_up_to_the_jobs_end_and_a_job_is_cancelled_over_http
         job.end()
 
 
-def test_through_a_ray_client_the_same_verbs_work(job: Job, tmp_path: Path) -> None:
+def test_the_same_commands_work_through_a_ray_client(job: Job, tmp_path: Path) -> None:
     with client_server(job.cluster.address, tmp_path) as address:
-        told = functools.partial(ask, job, address=address)
-        assert json.loads(told("status", NAME, "--json"))["name"] == NAME
-        assert "parameters" in told("logs", NAME, "--rank", "0")
-        assert "launch" in told("events", NAME)
-        assert "goodput" in told("report", NAME)
+        command = functools.partial(ask, job, address=address)
+        assert json.loads(command("status", NAME, "--json"))["name"] == NAME
+        assert "parameters" in command("logs", NAME, "--rank", "0")
+        assert "launch" in command("events", NAME)
+        assert "goodput" in command("report", NAME)
         before = job.running().num_incidents
-        assert "worker 1" in told("chaos", "kill-worker", NAME, "--rank", "1")
+        assert "worker 1" in command("chaos", "kill-worker", NAME, "--rank", "1")
         assert job.incident_after(before).rehearsal
         job.running()
-        step = json.loads(told("checkpoint", "save", NAME, "--json"))["step"]
+        step = json.loads(command("checkpoint", "save", NAME, "--json"))["step"]
         job.until(lambda view: any(one.step >= step for one in view.checkpoints))
-        assert json.loads(told("checkpoint", "list", NAME, "--json"))[-1]["step"] >= step
-        assert "the newest state goes to storage" in told("suspend", NAME)
+        assert json.loads(command("checkpoint", "list", NAME, "--json"))[-1]["step"] >= step
+        assert "the newest state goes to storage" in command("suspend", NAME)
         job.until(lambda view: view.state == "suspended")
         ask(job, "resume", NAME)
         job.running(nodes=2)
 
 
-def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(
+def test_a_ray_client_that_is_not_served_tries_again_and_reports_why(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy head gives up on the process that it starts for the client; this one at once."""
+    """A busy head gives up on the process that it starts for the client; this server does at
+    once."""
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "1")
     with client_server(job.cluster.address, tmp_path, patience_s=0) as address:
         done = holdfast("status", NAME, "--ray", address)
@@ -282,10 +284,10 @@ def test_a_ray_client_that_is_not_served_tries_again_and_is_told_why(
 
 @contextmanager
 def client_server(cluster: str, log: Path, patience_s: int = int(BOUND_S)) -> Iterator[str]:
-    """The address of what listens for Ray clients on a cluster's head."""
+    """The address of a server for Ray clients, as a head runs it."""
     port = free_port()
     patience = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(patience_s)}
-    forks = {"GRPC_ENABLE_FORK_SUPPORT": "0"}  # else what it starts may crash: Ray's issue 63202
+    forks = {"GRPC_ENABLE_FORK_SUPPORT": "0"}  # else its processes may crash: Ray's issue 63202
     with (log / "client.log").open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, "-m", "ray.util.client.server", "--mode", "proxy",
