@@ -114,12 +114,8 @@ class PodTracker:
 
     def present(self, pods: Mapping[str, Document]) -> set[str]:
         """Nodes that exist or are being created, gated ones included."""
-        ending = {
-            name
-            for name, pod in pods.items()
-            if pod_conditions.is_over(pod) or pod_conditions.is_terminating(pod)
-        }
-        return {*pods, *self.creating} - ending - self.ended - self.released
+        inactive = {name for name, pod in pods.items() if not pod_conditions.is_active(pod)}
+        return {*pods, *self.creating} - inactive - self.ended - self.released
 
     def blamed(self, avoid: tuple[str, ...], pods: Mapping[str, Document]) -> dict[str, str]:
         """Blamed node of the job -> Kubernetes node, including those of earlier operators."""

@@ -48,6 +48,11 @@ def is_terminating(pod: Document) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
+def is_active(pod: Document) -> bool:
+    """Neither over nor being deleted."""
+    return not is_over(pod) and not is_terminating(pod)
+
+
 def node_name(pod: Document) -> str:
     """The Kubernetes node; empty before it is scheduled."""
     return str(pod.get("spec", {}).get("nodeName") or "")

@@ -12,28 +12,10 @@ from holdfast.orchestrator.kube.informer import Change, Informer, Key
 
 Handler = Callable[[Change, Document], None]
 FIELDS = {
-    "metadata": (
-        "name",
-        "namespace",
-        "uid",
-        "resourceVersion",
-        "labels",
-        "annotations",
-        "ownerReferences",
-        "creationTimestamp",
-        "deletionTimestamp",
-        "deletionGracePeriodSeconds",
-        "finalizers",
-    ),
-    "spec": ("nodeName", "schedulingGates"),
-    "status": (
-        "phase",
-        "reason",
-        "message",
-        "conditions",
-        "containerStatuses",
-        "initContainerStatuses",
-    ),
+    "metadata": "name namespace uid resourceVersion labels annotations ownerReferences "
+    "creationTimestamp deletionTimestamp deletionGracePeriodSeconds finalizers",
+    "spec": "nodeName schedulingGates",
+    "status": "phase reason message conditions containerStatuses initContainerStatuses",
 }
 """What pod_conditions.py, the queues and the backend read."""
 
@@ -99,6 +81,6 @@ class PodInformer:
 def trim(pod: Document) -> Document:
     """One or two of the 10 kB of a pod."""
     return {
-        part: {name: pod[part][name] for name in kept if name in pod.get(part, {})}
+        part: {name: pod[part][name] for name in kept.split() if name in pod.get(part, {})}
         for part, kept in FIELDS.items()
     }

@@ -101,12 +101,7 @@ class Admission:
         admitted = [
             name
             for name, pod in pods.items()
-            if name not in self._granted
-            and not (
-                self.is_held(pod)
-                or pod_conditions.is_over(pod)
-                or pod_conditions.is_terminating(pod)
-            )
+            if name not in self._granted and pod_conditions.is_active(pod) and not self.is_held(pod)
         ]
         if admitted:
             self._granted.update(admitted)
@@ -130,10 +125,7 @@ class Admission:
         held = [name for name, pod in pods.items() if self.is_held(pod)]
         if not self._max_nodes:
             return held
-        alive = sum(
-            not (pod_conditions.is_over(p) or pod_conditions.is_terminating(p))
-            for p in pods.values()
-        )
+        alive = sum(map(pod_conditions.is_active, pods.values()))
         single = [name for name in held if not kueue.is_member(pods[name])]
         return single[: max(0, alive - self._max_nodes)]
 
