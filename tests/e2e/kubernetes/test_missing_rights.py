@@ -110,7 +110,7 @@ def test_without_the_right_to_create_pods_the_condition_names_right_and_fix(
     assert "2 pods were requested and none was created: missing right: create pods" in message_of(
         found
     )
-    assert "bind a role that has it, see the chart's RBAC" in message_of(found), replica.tail()
+    assert "bind a role that grants it, see the chart's RBAC" in message_of(found), replica.tail()
     limited.grant(rules())
     wait_pods(namespace, "podless", 2)
     gone(namespace, "podless")

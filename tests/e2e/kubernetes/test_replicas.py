@@ -131,7 +131,7 @@ def test_a_secret_deleted_without_an_operator_is_replaced_and_reported(
     namespace.wait(
         "trainingjob",
         "keyless",
-        lambda d: "agents that still run cannot be spoken to any more" in message_of(d),
+        lambda d: "agents that still run cannot connect with the old one" in message_of(d),
         "to say what the new Secret means",
         timeout_s=BOUND_S,
     )

@@ -144,5 +144,5 @@ def test_a_secret_edited_without_an_operator_is_named(
     )
     assert reason_of(found) == "OperatorWaits"
     jobs.run("delete", "secret", "tampered-agents")
-    wait_message(jobs, "tampered", "agents that still run cannot be spoken to any more")
+    wait_message(jobs, "tampered", "agents that still run cannot connect with the old one")
     gone(jobs, "tampered")
