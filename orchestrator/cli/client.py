@@ -45,9 +45,10 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     try:
         with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
             connection.sendall(encode(request))
-            header = _read_exactly(connection, 4)
-            reply = decode(_read_exactly(connection, frame_length(header)))
-    except (OSError, EOFError, BadFrame) as error:
+            with connection.makefile("rb") as stream:  # its read() returns less only at the end
+                body = stream.read(frame_length(stream.read(4)))
+        reply = decode(body)
+    except (OSError, BadFrame) as error:
         raise ControllerGone(name, str(error) or type(error).__name__) from None
     if not isinstance(reply, Reply):
         raise ControllerGone(name, f"unexpected answer: {type(reply).__name__}")
@@ -62,14 +63,3 @@ def user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return ""
-
-
-def _read_exactly(connection: socket.socket, length: int) -> bytes:
-    parts = []
-    while length:
-        part = connection.recv(min(length, 1 << 20))
-        if not part:
-            raise EOFError("the controller closed the connection")
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)

@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.orchestrator.cli import event_format
-from holdfast.orchestrator.core import events
-from holdfast.orchestrator.protocol.facts import Exit
-
 from .conftest import Holdfast
 
 VERBS = [
@@ -152,29 +148,3 @@ def test_the_crd_is_printed_and_is_not_the_reference_page(holdfast: Holdfast) ->
 
 def test_version_names_torch(holdfast: Holdfast) -> None:
     assert "torch " in holdfast("version").out
-
-
-def test_every_durable_event_has_a_sentence() -> None:
-    missing = [
-        kind.__name__
-        for kind in events.AnyEvent.__args__
-        if kind is not events.HeartbeatReceived and kind not in event_format._SENTENCES
-    ]
-    assert missing == []
-
-
-@pytest.mark.parametrize(
-    ("exit", "text"),
-    [
-        (Exit(rank=2, signal=9), "worker 2 was killed by SIGKILL"),
-        (
-            Exit(rank=0, code=1, error_type="ValueError", error_message="no"),
-            "code 1: ValueError: no",
-        ),
-        (Exit(rank=0, signal=9, out_of_memory=True), "SIGKILL, out of memory"),
-    ],
-)
-def test_an_exit_is_described_in_words(exit: Exit, text: str) -> None:
-    event = events.WorkerExited(node="node-0", generation=1, exit=exit)
-    assert text in event_format.sentence(event)
-    assert event_format.source(event) == "node-0"

@@ -1,4 +1,4 @@
-"""The view and the events of a long job, whose journal was compacted."""
+"""`holdfast events`: events in words, and the events of a job whose journal was compacted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.cli import event_format
+from holdfast.orchestrator.core import events
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import read_view, replay
+from holdfast.orchestrator.protocol.facts import Exit
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 
@@ -77,3 +82,29 @@ def test_events_that_are_kept_are_printed_from_the_beginning(
     documents = [json.loads(line) for line in done.out.splitlines()]
     assert len(documents) == len(transcript.journal)
     assert documents[0]["event"]["type"] == "job-submitted"
+
+
+def test_every_durable_event_has_a_sentence() -> None:
+    missing = [
+        kind.__name__
+        for kind in events.AnyEvent.__args__
+        if kind is not events.HeartbeatReceived and kind not in event_format._SENTENCES
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("exit", "text"),
+    [
+        (Exit(rank=2, signal=9), "worker 2 was killed by SIGKILL"),
+        (
+            Exit(rank=0, code=1, error_type="ValueError", error_message="no"),
+            "code 1: ValueError: no",
+        ),
+        (Exit(rank=0, signal=9, out_of_memory=True), "SIGKILL, out of memory"),
+    ],
+)
+def test_an_exit_is_described_in_words(exit: Exit, text: str) -> None:
+    event = events.WorkerExited(node="node-0", generation=1, exit=exit)
+    assert text in event_format.sentence(event)
+    assert event_format.source(event) == "node-0"
