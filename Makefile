@@ -46,7 +46,6 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery
 	$(BIN)/python -m bench.staging
-	$(BIN)/python -m bench.malloc
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m bench.ray
 	$(BIN)/python -m bench.ray_step --nodes 1

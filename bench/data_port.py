@@ -102,10 +102,10 @@ async def serve(
     fd = os.memfd_create("shard")
     os.posix_fallocate(fd, 0, num_bytes)
 
-    async def on_get(_get: peer_transfer.Get) -> peer_transfer.Answer:
+    def on_get(_get: peer_transfer.Get) -> peer_transfer.Answer:
         return peer_transfer.Hold(os.dup(fd), num_bytes, 1, lambda ok: None)
 
-    async def on_put(_put: peer_transfer.Put) -> peer_transfer.Answer:
+    def on_put(_put: peer_transfer.Put) -> peer_transfer.Answer:
         return "nothing is taken here"
 
     port = peer_transfer.DataPort(credentials, on_get, on_put)

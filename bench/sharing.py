@@ -32,8 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from holdfast.orchestrator.protocol.environment import MALLOC
-from holdfast.workers.agent.linux import malloc, processes
+from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.pool import preload
 
 from . import conditions
@@ -45,8 +44,6 @@ IMPORTS = (1, 2, NUM_RANKS)
 """How many processes import torch for the four ranks."""
 TURN_S = 1.0
 WARM_STEPS = 5
-LIMITS = {name: str(mebibytes * 2**20) for name, mebibytes, _why in MALLOC}
-"""As every worker of Holdfast has them."""
 
 
 def main() -> int:
@@ -142,7 +139,6 @@ def host(progress: Path, ranks: list[int]) -> NoReturn:
 
 def train(progress: Any, rank: int) -> NoReturn:
     """The workload of the other benches (train.py), in a world of one."""
-    malloc.adopt(LIMITS)
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

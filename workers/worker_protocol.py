@@ -1,31 +1,19 @@
-"""Agent <-> worker messages on one node, over a SOCK_SEQPACKET Unix socket that a worker inherits.
+"""Messages between the agent and the workers of a node. Types only; worker_transport sends them.
 
-Owns: the messages, and sending and receiving them with file descriptors. Must not: import torch.
-One packet is one msgpack message; memory travels as a file descriptor (memfd) beside it. The
-descriptor's number is in the environment variable AGENT_FD, so it survives an exec.
-
-Order of a worker's life: the agent sends Assign (at fork, or later to a standby). The worker sends
-Phase and Progress as it goes and Pulse from a thread of its own. To stage, it asks for buffers
-(BufferRequest -> Buffer + fd, as often as it wants buffers), writes one, says Staged, and may write
-a buffer again once the agent has said BufferFree for it. While an upload or a push keeps all of
-them, one more Buffer comes unasked. The spec says which steps are staged, StageAt asks for others.
-To restore, it asks FetchShard -> Shard + fd (read-only use) or NoShard. It ends with Failed or
-Finished, then exits.
+A worker's life: the agent sends Assign (at the fork, or later to a standby). The worker sends
+PhaseChanged and Progress as it trains, and Pulse from a thread. To stage, it requests buffers
+(BufferRequest, answered with Buffer and a descriptor), writes one, sends Staged, and may write that
+buffer again after BufferFree. While an upload or a push keeps all its buffers, the agent sends one
+more Buffer without a request. The spec says which steps are staged; StageAt requests others. To
+restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
+ends with Failed or Finished and exits.
 """
 
 from __future__ import annotations
 
-import array
-import socket
-from dataclasses import dataclass
-
 import msgspec
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.protocol.facts import Membership, StepReport, WorkerPhase, WorkerSeat
-
-AGENT_FD = "HOLDFAST_AGENT_FD"
-MAX_PACKET_BYTES = 128 * 1024
 
 
 class WorkerMessage(
@@ -36,7 +24,7 @@ class WorkerMessage(
 
 # -- worker -> agent --------------------------------------------------------------------------
 class PhaseChanged(WorkerMessage, frozen=True, kw_only=True, tag="phase"):
-    """The worker entered a phase; also a sign of progress."""
+    """The worker entered a phase. Counts as progress."""
 
     phase: WorkerPhase
 
@@ -54,7 +42,7 @@ class Progress(
 
 
 class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
-    """The interpreter runs."""
+    """The Python interpreter of the worker runs."""
 
 
 class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-request"):
@@ -71,7 +59,7 @@ class Staged(WorkerMessage, frozen=True, kw_only=True, tag="staged"):
 
 
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
-    """Ask for a shard of the membership's Restore."""
+    """Request a shard of the membership's Restore."""
 
     shard: int
 
@@ -84,14 +72,14 @@ class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
 
 
 class Finished(WorkerMessage, frozen=True, kw_only=True, tag="finished"):
-    """The loop is through; the agent persists the last staged step."""
+    """The training loop is complete; the agent persists the last staged step."""
 
     step: int
 
 
 # -- agent -> worker --------------------------------------------------------------------------
 class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
-    """Who this worker is. `environment` is complete: the torchrun contract and the fabric's."""
+    """The worker's seat. `environment` is complete: the variables of torchrun and of the fabric."""
 
     membership: Membership
     seat: WorkerSeat
@@ -101,16 +89,15 @@ class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
     node: str = ""
     spec_directory: str = ""
     log_file: str = ""
-    """Where stdout and stderr go; the bootstrap opens it before the entrypoint runs. Empty: to the
-    file descriptor that comes with this message."""
+    """File for stdout and stderr. Empty: the file descriptor that comes with this message."""
 
 
 class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):
-    """Stage this very step, whatever the cadence. A worker that is past it goes on."""
+    """Stage this step regardless of the checkpoint interval. A worker past it trains on."""
 
     step: int
     hold: bool = False
-    """Then wait up to limits.HOLD_S: an end follows."""
+    """After it, wait up to limits.HOLD_S for the stop that follows."""
 
 
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
@@ -121,7 +108,7 @@ class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
 
 
 class BufferFree(WorkerMessage, frozen=True, kw_only=True, tag="buffer-free"):
-    """This buffer may be written (again)."""
+    """The worker may write this buffer again."""
 
     buffer: int
 
@@ -142,49 +129,3 @@ FromWorker = (
     PhaseChanged | Tick | Progress | Pulse | BufferRequest | Staged | FetchShard | Failed | Finished
 )
 ToWorker = Assign | StageAt | Buffer | BufferFree | Shard | NoShard
-
-
-@dataclass(frozen=True)
-class Attached:
-    """This process as a worker. The bootstrap has received Assign and set the environment; from
-    here on the link belongs to the session alone. A script that uses no session never reads it."""
-
-    link: socket.socket
-    assign: Assign
-    job: TrainingJob
-
-
-attached: Attached | None = None
-"""Set by agent/pool/worker_main.py before the entrypoint runs; None outside Holdfast (and there a
-session works without an agent)."""
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(FromWorker | ToWorker)
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair: the agent's end and the worker's end."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def send(link: socket.socket, message: FromWorker | ToWorker, fd: int | None = None) -> None:
-    """Send one message, with at most one file descriptor. Raises OSError when the peer is gone."""
-    data = _ENCODER.encode(message)
-    assert len(data) <= MAX_PACKET_BYTES, f"{type(message).__name__}: {len(data)} bytes"
-    if fd is None:
-        link.sendall(data)
-    else:
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
-        link.sendmsg([data], [rights])
-
-
-def receive(link: socket.socket) -> tuple[FromWorker | ToWorker | None, int | None]:
-    """The next message and its file descriptor, (None, None) when the peer has closed."""
-    data, rights, _flags, _address = link.recvmsg(MAX_PACKET_BYTES, socket.CMSG_SPACE(4))
-    if not data:
-        return None, None
-    fds = array.array("i")
-    for level, kind, payload in rights:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return _DECODER.decode(data), fds[0] if fds else None

@@ -62,7 +62,6 @@ def explain_environment(
         *_contract(job, membership, seat, node_rank),
         *_devices(job),
         *_threads(job, membership, facts),
-        *_malloc(job),
         *_fabric(job, membership, facts),
         *_recovery(job, log_directory),
     ]
@@ -129,24 +128,6 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
         threads = max(1, facts.cpus // workers)
         why = f"{facts.cpus} cores shared by {workers} workers {where}"
     yield Setting("OMP_NUM_THREADS", str(threads), why, "resources")
-
-
-MALLOC = (
-    ("MALLOC_TRIM_THRESHOLD_", 512, "MiB of free memory at the end of a heap are kept"),
-    ("MALLOC_TOP_PAD_", 64, "MiB by which a heap grows; a thread's heap keeps as much"),
-    ("MALLOC_MMAP_THRESHOLD_", 32, "MiB; larger blocks are returned to the kernel when freed"),
-)
-
-
-def _malloc(job: TrainingJob) -> Iterator[Setting]:
-    """Keeps memory that a step frees for the next step. glibc returns the free end of a heap to the
-    kernel, and the next step faults it in again: 2 us a page in a virtual machine, and every rank
-    waits for the slowest (bench/results/malloc.md). For the limits see mallopt(3). If the user has
-    set a malloc tunable, Holdfast sets none."""
-    if "glibc.malloc." in job.spec.env.get("GLIBC_TUNABLES", ""):
-        return
-    for name, mebibytes, why in MALLOC:
-        yield Setting(name, str(mebibytes * 2**20), f"{mebibytes} {why}", "resources")
 
 
 def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:

@@ -23,6 +23,9 @@ from .facts import (
     WorkerBeat,
     WorkerSeat,
 )
+from .framing import BadFrame as BadFrame
+from .framing import frame
+from .framing import frame_length as frame_length
 
 Endpoint = tuple[str, int]
 """Address of a controller: (host name or IP address, port)."""
@@ -240,15 +243,11 @@ AnyMessage = FromAgent | ToAgent | Request | Reply
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
-class BadFrame(Exception):
-    """The peer does not follow the protocol; the connection must be closed."""
-
-
 def encode(message: Message) -> bytes:
     """A whole frame, with its length."""
     body = _ENCODER.encode(message)
     assert len(body) <= limits.MAX_FRAME_BYTES, f"{type(message).__name__}: {len(body)} bytes"
-    return len(body).to_bytes(4, "big") + body
+    return frame(body)
 
 
 def decode(body: bytes) -> AnyMessage:
@@ -257,14 +256,6 @@ def decode(body: bytes) -> AnyMessage:
         return _DECODER.decode(body)
     except msgspec.MsgspecError as error:
         raise BadFrame(str(error)) from None
-
-
-def frame_length(header: bytes) -> int:
-    """Body length from the four header bytes. Raises BadFrame above MAX_FRAME_BYTES."""
-    length = int.from_bytes(header, "big")
-    if length > limits.MAX_FRAME_BYTES:
-        raise BadFrame(f"a frame of {length} bytes; at most {limits.MAX_FRAME_BYTES}")
-    return length
 
 
 def parse_endpoints(text: str, field: str = "--endpoint") -> tuple[Endpoint, ...]:

@@ -45,9 +45,9 @@ class Link:
 
     def _down(self, message: object) -> None:
         if self.open and self.node.alive:
-            from holdfast.workers.agent.machine import inputs as f
+            from holdfast.workers.agent.machine import inputs
 
-            self.node.feed(f.Received(message))  # type: ignore[arg-type]
+            self.node.feed(inputs.Received(message))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Either side may; what is under way is lost."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import NodeFacts, Stack
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine.commands import Command
 from holdfast.workers.agent.machine.machine import AgentMachine
 
 from .trainer import Payload, Worker
@@ -32,11 +33,9 @@ class SimNode:
         self._pid = 100
         self._port = 30_000
         self._wake_ns: int | None = None
-        self._asked: dict[int, object] = {}
-        self._numbers = 0
 
     # -- the machine --------------------------------------------------------------------------
-    def feed(self, given: f.Input) -> None:
+    def feed(self, given: inputs.Input) -> None:
         if not self.alive:
             return
         for output in self.machine.step(self.world.now, given):
@@ -54,67 +53,65 @@ class SimNode:
     def _wake(self, at: int) -> None:
         if self._wake_ns == at and self.alive:
             self._wake_ns = None
-            self.feed(f.ClockTick())
+            self.feed(inputs.ClockTick())
 
-    def _carry_out(self, out: f.Output) -> None:
+    def _carry_out(self, out: Command) -> None:
         world = self.world
         match out:
-            case f.Send():
+            case commands.Send():
                 if self.link is not None:
                     self.link.to_controller(out.message)
-            case f.CloseLink():
+            case commands.CloseLink():
                 if self.link is not None:
                     self.link.close()
-            case f.Fork():
+            case commands.Fork():
                 world.after(world.between(0.004, 0.03), lambda: self._fork(out))
-            case f.Kill():
+            case commands.Kill():
                 self._kill(out)
-            case f.TakeStacks():
+            case commands.TakeStacks():
                 world.after(world.between(0.05, 0.5), lambda: self._stacks(out))
-            case f.OfferPort():
+            case commands.OfferPort():
                 self._port += 1
-                world.after(0.001, lambda port=self._port: self.feed(f.PortOffered(port)))
-            case f.ToRank():
+                world.after(0.001, lambda port=self._port: self.feed(inputs.PortOffered(port)))
+            case commands.ToRank():
                 worker = self.workers.get((out.generation, out.rank))
                 payload = self.contents.get(out.buffer) if out.buffer is not None else None
                 if worker is not None:
                     world.after(0.001, lambda: worker.received(out.message, payload))
-            case f.MakeBuffer():
+            case commands.MakeBuffer():
                 self.contents[out.buffer] = None
-            case f.FreeBuffer():
+            case commands.FreeBuffer():
                 self.contents.pop(out.buffer, None)
-            case f.WriteStorage():
+            case commands.WriteStorage():
                 payload = self.contents[out.buffer]
                 world.after(world.between(0.05, 0.8), lambda: self._written(out, payload))
-            case f.PushToBuddy():
+            case commands.PushToBuddy():
                 payload = self.contents[out.buffer]
                 world.after(world.between(0.01, 0.1), lambda: self._push(out, payload))
-            case f.FetchFromPeer():
+            case commands.FetchFromPeer():
                 world.after(0.002, lambda: self._fetch(out, 0))
-            case f.AcceptCopy() | f.RefuseCopy() | f.ServePeer() | f.RefusePeer():
-                self._peer_answer(out)
-            case f.KillNode():
+            case commands.KillNode():
                 world.node_dies(self, visible=True, why="chaos")
-            case f.EndNode():
+            case commands.EndNode():
                 world.node_dies(self, visible=True, why=out.detail)
             case _:
                 pass
 
     # -- workers ------------------------------------------------------------------------------
-    def _fork(self, out: f.Fork) -> None:
+    def _fork(self, out: commands.Fork) -> None:
         if not self.alive:
             return
         generation, rank = out.membership.generation, out.seat.rank
         if self.world.fork_fails():
-            self.feed(f.ForkFailed(generation, rank, "out of processes"))
+            self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
             return
         self._pid += 1
         worker = Worker(self, out.membership, out.seat)
         self.workers[(generation, rank)] = worker
-        self.feed(f.WorkerForked(generation, rank, self._pid))
+        self.feed(inputs.WorkerForked(generation, rank, self._pid))
         self.world.after(self.world.between(0.1, 0.4), worker.begin)
 
-    def _kill(self, out: f.Kill) -> None:
+    def _kill(self, out: commands.Kill) -> None:
         worker = self.workers.get((out.generation, out.rank))
         if worker is None:
             return
@@ -130,44 +127,53 @@ class SimNode:
 
     def _tell_stopped(self) -> None:
         ranks = sorted(w.rank for w in self.workers.values() if w.alive and w.stopped)
-        self.feed(f.StoppedRanks(tuple(ranks)))
+        self.feed(inputs.StoppedRanks(tuple(ranks)))
 
     def from_worker(self, worker: Worker, message: worker_protocol.FromWorker) -> None:
-        self.feed(f.FromRank(worker.generation, worker.rank, message))
+        self.feed(inputs.FromRank(worker.generation, worker.rank, message))
 
     def worker_ended(self, worker: Worker, code: int | None, signal: int | None) -> None:
         self.feed(
-            f.WorkerEnded(worker.generation, worker.rank, code, signal, wall_ns=self.world.now)
+            inputs.WorkerEnded(worker.generation, worker.rank, code, signal, wall_ns=self.world.now)
         )
 
-    def _stacks(self, out: f.TakeStacks) -> None:
+    def _stacks(self, out: commands.TakeStacks) -> None:
         stacks = []
         for rank in out.ranks:
             worker = self.workers.get((out.generation, rank))
             if worker is not None and worker.alive:
                 state = "T" if worker.stopped else "S"
                 stacks.append(Stack(rank, f"stack of {rank}", not worker.stopped, state))
-        self.feed(f.StacksTaken(out.generation, tuple(stacks)))
+        self.feed(inputs.StacksTaken(out.generation, tuple(stacks)))
 
     # -- tiers --------------------------------------------------------------------------------
-    def _written(self, out: f.WriteStorage, payload: Payload | None) -> None:
+    def _written(self, out: commands.WriteStorage, payload: Payload | None) -> None:
         if not self.alive:
             return
         if self.world.write_fails():
-            self.feed(f.WriteDone(out.buffer, out.staged, out.file, detail="no space left"))
+            self.feed(inputs.WriteDone(out.buffer, out.staged, out.file, detail="no space left"))
             return
         self.world.storage.write(out.directory, out.file, out.staged, payload)
-        self.feed(f.WriteDone(out.buffer, out.staged, out.file, checksum="aa", seconds=0.1))
+        self.feed(inputs.WriteDone(out.buffer, out.staged, out.file, checksum="aa", seconds=0.1))
 
-    def _push(self, out: f.PushToBuddy, payload: Payload | None) -> None:
+    def _push(self, out: commands.PushToBuddy, payload: Payload | None) -> None:
         peer = self.world.nodes.get(out.node)
         if peer is None or not peer.alive or self.world.cut_off(self) or self.world.cut_off(peer):
-            self.feed(f.PushDone(out.buffer, "the buddy cannot be reached"))
+            self.feed(inputs.PushDone(out.buffer, "the buddy cannot be reached"))
             return
-        copy_id = peer.ask((self, out, payload))
-        peer.feed(f.CopyOffered(copy_id, out.staged))
+        buffer, before = peer.machine.accept_copy(out.staged)
+        for command in before:
+            peer._carry_out(command)
+        if isinstance(buffer, str):
+            self.feed(inputs.PushDone(out.buffer, buffer))
+            return
+        peer.contents[buffer] = None
+        self.world.after(
+            self.world.between(0.01, 0.05),
+            lambda: peer._copied(buffer, self, out.buffer, payload),
+        )
 
-    def _fetch(self, out: f.FetchFromPeer, index: int) -> None:
+    def _fetch(self, out: commands.FetchFromPeer, index: int) -> None:
         if not self.alive:
             return
         if index >= len(out.sources):
@@ -181,49 +187,28 @@ class SimNode:
         if peer is None or not peer.alive or self.world.cut_off(self) or self.world.cut_off(peer):
             self.world.after(0.05, lambda: self._fetch(out, index + 1))
             return
-        request = peer.ask((self, out, index))
-        peer.feed(f.PeerAsked(request, out.wanted.step, out.wanted.generation, out.wanted.shard))
+        wanted = out.wanted
+        found = peer.machine.lend(wanted.step, wanted.generation, wanted.shard)
+        if found is None:
+            self.world.after(0.005, lambda: self._fetch(out, index + 1))
+            return
+        buffer = found[0]
+        payload = peer.contents.get(buffer)
+        self.world.after(
+            self.world.between(0.01, 0.05), lambda: peer._served(buffer, self, out, payload)
+        )
 
-    def ask(self, what: object) -> int:
-        self._numbers += 1
-        self._asked[self._numbers] = what
-        return self._numbers
-
-    def _peer_answer(self, answer: f.Output) -> None:
-        world = self.world
-        match answer:
-            case f.AcceptCopy():
-                origin, out, payload = self._asked.pop(answer.copy_id)
-                self.contents[answer.buffer] = None
-                world.after(
-                    world.between(0.01, 0.05),
-                    lambda: self._copied(answer, origin, out.buffer, payload),
-                )
-            case f.RefuseCopy():
-                origin, out, _payload = self._asked.pop(answer.copy_id)
-                origin.feed(f.PushDone(out.buffer, answer.detail))
-            case f.ServePeer():
-                asker, out, _index = self._asked.pop(answer.request_id)
-                payload = self.contents.get(answer.buffer)
-                world.after(
-                    world.between(0.01, 0.05),
-                    lambda: self._served(answer.request_id, asker, out, payload),
-                )
-            case f.RefusePeer():
-                asker, out, index = self._asked.pop(answer.request_id)
-                world.after(0.005, lambda: asker._fetch(out, index + 1))
-
-    def _copied(self, answer: f.AcceptCopy, origin: SimNode, buffer: int, payload: object) -> None:
+    def _copied(self, to: int, origin: SimNode, buffer: int, payload: Payload | None) -> None:
         ok = origin.alive and self.alive
         if ok:
-            self.contents[answer.buffer] = payload  # type: ignore[assignment]
-        self.feed(f.CopyDone(answer.copy_id, ok))
-        origin.feed(f.PushDone(buffer, "" if self.alive else "the buddy went away"))
+            self.contents[to] = payload
+        self.feed(inputs.CopyDone(to, ok))
+        origin.feed(inputs.PushDone(buffer, "" if self.alive else "the buddy went away"))
 
     def _served(
-        self, request: int, asker: SimNode, out: f.FetchFromPeer, payload: Payload | None
+        self, buffer: int, asker: SimNode, out: commands.FetchFromPeer, payload: Payload | None
     ) -> None:
-        self.feed(f.ServeDone(request))
+        self.feed(inputs.ServeDone(buffer))
         worker = asker.workers.get((out.generation, out.rank))
         if worker is not None and asker.alive and self.alive:
             worker.received(worker_protocol.Shard(shard=out.wanted.shard, num_bytes=1), payload)
@@ -247,12 +232,12 @@ class SimNode:
             hostname=self.name, address=f"ip-{self.name}", data_port=1, slots=self.slots
         )
         self._port += 1
-        self.feed(f.LinkUp(facts, self._port))
+        self.feed(inputs.LinkUp(facts, self._port))
 
     def link_down(self, link: Link) -> None:
         if self.link is link:
             self.link = None
-            self.feed(f.LinkDown())
+            self.feed(inputs.LinkDown())
             self.world.after(self._backoff_s, self.dial)
 
     def die(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.protocol.facts import Membership
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine import inputs
 
 from .host import Host
 from .network import Link
@@ -292,7 +292,7 @@ class World(VirtualTime):
             return ""
         self._leaving[node.name] = None
         grace_s = self.rng.choice((self.between(0.5, 8.0), 30.0))
-        node.feed(f.Terminated(grace_s))
+        node.feed(inputs.Terminated(grace_s))
         self.after(grace_s, lambda: self._taken_away(node))
         return f"{node.name} gets SIGTERM and has {grace_s:.1f} s"
 

@@ -18,7 +18,7 @@ from collections import deque
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 
 _SAY_WAITING_AFTER_S = 1.0
@@ -48,7 +48,7 @@ class AgentChannel:
     def send(self, message: worker_protocol.FromWorker) -> None:
         """Raises AgentGone."""
         try:
-            worker_protocol.send(self._connection, message)
+            worker_transport.send(self._connection, message)
         except OSError as error:
             raise AgentGone(f"the node's agent is gone ({error.strerror})") from None
 
@@ -135,7 +135,7 @@ class AgentChannel:
         """Takes one message in; False when none came in time. Raises AgentGone."""
         if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             return False
-        message, fd = worker_protocol.receive(self._connection)
+        message, fd = worker_transport.receive(self._connection)
         match message:
             case None:
                 raise AgentGone("the node's agent is gone (it closed the connection)")

@@ -21,7 +21,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
@@ -39,7 +39,7 @@ class Session:
     """One worker's part of a job. Made by `session.init()`, once per process."""
 
     def __init__(self, at: RankEnv, device: torch.device, shape: Mesh) -> None:
-        attached = worker_protocol.attached
+        attached = worker_transport.attached
         self.rank, self.local_rank, self.world_size = at.rank, at.local_rank, at.world_size
         self.restart_count = at.restart_count
         self.device = device
@@ -289,7 +289,7 @@ class Session:
         )
 
 
-def working_directory(attached: worker_protocol.Attached) -> str:
+def working_directory(attached: worker_transport.Attached) -> str:
     spec_directory = attached.assign.spec_directory
     return str(files.resolve(spec_directory, attached.job.spec.working_directory))
 
@@ -302,7 +302,7 @@ def init(shard: int | None = None) -> Session:
     Raises UserError, and DeviceMissing where the node lacks a GPU that the job asked for.
     """
     at = place()
-    attached = worker_protocol.attached
+    attached = worker_transport.attached
     shape = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
     device = pick_device(at.local_rank, attached.job if attached else None)
     session = Session(at, device, shape)

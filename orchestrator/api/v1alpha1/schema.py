@@ -43,8 +43,7 @@ TAIL = """
 ## Environment variables
 
 `env` may override every variable that `holdfast plan` shows, except those that identify a worker:
-{names}, and names that begin with {prefixes}. Holdfast sets no malloc limits (`MALLOC_...`) that
-`GLIBC_TUNABLES` already has.
+{names}, and names that begin with {prefixes}.
 """
 
 

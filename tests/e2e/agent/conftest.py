@@ -14,11 +14,11 @@ SCRIPT = '''
 """A worker that does as the test's environment says, over the bare wire."""
 import mmap, os, sys, time
 from pathlib import Path
-from holdfast.workers import worker_protocol as wire
+from holdfast.workers import worker_protocol as wire, worker_transport as transport
 
 print("here", os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
-seat = wire.attached.assign
-link = wire.attached.link
+seat = transport.attached.assign
+link = transport.attached.link
 link.setblocking(True)
 rank = seat.seat.rank
 mode = (Path(seat.spec_directory) / "mode").read_text()
@@ -31,17 +31,17 @@ def content(step, shard):
 def stage(step, buffer, memory):
     data = content(step, seat.seat.shard)
     memory[: len(data)] = data
-    wire.send(link, wire.Staged(buffer=buffer, step=step, num_bytes=len(data)))
-    wire.send(link, wire.Progress(step=step, loss=1.0))
+    transport.send(link, wire.Staged(buffer=buffer, step=step, num_bytes=len(data)))
+    transport.send(link, wire.Progress(step=step, loss=1.0))
 
 
 def buffers():
     for _ in range(3):
-        wire.send(link, wire.BufferRequest(num_bytes=1_000_000))
+        transport.send(link, wire.BufferRequest(num_bytes=1_000_000))
     memory, free = {}, []
     while True:
         while not free:
-            message, fd = wire.receive(link)
+            message, fd = transport.receive(link)
             if isinstance(message, wire.Buffer):
                 memory[message.buffer] = mmap.mmap(fd, message.num_bytes)
                 os.close(fd)
@@ -53,38 +53,30 @@ def buffers():
 if "fetch" in mode:
     want = seat.membership.restore
     for shard in range(want.num_shards):
-        wire.send(link, wire.FetchShard(shard=shard))
-        message, fd = wire.receive(link)
+        transport.send(link, wire.FetchShard(shard=shard))
+        message, fd = transport.receive(link)
         if isinstance(message, wire.NoShard):
             print("missing", shard, message.detail, flush=True)
             continue
         data = os.pread(fd, message.num_bytes, 0)
         same = data == content(want.step, shard)
         print("fetched", shard, message.num_bytes, same, flush=True)
-    wire.send(link, wire.Progress(step=want.step + 1))
+    transport.send(link, wire.Progress(step=want.step + 1))
 if "stage" in mode:
     source = buffers()
     for step in range(4):
         stage(step, *next(source))
-if "malloc" in mode:
-    import resource
-    for turn in range(11):
-        blocks = [b"x" * (3 * 2**20 + i) for i in range(16)]  # filled, so each page is touched
-        del blocks
-        if turn == 0:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
 if "raise" in mode and rank == 1:
-    wire.send(link, wire.Progress(step=7))
+    transport.send(link, wire.Progress(step=7))
     raise ValueError("the seventh step is cursed")
 if "orphan" in mode:
     import subprocess
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     print("orphan", child.pid, flush=True)
 if "finish" in mode:
-    wire.send(link, wire.Finished(step=3))
+    transport.send(link, wire.Finished(step=3))
     sys.exit(0)
-wire.send(link, wire.Progress(step=1000))
+transport.send(link, wire.Progress(step=1000))
 
 
 def wait_for_the_end():

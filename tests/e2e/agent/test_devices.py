@@ -16,11 +16,11 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = """
 import os, time
-from holdfast.workers import worker_protocol as wire
+from holdfast.workers import worker_protocol as wire, worker_transport as transport
 print("sees", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
-link = wire.attached.link
+link = transport.attached.link
 link.setblocking(True)
-wire.send(link, wire.Progress(step=1000))
+transport.send(link, wire.Progress(step=1000))
 while True:
     time.sleep(1000)
 """

@@ -40,13 +40,13 @@ print("cache", default_cache_dir(), os.access(Path.home(), os.W_OK), flush=True)
 import time
 if Path("stage").exists():
     import mmap
-    from holdfast.workers import worker_protocol as wire
-    link, seat = wire.attached.link, wire.attached.assign.seat
+    from holdfast.workers import worker_protocol as wire, worker_transport as transport
+    link, seat = transport.attached.link, transport.attached.assign.seat
     link.setblocking(True)
-    wire.send(link, wire.BufferRequest(num_bytes=1_000_000))
-    message, fd = wire.receive(link)
+    transport.send(link, wire.BufferRequest(num_bytes=1_000_000))
+    message, fd = transport.receive(link)
     mmap.mmap(fd, 1_000_000)[:] = bytes([seat.shard]) * 1_000_000
-    wire.send(link, wire.Staged(buffer=message.buffer, step=7, num_bytes=1_000_000))
+    transport.send(link, wire.Staged(buffer=message.buffer, step=7, num_bytes=1_000_000))
 if Path("eat").exists() and os.environ["RANK"] == "1":
     eaten = [bytearray(2**28) for _ in range(16)]
 while True:

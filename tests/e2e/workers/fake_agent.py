@@ -26,7 +26,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol.facts import Membership, Restore, ShardFile, WorkerSeat
 from holdfast.orchestrator.protocol.manifest import Manifest, encode_manifest, shard_file_name
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool import preload, warmup
 from tests.e2e.ports import free_port
 
@@ -78,14 +78,14 @@ def _worker(
     if warmed:
         warmup.warm(job)
     os.environ.update(assign.environment)
-    worker_protocol.attached = worker_protocol.Attached(link, assign, job)
+    worker_transport.attached = worker_transport.Attached(link, assign, job)
     try:
         entry(job)
     except BaseException as error:
         failed = worker_protocol.Failed(
             error_type=type(error).__name__, message=str(error), traceback=""
         )
-        worker_protocol.send(link, failed)
+        worker_transport.send(link, failed)
         raise
 
 
@@ -146,7 +146,7 @@ class Generation:
         checkpoint_path: str,
         entry: Callable[..., None],
     ) -> _Seat:
-        ours, theirs = worker_protocol.pair()
+        ours, theirs = worker_transport.pair()
         shard = self.mesh.shard_index(rank)
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.mesh.world_size),
@@ -208,7 +208,7 @@ class Generation:
             for key, _ in self._selector.select():
                 seat: _Seat = key.data
                 try:
-                    message, _fd = worker_protocol.receive(seat.link)
+                    message, _fd = worker_transport.receive(seat.link)
                     if message is not None:
                         self._take(seat, message)
                 except OSError:  # it ended with something of ours unread
@@ -235,28 +235,28 @@ class Generation:
                     os.ftruncate(fd, message.num_bytes)
                     seat.buffers[number] = fd
                     reply = worker_protocol.Buffer(buffer=number, num_bytes=message.num_bytes)
-                    worker_protocol.send(seat.link, reply, fd)
+                    worker_transport.send(seat.link, reply, fd)
             case worker_protocol.Staged():
                 content = os.pread(seat.buffers[message.buffer], message.num_bytes, 0)
                 with self._news:
                     self.staged.setdefault(message.step, {})[seat.rank] = content
                 seat.held[message.step] = message.buffer
                 for step in sorted(seat.held)[:-2]:
-                    worker_protocol.send(
+                    worker_transport.send(
                         seat.link, worker_protocol.BufferFree(buffer=seat.held.pop(step))
                     )
             case worker_protocol.FetchShard():
                 content = self.memory.get(message.shard)
                 if content is None:
                     detail = "no node has it"
-                    worker_protocol.send(
+                    worker_transport.send(
                         seat.link, worker_protocol.NoShard(shard=message.shard, detail=detail)
                     )
                     return
                 fd = os.memfd_create("shard")
                 os.write(fd, content)
                 reply = worker_protocol.Shard(shard=message.shard, num_bytes=len(content))
-                worker_protocol.send(seat.link, reply, fd)
+                worker_transport.send(seat.link, reply, fd)
                 os.close(fd)
             case _:
                 pass

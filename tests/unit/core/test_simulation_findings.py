@@ -20,7 +20,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Restore
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine import commands, inputs
 from tests.unit.workers.agent.test_machine import AgentHarness, of
 
 from .harness import Transcript, spec
@@ -106,7 +106,7 @@ def test_an_agent_writes_a_state_that_an_older_generation_staged() -> None:
         bench.says(rank, worker_protocol.Finished(step=49), generation=2)
         bench.ends(rank, code=0, generation=2)
     bench.tell(m.StopWorkers(action_id=2, generation=2))
-    writes = of(f.WriteStorage, bench.tell(m.Persist(action_id=3, generation=1, step=49)))
+    writes = of(commands.WriteStorage, bench.tell(m.Persist(action_id=3, generation=1, step=49)))
     assert sorted(write.staged.shard for write in writes) == [0, 1]
     assert {write.directory for write in writes} == {"step-00000049.gen-1"}
 
@@ -116,8 +116,8 @@ def test_an_agent_that_had_written_the_state_reports_it_again() -> None:
     bench.launch(1)
     _buffers(bench)
     bench.stage(49)
-    written = of(f.WriteStorage, bench.says(0, worker_protocol.Finished(step=49)))[0]
-    done = f.WriteDone(written.buffer, written.staged, written.file, checksum="c")
+    written = of(commands.WriteStorage, bench.says(0, worker_protocol.Finished(step=49)))[0]
+    done = inputs.WriteDone(written.buffer, written.staged, written.file, checksum="c")
     (first,) = of(m.Persisted, bench.give(done))
     bench.tell(m.StopWorkers(action_id=1, generation=1))
     for rank in range(2):

@@ -173,14 +173,6 @@ def test_threads_follow_the_cpu_request_or_share_the_cores() -> None:
     assert environment(make_job(), one_machine)["OMP_NUM_THREADS"] == "2"
 
 
-def test_malloc_keeps_memory_that_a_step_frees_unless_the_user_tunes_it() -> None:
-    got = environment(make_job(env={"MALLOC_TOP_PAD_": "0"}))
-    assert got["MALLOC_TRIM_THRESHOLD_"] == str(512 * 2**20)
-    assert got["MALLOC_TOP_PAD_"] == "0"
-    tuned = environment(make_job(env={"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}))
-    assert not [name for name in tuned if name.startswith("MALLOC_")]
-
-
 def test_every_setting_has_a_reason() -> None:
     job = make_job(resources={"gpu": 1}, env={"X": "1"})
     settings = explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts(address="127.0.0.1"))

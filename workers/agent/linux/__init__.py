@@ -1,1 +1,1 @@
-"""Linux interfaces: processes, cgroups, malloc, hardware inventory."""
+"""Linux interfaces: processes, cgroups, hardware inventory."""

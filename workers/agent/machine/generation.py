@@ -1,11 +1,12 @@
-"""What the agent knows of the workers of one generation. Pure records.
+"""The workers of one generation on this node: their progress, their exits and how they are stopped.
 
-Owns: a worker's progress and how it ended. Must not: decide.
+Pure: time is an argument.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import (
@@ -17,12 +18,15 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerSeat,
     report_fields,
 )
-from holdfast.orchestrator.protocol.messages import LaunchWorkers, Stage
+from holdfast.orchestrator.protocol.messages import LaunchWorkers, Stage, StopWorkers
 from holdfast.workers import worker_protocol
 
-NS = 1_000_000_000
+from . import commands
+from .commands import Command
+
+SECOND_NS = 1_000_000_000
 SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
-"""Linux numbers; the signal module is of no use to a pure machine."""
+"""Linux numbers. The signal module does IO, which a pure machine must not import."""
 
 
 @dataclass
@@ -43,10 +47,10 @@ class Worker:
     failed: worker_protocol.Failed | None = None
     finished: bool = False
     signals: set[int] = field(default_factory=set)
-    """Sent by order of the controller."""
+    """Signals that the controller ordered."""
 
-    def heard(self, now_ns: int, message: worker_protocol.FromWorker) -> None:
-        """Note a sign of life or of progress."""
+    def received(self, now_ns: int, message: worker_protocol.FromWorker) -> None:
+        """Record a message of the worker as pulse and, unless it is only a Pulse, as progress."""
         self.pulse_ns = now_ns
         match message:
             case worker_protocol.PhaseChanged():
@@ -72,8 +76,8 @@ class Worker:
             phase=self.phase,
             step=self.step,
             ticks=self.ticks,
-            quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / NS,
-            pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / NS,
+            quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / SECOND_NS,
+            pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / SECOND_NS,
             stopped=stopped,
             **report_fields(last),
         )
@@ -81,8 +85,8 @@ class Worker:
     def ended_with(
         self, code: int | None, signal: int | None, *, oom: bool, wall_ns: int, after_step: int
     ) -> Exit:
-        """The exit report. It was us when the signal is ours, or when the process obeyed our
-        SIGTERM; an error that came before the signal is its own."""
+        """Record the exit. `by_us` is true for a signal that we sent, and for a process that ended
+        on our SIGTERM; an error from before the signal is the worker's own."""
         failed = self.failed or worker_protocol.Failed(error_type="", message="", traceback="")
         obeyed = SIGTERM in self.signals and signal is None and self.failed is None
         by_us = (signal is not None and signal in self.signals) or obeyed
@@ -107,14 +111,22 @@ class Worker:
 
 @dataclass
 class Stopping:
-    """A Stop that is being carried out."""
+    """A stop in progress. Without grace: kill at once. Else: SIGTERM, the grace, SIGKILL."""
 
     action_ids: list[int]
     grace_s: float
-    stage: str = "begin"
-    """begin, stacks, term, kill."""
+    stage: Literal["begin", "stacks", "term", "kill"] = "begin"
     deadline_ns: int | None = None
     stacks: tuple[Stack, ...] = ()
+
+    def repeated(self, now_ns: int, message: StopWorkers) -> None:
+        """A second StopWorkers gets its own answer and may shorten the grace."""
+        if message.action_id not in self.action_ids:
+            self.action_ids.append(message.action_id)
+        if message.grace_s < self.grace_s:
+            self.grace_s = message.grace_s
+            if self.stage == "term":
+                self.deadline_ns = now_ns + int(message.grace_s * SECOND_NS)
 
 
 @dataclass
@@ -124,14 +136,14 @@ class Generation:
     launch: LaunchWorkers
     workers: dict[int, Worker]
     launch_ids: list[int]
-    """Actions that wait for Launched."""
+    """Actions that wait for a Launched."""
     launched: bool = False
     stop: Stopping | None = None
     stopped: bool = False
-    order: Stage | None = None
-    """A step to be staged out of turn, until it is answered."""
+    stage_request: Stage | None = None
+    """A requested step that is not answered yet."""
     advanced: bool = False
-    """Every local worker has finished a step of this generation."""
+    """Every worker of this node has finished a step of this generation."""
 
     @property
     def membership(self) -> Membership:
@@ -156,3 +168,30 @@ class Generation:
 
     def min_step(self) -> int:
         return min((worker.step for worker in self.workers.values()), default=-1)
+
+    # -- stop ---------------------------------------------------------------------------------
+    def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:
+        """The first StopWorkers of this generation."""
+        stop = self.stop = Stopping([message.action_id], message.grace_s)
+        if not (message.stacks and self.alive):
+            return self.continue_stop(now_ns, stop)
+        stop.stage, stop.deadline_ns = "stacks", now_ns + int(stack_limit_s * SECOND_NS)
+        ranks = tuple(worker.seat.rank for worker in self.alive)
+        return [commands.TakeStacks(self.generation, ranks)]
+
+    def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
+        """The next stage: SIGTERM, then SIGKILL."""
+        if stop.grace_s <= 0 or stop.stage == "term":
+            return self.kill_all()
+        stop.stage, stop.deadline_ns = "term", now_ns + int(stop.grace_s * SECOND_NS)
+        return self._signal_all(SIGTERM)
+
+    def kill_all(self) -> list[Command]:
+        stop = self.stop = self.stop or Stopping([], 0.0)
+        stop.stage, stop.deadline_ns = "kill", None
+        return self._signal_all(SIGKILL)
+
+    def _signal_all(self, signal: int) -> list[Command]:
+        for worker in self.alive:
+            worker.signals.add(signal)
+        return [commands.Kill(self.generation, worker.seat.rank, signal) for worker in self.alive]

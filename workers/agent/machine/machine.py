@@ -1,164 +1,230 @@
-"""The agent's machine: what a node does about each fact. Pure.
+"""The agent's machine: decides what a node does. Pure: it reads no clock and does no IO.
 
-    AgentMachine(...).step(now_ns, input) -> outputs;  next_deadline_ns()
+    AgentMachine(...).step(now_ns, input) -> commands;  next_deadline_ns()
 
-Owns: fencing (only the current generation is obeyed), the life of a generation on this node
-(launch, exits, stop), heartbeats, and when the node must end itself; tiers.py has the tiers and
-ending.py how a generation is ended. Must not: do IO or read a clock; node.py does, and tests/sim
-drives this very code in virtual time.
+process/node.py carries the commands out; tests/sim drives the same code in virtual time. Invariant:
+only messages of the current generation are obeyed (fencing).
 
-What is lost with a connection is told again: exits of the current generation and shards that are
-durable but not committed, after every Welcome. The controller takes repetitions for what they are.
+What may be lost with a connection is sent again after every Welcome: exits of the current
+generation, and shards that are durable but not committed. The controller accepts repetitions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import StagedShard, WorkerBeat
 from holdfast.workers import worker_protocol
 
-from . import inputs as f
-from . import outbound, stage_request, stop_sequence
+from . import commands, inputs
 from .checkpoint_tiers import CheckpointTiers
-from .generation import NS, Generation, Worker
-from .preemption import Preemption
-from .warm_pool import WarmPool
+from .commands import Command
+from .generation import SECOND_NS, SIGKILL, SIGSTOP, Generation, Worker
+from .inputs import Input
+
+
+@dataclass(frozen=True)
+class MachineTiming:
+    refill_delay_s: float = 1.0
+    """From the first step of a generation to the fork of standbys: start-up needs the cores."""
+    spare_delay_s: float = 4.0
+    """From Welcome to the fork of standbys on a node without ranks. A spare often joins because
+    another node was just lost, and where nodes share cores its warm-up would delay the recovery."""
+    stack_margin_s: float = 0.5
+    """After limits.STACK_TIMEOUT_S and this, workers are killed without their stacks."""
+    save_share: float = 0.5
+    """Share of the grace after which a node without a controller writes what it has staged. A
+    restarted controller is back within seconds and plans better; storage needs time too."""
+    margin_s: float = 2.0
+    """End of the workers before the end of the grace: to reap them, and for the container runtime
+    to notice. Half of it is kept for a worker that cannot be killed."""
+
+
+@dataclass
+class Preemption:
+    """A node that will be taken away (SIGTERM: drain, preemption, eviction), from SIGTERM on.
+
+    The controller is notified at once and after every reconnect. Workers train on and memory is
+    served until the controller sends Shutdown. Without a controller the staged state goes to
+    storage at `save_ns`. The node always ends before its grace is over.
+    """
+
+    detail: str
+    began_ns: int
+    grace_s: float
+    timing: MachineTiming
+    saved: bool = False
+
+    @property
+    def _margin_s(self) -> float:
+        return min(self.timing.margin_s, self.grace_s / 4)
+
+    @property
+    def kill_ns(self) -> int:
+        """The workers are killed."""
+        return self.began_ns + int((self.grace_s - self._margin_s) * SECOND_NS)
+
+    @property
+    def end_ns(self) -> int:
+        """The agent ends, whatever its workers do."""
+        return self.began_ns + int((self.grace_s - self._margin_s / 2) * SECOND_NS)
+
+    @property
+    def save_ns(self) -> int:
+        return self.began_ns + int(self.timing.save_share * self.grace_s * SECOND_NS)
+
+    def due_ns(self, connected: bool) -> int:
+        return self.kill_ns if connected or self.saved else min(self.save_ns, self.kill_ns)
+
+    def message(self, now_ns: int) -> m.NodeLeaving:
+        grace_s = max(0.0, (self.kill_ns - now_ns) / SECOND_NS)
+        return m.NodeLeaving(detail=self.detail, grace_s=grace_s)
 
 
 class AgentMachine:
     """One node. `slots` is the number of workers that fit here."""
 
-    def __init__(self, *, job: str, node: str, token: str, slots: int) -> None:
+    def __init__(
+        self, *, job: str, node: str, token: str, slots: int, timing: MachineTiming | None = None
+    ) -> None:
         self.job = job
         self.node = node
         self.slots = slots
         self.tiers = CheckpointTiers()
         self.group: Generation | None = None
         self.welcome: m.Welcome | None = None
-        self._standbys = WarmPool(slots)
+        self._timing = timing or MachineTiming()
         self._token = token
         self._fence = 0
-        """The highest generation that may never be launched (again)."""
+        """The highest generation that may not be launched (again)."""
         self._waiting: m.LaunchWorkers | None = None
-        """A launch that waits for the workers of an older generation to be gone."""
+        """A launch that waits for the end of an older generation's workers."""
         self._link_up = False
-        self._talking = False
+        self._connected = False
         """Between Welcome and LinkDown."""
         self._absent_since_ns: int | None = None
-        self._beat_ns: int | None = None
+        self._heartbeat_ns: int | None = None
+        self._refill_ns: int | None = None
         self._outbox: list[m.FromAgent] = []
         self._port = 0
         self._stopped_ranks: frozenset[int] = frozenset()
         self._ending: str = ""
         self._ending_ns: int | None = None
         self._ended = False
-        self._leaving: Preemption | None = None
+        self._preemption: Preemption | None = None
 
-    # -- the two entry points -----------------------------------------------------------------
-    def step(self, now_ns: int, given: f.Input) -> tuple[f.Output, ...]:
-        """Take in one fact; returns what is to be done, in order."""
+    # -- entry points -------------------------------------------------------------------------
+    def step(self, now_ns: int, given: Input) -> tuple[Command, ...]:
+        """Take one input; the commands are to be carried out in order."""
         if self._absent_since_ns is None and not self._link_up:
             self._absent_since_ns = now_ns
         out = self._react(now_ns, given)
-        return tuple(self._deliver([*out, *stage_request.settle(self.group, self.tiers)]))
+        return tuple(self._deliver([*out, *self._answer_stage_request()]))
 
     def next_deadline_ns(self) -> int | None:
-        """When to give Tick at the latest."""
-        group, due = self.group, [self._ending_ns, self._standbys.due_ns]
-        if self._talking:
-            due.append(self._beat_ns)
+        """When to give ClockTick at the latest."""
+        group, due = self.group, [self._ending_ns, self._refill_ns]
+        if self._connected:
+            due.append(self._heartbeat_ns)
         elif self._absent_since_ns is not None:
-            due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * NS))
+            due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * SECOND_NS))
         due += [group.stop.deadline_ns if group and group.stop else None]
-        if self._leaving is not None and not self._ending:
-            due += [self._leaving.due_ns(self._talking)]
+        if self._preemption is not None and not self._ending:
+            due += [self._preemption.due_ns(self._connected)]
         return None if self._ended else min((at for at in due if at is not None), default=None)
 
+    def lend(self, step: int, generation: int, shard: int) -> tuple[int, StagedShard] | None:
+        """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
+        return self.tiers.lend(step, generation, shard)
+
+    def accept_copy(self, staged: StagedShard) -> tuple[int | str, list[Command]]:
+        """The buffer for a copy of another node's shard, until CopyDone, or why it is refused.
+        The commands come before the use of the buffer."""
+        return self.tiers.accept_copy(self.group.generation if self.group else 0, staged)
+
     # -- dispatch -----------------------------------------------------------------------------
-    def _react(self, now_ns: int, given: f.Input) -> list[f.Output]:
+    def _react(self, now_ns: int, given: Input) -> list[Command]:
         group = self.group
         match given:
-            case f.Received():
+            case inputs.Received():
                 return self._obey(now_ns, given.message)
-            case f.FromRank():
+            case inputs.FromRank():
                 return self._from_rank(now_ns, given)
-            case f.ClockTick():
+            case inputs.ClockTick():
                 return self._tick(now_ns)
-            case f.LinkUp():
-                return self._link(given)
-            case f.LinkDown():
-                self._link_up = self._talking = False
+            case inputs.LinkUp():
+                return self._on_link_up(given)
+            case inputs.LinkDown():
+                self._link_up = self._connected = False
                 self._absent_since_ns = now_ns
                 return []
-            case f.Terminated():
+            case inputs.Terminated():
                 return self._terminated(now_ns, given)
-            case f.WorkerForked():
+            case inputs.WorkerForked():
                 return self._forked(given)
-            case f.ForkFailed():
+            case inputs.ForkFailed():
                 return self._fork_failed(now_ns, given)
-            case f.WorkerEnded():
+            case inputs.WorkerEnded():
                 return self._worker_ended(now_ns, given)
-            case f.ForkserverDied():
-                return [f.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
-            case f.StoppedRanks():
+            case inputs.ForkserverDied():
+                return [commands.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
+            case inputs.StoppedRanks():
                 self._stopped_ranks = frozenset(given.ranks)
                 return []
-            case f.StacksTaken():
+            case inputs.StacksTaken():
                 return self._stacks_taken(now_ns, given)
-            case f.PortOffered():
+            case inputs.PortOffered():
                 self._port = given.port
                 return []
-            case f.WriteDone():
+            case inputs.WriteDone():
                 return self.tiers.write_done(group, given)
-            case f.PushDone():
+            case inputs.PushDone():
                 return self.tiers.push_done(group, given)
-            case f.CopyOffered():
-                return self.tiers.copy_offered(group.generation if group else 0, given)
-            case f.CopyDone():
+            case inputs.CopyDone():
                 return self.tiers.copy_done(given)
-            case f.PeerAsked():
-                return self.tiers.peer_asked(given)
-            case f.ServeDone():
-                return self.tiers.serve_done(group, given)
+            case inputs.ServeDone():
+                return self.tiers.unpin(group, given.buffer)
 
-    def _obey(self, now_ns: int, message: m.ToAgent) -> list[f.Output]:
-        running = self._running(getattr(message, "generation", 0))
+    def _obey(self, now_ns: int, message: m.ToAgent) -> list[Command]:
+        running = self._of_generation(getattr(message, "generation", 0))
         match message:
             case m.Welcome():
                 return self._welcomed(now_ns, message)
             case m.Refused():
                 if message.final:
                     return self._end(now_ns, f"refused by the controller: {message.detail}")
-                return [f.CloseLink(message.detail)]
+                return [commands.CloseLink(message.detail)]
             case m.LaunchWorkers():
                 return self._launch(now_ns, message)
             case m.StopWorkers():
                 return self._stop(now_ns, message)
             case m.Stage():
-                return stage_request.begin(running, message)
+                return self._request_stage(running, message)
             case m.Persist():
                 return self.tiers.persist(running, message)
             case m.Committed():
                 self.tiers.committed(message)
                 return []
             case m.Chaos():
-                return stop_sequence.rehearse(self.group, message)
+                return self._inject_fault(message)
             case m.Shutdown():
                 return self._end(now_ns, message.detail)
 
-    def _deliver(self, outputs: list[f.Output]) -> list[f.Output]:
-        """Messages wait while nobody listens; heartbeats and what is told again anyway do not."""
-        out: list[f.Output] = []
-        for output in outputs:
-            message = output.message if isinstance(output, f.Send) else None
-            if message is None or self._talking or isinstance(message, m.Hello):
-                out.append(output)
+    def _deliver(self, found: list[Command]) -> list[Command]:
+        """Messages wait for a connection, except heartbeats and what every Welcome sends again."""
+        out: list[Command] = []
+        for command in found:
+            message = command.message if isinstance(command, commands.Send) else None
+            if message is None or self._connected or isinstance(message, m.Hello):
+                out.append(command)
             elif not isinstance(message, m.Heartbeat | m.WorkerExitReport | m.Persisted):
                 self._outbox.append(message)
         return out
 
-    # -- the link -----------------------------------------------------------------------------
-    def _link(self, up: f.LinkUp) -> list[f.Output]:
+    # -- the connection -----------------------------------------------------------------------
+    def _on_link_up(self, up: inputs.LinkUp) -> list[Command]:
         self._link_up, self._absent_since_ns = True, None
         self._port = up.offered_port
         group = self.group
@@ -173,76 +239,84 @@ class AgentMachine:
             staged=self.tiers.inventory(),
             offered_port=self._port,
         )
-        return [f.Send(hello)]
+        return [commands.Send(hello)]
 
-    def _welcomed(self, now_ns: int, message: m.Welcome) -> list[f.Output]:
-        first, self.welcome, self._talking = self.welcome is None, message, True
-        out: list[f.Output] = [f.Configure()] if first else []
+    def _welcomed(self, now_ns: int, message: m.Welcome) -> list[Command]:
+        first, self.welcome, self._connected = self.welcome is None, message, True
+        out: list[Command] = [commands.Configure()] if first else []
         if first:
-            self._standbys.welcomed(now_ns)
-        out += map(f.Send, self._outbox)
-        self._outbox = []
-        out += outbound.exits_again(self.group)
-        out += map(f.Send, self.tiers.unacknowledged.values())
-        if self._leaving is not None:
-            out.append(f.Send(self._leaving.message(now_ns)))
-        return [*out, *self._beat(now_ns)]
+            self._schedule_refill(now_ns, self._timing.spare_delay_s)
+        pending, self._outbox = self._outbox, []
+        group = self.group
+        if group is not None and not group.stopped:
+            pending += [_exit_report(group, w) for w in group.workers.values() if w.exit]
+        pending += self.tiers.unacknowledged.values()
+        if self._preemption is not None:
+            pending.append(self._preemption.message(now_ns))
+        return [*out, *map(commands.Send, pending), *self._heartbeat(now_ns)]
 
-    def _beat(self, now_ns: int) -> list[f.Output]:
+    def _heartbeat(self, now_ns: int) -> list[Command]:
         assert self.welcome is not None
-        self._beat_ns = now_ns + int(self.welcome.heartbeat_interval_s * NS)
+        self._heartbeat_ns = now_ns + int(self.welcome.heartbeat_interval_s * SECOND_NS)
         group = self.group
         alive = group.alive if group and not group.stopped else []
-        beats = (worker.beat(now_ns, worker.seat.rank in self._stopped_ranks) for worker in alive)
-        return [outbound.heartbeat(group, tuple(beats), self.tiers.staged_step())]
+        return [self._beat([w.beat(now_ns, w.seat.rank in self._stopped_ranks) for w in alive])]
 
-    def _tick(self, now_ns: int) -> list[f.Output]:
-        out: list[f.Output] = []
+    def _beat(self, beats: list[WorkerBeat]) -> Command:
         group = self.group
-        if self._talking and self._beat_ns is not None and now_ns >= self._beat_ns:
-            out += self._beat(now_ns)
-        out += self._standbys.refill(now_ns, group)
+        heartbeat = m.Heartbeat(
+            generation=group.generation if group and not group.stopped else 0,
+            workers=tuple(beats),
+            staged_step=self.tiers.staged_step(),
+        )
+        return commands.Send(heartbeat)
+
+    def _tick(self, now_ns: int) -> list[Command]:
+        out: list[Command] = []
+        group = self.group
+        if self._connected and self._heartbeat_ns is not None and now_ns >= self._heartbeat_ns:
+            out += self._heartbeat(now_ns)
+        out += self._refill_standbys(now_ns)
         stop = group.stop if group else None
         if group and stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
-            out += stop_sequence.carry_on(now_ns, group, stop)
+            out += group.continue_stop(now_ns, stop)
             out += self._settle_stop(now_ns, group)
         absent = self._absent_since_ns
-        if absent is not None and now_ns >= absent + int(limits.CONTROLLER_ABSENCE_S * NS):
-            detail = f"no controller for {limits.CONTROLLER_ABSENCE_S:g} s"
-            out += self._end(now_ns, detail) if not self._ending else []
+        if absent is not None and now_ns >= absent + int(limits.CONTROLLER_ABSENCE_S * SECOND_NS):
+            out += self._end(now_ns, f"no controller for {limits.CONTROLLER_ABSENCE_S:g} s")
         out += self._leave_in_time(now_ns)
         if self._ending_ns is not None and now_ns >= self._ending_ns and not self._ended:
-            out += self._leave()
+            out += self._end_node()
         return out
 
     # -- launch -------------------------------------------------------------------------------
-    def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[f.Output]:
+    def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
         generation, group = message.membership.generation, self.group
         if self._ending or generation <= self._fence:
             detail = self._ending or f"generation {generation} is over; the fence is {self._fence}"
-            return [outbound.launched(message.action_id, generation, ok=False, detail=detail)]
+            return [_launched(message.action_id, generation, ok=False, detail=detail)]
         if group is not None and not group.stopped:
             if group.generation == generation:
                 group.launch_ids.append(message.action_id)
                 return self._answer_launch(group, ok=True) if group.launched else []
-            # The controller moved on while we were cut off: the old generation is a zombie.
+            # The controller started a new generation while this node was disconnected.
             self._waiting, self._fence = message, generation - 1
-            return stop_sequence.kill_all(group)
+            return group.kill_all()
         return self._begin(now_ns, message)
 
-    def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[f.Output]:
+    def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
         membership = message.membership
         self._fence, self._waiting = membership.generation - 1, None
-        self._standbys.launching()
+        self._refill_ns = None
         workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
         group = self.group = Generation(message, workers, [message.action_id])
         self._stopped_ranks = frozenset()
         out = self.tiers.launch(group)
-        out += [f.Fork(membership, message.node_rank, seat) for seat in message.seats]
-        return [*out, f.OfferPort()]
+        out += [commands.Fork(membership, message.node_rank, seat) for seat in message.seats]
+        return [*out, commands.OfferPort()]
 
-    def _forked(self, given: f.WorkerForked) -> list[f.Output]:
-        group = self._running(given.generation)
+    def _forked(self, given: inputs.WorkerForked) -> list[Command]:
+        group = self._of_generation(given.generation)
         if group is None or given.rank not in group.workers:
             return []
         group.workers[given.rank].pid = given.pid
@@ -251,29 +325,42 @@ class AgentMachine:
         group.launched = True
         return self._answer_launch(group, ok=True)
 
-    def _fork_failed(self, now_ns: int, given: f.ForkFailed) -> list[f.Output]:
-        group = self._running(given.generation)
+    def _fork_failed(self, now_ns: int, given: inputs.ForkFailed) -> list[Command]:
+        group = self._of_generation(given.generation)
         if group is None:
             return []
         group.workers[given.rank].ended = True
         out = self._answer_launch(group, ok=False, detail=given.detail)
         if group.stop is None:
             self._fence = max(self._fence, group.generation)
-            out += stop_sequence.kill_all(group)
+            out += group.kill_all()
         return [*out, *self._settle_stop(now_ns, group)]
 
-    def _answer_launch(self, group: Generation, *, ok: bool, detail: str = "") -> list[f.Output]:
+    def _answer_launch(self, group: Generation, *, ok: bool, detail: str = "") -> list[Command]:
         ids, group.launch_ids = group.launch_ids, []
-        return [outbound.launched(action, group.generation, ok=ok, detail=detail) for action in ids]
+        return [_launched(action, group.generation, ok=ok, detail=detail) for action in ids]
+
+    # -- standbys -----------------------------------------------------------------------------
+    def _schedule_refill(self, now_ns: int, delay_s: float) -> None:
+        # A node that will be taken away gets no other launch.
+        self._refill_ns = None if self._preemption else now_ns + int(delay_s * SECOND_NS)
+
+    def _refill_standbys(self, now_ns: int) -> list[Command]:
+        """Standbys for a launch as large as the running one."""
+        if self._refill_ns is None or now_ns < self._refill_ns:
+            return []
+        self._refill_ns, group = None, self.group
+        running = group is not None and not group.stopped
+        return [commands.RefillStandbys(len(group.workers) if group and running else self.slots)]
 
     # -- workers ------------------------------------------------------------------------------
-    def _from_rank(self, now_ns: int, given: f.FromRank) -> list[f.Output]:
-        group = self._running(given.generation)
+    def _from_rank(self, now_ns: int, given: inputs.FromRank) -> list[Command]:
+        group = self._of_generation(given.generation)
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None:
             return []
         message = given.message
-        worker.heard(now_ns, message)
+        worker.received(now_ns, message)
         match message:
             case worker_protocol.Progress():
                 return self._advanced(now_ns, group)
@@ -288,17 +375,17 @@ class AgentMachine:
             case _:
                 return []
 
-    def _advanced(self, now_ns: int, group: Generation) -> list[f.Output]:
-        """The first step of a generation ends its recovery, so it is told at once; later steps
-        ride on the heartbeats."""
+    def _advanced(self, now_ns: int, group: Generation) -> list[Command]:
+        """The first step of a generation ends its recovery, so it is reported at once. Later steps
+        are in the regular heartbeats."""
         if group.advanced or group.min_step() <= group.after_step:
             return []
         group.advanced = True
-        self._standbys.advanced(now_ns)
-        return self._beat(now_ns) if self._talking else []
+        self._schedule_refill(now_ns, self._timing.refill_delay_s)
+        return self._heartbeat(now_ns) if self._connected else []
 
-    def _worker_ended(self, now_ns: int, given: f.WorkerEnded) -> list[f.Output]:
-        group = self._running(given.generation)
+    def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
+        group = self._of_generation(given.generation)
         worker = group.workers.get(given.rank) if group else None
         if group is None or worker is None or worker.ended:
             return []
@@ -311,34 +398,72 @@ class AgentMachine:
         )
         if group.stop is not None:
             return self._settle_stop(now_ns, group)
-        # The last steps of a finished worker must not wait for a beat that no longer shows it.
-        last = (worker.beat(now_ns, stopped=False),)
-        words = outbound.heartbeat(group, last, self.tiers.staged_step())
-        return [*([words] if self._talking else []), f.Send(outbound.exited(group, worker))]
+        # The next regular heartbeat does not show this worker, so its last steps are sent now.
+        last = [self._beat([worker.beat(now_ns, stopped=False)])] if self._connected else []
+        return [*last, commands.Send(_exit_report(group, worker))]
+
+    # -- a requested step ---------------------------------------------------------------------
+    def _request_stage(self, group: Generation | None, message: m.Stage) -> list[Command]:
+        """Have all workers stage one step regardless of the checkpoint interval. Used before a
+        planned stop; the controller's StopWorkers follows."""
+        if group is None or group.stop is not None:
+            detail = f"generation {message.generation} does not run here"
+            return [_stage_result(message.action_id, detail)] if message.action_id else []
+        if message.action_id:
+            group.stage_request = message
+        request = worker_protocol.StageAt(step=message.step, hold=message.hold)
+        return [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
+
+    def _answer_stage_request(self) -> list[Command]:
+        """Answer as soon as all workers have staged the step, or one of them cannot any more."""
+        group = self.group
+        if group is None or group.stage_request is None:
+            return []
+        request = group.stage_request
+        missed = [w.seat.rank for w in group.workers.values() if self._missed(w, request)]
+        if group.stop is not None:
+            detail = "it was stopped before"
+        elif (group.generation, request.step) in self.tiers.buffers.complete():
+            detail = ""
+        elif missed:
+            detail = f"rank {missed[0]} was past step {request.step}, or at its end"
+        else:
+            return []
+        group.stage_request = None
+        return [_stage_result(request.action_id, detail)]
+
+    def _missed(self, worker: Worker, request: m.Stage) -> bool:
+        """The worker will not stage that step. A worker sends Staged before Progress of a step."""
+        if worker.ended or worker.finished or worker.step > request.step:
+            return True
+        slot = self.tiers.buffers.slots.get(worker.seat.local_rank)
+        staged = slot is not None and slot.latest == (request.generation, request.step)
+        return worker.step == request.step and not staged
 
     # -- stop ---------------------------------------------------------------------------------
-    def _stop(self, now_ns: int, message: m.StopWorkers) -> list[f.Output]:
-        generation, group = message.generation, self._running(message.generation)
+    def _stop(self, now_ns: int, message: m.StopWorkers) -> list[Command]:
+        generation, group = message.generation, self._of_generation(message.generation)
         self._fence = max(self._fence, generation)
         if self._waiting and self._waiting.membership.generation <= generation:
             self._waiting = None
         if group is None or group.stopped:
             return [self._stopped(message.action_id, generation, group)]
         if group.stop is None:
-            out = stop_sequence.begin(now_ns, group, message)
+            limit_s = limits.STACK_TIMEOUT_S + self._timing.stack_margin_s
+            out = group.begin_stop(now_ns, message, limit_s)
             return [*out, *self._settle_stop(now_ns, group)]
-        stop_sequence.again(now_ns, group.stop, message)
+        group.stop.repeated(now_ns, message)
         return []
 
-    def _stacks_taken(self, now_ns: int, given: f.StacksTaken) -> list[f.Output]:
-        group = self._running(given.generation)
+    def _stacks_taken(self, now_ns: int, given: inputs.StacksTaken) -> list[Command]:
+        group = self._of_generation(given.generation)
         if group is None or group.stop is None or group.stop.stage != "stacks":
             return []
         group.stop.stacks = given.stacks
-        out = stop_sequence.carry_on(now_ns, group, group.stop)
+        out = group.continue_stop(now_ns, group.stop)
         return [*out, *self._settle_stop(now_ns, group)]
 
-    def _settle_stop(self, now_ns: int, group: Generation) -> list[f.Output]:
+    def _settle_stop(self, now_ns: int, group: Generation) -> list[Command]:
         if group.alive or group.stopped or group.stop is None:
             return []
         group.stopped = True
@@ -346,53 +471,89 @@ class AgentMachine:
         out = self._answer_launch(group, ok=False, detail="stopped while it was launched")
         out += [self._stopped(at, group.generation, group) for at in group.stop.action_ids]
         if self._ending:
-            return [*out, *self._leave()]
+            return [*out, *self._end_node()]
         if self._waiting is not None:
             return [*out, *self._begin(now_ns, self._waiting)]
         return out
 
-    def _stopped(self, action_id: int, generation: int, group: Generation | None) -> f.Output:
-        staged = self.tiers.inventory()
-        return outbound.stopped(action_id, generation, group, staged, self._port)
+    def _stopped(self, action_id: int, generation: int, group: Generation | None) -> Command:
+        """No worker of the generation runs here any more. `group` is None when it never ran."""
+        message = m.Stopped(
+            action_id=action_id,
+            generation=generation,
+            exits=group.exits if group else (),
+            staged=self.tiers.inventory(),
+            stacks=group.stop.stacks if group and group.stop else (),
+            offered_port=self._port,
+        )
+        return commands.Send(message)
+
+    def _inject_fault(self, message: m.Chaos) -> list[Command]:
+        if message.kind == "kill-node":
+            return [commands.KillNode()]
+        signal = {"kill-worker": SIGKILL, "hang-worker": SIGSTOP}.get(message.kind)
+        group = self.group
+        worker = group.workers.get(message.rank) if group else None
+        if signal is None or group is None or worker is None or worker.ended:
+            text = f"chaos {message.kind}: there is no live worker of rank {message.rank} here"
+            return [commands.Send(m.AgentEvent(text=text))]
+        # Not in worker.signals: the exit must look like one that Holdfast did not cause.
+        return [commands.Kill(group.generation, message.rank, signal)]
 
     # -- the end ------------------------------------------------------------------------------
-    def _terminated(self, now_ns: int, given: f.Terminated) -> list[f.Output]:
-        if self._leaving is not None or self._ending:
-            return []  # whoever ends containers may say so more than once
-        self._leaving = Preemption(given.detail, now_ns, given.grace_s)
-        self._standbys.retire()
-        if self._talking:
-            return [f.Send(self._leaving.message(now_ns))]
+    def _terminated(self, now_ns: int, given: inputs.Terminated) -> list[Command]:
+        if self._preemption is not None or self._ending:
+            return []  # a container runtime may send SIGTERM more than once
+        self._preemption = Preemption(given.detail, now_ns, given.grace_s, self._timing)
+        self._refill_ns = None
+        if self._connected:
+            return [commands.Send(self._preemption.message(now_ns))]
         used = (self.group is not None and not self.group.stopped) or self.tiers.inventory()
         return [] if used else self._end(now_ns, given.detail)
 
-    def _leave_in_time(self, now_ns: int) -> list[f.Output]:
-        leaving = self._leaving
-        if leaving is None or self._ending or now_ns < leaving.due_ns(self._talking):
+    def _leave_in_time(self, now_ns: int) -> list[Command]:
+        leaving = self._preemption
+        if leaving is None or self._ending or now_ns < leaving.due_ns(self._connected):
             return []
-        if now_ns >= leaving.end_ns:
-            return self._end(now_ns, leaving.verdict)
+        if now_ns >= leaving.kill_ns:
+            reason = f"{leaving.detail}; the grace period of {leaving.grace_s:g} s is over"
+            return self._end(now_ns, reason)
         leaving.saved = True
         return self.tiers.save()
 
-    def _end(self, now_ns: int, detail: str) -> list[f.Output]:
+    def _end(self, now_ns: int, detail: str) -> list[Command]:
         if self._ending:
             return []
         self._ending = detail or "shut down"
         self._waiting = None
         group = self.group
         if group is None or group.stopped or not group.alive:
-            return self._leave()
-        self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * NS)
-        if self._leaving is not None:
-            self._ending_ns = min(self._ending_ns, max(now_ns, self._leaving.last_ns))
-        return stop_sequence.kill_all(group)
+            return self._end_node()
+        self._ending_ns = now_ns + int(limits.STOP_TIMEOUT_S * SECOND_NS)
+        if self._preemption is not None:
+            self._ending_ns = min(self._ending_ns, max(now_ns, self._preemption.end_ns))
+        return group.kill_all()
 
-    def _leave(self) -> list[f.Output]:
+    def _end_node(self) -> list[Command]:
         self._ended = True
-        return [f.EndNode(self._ending)]
+        return [commands.EndNode(self._ending)]
 
-    def _running(self, generation: int) -> Generation | None:
-        """The group if it is of this generation, whether it runs or has been stopped."""
+    def _of_generation(self, generation: int) -> Generation | None:
+        """The group if it is of this generation, running or stopped."""
         group = self.group
         return group if group is not None and group.generation == generation else None
+
+
+def _launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:
+    message = m.Launched(action_id=action_id, generation=generation, ok=ok, detail=detail)
+    return commands.Send(message)
+
+
+def _exit_report(group: Generation, worker: Worker) -> m.WorkerExitReport:
+    assert worker.exit is not None
+    return m.WorkerExitReport(generation=group.generation, exit=worker.exit)
+
+
+def _stage_result(action_id: int, detail: str) -> Command:
+    """`detail`: why the step was not staged; empty when it was."""
+    return commands.Send(m.ShardStaged(action_id=action_id, ok=not detail, detail=detail))

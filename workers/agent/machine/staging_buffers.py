@@ -1,12 +1,11 @@
 """Which staging buffer may be written and which must be kept. Pure bookkeeping, no memory.
 
-Owns: the rule. A version is (generation, step). Kept are the two newest versions that are complete
-on this node, everything newer that can still become complete, and whatever is pinned (being
-uploaded, pushed or served). Two, because nodes may differ by one step when a failure strikes, and a
-restore needs the same step everywhere. Must not: know workers' processes or messages.
+A version is (generation, step). Kept are the two newest versions that are complete on this node,
+newer ones that can still become complete, and pinned ones (being uploaded, pushed or served). Two,
+because nodes may differ by one step at a failure, and a restore needs the same step everywhere.
 
-A buffer belongs to one slot (local rank) for good, so a quick worker cannot starve its neighbour of
-the buffers that the previous generation left.
+A buffer always belongs to the same slot (local rank), so that a fast worker cannot take the buffers
+that the previous generation left to its neighbour.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import StagedShard
 
 Version = tuple[int, int]
-"""(generation, step), in the order of their making."""
+"""(generation, step); a later version compares greater."""
 
 
 @dataclass
@@ -27,30 +26,30 @@ class StagingBuffer:
     slot: int
     num_bytes: int
     holder: int = 0
-    """Generation whose worker of this slot has the descriptor; 0: none."""
+    """Generation of the worker that has the descriptor; 0: none."""
     writable: bool = False
-    """That worker may write it now."""
+    """The holder may write it now."""
     content: StagedShard | None = None
     pins: int = 0
     pushed: Version | None = None
-    """The last content that was sent to the buddy."""
+    """The last version that was pushed to the buddy."""
 
 
 @dataclass
 class Slot:
-    """One local rank of the generation that runs."""
+    """One local rank of the running generation."""
 
     generation: int = 0
     wanted: list[int] = field(default_factory=list)
-    """Sizes of requests that are not answered yet."""
+    """Sizes of unanswered requests."""
     latest: Version | None = None
-    """Newest version that this generation's worker staged."""
+    """Newest version that the worker of this generation has staged."""
 
 
 @dataclass(frozen=True)
 class Give:
-    """Hand a buffer to its slot's worker; `fresh`: it must be allocated first; `known`: the worker
-    has the descriptor already."""
+    """Give a buffer to the worker of its slot. `fresh`: it must be allocated first. `known`: the
+    worker already has the descriptor."""
 
     buffer: int
     slot: int
@@ -61,13 +60,13 @@ class Give:
 
 @dataclass(frozen=True)
 class Drop:
-    """Give the memory back."""
+    """Free the memory of a buffer."""
 
     buffer: int
 
 
 def _idle(buffer: StagingBuffer) -> bool:
-    """Nobody's: empty, not in use, and no worker has it."""
+    """Empty, not pinned, and without a holder."""
     return buffer.content is None and not buffer.pins and not buffer.holder
 
 
@@ -76,7 +75,7 @@ def version(staged: StagedShard) -> Version:
 
 
 class StagingBuffers:
-    """All staging buffers of a node. Every change returns what is to be done about it."""
+    """All staging buffers of a node. Every change returns the buffers to give and to free."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.buffers: dict[int, StagingBuffer] = {}
@@ -89,7 +88,7 @@ class StagingBuffers:
     def launch(
         self, generation: int, num_slots: int, restored: Version | None
     ) -> list[Give | Drop]:
-        """A generation starts that resumes from `restored`: later steps are abandoned."""
+        """A generation starts that resumes from `restored`: later steps are discarded."""
         after_step = restored[1] if restored else -1
         self._restored = restored
         self.slots = {slot: Slot(generation) for slot in range(num_slots)}
@@ -106,23 +105,23 @@ class StagingBuffers:
         return done
 
     def stop(self) -> None:
-        """The workers are gone: nobody writes any more."""
+        """The workers have ended."""
         self.slots = {}
         for buffer in self.buffers.values():
             buffer.holder, buffer.writable = 0, False
 
     # -- workers ------------------------------------------------------------------------------
     def request(self, slot: int, num_bytes: int) -> list[Give | Drop]:
-        """A worker wants one more buffer."""
+        """A worker requests one more buffer."""
         self.slots[slot].wanted.append(num_bytes)
         return self.settle()
 
     def staged(self, slot: int, number: int, content: StagedShard) -> None:
-        """A worker has filled a buffer; pin it if need be, then settle. Raises ValueError when it
-        is not its own to write."""
+        """A worker has filled a buffer. The caller pins it if needed and calls `settle`. Raises
+        ValueError when the worker may not write that buffer."""
         buffer = self.buffers.get(number)
         if buffer is None or buffer.slot != slot or not buffer.writable:
-            raise ValueError(f"buffer {number} is not slot {slot}'s to write")
+            raise ValueError(f"buffer {number} is not writable by slot {slot}")
         buffer.content, buffer.writable = content, False
         self.slots[slot].latest = version(content)
 
@@ -138,17 +137,15 @@ class StagingBuffers:
         assert buffer.pins >= 0
         return self.settle()
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------
     def inventory(self) -> tuple[StagedShard, ...]:
         found = {b.content for b in self.buffers.values() if b.content is not None}
         return tuple(sorted(found, key=lambda s: (s.generation, s.step, s.shard)))
 
     def find(self, step: int, generation: int, shard: int) -> StagingBuffer | None:
         for buffer in self.buffers.values():
-            content = buffer.content
-            if content and (content.step, content.generation, content.shard) == (
-                step, generation, shard,
-            ):  # fmt: skip
+            held = buffer.content
+            if held and (held.step, held.generation, held.shard) == (step, generation, shard):
                 return buffer
         return None
 
@@ -162,7 +159,7 @@ class StagingBuffers:
             if buffer.content is not None:
                 key = version(buffer.content)
                 count[key] = count.get(key, 0) + 1
-        # What a generation resumed from is whole over all nodes, whatever this one has of it.
+        # The restored version is complete over all nodes, even if this node has only a part.
         whole = [
             v for v, n in count.items() if v == self._restored or n >= self._seats.get(v[0], 1)
         ]
@@ -170,8 +167,8 @@ class StagingBuffers:
 
     # -- the rule -----------------------------------------------------------------------------
     def settle(self) -> list[Give | Drop]:
-        """Release what need not be kept and answer what is waiting."""
-        self._forget()
+        """Release versions that need not be kept, then answer waiting requests."""
+        self._discard_old()
         done: list[Give | Drop] = []
         for number, slot in self.slots.items():
             for buffer in list(self.of_slot(number)):
@@ -214,9 +211,9 @@ class StagingBuffers:
         return len(list(self.of_slot(number))) < limits.STAGING_BUFFERS or self._stuck(number)
 
     def _stuck(self, number: int) -> bool:
-        """All that a slot's worker has is kept or pinned. Training must never wait for an upload,
-        so it gets one more, unasked; a new worker, which holds none yet, when it asks. That may be
-        one that an earlier generation left and nobody wanted."""
+        """All buffers of a slot's worker are kept or pinned. Training must not wait for an upload,
+        so the worker gets one more without a request; a new worker, which holds none yet, gets it
+        on request. It may be an unused buffer of an earlier generation."""
         owned = list(self.of_slot(number))
         return (
             (len(owned) == limits.STAGING_BUFFERS or any(_idle(b) for b in owned))
@@ -225,7 +222,7 @@ class StagingBuffers:
             and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
         )
 
-    def _forget(self) -> None:
+    def _discard_old(self) -> None:
         whole = self.complete()
         kept, newest = set(whole[:2]), whole[0] if whole else (0, -1)
         for buffer in self.buffers.values():
@@ -237,7 +234,7 @@ class StagingBuffers:
             buffer.content = None
 
     def _may_complete(self, key: Version) -> bool:
-        """Whether each slot has staged this version or may still do so."""
+        """Whether each slot has staged this version or may still stage it."""
         for number, slot in self.slots.items():
             passed = slot.latest is not None and slot.latest >= key
             has = any(b.content and version(b.content) == key for b in self.of_slot(number))

@@ -1,7 +1,5 @@
-"""Agent <-> forkserver, over a SOCK_SEQPACKET socket pair. One packet is one msgpack message.
-
-Owns: the messages, and passing descriptors beside them. Must not: fork.
-"""
+"""Messages between agent and forkserver: msgpack packets with file descriptors on a SOCK_SEQPACKET
+socket pair."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ class ForkMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class ConfigureForkserver(ForkMessage, frozen=True, kw_only=True, tag="configure"):
-    """The job, parsed once here and inherited by every worker."""
+    """The job. The forkserver parses it once, and every worker inherits it."""
 
     spec: dict[str, Any]
     directory: str
-    """What the spec's relative paths are relative to."""
+    """Base of the relative paths in the spec."""
 
 
 class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
-    """Fork a worker that waits for Assign. Descriptors: its end of the wire, its stack file."""
+    """Fork a worker that waits for Assign. Descriptors: the worker's socket and its stack file."""
 
     worker: int
 
@@ -64,7 +62,7 @@ _DECODER = msgspec.msgpack.Decoder(ToForkserver | FromForkserver)
 
 
 def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -> None:
-    """Raises OSError when the peer is gone."""
+    """Raises OSError when the peer has ended."""
     data = _ENCODER.encode(message)
     assert len(data) <= MAX_PACKET_BYTES, f"{type(message).__name__}: {len(data)} bytes"
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

@@ -1,8 +1,7 @@
-"""Forks workers from a warm, single-threaded process and reports how each one ends, at once.
+"""Forks workers from a process that has imported torch, and reports their exits at once.
 
-Owns: the worker processes: their fork, their process groups, their exit status, and whatever they
-leave behind. Must not: start a thread, import lazily, or know generations. It dies with its agent,
-and its workers die with it.
+The forkserver must not start a thread or import lazily: a fork of a process with threads is unsafe.
+It dies with its agent, and its workers die with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from . import fork_protocol, preload, worker_main
 
 
 def start() -> tuple[int, socket.socket]:
-    """Fork the forkserver: (pid, our end of the link). Only a process without threads may call."""
+    """Fork the forkserver: (pid, our end of the socket). The caller must not have threads."""
     assert preload.num_threads() == 1, f"{preload.num_threads()} threads: a fork is not safe"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _flush()
@@ -41,7 +40,7 @@ def start() -> tuple[int, socket.socket]:
 
 
 class Forkserver:
-    """The loop. Everything it waits for is a descriptor."""
+    """The event loop. It waits on descriptors only."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -52,7 +51,7 @@ class Forkserver:
         self._directory = "."
 
     def serve(self) -> NoReturn:
-        os.setpgid(0, 0)  # a Ctrl-C in the terminal is for the command line only
+        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the command line only
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         processes.adopt_orphans()
@@ -60,12 +59,12 @@ class Forkserver:
         while True:
             for event, _mask in self._selector.select():
                 if event.data is None:
-                    self._obey()
+                    self._on_request()
                 else:
                     self._reap(*event.data)
 
     # -- requests -----------------------------------------------------------------------------
-    def _obey(self) -> None:
+    def _on_request(self) -> None:
         message, fds = fork_protocol.receive(self._link)
         match message:
             case None:
@@ -110,13 +109,13 @@ class Forkserver:
         self._watch(pid, worker)
         fork_protocol.send(self._link, fork_protocol.Forked(worker=worker, pid=pid))
 
-    # -- ends ---------------------------------------------------------------------------------
+    # -- exits --------------------------------------------------------------------------------
     def _watch(self, pid: int, worker: int) -> None:
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (pid, worker, pidfd))
 
     def _reap(self, pid: int, worker: int, pidfd: int) -> None:
-        # The group first: while its leader is a zombie, its number cannot belong to another.
+        # The group first: while its leader is a zombie, its number cannot be reused.
         _signal_group(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
@@ -132,7 +131,7 @@ class Forkserver:
         fork_protocol.send(self._link, ended)
 
     def _end_orphans(self) -> None:
-        """Kill what a worker left behind in other process groups: its orphans are our children."""
+        """Kill processes that a worker left in other process groups: they are our children now."""
         known = set(self._workers.values())
         known |= {key.data[0] for key in self._selector.get_map().values() if key.data}
         for pid in processes.children():
@@ -142,7 +141,7 @@ class Forkserver:
                     self._watch(pid, -1)
 
     def _end(self) -> NoReturn:
-        """The agent has closed the link: nobody is left to run workers for."""
+        """The agent has closed the socket: end all workers."""
         for pid in self._workers.values():
             _signal_group(pid, signal.SIGKILL)
         for pid in self._workers.values():
@@ -156,7 +155,7 @@ class Forkserver:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    """Signal a worker and its children. The worker may not have its group yet."""
+    """Signal a worker and its children. A new worker may not have its process group yet."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
         return
@@ -174,13 +173,13 @@ def _close_all_but(*keep: int) -> None:
 
 
 def _flush() -> None:
-    """What is buffered would be written by both processes."""
+    """After the fork both processes would write what is buffered."""
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Start cold, for an agent whose forkserver was killed: `python -m ... FD PARENT_PID`."""
+    """Start a new forkserver after one was killed: `python -m ... FD PARENT_PID`."""
     link = socket.socket(fileno=int(arguments[0]))
     processes.die_with(int(arguments[1]))
     preload.preload()

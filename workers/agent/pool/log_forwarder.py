@@ -1,11 +1,9 @@
-"""Workers' output in the output of the agent, each line with its rank: what `kubectl logs` shows.
+"""Copies the output of workers to the output of the agent, each line with its rank.
 
-Owns: the pipes and the thread that reads them. Must not: block the agent: if whoever collects the
-container's output does not read it, this thread waits, and then the workers that print do.
-
-Used where the controller names no directory for logs (Welcome.log_directory is "-"). In a pod that
-is the rule: the kubelet keeps and rotates what is printed, files would fill the pod's disk or, on
-tmpfs, its memory.
+Used when the controller names no directory for logs (Welcome.log_directory is "-"), as in pods:
+the kubelet keeps and rotates the output, while files would fill the pod's disk or, on tmpfs, its
+memory. A thread copies, so that the agent never blocks: if the container runtime does not read the
+output, this thread waits, and then the workers that print.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import selectors
 import threading
 
 TO_OUTPUT = "-"
-"""As log directory: no files."""
+"""Value of Welcome.log_directory: no files."""
 READ_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024
-"""Longer ones (a progress bar that never ends its line) are cut: containerd does so there too."""
-FINISH_S = 1.0
+"""Longer lines (a progress bar without newlines) are cut, at the limit of containerd."""
+FINISH_TIMEOUT_S = 1.0
 
 
 class LogForwarder:
@@ -32,13 +30,13 @@ class LogForwarder:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._new: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
-        self._rests: dict[int, bytes] = {}
+        self._partial_lines: dict[int, bytes] = {}
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-echo", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast-logs", daemon=True)
         self._thread.start()
 
     def pipe(self, prefix: str) -> int:
-        """The writing end of a new pipe; the caller closes it when it has handed it on."""
+        """The writing end of a new pipe; the caller passes it to a worker and closes it."""
         read, write = os.pipe2(os.O_CLOEXEC)
         with self._lock:
             self._new.append((read, prefix.encode()))
@@ -46,10 +44,10 @@ class LogForwarder:
         return write
 
     def finish(self) -> None:
-        """Nobody prints any more: wait until what was printed is through, but not for ever."""
+        """All writing ends are closed: copy the rest, for at most FINISH_TIMEOUT_S."""
         self._ending = True
         os.write(self._wake, b"x")
-        self._thread.join(FINISH_S)
+        self._thread.join(FINISH_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:
@@ -59,19 +57,19 @@ class LogForwarder:
                     self._adopt()
                 else:
                     self._copy(key.fd, key.data)
-            if self._ending and not self._rests:
+            if self._ending and not self._partial_lines:
                 return
 
     def _adopt(self) -> None:
         with self._lock:
             new, self._new = self._new, []
         for fd, prefix in new:
-            self._rests[fd] = b""
+            self._partial_lines[fd] = b""
             self._selector.register(fd, selectors.EVENT_READ, prefix)
 
     def _copy(self, fd: int, prefix: bytes) -> None:
         part = os.read(fd, READ_BYTES)
-        lines = (self._rests[fd] + part).split(b"\n")
+        lines = (self._partial_lines[fd] + part).split(b"\n")
         rest = lines.pop()
         if len(rest) > MAX_LINE_BYTES or (not part and rest):
             lines.append(rest)
@@ -79,11 +77,11 @@ class LogForwarder:
         if lines:
             _write_all(self._target, b"".join(prefix + line + b"\n" for line in lines))
         if part:
-            self._rests[fd] = rest
+            self._partial_lines[fd] = rest
         else:
             self._selector.unregister(fd)
             os.close(fd)
-            del self._rests[fd]
+            del self._partial_lines[fd]
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""What is imported once per machine, before any fork, so that a worker imports nothing.
+"""Modules that are imported once per machine before any fork, so that workers import nothing.
 
-Owns: the list. Found by comparing sys.modules before and after a first HSDP step and a first DCP
-save in a forked child; tests/e2e/agent/test_preload.py repeats that. Must not: start a thread, open
-CUDA, or be imported by anything that wants to start quickly.
+The list comes from sys.modules before and after a first HSDP step and a first DCP save in a forked
+child; tests/e2e/agent/test_preload.py repeats that comparison. An import must not start a thread or
+open CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
-"""Without it numpy's OpenBLAS starts threads at import, and a process with threads must not be
-forked. Workers set their own number of threads after the fork."""
+"""Without it numpy's OpenBLAS starts threads at import, and a process with threads must not fork.
+Workers set their number of threads after the fork."""
 
 MODULES = (
     "numpy",
@@ -36,17 +36,17 @@ MODULES = (
     "torch._dynamo",
     "torch._dynamo.polyfills.loader",
     "torch.utils.serialization",
-    # What the session reads and writes with.
+    # Used by the session to read and write.
     "fsspec.implementations.local",
     "msgspec",
     "runpy",
     "safetensors",
     "xxhash",
 )
-"""Missing ones are passed over: the list serves torch 2.11 and later."""
+"""Missing modules are skipped: the list serves torch 2.11 and later."""
 
 OURS = (
-    "holdfast.workers.worker_protocol",
+    "holdfast.workers.worker_transport",
     "holdfast.workers.session",
     "holdfast.workers.training.parallel",
     "holdfast.workers.training.data",
@@ -58,12 +58,12 @@ OURS = (
     "holdfast.workers.training.recipes.pretrain",
     "holdfast.workers.agent.pool.warmup",
 )
-"""Holdfast's own training side, as far as it is installed."""
+"""Modules of Holdfast itself, if installed."""
 
 
 def preload() -> None:
-    """Import everything, then freeze it: the collector never touches (and so never copies) the
-    pages that children share."""
+    """Import everything, then freeze it: the garbage collector then never touches, and so never
+    copies, the pages that children share."""
     for name, value in SINGLE_THREADED.items():
         assert os.environ.get(name) == value, f"{name} must be set before the interpreter starts"
     for name in (*MODULES, *OURS):
@@ -74,8 +74,8 @@ def preload() -> None:
 
 
 def import_if_there(name: str) -> None:
-    """Import a module if that is possible. One that is broken is imported again, and fails with
-    its traceback, in the worker that needs it; the others must not suffer."""
+    """Import a module if possible. A broken module fails again, with its traceback, in the worker
+    that needs it."""
     try:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)

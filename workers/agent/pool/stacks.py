@@ -1,7 +1,7 @@
-"""Stacks of workers that are about to be killed: evidence for who is to blame.
+"""Takes the stacks of workers before they are killed, as evidence for the attribution.
 
-Owns: how they are taken (faulthandler answers from any state but a stopped one; py-spy reads the
-rest from outside) and the reading of them. Bounded by limits.STACK_TIMEOUT_S. Must not: kill.
+faulthandler answers from any state except stopped; py-spy reads stopped processes from outside.
+Takes at most limits.STACK_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from holdfast.orchestrator.protocol.facts import Stack
 
 from ..linux import processes
 
-ANSWER_S = 0.4
-"""A live process writes its stacks within milliseconds of SIGUSR1; on a busy node in tenths."""
+FAULTHANDLER_TIMEOUT_S = 0.4
+"""A live process writes its stacks within milliseconds of SIGUSR1; on a busy node, 0.1 s or so."""
 
-POLL_S = 0.01
+POLL_INTERVAL_S = 0.01
 TOP_FRAMES = 6
-"""A waiting main thread shows the collective among its innermost frames."""
+"""Innermost frames in which a collective is looked for."""
 
 _COLLECTIVE = re.compile(
     r"torch/distributed/|distributed_c10d|_functional_collectives|wait_tensor"
@@ -54,18 +54,18 @@ async def _take_one(rank: int, pid: int, stack_fd: int) -> Stack:
 async def _from_faulthandler(pid: int, stack_fd: int) -> str:
     before = os.fstat(stack_fd).st_size
     os.kill(pid, signal.SIGUSR1)
-    size, give_up = before, asyncio.get_running_loop().time() + ANSWER_S
+    size, give_up = before, asyncio.get_running_loop().time() + FAULTHANDLER_TIMEOUT_S
     while asyncio.get_running_loop().time() < give_up:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         now = os.fstat(stack_fd).st_size
         if now > before and now == size:
-            break  # it has stopped growing
+            break  # the file is complete
         size = now
     return os.pread(stack_fd, limits.MAX_STACK_BYTES, before).decode(errors="replace")
 
 
 async def _from_py_spy(pid: int) -> str:
-    """Reads the memory of the process; --nonblocking: it is not paused, so it cannot be left so."""
+    """py-spy reads the memory of the process. --nonblocking: it never leaves the process paused."""
     beside = Path(sys.executable).with_name("py-spy")
     tool = str(beside) if beside.exists() else shutil.which("py-spy")
     if tool is None:
@@ -77,7 +77,7 @@ async def _from_py_spy(pid: int) -> str:
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(limits.STACK_TIMEOUT_S - ANSWER_S):
+        async with asyncio.timeout(limits.STACK_TIMEOUT_S - FAULTHANDLER_TIMEOUT_S):
             out, _ = await spy.communicate()
     except TimeoutError:
         spy.kill()
@@ -87,7 +87,7 @@ async def _from_py_spy(pid: int) -> str:
 
 
 def shorten(text: str) -> str:
-    """Without the frames that started the worker, and without threads that run no Python."""
+    """The text without the frames that start a worker and without threads that run no Python."""
     kept: list[str] = []
     for block in re.split(r"\n(?=(?:Current thread|Thread) )", text):
         frames = []
@@ -102,7 +102,7 @@ def shorten(text: str) -> str:
 
 
 def in_collective(text: str) -> bool:
-    """Whether the main thread waits for its peers."""
+    """Whether the main thread waits for its peers in a collective."""
     return any(_COLLECTIVE.search(frame) for frame in _main_frames(text)[:TOP_FRAMES])
 
 

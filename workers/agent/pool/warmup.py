@@ -1,15 +1,15 @@
-"""Work that a worker can do before it knows its seat: make everything a first step makes once.
+"""Warm-up of a standby: one training step before it has a rank, to create lazy state.
 
-Owns: the rehearsal. A model takes one step on process groups that move nothing, so that what is
-made lazily exists: autograd's and oneDNN's state, FSDP2's and DTensor's own, and for a recipe the
-heap that a step needs and the text. Must not: touch CUDA, run before a fork (backward starts
-threads), or leave a process group, a changed random state or a number of threads behind.
+A model takes a step on process groups that move no data, which creates the state of autograd,
+oneDNN, FSDP2 and DTensor, and for a recipe also the heap and the text. The warm-up must not touch
+CUDA, run before a fork (backward starts threads), or leave a process group, a changed random state
+or another number of threads.
 
-Measured for 3.3 M parameters, HSDP 2 x 2, CPU time of one rank from its seat to the first finished
-step: the recipe 0.39 s without it, 0.24 s with it, of which the step itself is 0.15 s. A script's
-own loop 0.58 s without it, 0.47 s with it: DTensor derives the layouts of clip_grad_norm_ and AdamW
-anew for each mesh (0.18 s), and the real mesh must not be rehearsed on, see Meshes. The rehearsal
-takes 0.26 s. If it fails, that is shown and ignored: the real start says the same thing better.
+Measured for 3.3 M parameters, HSDP 2 x 2, CPU time of one rank from Assign to the end of the first
+step: a recipe 0.39 s without warm-up, 0.24 s with it, of which the step itself is 0.15 s; a script
+with its own loop 0.58 s without, 0.47 s with it: DTensor derives the layouts of clip_grad_norm_ and
+AdamW for each mesh (0.18 s), and the warm-up must not use the real mesh, see Meshes. The warm-up
+takes 0.26 s. A failure is printed and ignored: the real start reports the same error better.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from holdfast.workers.training.recipes import pretrain
 
 
 def warm(job: TrainingJob, directory: str = ".") -> None:
-    """Rehearses a first step on the CPU: a recipe's own, or for a script that imports
-    holdfast.session a small model's. Nothing for other scripts: they expect a fresh process.
+    """One step on the CPU: of a recipe, or of a small model for a script that imports
+    holdfast.session. Nothing for other scripts: they expect a fresh process.
 
-    `directory` is what the spec's paths are relative to.
+    `directory` is the base of the relative paths in the spec.
     """
     if job.spec.resources.gpu or dist.is_initialized():
         return
@@ -50,15 +50,15 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        with _quiet_groups(mesh.world_size):
+        with _fake_groups(mesh.world_size):
             session = Session(RankEnv(world_size=mesh.world_size), torch.device("cpu"), mesh)
-            session.meshes = Meshes(mesh, "cpu", prefix="rehearsed_")
+            session.meshes = Meshes(mesh, "cpu", prefix="warmup_")
             if recipe is None:
-                _rehearse_loop(session)
+                _warm_loop(session)
             else:
-                _rehearse_recipe(job, recipe.config, session)
+                _warm_recipe(job, recipe.config, session)
     except Exception:
-        print("the rehearsal of a first step failed; the real one follows", file=sys.stderr)
+        print("the warm-up of this standby failed; the real start follows", file=sys.stderr)
         traceback.print_exc()
     finally:
         torch.set_num_threads(threads)
@@ -66,13 +66,13 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
 
 
 def calls_session(job: TrainingJob, directory: str) -> bool:
-    """Whether the entry file itself imports holdfast.session. Reads it, runs nothing of it."""
+    """Whether the entry file itself imports holdfast.session. The file is parsed, not run."""
     entry = job.spec.entrypoint
     name = entry.script or (entry.module or "").replace(".", "/") + ".py"
     try:
         tree = ast.parse(files.resolve(directory, job.spec.working_directory, name).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return False  # the real start says what is wrong with it
+        return False  # the real start reports the error
     return any(_imports_session(node) for node in ast.walk(tree))
 
 
@@ -87,15 +87,15 @@ def _imports_session(node: ast.AST) -> bool:
     return any(f"{module}.".startswith("holdfast.session.") for module in modules)
 
 
-def _rehearse_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
+def _warm_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
     trainer = pretrain.build(job, config, session)
     session.restore(trainer.parallel.model, trainer.optimizer)
     trainer.parallel.refuse_non_finite = False
     pretrain.train_step(trainer, 0)
 
 
-def _rehearse_loop(session: Session) -> None:
-    """What most loops have in common: FSDP2 by block, AdamW, a clipped gradient."""
+def _warm_loop(session: Session) -> None:
+    """A typical loop: FSDP2 by block, AdamW, a clipped gradient."""
     config = Model(dim=32, num_layers=1, num_heads=2)
     model = Transformer(config)
     for block in model.blocks:
@@ -112,7 +112,7 @@ def _rehearse_loop(session: Session) -> None:
 
 
 def likely_mesh(job: TrainingJob) -> Mesh:
-    """The mesh at full size. Another one costs time at the first step, nothing else."""
+    """The mesh at full size. A wrong guess costs time at the first step only."""
     world = job.spec.nodes.max * job.spec.workers_per_node
     wanted = job.spec.parallelism
     if wanted.shard != "auto":
@@ -125,9 +125,9 @@ def likely_mesh(job: TrainingJob) -> Mesh:
 
 
 @contextlib.contextmanager
-def _quiet_groups(world_size: int) -> Iterator[None]:
-    """Process groups whose collectives return at once. Destroying them resets all of torch's
-    counters, so that rehearsed and unrehearsed ranks name their groups alike."""
+def _fake_groups(world_size: int) -> Iterator[None]:
+    """Process groups whose collectives return at once. Destroying them resets torch's counters, so
+    that ranks with and without warm-up use the same group names."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

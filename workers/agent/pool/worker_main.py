@@ -1,8 +1,7 @@
-"""First code of a forked worker: wait for the seat, become that worker, run the entrypoint.
+"""Main program of a forked worker: wait for Assign, set up the process, run the entrypoint.
 
-Owns: the worker's process state (environment, streams, directory, threads) and how its end is told.
-Must not: return; every path leaves through os._exit, because interpreter teardown with torch loaded
-takes tenths of a second and can only fail.
+Every path ends in os._exit: the teardown of an interpreter with torch loaded takes tenths of a
+second and can only fail.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol import files
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 
-from ..linux import malloc, processes
+from ..linux import processes
 from ..process import process_env, workdir
 
 _PEER_GONE = re.compile(
@@ -51,14 +50,14 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
     try:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
-        if not select.select([link], [], [], 0)[0]:  # a standby: its seat is not waiting yet
+        if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
             _warm(job, directory)
-        assign, output = worker_protocol.receive(link)
-        if assign is None:  # the agent ended, or has no use for this standby
+        assign, output = worker_transport.receive(link)
+        if assign is None:  # the agent has ended, or does not need this standby
             os._exit(0)
         assert isinstance(assign, worker_protocol.Assign)
-        _become(assign, job, wire_fd, output)
-        worker_protocol.attached = worker_protocol.Attached(link=link, assign=assign, job=job)
+        _set_up(assign, job, wire_fd, output)
+        worker_transport.attached = worker_transport.Attached(link=link, assign=assign, job=job)
         _run_entrypoint(job)
         code = _leave(0)
     except SystemExit as error:
@@ -66,15 +65,15 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
     except BaseException as error:
         error.__traceback__ = _without_launcher(error.__traceback__)
         if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
-            error.__traceback__ = None  # the script was never run; the error says where it is
-        _tell(link, error)
+            error.__traceback__ = None  # the script did not run; the error names the place
+        _report_failure(link, error)
         traceback.print_exception(error)
         _flush()
     finally:
         os._exit(code)
 
 
-# -- becoming the worker ----------------------------------------------------------------------
+# -- process set-up ---------------------------------------------------------------------------
 def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR2):
@@ -82,19 +81,18 @@ def _reset_signals() -> None:
 
 
 def _warm(job: TrainingJob, directory: str) -> None:
-    """Work of a standby that can be done before it has a seat: see warmup.py."""
+    """One step before this standby has a rank, see warmup.py."""
     if importlib.util.find_spec("holdfast.workers.agent.pool.warmup") is not None:
         importlib.import_module("holdfast.workers.agent.pool.warmup").warm(job, directory)
 
 
-def _become(
+def _set_up(
     assign: worker_protocol.Assign, job: TrainingJob, wire_fd: int, output: int | None
 ) -> None:
     processes.name_process(f"rank-{assign.seat.rank}")
     _open_streams(assign.log_file, output)
     process_env.adopt(assign.environment)
-    malloc.adopt(os.environ)
-    os.environ[worker_protocol.AGENT_FD] = str(wire_fd)
+    os.environ[worker_transport.AGENT_FD] = str(wire_fd)
     if problem := workdir.enter(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:
@@ -120,7 +118,7 @@ def _open_streams(log_file: str, output: int | None) -> None:
     os.dup2(target, 2)
     for fd in {null, target}:
         os.close(fd)
-    # New objects: whoever started the server may have replaced or captured the inherited ones.
+    # New objects: the parent process may have replaced or captured the inherited ones.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = _stream(1, "strict")
     sys.stderr = _stream(2, "backslashreplace")
@@ -150,7 +148,7 @@ def _run_entrypoint(job: TrainingJob) -> None:
 
 # -- the end ----------------------------------------------------------------------------------
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter does it."""
+    """The exit code that the interpreter would use."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -160,7 +158,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _leave(code: int) -> int:
-    """What the interpreter would do at its end, without tearing it down."""
+    """The interpreter's steps at its end, without the teardown."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
@@ -174,10 +172,10 @@ def _flush() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # a full disk or a closed stream must not change the exit code
+            continue  # a full disk or a closed stream does not change the exit code
 
 
-def _tell(link: socket.socket, error: BaseException) -> None:
+def _report_failure(link: socket.socket, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     failed = worker_protocol.Failed(
         error_type=type(error).__qualname__,
@@ -186,13 +184,13 @@ def _tell(link: socket.socket, error: BaseException) -> None:
         secondary=is_secondary(error),
     )
     try:
-        worker_protocol.send(link, failed)
+        worker_transport.send(link, failed)
     except OSError:
-        return  # the agent is gone, and so will this process be
+        return  # the agent has ended, so this process ends too
 
 
 def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's first frame on: how we came to run it helps nobody."""
+    """The traceback from the user's first frame on, without Holdfast's own frames."""
     frame = begin
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
@@ -212,7 +210,7 @@ def is_secondary(error: BaseException) -> bool:
     while seen is not None:
         kind, message = type(seen).__name__, str(seen)
         if kind in _NETWORK_ERRORS:
-            # The backend also reports wrong use under this name; then no peer is mentioned.
+            # DistBackendError is also raised for wrong use; its text then names no peer.
             if kind != "DistBackendError" or _PEER_GONE.search(message):
                 return True
         elif isinstance(seen, RuntimeError) and _PEER_GONE.search(message):

@@ -1,7 +1,6 @@
-"""The agent's side of its forkserver and of its workers' wires.
+"""Maps worker processes to ranks, through the forkserver and a socket to each worker.
 
-Owns: which process holds which seat, standbys, and the order of news about a worker: everything it
-said comes before its end. Must not: decide; it turns packets into facts and commands into packets.
+Invariant: all messages of a worker are delivered before its exit.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.protocol import python_command
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import cgroup, processes
-from ..machine import inputs as f
+from ..machine import inputs
+from ..machine.inputs import Input
 from . import fork_protocol, preload
 
-COMPANY_S = 2.0
+OOM_KILLS_S = 2.0
+"""For the exits of other workers that the kernel killed for the same lack of memory."""
 
 Seat = tuple[int, int]
 """(generation, rank)."""
@@ -50,9 +51,9 @@ class WorkerProcess:
 class WorkerPool:
     """All worker processes of a node."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[f.Input], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, give: Callable[[Input], None]) -> None:
         self._loop = loop
-        self._tell = tell
+        self._give = give
         self._server: socket.socket | None = None
         self._job: fork_protocol.ConfigureForkserver | None = None
         self._processes: dict[int, WorkerProcess] = {}
@@ -60,9 +61,9 @@ class WorkerPool:
         self._next = 0
         self._memory = cgroup.find("memory")
         self._memory_kills = cgroup.memory_kills(self._memory)
-        """Kills that are accounted for."""
+        """Kills of the kernel that were attributed to workers."""
         self._cold: subprocess.Popen[bytes] | None = None
-        self._mourning: asyncio.Task[None] | None = None
+        self._collecting: asyncio.Task[None] | None = None
 
     def attach(self, server: socket.socket) -> None:
         server.setblocking(False)
@@ -75,22 +76,22 @@ class WorkerPool:
 
     # -- commands -----------------------------------------------------------------------------
     def refill(self, count: int) -> None:
-        """Have `count` standbys."""
-        standing = sum(process.seat is None for process in self._processes.values())
-        for _ in range(count - standing):
+        """Fork standbys until there are `count`."""
+        num_standbys = sum(process.seat is None for process in self._processes.values())
+        for _ in range(count - num_standbys):
             self._fork()
 
-    def seat(self, assign: worker_protocol.Assign, output: int | None) -> None:
-        """Give a seat to a standby, or to a worker forked for it; `output` goes along."""
+    def assign(self, assign: worker_protocol.Assign, output: int | None) -> None:
+        """Send Assign and `output` to a standby, or to a new worker."""
         seat = (assign.membership.generation, assign.seat.rank)
-        standing = (p for p in self._processes.values() if p.seat is None)
-        # Those that were forked already first: they may be warm.
-        process = min(standing, key=lambda p: (p.pid == 0, p.number), default=None) or self._fork()
+        standbys = (p for p in self._processes.values() if p.seat is None)
+        # Standbys that are already forked come first: they may be warm.
+        process = min(standbys, key=lambda p: (p.pid == 0, p.number), default=None) or self._fork()
         process.seat = seat
         self._seats[seat] = process
         self._send(process, assign, output)
         if process.pid:
-            self._tell(f.WorkerForked(*seat, process.pid))
+            self._give(inputs.WorkerForked(*seat, process.pid))
 
     def kill(self, generation: int, rank: int, number: int) -> None:
         process = self._seats.get((generation, rank))
@@ -104,7 +105,7 @@ class WorkerPool:
         if process is not None:
             self._send(process, message, fd)
 
-    def where(self, generation: int, rank: int) -> tuple[int, int] | None:
+    def find(self, generation: int, rank: int) -> tuple[int, int] | None:
         """(pid, stack file) of a live worker."""
         process = self._seats.get((generation, rank))
         return (process.pid, process.stack_fd) if process is not None and process.pid else None
@@ -122,7 +123,7 @@ class WorkerPool:
     # -- the forkserver -----------------------------------------------------------------------
     def _fork(self) -> WorkerProcess:
         self._next += 1
-        ours, theirs = worker_protocol.pair()
+        ours, theirs = worker_transport.pair()
         ours.setblocking(False)
         stack_fd = os.memfd_create(f"holdfast-stack-{self._next}", os.MFD_CLOEXEC)
         process = WorkerProcess(self._next, ours, stack_fd)
@@ -135,7 +136,7 @@ class WorkerPool:
 
     def _request(self, message: fork_protocol.ForkMessage, fds: tuple[int, ...] = ()) -> None:
         if self._server is None:
-            return  # it has died; every worker's end is on its way
+            return  # the forkserver has died; the exits of all workers follow
         try:
             fork_protocol.send(self._server, message, fds)
         except (BrokenPipeError, ConnectionResetError):
@@ -158,7 +159,7 @@ class WorkerPool:
                     process = self._processes.pop(message.worker)
                     self._close(process)
                     if process.seat is not None:
-                        self._tell(f.ForkFailed(*process.seat, message.detail))
+                        self._give(inputs.ForkFailed(*process.seat, message.detail))
                 case fork_protocol.ProcessEnded():
                     self._ended(self._processes[message.worker], message.code, message.signal)
                 case _:
@@ -170,12 +171,12 @@ class WorkerPool:
         try:
             process.pidfd = os.pidfd_open(message.pid)
         except ProcessLookupError:
-            return  # it has ended and been reaped; Ended is the next message
+            return  # the worker was reaped; ProcessEnded is the next message
         if process.seat is not None:
-            self._tell(f.WorkerForked(*process.seat, process.pid))
+            self._give(inputs.WorkerForked(*process.seat, process.pid))
 
     def _ended(self, process: WorkerProcess, code: int | None, number: int | None) -> None:
-        self._drain(process)  # what it said before it ended must be heard before its end
+        self._drain(process)  # its messages come before its exit
         del self._processes[process.number]
         self._close(process)
         if process.seat is None:
@@ -184,16 +185,16 @@ class WorkerPool:
         out_of_memory = False
         if number == signal.SIGKILL and cgroup.memory_kills(self._memory) > self._memory_kills:
             out_of_memory = True
-            # The kernel may have killed neighbours too, whose ends come next; but what else it
-            # killed must not be taken for the end of a worker much later.
+            # The kernel may have killed other workers too, whose exits come next. Kills of other
+            # processes must not be attributed to a worker that ends much later.
             self._memory_kills += 1
-            self._loop.call_later(COMPANY_S, self._forget_memory_kills)
-        ended = f.WorkerEnded(*process.seat, code, number, out_of_memory, time.time_ns())
-        self._tell(ended)
+            self._loop.call_later(OOM_KILLS_S, self._forget_memory_kills)
+        ended = inputs.WorkerEnded(*process.seat, code, number, out_of_memory, time.time_ns())
+        self._give(ended)
 
     def _server_died(self) -> None:
-        """Its workers die with it (PDEATHSIG), and nobody can tell us their status any more. A new
-        server starts cold; what is asked of it meanwhile waits in its socket."""
+        """The workers die with the forkserver (PDEATHSIG) and their exit status is lost. A new
+        forkserver imports torch again; requests wait in its socket meanwhile."""
         if self._server is None:
             return
         self._loop.remove_reader(self._server)
@@ -216,15 +217,15 @@ class WorkerPool:
         self.attach(ours)
         if self._job is not None:
             self._request(self._job)
-        self._mourning = self._loop.create_task(self._mourn(lost))
+        self._collecting = self._loop.create_task(self._collect_exits(lost))
 
-    async def _mourn(self, lost: list[WorkerProcess]) -> None:
+    async def _collect_exits(self, lost: list[WorkerProcess]) -> None:
         for process in lost:
             if process.pidfd >= 0:
                 await _until_readable(self._loop, process.pidfd)
             self._ended(process, None, signal.SIGKILL)
-        self._tell(f.ForkserverDied("it ended; a new one imports torch again"))
-        # The dead are our children now (we are their subreaper): do not keep them as zombies.
+        self._give(inputs.ForkserverDied("it ended; a new one imports torch again"))
+        # The dead workers are our children now (subreaper): do not keep them as zombies.
         with contextlib.suppress(ChildProcessError):
             while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 os.waitpid(-1, os.WNOHANG)
@@ -232,22 +233,22 @@ class WorkerPool:
     def _forget_memory_kills(self) -> None:
         self._memory_kills = cgroup.memory_kills(self._memory)
 
-    # -- the wires ----------------------------------------------------------------------------
+    # -- sockets ------------------------------------------------------------------------------
     def _from_worker(self, process: WorkerProcess) -> None:
         if not self._drain(process) and process.reading:
             self._loop.remove_reader(process.link)
             process.reading = False
 
     def _drain(self, process: WorkerProcess) -> bool:
-        """Hear all that waits; False when the worker has closed its end."""
+        """Receive all waiting messages; False when the worker has closed its end."""
         while True:
             try:
-                message, fd = worker_protocol.receive(process.link)
+                message, fd = worker_transport.receive(process.link)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
-                # It ended without reading all we sent. The kernel says so once, and first: what it
-                # had said before comes after this.
+                # The worker ended with unread messages of ours. The kernel reports that once,
+                # before the worker's own messages.
                 continue
             except msgspec.MsgspecError as error:
                 print(f"worker {process.seat}: {error}", file=sys.stderr)
@@ -257,18 +258,21 @@ class WorkerPool:
             if message is None:
                 return False
             if process.seat is not None and isinstance(message, worker_protocol.FromWorker):
-                self._tell(f.FromRank(*process.seat, message))
+                self._give(inputs.FromRank(*process.seat, message))
 
     def _send(
         self, process: WorkerProcess, message: worker_protocol.ToWorker, fd: int | None
     ) -> None:
         try:
-            worker_protocol.send(process.link, message, fd)
+            worker_transport.send(process.link, message, fd)
         except (BrokenPipeError, ConnectionResetError):
-            return  # it has ended; the forkserver tells
+            return  # the worker has ended; the forkserver reports it
         except BlockingIOError:
-            # Hundreds of unread messages: a stopped process. It will be killed as hung.
-            print(f"worker {process.seat} does not read; dropped {message}", file=sys.stderr)
+            # Hundreds of unread messages: the process is stopped and will be killed as hung.
+            print(
+                f"worker {process.seat} does not read its socket; dropped {message}",
+                file=sys.stderr,
+            )
 
     def _close(self, process: WorkerProcess) -> None:
         if process.reading:

@@ -1,10 +1,9 @@
-"""Where a controller may be, and how one gets a connection to it.
+"""Connects to the controller: reads its endpoints, resolves names (IPv4 and IPv6), races addresses.
 
-Owns: reading the file of an endpoint, resolving names to all their addresses (IPv4 and
-IPv6), trying them, TLS. Must not: try again later, or understand messages; link.py does.
-
-With several operator replicas only the leader listens: the others refuse, which costs a round trip.
-An address that does not answer at all (a lost machine) delays the next one by STAGGER_S only.
+With several operator replicas only the leader listens; the others refuse, which costs a round trip.
+An address that does not answer (a lost machine) delays the next one by `stagger_s` only. The race
+is written here because those of asyncio and aiohappyeyeballs know one name each and end with the
+TCP connection, while a stuck controller may accept it and never finish the TLS handshake.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.orchestrator import limits
@@ -25,18 +25,22 @@ from holdfast.orchestrator.protocol.messages import Endpoint
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-CONNECT_TIMEOUT_S = 5.0
-"""All addresses together, name resolution and the TLS handshake included."""
-RESOLVE_TIMEOUT_S = 2.0
-"""Then the addresses that a name had before are used."""
-RESOLVERS = 4
-STAGGER_S = 0.25
-"""RFC 8305: a second address is tried this long after a first one that says nothing."""
+NUM_RESOLVERS = 4
+
+
+@dataclass(frozen=True)
+class ConnectTiming:
+    timeout_s: float = 5.0
+    """For all addresses, with name resolution and TLS handshake."""
+    resolve_timeout_s: float = 2.0
+    """After it, the previous addresses of a name are used."""
+    stagger_s: float = 0.25
+    """From the start of one attempt to the next (RFC 8305)."""
 
 
 def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
     """Reads the file at every call: a new controller has a new port. Raises OSError, ValueError or
-    KeyError while there is none."""
+    KeyError while there is no valid file."""
 
     def read() -> tuple[Endpoint, ...]:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -46,139 +50,123 @@ def endpoint_in(file: Path) -> Callable[[], tuple[Endpoint, ...]]:
 
 
 class Connector:
-    """Connects to one of the endpoints that `where` names. `where` is asked each time and may raise
-    OSError, ValueError or KeyError."""
+    """Connects to one of the endpoints that `endpoints` returns, which is called each time and may
+    raise OSError, ValueError or KeyError."""
 
     def __init__(
         self,
-        where: Callable[[], tuple[Endpoint, ...]],
+        endpoints: Callable[[], tuple[Endpoint, ...]],
         context: ssl.SSLContext | None = None,
         server_name: str = "",
         *,
         resolve: Callable[[str, int], list[Endpoint]] | None = None,
+        timing: ConnectTiming | None = None,
     ) -> None:
-        self._where, self._context, self._server_name = where, context, server_name
+        self._endpoints, self._context, self._server_name = endpoints, context, server_name
         self._resolve = resolve or addresses_of
-        self._known: dict[Endpoint, list[Endpoint]] = {}
-        """The last answer for each name: a cluster whose DNS is down has its operator still."""
-        # Threads of its own: a resolver that does not answer would hold up whoever shares them.
-        self._threads = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="holdfast-resolve")
+        self._timing = timing or ConnectTiming()
+        self._resolved: dict[Endpoint, list[Endpoint]] = {}
+        """Last addresses of each name: the operator stays reachable while DNS is down."""
+        # Separate threads: a resolver that does not answer must not delay other work.
+        self._threads = ThreadPoolExecutor(NUM_RESOLVERS, thread_name_prefix="holdfast-resolve")
 
-    async def dial(self) -> Streams:
-        """A connection to the first address that takes one, with TLS where there is a context.
+    async def connect(self) -> Streams:
+        """A connection to the first address that accepts one, with TLS if there is a context.
 
-        Raises OSError, naming every address and what was wrong with it, and what `where` raises.
+        Raises OSError with the error of every address, and what `endpoints` raises.
         """
-        endpoints = self._where()
+        endpoints, timing = self._endpoints(), self._timing
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                addresses = await self._addresses(endpoints)
-                return await _race(addresses, self._context, self._server_name)
+            async with asyncio.timeout(timing.timeout_s):
+                return await self._race(await self._addresses(endpoints))
         except TimeoutError:
             names = ", ".join(f"{host}:{port}" for host, port in endpoints)
-            raise OSError(f"{names}: no connection within {CONNECT_TIMEOUT_S:g} s") from None
+            raise OSError(f"{names}: no connection within {timing.timeout_s:g} s") from None
 
     async def _addresses(self, endpoints: tuple[Endpoint, ...]) -> list[Endpoint]:
-        """Every address of every name, in the order given. Raises OSError when no name has any."""
+        """All addresses of all names, in order. Raises OSError if there is none."""
         loop = asyncio.get_running_loop()
-        asked = {
+        lookups = {
             endpoint: loop.run_in_executor(self._threads, self._resolve, *endpoint)
             for endpoint in endpoints
         }
-        await asyncio.wait(asked.values(), timeout=RESOLVE_TIMEOUT_S)
+        await asyncio.wait(lookups.values(), timeout=self._timing.resolve_timeout_s)
         found: dict[Endpoint, None] = {}
         problems = []
-        for endpoint, answer in asked.items():
-            problem = self._note(endpoint, answer)
-            found.update(dict.fromkeys(self._known.get(endpoint, [])))
-            problems += [f"{endpoint[0]}: {problem}"] if problem else []
+        for endpoint, lookup in lookups.items():
+            if not lookup.done():
+                lookup.cancel()
+                limit = f"{self._timing.resolve_timeout_s:g} s"
+                problems.append(f"{endpoint[0]}: its name was not resolved within {limit}")
+            elif isinstance(error := lookup.exception(), OSError):
+                problems.append(f"{endpoint[0]}: {_text(error)}")
+            else:
+                self._resolved[endpoint] = lookup.result()
+            found.update(dict.fromkeys(self._resolved.get(endpoint, [])))
         if not found:
             raise OSError("; ".join(problems))
         return list(found)
 
-    def _note(self, endpoint: Endpoint, answer: asyncio.Future[list[Endpoint]]) -> str:
-        """Take the answer over; what is wrong with it."""
-        if not answer.done():
-            answer.cancel()
-            return f"its name was not resolved within {RESOLVE_TIMEOUT_S:g} s"
-        error = answer.exception()
-        if error is None:
-            self._known[endpoint] = answer.result()
-            return ""
-        if not isinstance(error, OSError):
-            raise error
-        return _why(error)
+    async def _race(self, addresses: list[Endpoint]) -> Streams:
+        """An attempt starts when all earlier ones have failed, or after `stagger_s`."""
+        problems: list[str] = []
+        waiting = list(addresses)
+        attempts: dict[asyncio.Task[Streams], Endpoint] = {}
+        try:
+            while waiting or attempts:
+                if waiting:
+                    address = waiting.pop(0)
+                    attempts[asyncio.create_task(self._attempt(*address))] = address
+                timeout_s = self._timing.stagger_s if waiting else None
+                done, _ = await asyncio.wait(
+                    attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    host, _port = attempts.pop(task)
+                    error = task.exception()
+                    if not isinstance(error, OSError):
+                        return task.result()
+                    problems.append(f"{host}: {_text(error)}")
+        finally:
+            for task in attempts:
+                task.cancel()
+                task.add_done_callback(_close_late)
+        raise OSError("; ".join(problems))
+
+    async def _attempt(self, host: str, port: int) -> Streams:
+        if self._context is None and not is_loopback(host):
+            raise PermissionError(
+                "no connection without TLS: the job's token would cross the network in clear; "
+                "give --tls and --tls-name"
+            )
+        name = self._server_name if self._context is not None else None
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=self._context, server_hostname=name
+        )
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A controller whose machine lost power closes no connection. Heartbeats are always being
+        # sent, so missing acknowledgements reveal it.
+        timeout_ms = int(limits.LINK_TIMEOUT_S * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        return reader, writer
 
 
 def addresses_of(host: str, port: int) -> list[Endpoint]:
-    """All addresses of a name, IPv4 and IPv6, as the system resolves it. Blocks; raises OSError."""
+    """All addresses of a name, IPv4 and IPv6, from the system. Blocks; raises OSError."""
     answer = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return [(str(entry[4][0]), int(entry[4][1])) for entry in answer]
 
 
-async def _race(
-    addresses: list[Endpoint], context: ssl.SSLContext | None, server_name: str
-) -> Streams:
-    """The next address is tried when the ones before have failed, or say nothing."""
-    problems: list[str] = []
-    waiting = list(addresses)
-    trying: dict[asyncio.Task[Streams], Endpoint] = {}
-    try:
-        while waiting or trying:
-            if waiting:
-                address = waiting.pop(0)
-                task = asyncio.create_task(_attempt(address, context, server_name))
-                trying[task] = address
-            patience_s = STAGGER_S if waiting else None
-            done, _ = await asyncio.wait(
-                trying, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                address = trying.pop(task)
-                error = task.exception()
-                if error is None:
-                    return task.result()
-                if not isinstance(error, OSError):
-                    raise error
-                problems.append(f"{address[0]}: {_why(error)}")
-    finally:
-        for task in trying:
-            task.cancel()
-            task.add_done_callback(_close_late)
-    raise OSError("; ".join(problems))
-
-
-async def _attempt(address: Endpoint, context: ssl.SSLContext | None, server_name: str) -> Streams:
-    host, port = address
-    if context is None and not is_loopback(host):
-        raise PermissionError(
-            "not dialled: without TLS the job's token would go over the network in clear; "
-            "give --tls and --tls-name"
-        )
-    if context is None:
-        reader, writer = await asyncio.open_connection(host, port)
-    else:
-        reader, writer = await asyncio.open_connection(
-            host, port, ssl=context, server_hostname=server_name
-        )
-    own = writer.get_extra_info("socket")
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Heartbeats are always under way, so a controller whose machine lost power, which closes no
-    # connection, is noticed by what it does not acknowledge.
-    patience_ms = int(limits.LINK_TIMEOUT_S * 1000)
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-    return reader, writer
-
-
 def _close_late(task: asyncio.Task[Streams]) -> None:
-    """An attempt that was through just before it was cancelled."""
+    """Close the connection of an attempt that succeeded just before it was cancelled."""
     with contextlib.suppress(asyncio.CancelledError):
         if task.exception() is None:
             task.result()[1].close()
 
 
-def _why(error: OSError) -> str:
-    """asyncio's own text of a refused connection repeats the address instead of the reason."""
+def _text(error: OSError) -> str:
+    """The reason. asyncio's own text of a refused connection repeats the address instead."""
     if error.errno is None or isinstance(error, ssl.SSLError | socket.gaierror):
         return error.strerror or str(error)
     return os.strerror(error.errno)

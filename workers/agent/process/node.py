@@ -1,7 +1,6 @@
-"""The agent process: feeds the machine with facts and carries out what it wants.
+"""The agent process: gives inputs to the machine and carries out its commands.
 
-Owns: the event loop of a node, and the only clock and IO of the agent. Must not: decide anything;
-machine.py does.
+The event loop, clock and IO of the agent are here; decisions are in machine/machine.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
 
 from ..linux import inventory, processes
-from ..machine import inputs as f
+from ..machine import commands, inputs
+from ..machine.commands import Command
+from ..machine.inputs import Input
 from ..machine.machine import AgentMachine
 from ..pool import forkserver, stacks
 from ..pool.log_forwarder import TO_OUTPUT, LogForwarder
@@ -41,35 +42,40 @@ from .connect import Connector, endpoint_in
 from .controller_link import ControllerLink, ReservedPort
 from .thread_pools import ThreadPools
 
-REAP_EVERY_S = 10.0
+REAP_INTERVAL_S = 10.0
 MIN_GRACE_S = 5.0
-"""A job whose workers get no time to end still gives its nodes some."""
+"""Least grace of a node, even for a job whose workers get none."""
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What an agent must be told at its start; the rest comes with Welcome."""
+    """What an agent needs at its start; the rest comes with Welcome."""
 
     job: str
     node: str
     slots: int
     token_file: Path
     endpoint_file: Path | None = None
-    """Where the controller is; read at every reconnect."""
+    """JSON file with the controller's address; read at every reconnect."""
     endpoints: tuple[Endpoint, ...] = ()
-    """Used where there is no file."""
+    """Used without an endpoint file."""
     tls_directory: Path | None = None
-    """The job's tls.crt and tls.key; without them nothing is dialled or served beyond loopback."""
+    """The job's tls.crt and tls.key; without them the agent uses loopback only."""
     tls_name: str = ""
     """The name in that certificate."""
     bind_address: str = ""
-    """Where the data port listens; empty: on all interfaces."""
+    """Address of the data port; empty: all interfaces."""
     address: str = ""
-    """Where other nodes reach this one; empty: the address that the controller is dialled from."""
+    """Where other nodes reach this one; empty: the local address of the controller connection."""
     failure_domain: str = ""
-    """What this node may be lost together with; empty: it stands alone."""
+    """Nodes with the same value may be lost together; empty: this node alone."""
     grace_s: float | None = None
-    """From SIGTERM to SIGKILL; None: as the job's spec says for its workers."""
+    """From SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
+
+
+WorkerCommand = (
+    commands.Fork | commands.RefillStandbys | commands.Kill | commands.TakeStacks | commands.ToRank
+)
 
 
 class AgentProcess:
@@ -86,8 +92,8 @@ class AgentProcess:
             job=options.job, node=options.node, token=token, slots=options.slots
         )
         self._memory = memfd.MemfdPool()
-        self._crew = WorkerPool(self._loop, self._give)
-        self._crew.attach(server)
+        self._workers = WorkerPool(self._loop, self._give)
+        self._workers.attach(server)
         self._data = peer_transfer.DataPort(
             self._credentials, self._on_get, self._on_put, address=options.bind_address
         )
@@ -96,26 +102,24 @@ class AgentProcess:
         self._link = ControllerLink(
             Connector(where, self._credentials.client, options.tls_name),
             self._on_link,
-            lambda message: self._give(f.Received(message)),
-            lambda: self._give(f.LinkDown()),
+            lambda message: self._give(inputs.Received(message)),
+            lambda: self._give(inputs.LinkDown()),
         )
         self._ports = ReservedPort()
         self._pools = ThreadPools(self._loop, options.slots)
         self._facts: NodeFacts | None = None
         self._job: TrainingJob | None = None
-        self._queue: deque[f.Input] = deque()
+        self._queue: deque[Input] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_ranks: tuple[int, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._questions: dict[int, asyncio.Future[f.Output]] = {}
-        self._next_question = 0
-        self._echo: LogForwarder | None = None
-        self._crowded = False
+        self._log_forwarder: LogForwarder | None = None
+        self._memory_warned = False
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> str:
-        """Until the machine ends the node; returns why."""
+        """Run until the machine ends the node; returns the reason."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         self._spawn(self._data.run())
         self._spawn(self._link.run())
@@ -123,34 +127,34 @@ class AgentProcess:
         try:
             return await self.ended
         finally:
-            if self._echo is not None:
-                self._echo.finish()
+            if self._log_forwarder is not None:
+                self._log_forwarder.finish()
 
     def _on_sigterm(self) -> None:
         grace_s = self._options.grace_s
         if grace_s is None:
             job = self._job
-            asked = job.spec.recovery.termination_grace_s if job else limits.TERMINATION_GRACE_S
-            grace_s = max(asked, MIN_GRACE_S)
-        self._give(f.Terminated(grace_s))
+            wanted_s = job.spec.recovery.termination_grace_s if job else limits.TERMINATION_GRACE_S
+            grace_s = max(wanted_s, MIN_GRACE_S)
+        self._give(inputs.Terminated(grace_s))
 
     async def _reap_orphans(self) -> None:
         seen: set[int] = set()
         while True:
-            await asyncio.sleep(REAP_EVERY_S)
+            await asyncio.sleep(REAP_INTERVAL_S)
             seen = processes.reap_strays(seen)
 
     # -- the machine --------------------------------------------------------------------------
-    def _give(self, given: f.Input) -> None:
-        """Facts may come up while commands are carried out: they wait their turn."""
+    def _give(self, given: Input) -> None:
+        """Inputs that arise while commands are carried out wait in a queue."""
         self._queue.append(given)
         if self._busy:
             return
         self._busy = True
         try:
             while self._queue:
-                for output in self._machine.step(time.monotonic_ns(), self._queue.popleft()):
-                    self._carry_out(output)
+                for command in self._machine.step(time.monotonic_ns(), self._queue.popleft()):
+                    self._carry_out(command)
         finally:
             self._busy = False
         self._set_timer()
@@ -164,11 +168,11 @@ class AgentProcess:
             self._timer = self._loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        stopped = self._crew.stopped_ranks()
+        stopped = self._workers.stopped_ranks()
         if stopped != self._stopped_ranks:
             self._stopped_ranks = stopped
-            self._give(f.StoppedRanks(stopped))
-        self._give(f.ClockTick())
+            self._give(inputs.StoppedRanks(stopped))
+        self._give(inputs.ClockTick())
 
     def _on_link(self, own_address: str) -> None:
         address = self._options.address or own_address
@@ -180,64 +184,65 @@ class AgentProcess:
                 failure_domain=self._options.failure_domain or self._options.node,
             )
         self._facts = replace(self._facts, address=address)
-        self._give(f.LinkUp(self._facts, self._ports.take()))
+        self._give(inputs.LinkUp(self._facts, self._ports.take()))
 
     # -- commands -----------------------------------------------------------------------------
-    def _carry_out(self, output: f.Output) -> None:
-        match output:
-            case f.Send():
-                self._link.send(output.message)
-            case f.CloseLink():
-                self._link.close(output.detail)
-            case f.Configure():
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case commands.Send():
+                self._link.send(command.message)
+            case commands.CloseLink():
+                self._link.close(command.detail)
+            case commands.Configure():
                 self._configure()
-            case f.Fork():
-                try:
-                    self._fork(output)
-                except OSError as error:  # no room for logs, or no descriptor is left
-                    seat = (output.membership.generation, output.seat.rank)
-                    self._give(f.ForkFailed(*seat, str(error)))
-            case f.Kill():
-                self._crew.kill(output.generation, output.rank, output.signal)
-            case f.TakeStacks():
-                self._spawn(self._take_stacks(output))
-            case f.OfferPort():
-                self._give(f.PortOffered(self._ports.take()))
-            case f.ToRank():
-                fd = None if output.buffer is None else self._memory.fd(output.buffer)
-                self._crew.send(output.generation, output.rank, output.message, fd)
-            case f.MakeBuffer():
-                self._make_buffer(output)
-            case f.FreeBuffer():
-                self._memory.free(output.buffer)
-            case f.WriteStorage():
-                self._spawn(self._write(output, self._memory.copy_of_fd(output.buffer)))
-            case f.PushToBuddy():
-                self._spawn(self._push(output, self._memory.copy_of_fd(output.buffer)))
-            case f.FetchFromPeer():
-                self._spawn(self._fetch(output))
-            case f.AcceptCopy() | f.RefuseCopy():
-                self._answer(output.copy_id, output)
-            case f.ServePeer() | f.RefusePeer():
-                self._answer(output.request_id, output)
-            case f.Note():
-                print(output.text, file=sys.stderr)
-            case f.RefillStandbys():
-                self._crew.refill(output.count)
-            case f.KillNode():
+            case commands.OfferPort():
+                self._give(inputs.PortOffered(self._ports.take()))
+            case commands.Note():
+                print(command.text, file=sys.stderr)
+            case commands.KillNode():
                 os.kill(os.getpid(), signal.SIGKILL)
-            case f.EndNode():
+            case commands.EndNode():
                 if not self.ended.done():
-                    self.ended.set_result(output.detail)
+                    self.ended.set_result(command.detail)
+            case commands.MakeBuffer():
+                self._make_buffer(command)
+            case commands.FreeBuffer():
+                self._memory.free(command.buffer)
+            case commands.WriteStorage():
+                self._spawn(self._write(command, self._memory.copy_of_fd(command.buffer)))
+            case commands.PushToBuddy():
+                self._spawn(self._push(command, self._memory.copy_of_fd(command.buffer)))
+            case commands.FetchFromPeer():
+                self._spawn(self._fetch(command))
+            case _:
+                self._command_workers(command)
+
+    def _command_workers(self, command: WorkerCommand) -> None:
+        match command:
+            case commands.Fork():
+                try:
+                    self._fork(command)
+                except OSError as error:  # no directory for logs, or no descriptor is left
+                    seat = (command.membership.generation, command.seat.rank)
+                    self._give(inputs.ForkFailed(*seat, str(error)))
+            case commands.RefillStandbys():
+                self._workers.refill(command.count)
+            case commands.Kill():
+                self._workers.kill(command.generation, command.rank, command.signal)
+            case commands.TakeStacks():
+                self._spawn(self._take_stacks(command))
+            case commands.ToRank():
+                fd = None if command.buffer is None else self._memory.fd(command.buffer)
+                self._workers.send(command.generation, command.rank, command.message, fd)
 
     def _configure(self) -> None:
         welcome = self._machine.welcome
         assert welcome is not None
         self._job = job_from_mapping(welcome.spec)
         process_env.adopt(self._job.spec.env)
-        self._crew.configure(welcome.spec, welcome.spec_directory)
+        self._workers.configure(welcome.spec, welcome.spec_directory)
 
-    def _fork(self, fork: f.Fork) -> None:
+    def _fork(self, fork: commands.Fork) -> None:
         welcome, job, facts = self._machine.welcome, self._job, self._facts
         assert welcome is not None and job is not None and facts is not None
         logs = ""
@@ -258,21 +263,21 @@ class AgentProcess:
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",
         )
         if logs:
-            self._crew.seat(assign, None)
+            self._workers.assign(assign, None)
             return
-        self._echo = self._echo or LogForwarder()
-        output = self._echo.pipe(f"[rank {fork.seat.rank}] ")
-        self._crew.seat(assign, output)
+        self._log_forwarder = self._log_forwarder or LogForwarder()
+        output = self._log_forwarder.pipe(f"[rank {fork.seat.rank}] ")
+        self._workers.assign(assign, output)
         os.close(output)
 
-    def _make_buffer(self, make: f.MakeBuffer) -> None:
+    def _make_buffer(self, make: commands.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
-        known = self._facts.memory_bytes if self._facts else 0
-        crowding = memfd.crowding(self._memory.total_bytes, known)
-        if crowding and not self._crowded:
-            self._crowded = True
-            print(crowding, file=sys.stderr)
-            self._link.send(m.AgentEvent(text=crowding))
+        memory_bytes = self._facts.memory_bytes if self._facts else 0
+        warning = memfd.memory_warning(self._memory.total_bytes, memory_bytes)
+        if warning and not self._memory_warned:
+            self._memory_warned = True
+            print(warning, file=sys.stderr)
+            self._link.send(m.AgentEvent(text=warning))
         fd = self._memory.copy_of_fd(make.buffer)
         self._spawn(self._touch(fd, make.num_bytes))
 
@@ -283,88 +288,74 @@ class AgentProcess:
         except OSError as error:
             print(f"staging buffer of {num_bytes} bytes: {error}", file=sys.stderr)
 
-    async def _take_stacks(self, order: f.TakeStacks) -> None:
-        found = {rank: self._crew.where(order.generation, rank) for rank in order.ranks}
-        alive = {rank: where for rank, where in found.items() if where is not None}
-        self._give(f.StacksTaken(order.generation, await stacks.take(alive)))
+    async def _take_stacks(self, command: commands.TakeStacks) -> None:
+        found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
+        alive = {rank: process for rank, process in found.items() if process is not None}
+        self._give(inputs.StacksTaken(command.generation, await stacks.take(alive)))
 
-    async def _write(self, order: f.WriteStorage, fd: int) -> None:
+    async def _write(self, command: commands.WriteStorage, fd: int) -> None:
         assert self._machine.welcome is not None
         path = self._machine.welcome.checkpoint_path
-        done = f.WriteDone(order.buffer, order.staged, order.file)
+        done = inputs.WriteDone(command.buffer, command.staged, command.file)
         begin = time.monotonic()
         try:
-            where = (path, order.directory, order.file)
+            where = (path, command.directory, command.file)
             checksum = await self._pools.run(
-                "upload", persist.write_shard, fd, order.staged.num_bytes, *where
+                "upload", persist.write_shard, fd, command.staged.num_bytes, *where
             )
-        except Exception as error:  # any store's library may raise anything; the job hears of it
+        except Exception as error:  # any store's library may raise anything; the error is reported
             detail = f"{type(error).__name__}: {error}"
             self._give(replace(done, detail=detail))
         else:
             seconds = time.monotonic() - begin
             self._give(replace(done, checksum=checksum, seconds=seconds))
 
-    async def _push(self, order: f.PushToBuddy, fd: int) -> None:
-        target = (order.address, order.port, self._credentials, order.staged, fd)
+    async def _push(self, command: commands.PushToBuddy, fd: int) -> None:
+        target = (command.address, command.port, self._credentials, command.staged, fd)
         detail = ""
         try:
             await self._pools.run("push", peer_transfer.push, *target)
         except peer_transfer.PeerError as error:
-            detail = f"{order.node}: {error}"
-        self._give(f.PushDone(order.buffer, detail))
+            detail = f"{command.node}: {error}"
+        self._give(inputs.PushDone(command.buffer, detail))
 
-    async def _fetch(self, order: f.FetchFromPeer) -> None:
-        shard, details = order.wanted.shard, []
-        for source in order.sources:
-            where = (source.address, source.data_port, self._credentials, order.wanted)
+    async def _fetch(self, command: commands.FetchFromPeer) -> None:
+        shard, details = command.wanted.shard, []
+        for source in command.sources:
+            where = (source.address, source.data_port, self._credentials, command.wanted)
             try:
                 fd, num_bytes = await self._pools.run("fetch", peer_transfer.fetch, *where)
             except peer_transfer.PeerError as error:
                 details.append(f"{source.node}: {error}")
                 continue
             found = worker_protocol.Shard(shard=shard, num_bytes=num_bytes)
-            self._crew.send(order.generation, order.rank, found, fd)
+            self._workers.send(command.generation, command.rank, found, fd)
             os.close(fd)
             return
         missing = worker_protocol.NoShard(shard=shard, detail="; ".join(details))
-        self._crew.send(order.generation, order.rank, missing, None)
+        self._workers.send(command.generation, command.rank, missing, None)
 
     # -- other agents -------------------------------------------------------------------------
-    async def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
-        number = self._question()
-        answer = await self._ask(number, f.PeerAsked(number, get.step, get.generation, get.shard))
-        if not isinstance(answer, f.ServePeer):
-            assert isinstance(answer, f.RefusePeer)
-            return answer.detail
-        return self._hold(answer.buffer, answer.staged, lambda ok: self._give(f.ServeDone(number)))
+    def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
+        found = self._machine.lend(get.step, get.generation, get.shard)
+        if found is None:
+            return f"shard {get.shard} of step {get.step} is not in this node's memory"
+        buffer, staged = found
+        return self._hold(buffer, staged, lambda ok: self._give(inputs.ServeDone(buffer)))
 
-    async def _on_put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
-        number = self._question()
-        answer = await self._ask(number, f.CopyOffered(number, put.staged))
-        if not isinstance(answer, f.AcceptCopy):
-            assert isinstance(answer, f.RefuseCopy)
-            return answer.detail
-        return self._hold(answer.buffer, put.staged, lambda ok: self._give(f.CopyDone(number, ok)))
+    def _on_put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
+        buffer, before = self._machine.accept_copy(put.staged)
+        for command in before:
+            self._carry_out(command)
+        if isinstance(buffer, str):
+            return buffer
+        return self._hold(buffer, put.staged, lambda ok: self._give(inputs.CopyDone(buffer, ok)))
 
     def _hold(
         self, buffer: int, staged: StagedShard, done: Callable[[bool], None]
     ) -> peer_transfer.Hold:
         fd = self._memory.copy_of_fd(buffer)
         return peer_transfer.Hold(fd, staged.num_bytes, staged.num_shards, done)
-
-    def _question(self) -> int:
-        self._next_question += 1
-        return self._next_question
-
-    async def _ask(self, number: int, question: f.Input) -> f.Output:
-        answer: asyncio.Future[f.Output] = self._loop.create_future()
-        self._questions[number] = answer
-        self._give(question)
-        return await answer
-
-    def _answer(self, number: int, output: f.Output) -> None:
-        self._questions.pop(number).set_result(output)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -378,8 +369,8 @@ class AgentProcess:
 
 
 def run_node(options: NodeOptions) -> NoReturn:
-    """Become an agent: fork the forkserver while this process is pristine, then serve. Never
-    returns; the forkserver, the workers and the memory go with this process."""
+    """Become an agent: fork the forkserver while this process has no threads, then run. Never
+    returns; the forkserver, the workers and the memory end with this process."""
     processes.adopt_orphans()
     processes.name_process(options.node)
     _, server = forkserver.start()

@@ -1,7 +1,7 @@
-"""One warm process per machine and job that forks agents.
+"""The node launcher of the local backend: imports torch once per job and forks agents.
 
-Owns: the agents of this machine: their fork and their end. Must not: start a thread or know jobs.
-It outlives the controller; it ends when it has neither a node nor a connection.
+It must not start a thread. It outlives the controller and ends when it has no node and no
+connection.
 """
 
 from __future__ import annotations
@@ -18,56 +18,45 @@ from typing import NoReturn
 
 import msgspec
 
-from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import launcher_protocol as p
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
+from holdfast.orchestrator.protocol.framing import BadFrame, FrameReader, frame
 
 from ..linux import processes
 from ..pool import preload
 from .node import NodeOptions, run_node
 
 LINGER_S = 10.0
-"""A host without node and connection waits this long for one: a controller may be restarting."""
+"""Time without node and connection after which the launcher ends; a controller may restart."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[p.ToHost] = msgspec.msgpack.Decoder(p.ToHost)
 
 
 class LauncherConnection:
-    """One backend. Frames are small, so a blocking send never waits for long."""
+    """The connection of one backend. Frames are small, so a blocking send does not wait long."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._data = b""
+        self._frames = FrameReader()
 
     def messages(self) -> list[p.ToHost] | None:
-        """What has come; None when the backend has closed or does not speak our protocol."""
+        """New messages; None when the backend has closed or does not speak our protocol."""
         try:
             part = self.sock.recv(65536)
         except ConnectionResetError:
             return None
         if not part:
             return None
-        self._data += part
-        found: list[p.ToHost] = []
-        while len(self._data) >= 4:
-            length = int.from_bytes(self._data[:4], "big")
-            if length > limits.MAX_FRAME_BYTES:
-                return None
-            if len(self._data) < 4 + length:
-                break
-            try:
-                found.append(_DECODER.decode(self._data[4 : 4 + length]))
-            except msgspec.MsgspecError as error:
-                print(f"host: {error}", file=sys.stderr)
-                return None
-            self._data = self._data[4 + length :]
-        return found
+        try:
+            return [_DECODER.decode(body) for body in self._frames.feed(part)]
+        except (BadFrame, msgspec.MsgspecError) as error:
+            print(f"node launcher: {error}", file=sys.stderr)
+            return None
 
     def send(self, message: p.FromHost) -> None:
-        body = _ENCODER.encode(message)
-        with contextlib.suppress(OSError):  # a backend that is gone is noticed by its next read
-            self.sock.sendall(len(body).to_bytes(4, "big") + body)
+        with contextlib.suppress(OSError):  # the next read notices a closed connection
+            self.sock.sendall(frame(_ENCODER.encode(message)))
 
 
 class NodeLauncher:
@@ -79,9 +68,9 @@ class NodeLauncher:
         self._pidfds: dict[str, int] = {}
         self._orphans: set[int] = set()
         self._devices: dict[str, tuple[str, ...]] = {}
-        """GPUs that a node has for itself."""
+        """GPUs that are assigned to a node."""
         self._waiting: dict[str, p.StartNode] = {}
-        """For GPUs of nodes that have not ended yet."""
+        """Nodes that wait for GPUs of nodes that have not ended yet."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def serve(self) -> NoReturn:
@@ -119,7 +108,7 @@ class NodeLauncher:
             match message:
                 case p.StartNode():
                     self._start(message)
-                    self._tell(p.NodeList(nodes=dict(self._nodes)))
+                    self._broadcast(p.NodeList(nodes=dict(self._nodes)))
                 case p.StopNode():
                     self._waiting.pop(message.node, None)
                     self._kill(message.node)
@@ -132,7 +121,7 @@ class NodeLauncher:
                     self._wait_for_orphans()
                     self._leave()
 
-    def _tell(self, message: p.FromHost) -> None:
+    def _broadcast(self, message: p.FromHost) -> None:
         for connection in self._connections:
             connection.send(message)
 
@@ -147,7 +136,7 @@ class NodeLauncher:
                 self._waiting[order.node] = order
                 return
             self._devices[order.node] = tuple(free[: order.slots])
-        assert preload.num_threads() == 1, "a library has started a thread in the host"
+        assert preload.num_threads() == 1, "a library has started a thread in the node launcher"
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -163,7 +152,7 @@ class NodeLauncher:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(order.node, pid))
 
     def _become(self, order: p.StartNode) -> NoReturn:
-        """In the child: close what is the host's, and be an agent."""
+        """In the child: close the launcher's descriptors and run an agent."""
         log = os.open(order.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -185,7 +174,7 @@ class NodeLauncher:
     def _kill(self, node: str) -> None:
         pid = self._nodes.get(node)
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)  # ours and not reaped: the number is still its own
+            os.kill(pid, signal.SIGKILL)  # our child and not reaped: the pid is still valid
 
     def _reap(self, node: str, pid: int) -> None:
         _, status = os.waitpid(pid, 0)
@@ -196,17 +185,17 @@ class NodeLauncher:
         self._end_orphans()
         code = os.waitstatus_to_exitcode(status)
         end = processes.describe_end(code if code >= 0 else None, -code if code < 0 else None)
-        self._tell(p.NodeEnded(node=node, detail=end))
+        self._broadcast(p.NodeEnded(node=node, detail=end))
         self._devices.pop(node, None)
         waiting, self._waiting = self._waiting, {}
         for order in waiting.values():
             self._start(order)
         if waiting:
-            self._tell(p.NodeList(nodes=dict(self._nodes)))
+            self._broadcast(p.NodeList(nodes=dict(self._nodes)))
 
     def _end_orphans(self) -> None:
-        """What an agent leaves behind becomes our child. Its workers die by themselves, what they
-        had started may not; and the children of those come to us when they end."""
+        """Kill processes that an agent left behind: they become our children. Workers die with
+        their agent, but processes that they started may not."""
         for pid in set(processes.children()) - set(self._nodes.values()) - self._orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""The environment of this process: what a container may lack, and what the job's spec adds.
+"""Completes the environment of this process: a user and a home directory, and spec.env.
 
-Owns: a user with a name and a home for workers to inherit; spec.env for drivers of stores, which
-agents of a machine host have from their start and stand-alone ones only when they know their job.
-Must not: know jobs.
+Drivers of stores need spec.env. Agents of a node launcher have it from their start; stand-alone
+agents get it with Welcome.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pathlib import Path
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Give this process a USER and a writable HOME where it has none.
+    """Set USER and a writable HOME if they are missing.
 
-    A container that runs as a number without an entry in its password file makes getpass.getuser()
-    raise (caches of torch.compile ask it) and has `/` as its home, often on a read-only root.
+    In a container that runs as a uid without an entry in the password file, getpass.getuser()
+    raises (caches of torch.compile call it) and the home is `/`, often on a read-only root.
     """
     try:
         getpass.getuser()
@@ -33,12 +32,12 @@ def complete(environment: MutableMapping[str, str]) -> None:
 
 
 def adopt(more: Mapping[str, str]) -> None:
-    """The job's own variables, over this process' environment and for fsspec, which reads its
-    FSSPEC_* once, when it is imported. Later imports see them by themselves."""
+    """Set the job's variables, in the environment and in fsspec, which reads FSSPEC_* only when it
+    is imported."""
     os.environ.update(more)
     ours = {name: value for name, value in more.items() if name.startswith("FSSPEC_")}
     config = sys.modules.get("fsspec.config")
     if ours and config is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names that are not like that; they say nothing
+            warnings.simplefilter("ignore")  # fsspec warns about malformed names
             config.set_conf_env(config.conf, ours)

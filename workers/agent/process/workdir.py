@@ -1,7 +1,6 @@
-"""The directory that a worker runs its entrypoint in.
+"""Enters the working directory of a worker's entrypoint.
 
-Owns: entering it, and the words for what this node lacks. Must not: run the entrypoint, or say what
-a recipe's data is relative to: that stays the directory of the spec, whether it is here or not.
+The base of a recipe's data stays the directory of the spec, whether or not this node has it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from holdfast.workers import worker_protocol
 
 
 def enter(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
-    """What this node lacks, or None."""
+    """Enter the working directory. Returns the problem if this node lacks it or the script."""
     entry, written = job.spec.entrypoint, job.spec.working_directory
     try:
         directory = files.resolve(assign.spec_directory, written)
@@ -42,7 +41,7 @@ def enter(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
 
 
 def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
-    """A recipe needs nothing but the spec, and that has come with the job."""
+    """A recipe needs only the spec, which came with the job."""
     logs = Path(assign.log_file).parent
     os.chdir(logs)
     print(f"not in the spec's directory ({why}), but in {logs.resolve()}", file=sys.stderr)

@@ -1,18 +1,15 @@
-"""The node's memory tier: anonymous memory files (memfd) that vanish with the agent.
-
-Owns: the descriptors. Must not: know what is in them; buffers.py and copies.py do.
-"""
+"""The memory of the memory tier: anonymous memory files (memfd), which end with the agent."""
 
 from __future__ import annotations
 
 import os
 
-CROWDED_SHARE = 0.7
-"""Of a node's memory, in buffers: with less left a worker's own tensors and torch rarely fit."""
+MAX_BUFFER_SHARE = 0.7
+"""Share of a node's memory in buffers above which a worker's own tensors and torch rarely fit."""
 
 
 class MemfdPool:
-    """Buffers by number. All are allocated once and used again over generations."""
+    """Buffers by number, reused over generations."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
@@ -23,7 +20,7 @@ class MemfdPool:
         return sum(self._sizes.values())
 
     def make(self, number: int, num_bytes: int) -> int:
-        """A new buffer; its pages exist once `touch` has run (or somebody has written them)."""
+        """A new buffer; its pages exist after `touch` or after they are written."""
         fd = os.memfd_create(f"holdfast-{number}", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
         self._fds[number] = fd
@@ -34,7 +31,7 @@ class MemfdPool:
         return self._fds[number]
 
     def copy_of_fd(self, number: int) -> int:
-        """For a thread: stays valid when the buffer is freed. The caller closes it."""
+        """For a thread: it stays valid when the buffer is freed. The caller closes it."""
         return os.dup(self._fds[number])
 
     def free(self, number: int) -> None:
@@ -42,11 +39,11 @@ class MemfdPool:
         os.close(self._fds.pop(number))
 
 
-def crowding(total_bytes: int, memory_bytes: int) -> str:
-    """What to say of buffers that leave too little to the workers themselves; empty: they fit.
+def memory_warning(total_bytes: int, memory_bytes: int) -> str:
+    """A warning if buffers leave too little memory to the workers; empty: they fit.
 
-    The kernel counts them to the container, and ends whoever asks for memory when it is full."""
-    if not memory_bytes or total_bytes <= CROWDED_SHARE * memory_bytes:
+    The kernel counts buffers to the container and kills a process of it when it is full."""
+    if not memory_bytes or total_bytes <= MAX_BUFFER_SHARE * memory_bytes:
         return ""
     return (
         f"memory: the staged state takes {total_bytes / 1e9:.1f} GB of the "
@@ -56,8 +53,8 @@ def crowding(total_bytes: int, memory_bytes: int) -> str:
 
 
 def touch(fd: int, num_bytes: int) -> None:
-    """Allocate all pages now: fresh pages in the middle of a staging cost 4-5x a warm copy. Takes
-    over `fd`. Raises OSError when there is not that much memory."""
+    """Allocate all pages: staging into fresh pages takes 4-5x the time of a warm copy. Takes over
+    `fd`. Raises OSError when the memory is not there."""
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     finally:

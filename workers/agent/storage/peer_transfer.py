@@ -1,14 +1,13 @@
-"""The data port: shards between agents, from memory to memory.
+"""The data port: transfers shards between agents, from memory to memory.
 
-Owns: the protocol. A frame (4-byte length, msgpack) asks with the job's token, a frame answers, raw
-bytes follow. Bytes move in threads, so the event loop keeps beating. Must not: decide what is kept
-or served; it asks.
+A request frame carries the job's token, a frame answers, and raw bytes follow. Bytes move in
+threads, so that the event loop keeps sending heartbeats.
 
-Between machines everything goes through TLS in which both sides present the job's certificate; the
-token is the second factor and never leaves a machine in clear. In clear, on loopback, bytes go from
-the page cache to the socket (sendfile). Python's ssl has no such way: the memory is mapped and
-encrypted record by record (16 KiB), without a copy of our own. That costs about twice the CPU of
-clear (bench/results/data_port.md); on two cores that both sides share, half of the throughput.
+Between machines both sides present the job's certificate over TLS; the token is the second factor
+and never leaves a machine in clear. In clear, on loopback, bytes go from the page cache to the
+socket (sendfile). Python's ssl cannot do that: the memory is mapped and encrypted record by record
+(16 KiB) without an extra copy. That costs about twice the CPU (bench/results/data_port.md); on two
+cores that both sides share, half of the throughput.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import mmap
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +30,19 @@ import msgspec
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.fabric import is_loopback
 from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.framing import HEADER_BYTES, BadFrame, frame, frame_length
 
 R = TypeVar("R")
 
 GREETING_TIMEOUT_S = 5.0
-"""Whoever dials must have shown its certificate and asked within this."""
+"""For the handshake and the request of an accepted connection."""
 TIMEOUT_S = 30.0
-"""Between two parts of a transfer; a dead peer must not hold a buffer for ever."""
+"""Between two parts of a transfer, so that a dead peer does not hold a buffer."""
 
 MAX_REQUEST_BYTES = 4096
 SEND_BYTES = 8 * 2**20
 TRANSFERS = 32
-"""At once; a restore after a loss of nodes asks one node for all its shards."""
+"""Parallel transfers; a restore after a loss of nodes fetches all shards from one node."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -62,7 +62,7 @@ class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
 
 
 class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
-    """After Get: `num_bytes` follow. After Put: send the bytes; a second Yes says they are here."""
+    """After Get: `num_bytes` follow. After Put: send the bytes; a second Yes confirms them."""
 
     num_bytes: int = 0
     num_shards: int = 0
@@ -79,19 +79,19 @@ _DECODER: msgspec.msgpack.Decoder[Get | Put | Yes | No] = msgspec.msgpack.Decode
 
 
 class PeerError(Exception):
-    """The transfer did not happen; the message says why."""
+    """The transfer failed; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """What agents of one job show each other."""
+    """How agents of one job authenticate each other."""
 
     token: str
     name: str = ""
     """The name in the job's certificate."""
     client: ssl.SSLContext | None = None
     server: ssl.SSLContext | None = None
-    """Both None: in clear, and then on loopback only."""
+    """Both None: in clear, on loopback only."""
 
 
 def credentials(token: str, directory: Path | None, name: str) -> PeerCredentials:
@@ -104,8 +104,7 @@ def credentials(token: str, directory: Path | None, name: str) -> PeerCredential
 
 @dataclass(frozen=True)
 class Hold:
-    """Something that a transfer may use: a descriptor of its own (closed by the transfer), and
-    what to call when it is over."""
+    """A buffer for a transfer: a descriptor, which the transfer closes, and its callback."""
 
     fd: int
     num_bytes: int
@@ -114,11 +113,11 @@ class Hold:
 
 
 Answer = Hold | str
-"""What the agent says to a request: go on, or why not."""
+"""The buffer for a request, or the reason of a refusal."""
 
 
 class DataPort:
-    """Listens; `on_get` and `on_put` decide, each answering with Hold or the reason for a no.
+    """The listener. `on_get` and `on_put` decide about requests.
 
     `address`: where to listen; empty: on all interfaces (IPv4 and IPv6), in clear on loopback.
     """
@@ -126,15 +125,15 @@ class DataPort:
     def __init__(
         self,
         credentials: PeerCredentials,
-        on_get: Callable[[Get], Awaitable[Answer]],
-        on_put: Callable[[Put], Awaitable[Answer]],
+        on_get: Callable[[Get], Answer],
+        on_put: Callable[[Put], Answer],
         *,
         address: str = "",
     ) -> None:
         self._credentials = credentials
         self._on_get, self._on_put = on_get, on_put
         self._tasks: set[asyncio.Task[None]] = set()
-        # Of its own: uploads and names that nobody resolves must not keep memory from being served.
+        # Separate threads: slow uploads and name lookups must not delay the serving of memory.
         self._threads = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="holdfast-port")
         if not address and credentials.server is None:
             address = "127.0.0.1"
@@ -157,7 +156,7 @@ class DataPort:
                 await self._answer(sock, request)
 
     def _greet(self, bare: socket.socket) -> tuple[socket.socket, PeerMessage]:
-        """In a thread: the handshake and the request."""
+        """The handshake and the request, in a thread."""
         sock = bare
         try:
             bare.setblocking(True)
@@ -182,10 +181,10 @@ class DataPort:
             await self._in_thread(_send, sock, No(detail="wrong token"))
             return
         if isinstance(request, Get):
-            answer = await self._on_get(request)
+            answer = self._on_get(request)
             work = _send_bytes
         else:
-            answer = await self._on_put(request)
+            answer = self._on_put(request)
             work = _take_bytes
         if isinstance(answer, str):
             await self._in_thread(_send, sock, No(detail=answer))
@@ -204,8 +203,7 @@ class DataPort:
 def fetch(
     address: str, port: int, credentials: PeerCredentials, wanted: StagedShard
 ) -> tuple[int, int]:
-    """(memfd, bytes) of a shard in another agent's memory. Blocks: call it in a thread. Raises
-    PeerError."""
+    """(memfd, bytes) of a shard in another agent's memory. Blocks. Raises PeerError."""
     get = Get(
         token=credentials.token,
         step=wanted.step,
@@ -248,7 +246,7 @@ def push(
 
 # -- connections ------------------------------------------------------------------------------
 def _listen(address: str) -> socket.socket:
-    """On one address, or on all of both families where the kernel has both."""
+    """Listen on one address, or on all addresses of both families if the kernel has IPv6."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=128)
@@ -263,7 +261,7 @@ def _connect(address: str, port: int, credentials: PeerCredentials) -> socket.so
     """Raises OSError (a wrong certificate too) or PeerError."""
     if credentials.client is None and not is_loopback(address):
         raise PeerError(
-            f"{address}:{port}: not dialled: without TLS the job's token would go over the "
+            f"{address}:{port}: no connection without TLS: the job's token would cross the "
             f"network in clear"
         )
     bare = socket.create_connection((address, port), TIMEOUT_S)
@@ -294,8 +292,7 @@ def _take_bytes(sock: socket.socket, hold: Hold) -> None:
 
 
 def _send_file(sock: socket.socket, fd: int, num_bytes: int) -> None:
-    """From the page cache to the socket. The socket has a timeout, so it may be momentarily full:
-    socket.sendfile waits then."""
+    """From the page cache to the socket. socket.sendfile waits while the socket is full."""
     if isinstance(sock, ssl.SSLSocket):
         _send_mapped(sock, fd, num_bytes)
         return
@@ -306,7 +303,7 @@ def _send_file(sock: socket.socket, fd: int, num_bytes: int) -> None:
 
 
 def _send_mapped(sock: ssl.SSLSocket, fd: int, num_bytes: int) -> None:
-    """SSLSocket.sendfile would read the file in pieces of 8 KiB; this encrypts from its pages."""
+    """Encrypts from the mapped pages; SSLSocket.sendfile would read the file in pieces of 8 KiB."""
     with (
         mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory,
         memoryview(memory) as view,
@@ -330,18 +327,15 @@ def _receive_into(sock: socket.socket, fd: int, num_bytes: int) -> None:
 
 
 def _send(sock: socket.socket, message: PeerMessage) -> None:
-    body = _ENCODER.encode(message)
-    sock.sendall(len(body).to_bytes(4, "big") + body)
+    sock.sendall(frame(_ENCODER.encode(message)))
 
 
 def _receive(sock: socket.socket) -> PeerMessage:
-    length = int.from_bytes(_exactly(sock, 4), "big")
-    if length > MAX_REQUEST_BYTES:
-        raise PeerError(f"a frame of {length} bytes; at most {MAX_REQUEST_BYTES}")
     try:
+        length = frame_length(_exactly(sock, HEADER_BYTES), MAX_REQUEST_BYTES)
         return _DECODER.decode(_exactly(sock, length))
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"not our protocol: {error}") from None
+    except (BadFrame, msgspec.MsgspecError) as error:
+        raise PeerError(f"not the data port's protocol: {error}") from None
 
 
 def _exactly(sock: socket.socket, length: int) -> bytes:

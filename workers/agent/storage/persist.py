@@ -1,7 +1,6 @@
-"""The storage tier: copy a staged buffer to a durable file, hashing it on the way.
+"""Copies a staged buffer to a durable file of the storage tier and hashes it on the way.
 
-Owns: that a file is complete and durable before it is reported. Runs in a thread of the agent, so
-training never waits for storage. Must not: decide what is written; never writes a manifest.
+Runs in a thread of the agent, so that training never waits for storage.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
 
 
 def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:
-    """Object stores show an object when its upload is complete."""
+    """An object store shows an object only when its upload is complete."""
     make_directory(system, path.rsplit("/", 1)[0])
     file = system.open(path, "wb")
     try:
         checksum = _copy(fd, num_bytes, file)
     except BaseException:
-        # Closing would complete the upload of half a shard.
+        # close() would complete the upload of a partial shard.
         with contextlib.suppress(Exception):
             file.discard()
         raise

@@ -12,7 +12,8 @@ from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine.commands import Command
 from holdfast.workers.agent.machine.machine import AgentMachine
 
 NS = 1_000_000_000
@@ -28,14 +29,14 @@ class AgentHarness:
         if joined:
             self.join()
 
-    def give(self, given: f.Input) -> tuple[f.Output, ...]:
+    def give(self, given: inputs.Input) -> tuple[Command, ...]:
         return self.machine.step(self.now_ns, given)
 
-    def tell(self, message: m.ToAgent) -> tuple[f.Output, ...]:
-        return self.give(f.Received(message))
+    def tell(self, message: m.ToAgent) -> tuple[Command, ...]:
+        return self.give(inputs.Received(message))
 
-    def join(self) -> tuple[f.Output, ...]:
-        self.give(f.LinkUp(FACTS, 29500))
+    def join(self) -> tuple[Command, ...]:
+        self.give(inputs.LinkUp(FACTS, 29500))
         return self.tell(
             m.Welcome(
                 spec={},
@@ -46,7 +47,7 @@ class AgentHarness:
             )
         )
 
-    def launch(self, generation: int = 1, **more: object) -> tuple[f.Output, ...]:
+    def launch(self, generation: int = 1, **more: object) -> tuple[Command, ...]:
         restore = more.pop("restore", None)
         membership = Membership(
             generation=generation,
@@ -69,22 +70,22 @@ class AgentHarness:
             )
         )
         for rank in range(2):
-            out += self.give(f.WorkerForked(generation, rank, 100 + rank))
+            out += self.give(inputs.WorkerForked(generation, rank, 100 + rank))
         return out
 
     def says(
         self, rank: int, message: worker_protocol.FromWorker, generation: int = 1
-    ) -> tuple[f.Output, ...]:
-        return self.give(f.FromRank(generation, rank, message))
+    ) -> tuple[Command, ...]:
+        return self.give(inputs.FromRank(generation, rank, message))
 
     def ends(
         self, rank: int, code: int | None = None, signal: int | None = None, generation: int = 1
-    ) -> tuple[f.Output, ...]:
-        return self.give(f.WorkerEnded(generation, rank, code, signal))
+    ) -> tuple[Command, ...]:
+        return self.give(inputs.WorkerEnded(generation, rank, code, signal))
 
-    def stage(self, step: int, generation: int = 1) -> tuple[f.Output, ...]:
+    def stage(self, step: int, generation: int = 1) -> tuple[Command, ...]:
         """Both workers stage a step, into whichever buffers they may write."""
-        out: tuple[f.Output, ...] = ()
+        out: tuple[Command, ...] = ()
         for rank in range(2):
             free = [
                 b for b in self.machine.tiers.buffers.of_slot(rank) if b.writable
@@ -101,12 +102,12 @@ T = TypeVar("T")
 
 
 def of(kind: type[T], outputs: Iterable[object]) -> list[T]:
-    found = [o.message if isinstance(o, f.Send) else o for o in outputs]
+    found = [o.message if isinstance(o, commands.Send) else o for o in outputs]
     return [o for o in found if isinstance(o, kind)]
 
 
-def request_buffers(bench: AgentHarness, generation: int = 1) -> tuple[f.Output, ...]:
-    out: tuple[f.Output, ...] = ()
+def request_buffers(bench: AgentHarness, generation: int = 1) -> tuple[Command, ...]:
+    out: tuple[Command, ...] = ()
     for rank in range(2):
         for _ in range(3):
             out += bench.says(rank, worker_protocol.BufferRequest(num_bytes=100), generation)

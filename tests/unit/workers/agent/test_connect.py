@@ -50,7 +50,7 @@ async def serve(
 async def dial(
     where: tuple[Endpoint, ...], context: ssl.SSLContext | None, name: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await Connector(lambda: where, context, name).dial()
+    return await Connector(lambda: where, context, name).connect()
 
 
 async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,11 +135,11 @@ def test_while_names_cannot_be_resolved_their_last_addresses_are_used() -> None:
                 raise socket.gaierror(socket.EAI_AGAIN, "the name server is down")
             return answers.pop()
 
-        dialler = Connector(lambda: (("operator", 7077),), resolve=resolve)
+        connector = Connector(lambda: (("operator", 7077),), resolve=resolve)
         heard = b""
         async with server:
             for _ in range(2):
-                reader, writer = await dialler.dial()
+                reader, writer = await connector.connect()
                 heard += await reader.read()
                 writer.close()
         return heard
@@ -180,7 +180,7 @@ def test_a_server_without_the_jobs_key_or_name_is_no_controller(tmp_path: Path, 
 
 def test_the_token_never_leaves_the_machine_in_clear() -> None:
     async def scene() -> None:
-        with pytest.raises(OSError, match="not dialled: without TLS"):
+        with pytest.raises(OSError, match="no connection without TLS"):
             await dial((("192.0.2.1", 7077),), None, "")
 
     drive(scene())

@@ -36,12 +36,12 @@ class Agent:
         self.ended: list[bool] = []
         self.port = peer_transfer.DataPort(credentials, self._get, self._put, address=address)
 
-    async def _get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
+    def _get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
         if get.shard != SHARD.shard:
             return f"shard {get.shard} is not here"
         return peer_transfer.Hold(memory_of(DATA), len(DATA), SHARD.num_shards, self.ended.append)
 
-    async def _put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
+    def _put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
         fd = os.memfd_create("test", os.MFD_CLOEXEC)
         os.ftruncate(fd, put.staged.num_bytes)
         keep = os.dup(fd)
@@ -152,7 +152,7 @@ def test_without_tls_nothing_is_served_or_dialled_beyond_loopback() -> None:
         return listener.getsockname()[0], agent.port.port
 
     assert with_agent(plain, scene)[0] == "127.0.0.1"
-    with pytest.raises(peer_transfer.PeerError, match="not dialled: without TLS"):
+    with pytest.raises(peer_transfer.PeerError, match="no connection without TLS"):
         peer_transfer.fetch("192.0.2.1", 1, plain, SHARD)
 
 

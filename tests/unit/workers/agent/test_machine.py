@@ -6,8 +6,8 @@ from holdfast.orchestrator.limits import CONTROLLER_ABSENCE_S
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, StagedShard
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
-from holdfast.workers.agent.machine.warm_pool import REFILL_DELAY_S, SPARE_DELAY_S
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine.machine import MachineTiming
 
 from .harness import FACTS, NS, AgentHarness, of, request_buffers
 
@@ -15,7 +15,7 @@ from .harness import FACTS, NS, AgentHarness, of, request_buffers
 def test_a_launch_forks_every_seat_and_answers_once_all_are_forked() -> None:
     bench = AgentHarness()
     out = bench.launch(1)
-    assert [fork.seat.rank for fork in of(f.Fork, out)] == [0, 1]
+    assert [fork.seat.rank for fork in of(commands.Fork, out)] == [0, 1]
     assert [(r.action_id, r.ok) for r in of(m.Launched, out)] == [(11, True)]
 
 
@@ -23,7 +23,7 @@ def test_the_same_launch_twice_forks_nothing_more() -> None:
     bench = AgentHarness()
     bench.launch(1)
     out = bench.launch(1)
-    assert not of(f.Fork, out)
+    assert not of(commands.Fork, out)
     assert [r.ok for r in of(m.Launched, out)] == [True]
 
 
@@ -31,7 +31,7 @@ def test_a_launch_of_an_older_generation_is_refused() -> None:
     bench = AgentHarness()
     bench.launch(3)
     out = bench.launch(2)
-    assert not of(f.Fork, out)
+    assert not of(commands.Fork, out)
     assert [r.ok for r in of(m.Launched, out)] == [False]
 
 
@@ -46,11 +46,11 @@ def test_a_newer_launch_first_kills_the_zombies_of_the_older_one() -> None:
     bench = AgentHarness()
     bench.launch(1)
     out = bench.launch(2)
-    assert [(k.generation, k.signal) for k in of(f.Kill, out)] == [(1, 9), (1, 9)]
-    assert not of(f.Fork, out)
+    assert [(k.generation, k.signal) for k in of(commands.Kill, out)] == [(1, 9), (1, 9)]
+    assert not of(commands.Fork, out)
     bench.ends(0, signal=9)
     out = bench.ends(1, signal=9)
-    assert [fork.membership.generation for fork in of(f.Fork, out)] == [2, 2]
+    assert [fork.membership.generation for fork in of(commands.Fork, out)] == [2, 2]
 
 
 def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> None:
@@ -59,7 +59,7 @@ def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> No
     died = of(m.WorkerExitReport, bench.ends(0, signal=11))
     assert [(e.exit.rank, e.exit.signal, e.exit.by_us) for e in died] == [(0, 11, False)]
     out = bench.tell(m.StopWorkers(action_id=7, generation=1))
-    assert [(k.rank, k.signal) for k in of(f.Kill, out)] == [(1, 9)]
+    assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
     assert not of(m.Stopped, out)
     out = bench.ends(1, signal=9)
     assert not of(m.WorkerExitReport, out)
@@ -83,11 +83,11 @@ def test_a_stop_with_grace_sends_sigterm_and_then_sigkill() -> None:
     bench = AgentHarness()
     bench.launch(1)
     out = bench.tell(m.StopWorkers(action_id=7, generation=1, grace_s=2.0))
-    assert {k.signal for k in of(f.Kill, out)} == {15}
+    assert {k.signal for k in of(commands.Kill, out)} == {15}
     bench.ends(0, code=0)
     bench.now_ns += 2 * NS
-    out = bench.give(f.ClockTick())
-    assert [(k.rank, k.signal) for k in of(f.Kill, out)] == [(1, 9)]
+    out = bench.give(inputs.ClockTick())
+    assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
     (stopped,) = of(m.Stopped, bench.ends(1, signal=9))
     assert all(e.by_us for e in stopped.exits)
 
@@ -96,10 +96,10 @@ def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
     bench = AgentHarness()
     bench.launch(1)
     out = bench.tell(m.StopWorkers(action_id=7, generation=1, stacks=True))
-    assert [t.ranks for t in of(f.TakeStacks, out)] == [(0, 1)]
-    assert not of(f.Kill, out)
+    assert [t.ranks for t in of(commands.TakeStacks, out)] == [(0, 1)]
+    assert not of(commands.Kill, out)
     bench.now_ns += 3 * NS
-    assert {k.signal for k in of(f.Kill, bench.give(f.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, bench.give(inputs.ClockTick()))} == {9}
 
 
 def test_a_python_error_is_reported_with_the_exit() -> None:
@@ -130,16 +130,16 @@ def test_the_first_step_of_a_generation_is_told_at_once_and_later_ones_with_the_
     deadline = bench.machine.next_deadline_ns()
     assert deadline is not None
     bench.now_ns = deadline
-    (beat,) = of(m.Heartbeat, bench.give(f.ClockTick()))
+    (beat,) = of(m.Heartbeat, bench.give(inputs.ClockTick()))
     assert [w.step for w in beat.workers] == [1, 0]
 
 
 def test_after_a_reconnect_the_exits_of_the_running_generation_are_told_again() -> None:
     bench = AgentHarness()
     bench.launch(1)
-    bench.give(f.LinkDown())
+    bench.give(inputs.LinkDown())
     assert not of(m.WorkerExitReport, bench.ends(0, signal=9))
-    (hello,) = of(m.Hello, bench.give(f.LinkUp(FACTS, 29501)))
+    (hello,) = of(m.Hello, bench.give(inputs.LinkUp(FACTS, 29501)))
     assert (hello.generation, hello.ranks, hello.offered_port) == (1, (1,), 29501)
     assert [e.exit.rank for e in of(m.WorkerExitReport, bench.join())] == [0]
 
@@ -147,17 +147,17 @@ def test_after_a_reconnect_the_exits_of_the_running_generation_are_told_again() 
 def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
     bench = AgentHarness()
     bench.launch(1)
-    bench.give(f.LinkDown())
+    bench.give(inputs.LinkDown())
     bench.now_ns += int(CONTROLLER_ABSENCE_S * NS)
-    assert {k.signal for k in of(f.Kill, bench.give(f.ClockTick()))} == {9}
+    assert {k.signal for k in of(commands.Kill, bench.give(inputs.ClockTick()))} == {9}
     bench.ends(0, signal=9)
-    assert of(f.EndNode, bench.ends(1, signal=9))
+    assert of(commands.EndNode, bench.ends(1, signal=9))
 
 
 def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> None:
     bench = AgentHarness()
     bench.launch(1)
-    assert len(of(f.MakeBuffer, request_buffers(bench))) == 6
+    assert len(of(commands.MakeBuffer, request_buffers(bench))) == 6
     for step in range(5):
         bench.stage(step)
     assert bench.staged() == {(1, s, k) for s in (3, 4) for k in (0, 1)}
@@ -185,9 +185,12 @@ def test_buffers_of_the_previous_generation_are_used_again_without_losing_its_st
     bench.ends(1, signal=9)
     bench.launch(2, restore=Restore(step=2, generation=1, num_shards=2))
     out = request_buffers(bench, 2)
-    assert not of(f.MakeBuffer, out)
-    assert len([t for t in of(f.ToRank, out) if isinstance(t.message, worker_protocol.Buffer)]) == 2
-    answer = of(f.ToRank, bench.says(0, worker_protocol.FetchShard(shard=0), 2))
+    assert not of(commands.MakeBuffer, out)
+    assert (
+        len([t for t in of(commands.ToRank, out) if isinstance(t.message, worker_protocol.Buffer)])
+        == 2
+    )
+    answer = of(commands.ToRank, bench.says(0, worker_protocol.FetchShard(shard=0), 2))
     assert isinstance(answer[0].message, worker_protocol.Shard)
     bench.stage(3, 2)
     assert bench.staged() == {(g, s, k) for g, s in ((1, 2), (2, 3)) for k in (0, 1)}
@@ -211,14 +214,14 @@ def test_an_upload_keeps_its_buffer_and_training_gets_another_one() -> None:
     bench.launch(1, persist_every_steps=2)
     request_buffers(bench)
     bench.stage(0)
-    writes = of(f.WriteStorage, bench.stage(1))
+    writes = of(commands.WriteStorage, bench.stage(1))
     assert [w.directory for w in writes] == ["step-00000001.gen-1"] * 2
     for step in range(2, 7):
         failed = of(m.ShardPersistFailed, bench.stage(step))
         assert len(failed) == (2 if step % 2 else 0)  # passed over: the first still runs
         assert all(bench.machine.tiers.buffers.buffers[w.buffer].pins for w in writes)
         assert {(1, step, 0), (1, step, 1)} <= bench.staged()
-    done = f.WriteDone(writes[0].buffer, writes[0].staged, writes[0].file, "ab", 0.1)
+    done = inputs.WriteDone(writes[0].buffer, writes[0].staged, writes[0].file, "ab", 0.1)
     (persisted,) = of(m.Persisted, bench.give(done))
     assert (persisted.shard.step, persisted.shard.checksum) == (1, "ab")
 
@@ -228,12 +231,12 @@ def test_a_persist_order_writes_the_same_step_on_every_node() -> None:
     bench.launch(1)
     request_buffers(bench)
     bench.stage(0)
-    assert not of(f.WriteStorage, bench.tell(m.Persist(action_id=3, generation=1, step=1)))
-    assert [w.staged.step for w in of(f.WriteStorage, bench.stage(1))] == [1, 1]
+    assert not of(commands.WriteStorage, bench.tell(m.Persist(action_id=3, generation=1, step=1)))
+    assert [w.staged.step for w in of(commands.WriteStorage, bench.stage(1))] == [1, 1]
     bench.stage(2)
     # Ordered late: step 1 is still here, so it is step 1, not the newest.
     bench.tell(m.Persist(action_id=4, generation=1, step=1))
-    assert not of(f.WriteStorage, bench.stage(3))
+    assert not of(commands.WriteStorage, bench.stage(3))
 
 
 def test_the_last_step_is_persisted_when_the_loop_is_through() -> None:
@@ -241,7 +244,7 @@ def test_the_last_step_is_persisted_when_the_loop_is_through() -> None:
     bench.launch(1, persist_every_steps=100)
     request_buffers(bench)
     bench.stage(7)
-    writes = of(f.WriteStorage, bench.says(0, worker_protocol.Finished(step=7)))
+    writes = of(commands.WriteStorage, bench.says(0, worker_protocol.Finished(step=7)))
     assert [(w.staged.step, w.staged.shard) for w in writes] == [(7, 0)]
 
 
@@ -249,22 +252,22 @@ def test_a_shard_that_is_not_here_is_fetched_from_a_peer_that_has_it() -> None:
     bench = AgentHarness()
     source = ShardLocation(1, "node-1", "127.0.0.1", 9)
     bench.launch(2, restore=Restore(step=5, generation=1, num_shards=2, sources=(source,)))
-    (fetch,) = of(f.FetchFromPeer, bench.says(0, worker_protocol.FetchShard(shard=1), 2))
+    (fetch,) = of(commands.FetchFromPeer, bench.says(0, worker_protocol.FetchShard(shard=1), 2))
     assert fetch.sources == (source,)
-    (answer,) = of(f.ToRank, bench.says(0, worker_protocol.FetchShard(shard=0), 2))
+    (answer,) = of(commands.ToRank, bench.says(0, worker_protocol.FetchShard(shard=0), 2))
     assert isinstance(answer.message, worker_protocol.NoShard)
 
 
 def test_buddy_copies_keep_two_versions_and_refuse_a_zombie() -> None:
     bench = AgentHarness()
     bench.launch(2)
-    for number, step in enumerate(range(4)):
-        offer = f.CopyOffered(number, StagedShard(step, 2, 5, 8, 100))
-        assert of(f.AcceptCopy, bench.give(offer))
-        bench.give(f.CopyDone(number, ok=True))
+    for step in range(4):
+        buffer, _ = bench.machine.accept_copy(StagedShard(step, 2, 5, 8, 100))
+        assert isinstance(buffer, int)
+        bench.give(inputs.CopyDone(buffer, ok=True))
     assert bench.staged() == {(2, 2, 5), (2, 3, 5)}
-    stale = f.CopyOffered(9, StagedShard(9, 1, 5, 8, 100))
-    assert of(f.RefuseCopy, bench.give(stale))
+    refused, _ = bench.machine.accept_copy(StagedShard(9, 1, 5, 8, 100))
+    assert refused == "generation 1 is over; 2 runs here"
 
 
 def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
@@ -282,13 +285,13 @@ def refills(bench: AgentHarness, until_s: float) -> list[tuple[float, int]]:
     found = []
     while (due := bench.machine.next_deadline_ns()) is not None and due <= until_s * NS:
         bench.now_ns = due
-        out = bench.give(f.ClockTick())
-        found += [(due / NS, o.count) for o in of(f.RefillStandbys, out)]
+        out = bench.give(inputs.ClockTick())
+        found += [(due / NS, o.count) for o in of(commands.RefillStandbys, out)]
     return found
 
 
 def test_a_node_without_seats_forks_standbys_once_the_others_have_had_time_to_start() -> None:
-    assert refills(AgentHarness(), until_s=30) == [(SPARE_DELAY_S, 2)]
+    assert refills(AgentHarness(), until_s=30) == [(MachineTiming().spare_delay_s, 2)]
 
 
 def test_a_node_with_seats_forks_standbys_after_its_first_step_and_not_before() -> None:
@@ -297,4 +300,4 @@ def test_a_node_with_seats_forks_standbys_after_its_first_step_and_not_before() 
     assert refills(bench, until_s=10) == []
     for rank in range(2):
         bench.says(rank, worker_protocol.Progress(step=0, step_s=0.1))
-    assert refills(bench, until_s=30) == [(10 + REFILL_DELAY_S, 2)]
+    assert refills(bench, until_s=30) == [(10 + MachineTiming().refill_delay_s, 2)]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from holdfast.workers.agent.linux import processes
-from holdfast.workers.agent.storage.memfd import CROWDED_SHARE, crowding
+from holdfast.workers.agent.storage.memfd import MAX_BUFFER_SHARE, memory_warning
 
 
 def test_a_zombie_is_reaped_the_second_time_that_it_is_seen() -> None:
@@ -34,6 +34,6 @@ def test_children_that_live_are_left_alone() -> None:
 
 def test_buffers_that_crowd_out_the_workers_are_named_with_the_fix() -> None:
     limit = 10 * 10**9
-    assert crowding(int(CROWDED_SHARE * limit), limit) == ""
-    text = crowding(9 * 10**9, limit)
+    assert memory_warning(int(MAX_BUFFER_SHARE * limit), limit) == ""
+    text = memory_warning(9 * 10**9, limit)
     assert "9.0 GB of the 10.0 GB" in text and "spec.resources.memory" in text

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers.agent.machine import commands
 
 from .harness import AgentHarness, of, request_buffers
 
@@ -40,7 +40,7 @@ def test_every_worker_is_told_and_the_answer_comes_when_all_have_staged_it(
     bench: AgentHarness,
 ) -> None:
     out = bench.tell(ORDER)
-    told = [(one.rank, one.message) for one in of(f.ToRank, out)]
+    told = [(one.rank, one.message) for one in of(commands.ToRank, out)]
     assert told == [(rank, worker_protocol.StageAt(step=12, hold=True)) for rank in (0, 1)]
     assert not answers(out)
     assert answers(bench.stage(12)) == [(9, True, "")]
@@ -84,13 +84,15 @@ def test_a_generation_that_does_not_run_here_is_not_told(
 ) -> None:
     out = bench.tell(m.Stage(action_id=9, generation=generation, step=12))
     assert answers(out) == [(9, False, f"generation {generation} does not run here")]
-    assert not of(f.ToRank, out)
+    assert not of(commands.ToRank, out)
 
 
 def test_who_does_not_wait_for_an_answer_takes_none_from_others(bench: AgentHarness) -> None:
     bench.tell(ORDER)
     out = bench.tell(m.Stage(action_id=0, generation=1, step=14))
-    assert [one.message for one in of(f.ToRank, out)] == [worker_protocol.StageAt(step=14)] * 2
+    assert [one.message for one in of(commands.ToRank, out)] == [
+        worker_protocol.StageAt(step=14)
+    ] * 2
     assert answers(bench.stage(12)) == [(9, True, "")]
     assert not answers(bench.stage(14))
     assert not answers(bench.tell(m.Stage(action_id=0, generation=2, step=14)))

@@ -16,11 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import ShardLocation, StagedShard
-from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.process.node import AgentProcess, NodeOptions
-from holdfast.workers.agent.process.thread_pools import AT_LEAST, ThreadPools
+from holdfast.workers.agent.process.thread_pools import MIN_THREADS, ThreadPools
 
 from .harness import FACTS
 from .test_data_port import BOUND_S, DATA, SHARD, Agent
@@ -53,10 +53,10 @@ class Heard:
     """What the machine of a node is told."""
 
     def __init__(self, node: AgentProcess) -> None:
-        self._queue: asyncio.Queue[f.Input] = asyncio.Queue()
+        self._queue: asyncio.Queue[inputs.Input] = asyncio.Queue()
         node._give = self._queue.put_nowait  # type: ignore[method-assign]
 
-    async def wait(self) -> f.Input:
+    async def wait(self) -> inputs.Input:
         return await asyncio.wait_for(self._queue.get(), BOUND_S)
 
 
@@ -71,8 +71,8 @@ def make_node(directory: Path, server: socket.socket) -> AgentProcess:
         spec={}, spec_directory="", checkpoint_path="stuck://place", log_directory="",
         heartbeat_interval_s=0.5,
     )  # fmt: skip
-    node._machine.step(0, f.LinkUp(FACTS, 1))
-    node._machine.step(0, f.Received(welcome))
+    node._machine.step(0, inputs.LinkUp(FACTS, 1))
+    node._machine.step(0, inputs.Received(welcome))
     return node
 
 
@@ -87,24 +87,26 @@ def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Pa
             os.write(node._memory.make(number, len(DATA)), DATA)
         for number in range(SLOTS):
             staged = StagedShard(4, 2, number, SLOTS, len(DATA))
-            node._carry_out(f.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}"))
+            node._carry_out(
+                commands.WriteStorage(number, staged, "step-4.gen-2", f"shard-{number}")
+            )
         for _ in range(SLOTS):
             assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
 
-        node._carry_out(f.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
-        assert await heard.wait() == f.PushDone(SLOTS, "")
+        node._carry_out(commands.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
+        assert await heard.wait() == inputs.PushDone(SLOTS, "")
         assert peer.taken == DATA
 
-        node._crew.seat(ASSIGN, None)
+        node._workers.assign(ASSIGN, None)
         _, fds = fork_protocol.receive(server)
         source = ShardLocation(SHARD.shard, "node-1", "127.0.0.1", peer.port.port)
-        node._carry_out(f.FetchFromPeer(1, 0, SHARD, (source,)))
+        node._carry_out(commands.FetchFromPeer(1, 0, SHARD, (source,)))
         with socket.socket(fileno=fds[0]) as link:
             link.settimeout(BOUND_S)
             assert isinstance(
-                (await asyncio.to_thread(worker_protocol.receive, link))[0], worker_protocol.Assign
+                (await asyncio.to_thread(worker_transport.receive, link))[0], worker_protocol.Assign
             )
-            message, fd = await asyncio.to_thread(worker_protocol.receive, link)
+            message, fd = await asyncio.to_thread(worker_transport.receive, link)
         assert (
             message == worker_protocol.Shard(shard=SHARD.shard, num_bytes=len(DATA))
             and fd is not None
@@ -115,7 +117,7 @@ def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Pa
         StuckStore.may_go_on.set()
         for _ in range(SLOTS):
             done = await heard.wait()
-            assert isinstance(done, f.WriteDone) and done.checksum and not done.detail
+            assert isinstance(done, inputs.WriteDone) and done.checksum and not done.detail
         serving.cancel()
         server.close()
 
@@ -126,7 +128,9 @@ def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Pa
 def test_no_kind_of_work_waits_for_another(stuck: Any) -> None:
     async def scene() -> None:
         pools, free = ThreadPools(asyncio.get_running_loop(), slots=1), threading.Event()
-        held = [asyncio.create_task(pools.run(stuck, free.wait, BOUND_S)) for _ in range(AT_LEAST)]
+        held = [
+            asyncio.create_task(pools.run(stuck, free.wait, BOUND_S)) for _ in range(MIN_THREADS)
+        ]
         for kind in ("upload", "push", "fetch", "touch"):
             if kind != stuck:
                 assert await asyncio.wait_for(pools.run(kind, lambda: "done"), BOUND_S) == "done"

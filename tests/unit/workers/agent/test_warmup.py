@@ -90,9 +90,9 @@ torch.set_num_interop_threads(2)  # raises when the pool has started
 @pytest.mark.parametrize(
     ("entrypoint", "counted", "rehearsals"),
     [
-        ({"recipe": {"name": "pretrain"}}, "_rehearse_recipe", 1),
-        ({"script": "examples/session_loop.py"}, "_rehearse_loop", 1),
-        ({"script": "tests/unit/workers/training/test_samples.py"}, "_rehearse_loop", 0),
+        ({"recipe": {"name": "pretrain"}}, "_warm_recipe", 1),
+        ({"script": "examples/session_loop.py"}, "_warm_loop", 1),
+        ({"script": "tests/unit/workers/training/test_samples.py"}, "_warm_loop", 0),
     ],
 )
 def test_a_rehearsal_leaves_no_group_no_random_numbers_and_no_threads_behind(

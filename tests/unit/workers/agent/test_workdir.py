@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import UserError
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.warmup import calls_session
 from holdfast.workers.agent.process import workdir
 from holdfast.workers.session.core import working_directory
@@ -60,8 +60,8 @@ def test_a_recipe_without_it_runs_beside_its_logs_and_takes_no_data_from_there(
     assert workdir.enter(assign, recipe) is None
     assert Path.cwd() == tmp_path / "logs"
     assert str(tmp_path / "elsewhere") in capsys.readouterr().err
-    ours, _ = worker_protocol.pair()
-    directory = working_directory(worker_protocol.Attached(link=ours, assign=assign, job=recipe))
+    ours, _ = worker_transport.pair()
+    directory = working_directory(worker_transport.Attached(link=ours, assign=assign, job=recipe))
     with pytest.raises(UserError, match=f"{tmp_path}/elsewhere/text: No such file"):
         load("text", directory)
 
@@ -97,7 +97,7 @@ def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
     assert workdir.enter(assign, at_home) is None
     assert Path.cwd() == tmp_path / "src"
     with socket.socket() as link:
-        attached = worker_protocol.Attached(link, assign, at_home)
+        attached = worker_transport.Attached(link, assign, at_home)
         assert working_directory(attached) == str(tmp_path / "src")
     assert calls_session(at_home, "/nowhere")
     assert bytes(load("~/text", "/nowhere")) == b"some text"

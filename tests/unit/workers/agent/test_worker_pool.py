@@ -7,8 +7,8 @@ import socket
 
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers import worker_protocol
-from holdfast.workers.agent.machine import inputs as f
+from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.agent.machine import inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.pool.worker_pool import WorkerPool
 
@@ -29,25 +29,25 @@ ASSIGN = worker_protocol.Assign(
 def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> None:
     """The kernel reports the unread Assign as ECONNRESET ahead of the worker's own messages."""
 
-    async def scene() -> list[f.Input]:
-        heard: list[f.Input] = []
+    async def scene() -> list[inputs.Input]:
+        heard: list[inputs.Input] = []
         ended = asyncio.Event()
 
-        def tell(given: f.Input) -> None:
+        def tell(given: inputs.Input) -> None:
             heard.append(given)
-            if isinstance(given, f.WorkerEnded):
+            if isinstance(given, inputs.WorkerEnded):
                 ended.set()
 
         ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        crew = WorkerPool(asyncio.get_running_loop(), tell)
-        crew.attach(ours)
-        crew.seat(ASSIGN, None)
+        pool = WorkerPool(asyncio.get_running_loop(), tell)
+        pool.attach(ours)
+        pool.assign(ASSIGN, None)
         request, fds = fork_protocol.receive(server)
         assert isinstance(request, fork_protocol.ForkWorker)
         fork_protocol.send(server, fork_protocol.Forked(worker=request.worker, pid=1))
         with socket.socket(fileno=fds[0]) as link:
-            worker_protocol.send(link, worker_protocol.Staged(buffer=1, step=4, num_bytes=8))
-            worker_protocol.send(link, worker_protocol.Progress(step=4))
+            worker_transport.send(link, worker_protocol.Staged(buffer=1, step=4, num_bytes=8))
+            worker_transport.send(link, worker_protocol.Progress(step=4))
         fork_protocol.send(
             server, fork_protocol.ProcessEnded(worker=request.worker, code=None, signal=9)
         )
@@ -56,9 +56,9 @@ def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> N
         return heard
 
     heard = asyncio.run(scene())
-    kinds = [x.message if isinstance(x, f.FromRank) else x for x in heard]
+    kinds = [x.message if isinstance(x, inputs.FromRank) else x for x in heard]
     assert [type(kind) for kind in kinds[-3:]] == [
         worker_protocol.Staged,
         worker_protocol.Progress,
-        f.WorkerEnded,
+        inputs.WorkerEnded,
     ]

@@ -20,7 +20,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers import worker_protocol
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
 from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
 from holdfast.workers.session.core import Session
@@ -38,7 +38,7 @@ def alone() -> Iterator[Session]:
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
     """The agent's end of a wire and the worker's."""
-    ours, theirs = worker_protocol.pair()
+    ours, theirs = worker_transport.pair()
     with ours, theirs:
         yield ours, AgentChannel(theirs)
 
@@ -162,8 +162,8 @@ def test_a_worker_tells_its_session_whether_it_was_to_have_a_gpu(
     )  # fmt: skip
     seat = WorkerSeat(rank=0, local_rank=0, shard=0, persists=True)
     assign = worker_protocol.Assign(membership=membership, seat=seat, node_rank=0, environment={})
-    attached = worker_protocol.Attached(link=ends[0], assign=assign, job=eight_workers(1))
-    monkeypatch.setattr(worker_protocol, "attached", attached)
+    attached = worker_transport.Attached(link=ends[0], assign=assign, job=eight_workers(1))
+    monkeypatch.setattr(worker_transport, "attached", attached)
     with pytest.raises(DeviceMissing):
         session.init()
     assert not dist.is_initialized()
@@ -202,9 +202,9 @@ def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, Age
     agent, link = ends
     link.start_pulse()
     agent.settimeout(10)
-    assert worker_protocol.receive(agent)[0] == worker_protocol.Pulse()
+    assert worker_transport.receive(agent)[0] == worker_protocol.Pulse()
     link.enter("build")  # any thread may send: a message is one packet
-    while (message := worker_protocol.receive(agent)[0]) == worker_protocol.Pulse():
+    while (message := worker_transport.receive(agent)[0]) == worker_protocol.Pulse():
         pass
     assert message == worker_protocol.PhaseChanged(phase="build")
     link.stop_pulse()
@@ -212,7 +212,7 @@ def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, Age
 
 def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, link = ends
-    worker_protocol.send(agent, worker_protocol.NoShard(shard=3, detail="node-1 was lost"))
+    worker_transport.send(agent, worker_protocol.NoShard(shard=3, detail="node-1 was lost"))
     with pytest.raises(UnreadableCheckpoint, match="shard 3 is in no memory: node-1 was lost"):
         link.fetch(3)
 
@@ -230,7 +230,7 @@ def attached(
     for number in range(3):
         fd = os.memfd_create("buffer")
         os.truncate(fd, 1 << 20)
-        worker_protocol.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
+        worker_transport.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
         os.close(fd)
     monkeypatch.setattr(limits, "HOLD_S", 0.2)
     return agent, found
@@ -241,7 +241,7 @@ def said(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
     agent.setblocking(False)
     found: list[worker_protocol.WorkerMessage] = []
     with contextlib.suppress(BlockingIOError):
-        while (message := worker_protocol.receive(agent)[0]) is not None:
+        while (message := worker_transport.receive(agent)[0]) is not None:
             found.append(message)
     return found
 
@@ -250,7 +250,7 @@ def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
     attached: tuple[socket.socket, Session],
 ) -> None:
     agent, found = attached
-    worker_protocol.send(agent, worker_protocol.StageAt(step=1, hold=True))
+    worker_transport.send(agent, worker_protocol.StageAt(step=1, hold=True))
     for step in range(3):
         found.step(step)
     words = [
@@ -279,7 +279,7 @@ def test_who_only_wants_a_checkpoint_holds_nobody_up(
 ) -> None:
     agent, found = attached
     for step in (2, 1):  # orders of two, in any order
-        worker_protocol.send(agent, worker_protocol.StageAt(step=step))
+        worker_transport.send(agent, worker_protocol.StageAt(step=step))
     for step in range(4):
         found.step(step)
     words = said(agent)
@@ -292,7 +292,7 @@ def test_a_step_that_is_ordered_too_late_changes_nothing(
 ) -> None:
     agent, found = attached
     found.step(0)
-    worker_protocol.send(agent, worker_protocol.StageAt(step=0))
+    worker_transport.send(agent, worker_protocol.StageAt(step=0))
     found.step(1)
     assert not [m for m in said(agent) if isinstance(m, worker_protocol.Staged)]
 

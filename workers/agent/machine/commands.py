@@ -1,0 +1,145 @@
+"""What the agent's machine wants done. The agent process carries commands out in their order."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.orchestrator.protocol.facts import (
+    Membership,
+    ShardLocation,
+    StagedShard,
+    WorkerSeat,
+)
+from holdfast.orchestrator.protocol.messages import FromAgent
+from holdfast.workers.worker_protocol import ToWorker
+
+
+class CommandBase(msgspec.Struct, frozen=True):
+    """Base of all commands."""
+
+
+# -- the controller and the node --------------------------------------------------------------
+class Send(CommandBase, frozen=True):
+    """Send a message to the controller. Only given while the connection is up."""
+
+    message: FromAgent
+
+
+class CloseLink(CommandBase, frozen=True):
+    """Close the connection to the controller."""
+
+    detail: str
+
+
+class Configure(CommandBase, frozen=True):
+    """The job is known: configure the forkserver and the storage writer."""
+
+
+class OfferPort(CommandBase, frozen=True):
+    """Reserve a free port; the result is PortOffered."""
+
+
+class Note(CommandBase, frozen=True):
+    """Write a line to the agent's log."""
+
+    text: str
+
+
+class KillNode(CommandBase, frozen=True):
+    """An injected loss of the node: SIGKILL this process."""
+
+
+class EndNode(CommandBase, frozen=True):
+    """No worker runs here any more: end the agent."""
+
+    detail: str
+
+
+# -- workers ----------------------------------------------------------------------------------
+class Fork(CommandBase, frozen=True):
+    """Fork one worker, or take a standby, and send it Assign."""
+
+    membership: Membership
+    node_rank: int
+    seat: WorkerSeat
+
+
+class RefillStandbys(CommandBase, frozen=True):
+    """Fork standbys until there are `count`."""
+
+    count: int
+
+
+class Kill(CommandBase, frozen=True):
+    """Signal the process group of a worker."""
+
+    generation: int
+    rank: int
+    signal: int
+
+
+class TakeStacks(CommandBase, frozen=True):
+    """Take the stacks of workers; the result is StacksTaken within limits.STACK_TIMEOUT_S."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class ToRank(CommandBase, frozen=True):
+    """Send a message to a worker; with `buffer`, also the descriptor of that buffer."""
+
+    generation: int
+    rank: int
+    message: ToWorker
+    buffer: int | None = None
+
+
+# -- memory and storage -----------------------------------------------------------------------
+class MakeBuffer(CommandBase, frozen=True):
+    """Allocate a buffer before the commands that follow use it."""
+
+    buffer: int
+    num_bytes: int
+
+
+class FreeBuffer(CommandBase, frozen=True):
+    """Free the memory of a buffer that is not in use."""
+
+    buffer: int
+
+
+class WriteStorage(CommandBase, frozen=True):
+    """Copy a buffer to a durable file; the result is WriteDone."""
+
+    buffer: int
+    staged: StagedShard
+    directory: str
+    file: str
+
+
+class PushToBuddy(CommandBase, frozen=True):
+    """Copy a buffer to another agent; the result is PushDone."""
+
+    buffer: int
+    staged: StagedShard
+    node: str
+    address: str
+    port: int
+
+
+class FetchFromPeer(CommandBase, frozen=True):
+    """Fetch a shard from one of the sources and send it to the worker (Shard and descriptor), or
+    send the worker NoShard. The machine gets no result."""
+
+    generation: int
+    rank: int
+    wanted: StagedShard
+    """num_bytes is unknown: 0."""
+    sources: tuple[ShardLocation, ...]
+
+
+Command = (
+    Send | CloseLink | Configure | OfferPort | Note | KillNode | EndNode | Fork | RefillStandbys
+    | Kill | TakeStacks | ToRank | MakeBuffer | FreeBuffer | WriteStorage | PushToBuddy
+    | FetchFromPeer
+)  # fmt: skip
