@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from typing import Annotated, Any
 
 import typer
@@ -105,9 +107,6 @@ def operator(
 
     Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
     """
-    import os
-    import socket
-
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
     from holdfast.orchestrator.hosts.kubernetes.reconciler import Timing
@@ -134,10 +133,8 @@ def operator(
         checkpoint_volume=volume,
         checkpoint_root=checkpoint_root,
     )
-    # A restarted container is a new candidate: the Lease of the old process has to expire.
-    unique = f"{socket.gethostname()}-{os.urandom(3).hex()}"
     process = OperatorProcess(
-        identity=identity or unique,
+        identity=identity or _unique_identity(),
         lease_namespace=lease_namespace,
         lease_name=lease_name,
         lease_s=lease_s,
@@ -154,6 +151,11 @@ def operator(
         timing=Timing(status_interval_s=status_interval_s),
     )
     asyncio.run(run_operator(process, options))
+
+
+def _unique_identity() -> str:
+    """A restarted container is a new candidate: the Lease of the old process has to expire."""
+    return f"{socket.gethostname()}-{os.urandom(3).hex()}"
 
 
 def _address(listen: str) -> tuple[str, int]:
