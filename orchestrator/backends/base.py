@@ -7,12 +7,13 @@ controller by itself and takes launch and stop commands over that connection on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from .. import limits
 from ..errors import HoldfastError
+from ..protocol.facts import NodeFacts
 
 
 class NoRoom(HoldfastError):
@@ -62,3 +63,22 @@ class Backend(Protocol):
 
     async def close(self, *, release: bool) -> None:
         """Detach; with `release`, end all nodes of this job first."""
+
+
+# -- capabilities that only some backends have; found with isinstance ----------------------------
+@runtime_checkable
+class LocatesNodes(Protocol):
+    def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
+        """The facts of a node, with what only the backend knows, such as its topology."""
+
+
+@runtime_checkable
+class LimitsNodes(Protocol):
+    def node_limit(self) -> int | None:
+        """The largest number of nodes; None: no limit."""
+
+
+@runtime_checkable
+class WithholdsCapacity(Protocol):
+    def withhold(self, seconds: float) -> None:
+        """Fault injection: behave for so long as if there were no capacity."""

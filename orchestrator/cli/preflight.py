@@ -20,7 +20,7 @@ from ..errors import Problem, SpecError
 from ..protocol import files
 from ..protocol.facts import NodeFacts
 from ..protocol.files import make_directory
-from ..runtime.checkpoint_store.job_environment import (
+from ..runtime.checkpoint_store.options import (
     CHECKPOINT_FIELD,
     LOCAL_SCHEMES,
     job_environment,

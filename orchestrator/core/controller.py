@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import limits
-from ..api.v1alpha1 import job_from_mapping
+from ..api.v1alpha1 import TrainingJob, job_from_mapping
 from . import actions as a
 from . import (
     checkpoints,
@@ -36,9 +36,10 @@ FINISH_RETRY_S = 5.0
 class Controller:
     """One job. `state` is None until JobSubmitted, then always the same object; only read it."""
 
-    def __init__(self, state: JobState | None = None) -> None:
-        """`state`: continue from there, as a snapshot has it."""
-        self._state = state
+    def __init__(self, state: JobState | None = None, job: TrainingJob | None = None) -> None:
+        """`state`: continue from there, as a snapshot has it. `job`: what JobSubmitted will submit,
+        so that its document is not parsed again."""
+        self._state, self._job = state, job
 
     @property
     def state(self) -> JobState:
@@ -79,7 +80,7 @@ class Controller:
         return tuple(ctx.actions)
 
     def _submit(self, now_ns: int, event: e.JobSubmitted) -> tuple[a.AnyAction, ...]:
-        job = job_from_mapping(event.spec, "the journal")
+        job = self._job or job_from_mapping(event.spec, "the journal")
         self._state = JobState(
             job,
             event.job_id,

@@ -1,7 +1,5 @@
-"""The only clock of the control plane: integer nanoseconds since the Unix epoch that never go back.
-
-Owns: reading the time. Must not: wait.
-"""
+"""The clock of a job's controller: integer nanoseconds since the Unix epoch that never go back.
+A module of its own because tests and hosts replace it."""
 
 from __future__ import annotations
 
@@ -9,11 +7,8 @@ import time
 
 
 class Clock:
-    """The wall clock of the moment of creation, carried on by the monotonic clock.
-
-    A step of the wall clock (NTP, a person) therefore never moves a deadline. `not_before` is for a
-    controller that takes over a journal: what it writes must not be older than what is there.
-    """
+    """The wall clock at the time of creation, continued by the monotonic clock, so that a step of
+    the wall clock (NTP, a person) never moves a deadline."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -22,5 +17,6 @@ class Clock:
         return self._offset_ns + time.monotonic_ns()
 
     def not_before(self, earliest_ns: int) -> None:
-        """Make sure that now_ns() is at least this from now on."""
+        """From now on now_ns() is at least this. A controller that takes over writes no record that
+        is older than those of its journal."""
         self._offset_ns += max(0, earliest_ns - self.now_ns())

@@ -1,20 +1,19 @@
-"""What the command line may ask of a running controller.
+"""The requests that the CLI may send to a running controller: verbs, arguments and replies.
 
-Owns: the verbs, their arguments and the answers. Must not: change anything but through an event;
-rehearsed failures go to the agent, after the journal knows that somebody asked for them.
+Every change is an event. Injected faults are sent to the agent after their event is durable.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 
 from ..api.v1alpha1 import Recovery
-from ..backends.base import Backend
+from ..backends.base import Backend, LimitsNodes, WithholdsCapacity
 from ..core import events
 from ..core.quiesce import pace_left_s, step_ahead
 from ..core.rank_assignment import check_resize
@@ -29,14 +28,8 @@ WATCH_INTERVAL_S = 0.25
 CHAOS_KINDS = ("kill-worker", "kill-node", "hang-worker")
 
 
-class Withholding(Protocol):
-    """A backend that can rehearse having no room."""
-
-    def withhold(self, seconds: float) -> None: ...
-
-
 class ControlApi:
-    """Answers requests. Raises UserError for what cannot be done as asked."""
+    """Answers requests. Raises UserError for what cannot be done as requested."""
 
     def __init__(
         self,
@@ -67,8 +60,8 @@ class ControlApi:
         stream.reply(await self.perform(request.verb, request.arguments))
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> wire.Reply:
-        """Carry out a verb, but `watch`; the answer comes when it is durable. Raises UserError for
-        what cannot be done as asked."""
+        """Carry out any verb except `watch`; the reply comes when the change is durable. Raises
+        UserError for what cannot be done as requested."""
         act = self._verbs.get(verb)
         if act is None:
             known = ", ".join(sorted([*self._verbs, "watch"]))
@@ -79,35 +72,35 @@ class ControlApi:
         return wire.Reply(ok=True, body=view_body(self._view()))
 
     async def _watch(self, stream: ReplyStream) -> None:
-        """A view whenever something has changed, until the client or the job ends."""
+        """Send a view after every change until the client or the job ends."""
         while not stream.closed:
             seen = self._changes.count
             stream.reply(wire.Reply(ok=True, body=view_body(self._view())))
-            await asyncio.sleep(WATCH_INTERVAL_S)  # no more often than an eye can follow
+            await asyncio.sleep(WATCH_INTERVAL_S)  # no person reads faster than that
             await self._changes.after(seen)
 
-    # -- wishes --------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------
     async def _resize(self, arguments: dict[str, Any]) -> wire.Reply:
         nodes = _integer(arguments, "nodes")
-        state = self._driver.controller.state
+        state = self._driver.state
         if problem := check_resize(state.job, nodes):
             raise UserError(problem)
-        limit: int | None = getattr(self._backend, "node_limit", lambda: None)()
+        limit = self._backend.node_limit() if isinstance(self._backend, LimitsNodes) else None
         if limit is not None and nodes > limit:
             expected = f"at most {limit} at {state.job.spec.workers_per_node} workers per node"
             raise UserError(str(Problem("nodes", f"{nodes}", f"{expected}, on this machine")))
         before = state.target_nodes
-        await self._wish(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
+        await self._request(events.ResizeRequested(nodes=nodes, by=_by(arguments)))
         return wire.Reply(ok=True, detail=f"from {before} to {nodes} nodes")
 
     async def _adjust(self, arguments: dict[str, Any]) -> wire.Reply:
-        """What a running job can follow of a changed spec, beside its size."""
+        """Apply the fields of a changed spec that a running job can follow, except its size."""
         try:
             recovery = Recovery.model_validate(arguments.get("recovery"))
         except ValidationError as error:
             raise UserError(str(Problem("recovery", str(error), "spec.recovery"))) from None
         low, spares = _integer(arguments, "min_nodes"), _integer(arguments, "spares")
-        await self._wish(
+        await self._request(
             events.AdjustRequested(
                 min_nodes=low,
                 spares=spares,
@@ -116,33 +109,33 @@ class ControlApi:
             )
         )
         for link in list(self._links.values()):
-            link.send(self._welcome())  # agents beat as it is judged from now on
-        detail = f"nodes.min {low}, nodes.spares {spares}, recovery as it stands there"
+            link.send(self._welcome())  # the heartbeat interval may have changed
+        detail = f"nodes.min {low}, nodes.spares {spares}, recovery as in the spec"
         return wire.Reply(ok=True, detail=detail)
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
-        await self._wish(events.SuspendRequested(by=_by(arguments)))
+        await self._request(events.SuspendRequested(by=_by(arguments)))
         return wire.Reply(ok=True, detail="the newest state goes to storage, then nodes are freed")
 
     async def _resume(self, arguments: dict[str, Any]) -> wire.Reply:
-        state = self._driver.controller.state
-        if state.intent != "suspend":  # its phase may still say that it runs
+        state = self._driver.state
+        if state.intent != "suspend":  # the phase may still be running
             raise UserError(str(Problem("job", state.phase, "a suspended job")))
         suspended = state.phase == "suspended"
-        await self._wish(events.ResumeRequested(by=_by(arguments)))
+        await self._request(events.ResumeRequested(by=_by(arguments)))
         return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training goes on")
 
     async def _cancel(self, arguments: dict[str, Any]) -> wire.Reply:
-        await self._wish(events.CancelRequested(by=_by(arguments)))
+        await self._request(events.CancelRequested(by=_by(arguments)))
         return wire.Reply(ok=True, detail="stopping all workers")
 
-    async def _wish(self, event: events.AnyEvent) -> None:
-        state = self._driver.controller.state
+    async def _request(self, event: events.AnyEvent) -> None:
+        state = self._driver.state
         if state.terminal:
             raise UserError(str(Problem("job", f"{state.phase}", "a job that has not ended")))
         await self._driver.submit_durable(event)
 
-    # -- rehearsals ----------------------------------------------------------------------------
+    # -- faults and checkpoints ----------------------------------------------------------------
     async def _chaos(self, arguments: dict[str, Any]) -> wire.Reply:
         kind = str(arguments.get("kind", ""))
         if kind not in CHAOS_KINDS:
@@ -152,21 +145,22 @@ class ControlApi:
         if link is None:
             raise UserError(str(Problem("node", f"{node}, not connected", "a connected node")))
         hold_s = float(arguments.get("hold_s") or 0.0)
-        withhold = getattr(self._backend, "withhold", None)
-        if hold_s and withhold is None:
-            raise UserError(str(Problem("hold_s", f"{hold_s:g}", "a backend that can rehearse it")))
+        backend = self._backend
+        if hold_s and not isinstance(backend, WithholdsCapacity):
+            expected = "a backend that can withhold capacity"
+            raise UserError(str(Problem("hold_s", f"{hold_s:g}", expected)))
         event = events.FaultInjected(kind=kind, node=node, rank=rank, by=_by(arguments))
         await self._driver.submit_durable(event)
-        if hold_s and withhold is not None:
-            withhold(hold_s)
+        if hold_s and isinstance(backend, WithholdsCapacity):
+            backend.withhold(hold_s)
         link.send(wire.Chaos(kind=kind, rank=rank))
         what = f"{node}" if kind == "kill-node" else f"worker {rank} on {node}"
         body = {"kind": kind, "node": node, "rank": rank, "hold_s": hold_s}
         return wire.Reply(ok=True, detail=f"{kind}: {what}", body=body)
 
     def _target(self, kind: str, arguments: dict[str, Any]) -> tuple[str, int]:
-        """(node, rank); the last of them where nothing was said."""
-        state = self._driver.controller.state
+        """(node, rank); the last ones by default."""
+        state = self._driver.state
         size = state.membership.world_size if state.membership and state.active else 0
         if not size:
             raise UserError(str(Problem("job", f"{state.phase}, no workers", "running workers")))
@@ -189,17 +183,17 @@ class ControlApi:
         return state.node_of(rank), -1 if kind == "kill-node" else rank
 
     async def _checkpoint(self, arguments: dict[str, Any]) -> wire.Reply:
-        """Have all members write the same step, a little ahead of where they are."""
-        state = self._driver.controller.state
+        """Have all members write the same step, a little ahead of the current one."""
+        state = self._driver.state
         if state.phase == "running":
             await asyncio.sleep(pace_left_s(state))
         if state.phase != "running":
             raise UserError(str(Problem("job", state.phase, "a running job")))
-        heard = max(0, self._view().step - state.step)  # heartbeats are newer than the journal
-        generation, step = state.generation, step_ahead(state) + heard
-        rarely = state.job.spec.checkpoint.staging_interval > 1
+        unrecorded = max(0, self._view().step - state.step)  # steps that only heartbeats report
+        generation, step = state.generation, step_ahead(state) + unrecorded
+        stages_every_step = state.job.spec.checkpoint.staging_interval == 1
         for link in [self._links[name] for name in state.members if name in self._links]:
-            if rarely:
+            if not stages_every_step:
                 link.send(wire.Stage(action_id=0, generation=generation, step=step))
             link.send(wire.Persist(action_id=0, generation=generation, step=step))
         return wire.Reply(ok=True, detail=f"step {step} goes to storage", body={"step": step})

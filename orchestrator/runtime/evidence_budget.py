@@ -1,7 +1,7 @@
-"""How much of stacks and tracebacks becomes an event: what a thousand ranks say is mostly the same.
+"""Bounds the stacks and tracebacks of one generation before they become events.
 
-Owns: the bound for one generation. Must not: choose a culprit; of every rank the facts stay, only
-long texts are cut, and those of ranks that merely waited for others first.
+A thousand ranks report mostly the same. All facts of every rank are kept; only long texts are cut,
+first those of ranks that waited for their peers.
 """
 
 from __future__ import annotations
@@ -10,24 +10,39 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..core.events import AnyEvent, GroupStopped, WorkerExited
 from ..protocol.facts import Exit, Stack
 
-STACK_ROOM_BYTES = 512 * 1024
-"""Stacks of ranks that did not wait for their peers, in one generation; in a journal of 1 MB, where
-they are compressed to a tenth."""
-WAITING_ROOM_BYTES = 128 * 1024
-"""Stacks of ranks that did: they show the same collective."""
-TRACEBACK_ROOM_BYTES = 256 * 1024
-TAIL_BYTES = 400
-"""Always kept of a traceback: its last frame is what tells one mistake from another."""
+STACK_BYTES = 512 * 1024
+"""Stacks of ranks that did not wait for their peers, in one generation. A journal of 1 MB holds
+them compressed to a tenth."""
+WAITING_STACK_BYTES = 128 * 1024
+"""Stacks of ranks that waited for their peers: they show the same collective."""
+TRACEBACK_BYTES = 256 * 1024
+TRACEBACK_TAIL_BYTES = 400
+"""Always kept of a traceback: the last frame distinguishes one error from another."""
 
 
 class EvidenceBudget:
-    """Of one job. Every text is given once; what comes first is kept."""
+    """The bound of one job. Texts are kept in order of arrival until it is reached."""
 
     def __init__(self) -> None:
         self._generation = 0
         self._stacks = self._waiting = self._tracebacks = 0
+
+    def bounded(self, event: AnyEvent) -> AnyEvent:
+        """The same event with texts that fit."""
+        match event:
+            case WorkerExited():
+                return msgspec.structs.replace(event, exit=self.exit(event.generation, event.exit))
+            case GroupStopped():
+                return msgspec.structs.replace(
+                    event,
+                    exits=tuple(self.exit(event.generation, one) for one in event.exits),
+                    stacks=self.stacks(event.generation, event.stacks),
+                )
+            case _:
+                return event
 
     def _follow(self, generation: int) -> None:
         if generation != self._generation:
@@ -35,7 +50,7 @@ class EvidenceBudget:
             self._stacks = self._waiting = self._tracebacks = 0
 
     def stacks(self, generation: int, stacks: Iterable[Stack]) -> tuple[Stack, ...]:
-        """The same stacks, those for which there is no room without their text."""
+        """The same stacks; those beyond the bound without their text."""
         self._follow(generation)
         return tuple(self._stack(stack) for stack in stacks)
 
@@ -43,21 +58,23 @@ class EvidenceBudget:
         size = len(stack.text.encode())
         if stack.in_collective:
             self._waiting += size
-            fits = self._waiting <= WAITING_ROOM_BYTES
+            fits = self._waiting <= WAITING_STACK_BYTES
         else:
             self._stacks += size
-            fits = self._stacks <= STACK_ROOM_BYTES
+            fits = self._stacks <= STACK_BYTES
         if fits:
             return stack
-        return msgspec.structs.replace(stack, text=f"({size} bytes, not kept: others say the same)")
+        text = f"({size} bytes, not kept: other ranks reported the same)"
+        return msgspec.structs.replace(stack, text=text)
 
     def exit(self, generation: int, exit: Exit) -> Exit:
-        """The same exit; where there is no room, only the end of its traceback."""
+        """The same exit; beyond the bound with only the end of its traceback."""
         self._follow(generation)
         size = len(exit.traceback.encode())
-        if size <= TAIL_BYTES:
+        if size <= TRACEBACK_TAIL_BYTES:
             return exit
         self._tracebacks += size
-        if self._tracebacks <= TRACEBACK_ROOM_BYTES:
+        if self._tracebacks <= TRACEBACK_BYTES:
             return exit
-        return msgspec.structs.replace(exit, traceback="..." + exit.traceback[-TAIL_BYTES:])
+        tail = exit.traceback[-TRACEBACK_TAIL_BYTES:]
+        return msgspec.structs.replace(exit, traceback="..." + tail)

@@ -1,7 +1,7 @@
-"""Carries out the core's actions, over an agent's link, the backend or the storage.
+"""Carries out the actions of one job over an agent's connection, the backend or the storage tier.
 
-Owns: actions under way, and that each ends in exactly one result event. Must not: decide, retry or
-time out; the core has deadlines for everything it waits for.
+Every action ends in exactly one result event. There are no retries and no time limits here: the
+core has a timer for everything that it waits for.
 """
 
 from __future__ import annotations
@@ -23,47 +23,39 @@ from ..core.actions import (
     StageStep,
     StopGroup,
 )
-from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent, GroupStopped
+from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
 from ..protocol import messages as wire
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
-from .evidence_budget import EvidenceBudget
+from .translate import Answer, AwaitedAnswers, NodeAction, to_message
 
-NodeAction = LaunchGroup | StopGroup | StageStep
 Result = str | tuple[str, ...]
 """Of an action that succeeded: a detail for people, or the names of promised nodes."""
 
-SETTLE_S = 5.0
-"""How long the end of a job or of its controller waits for storage to carry out what was asked."""
-
 
 class Executor:
-    """One job's actions."""
+    """One job's actions. Results arrive through `submit`."""
 
     def __init__(
         self,
         backend: Backend,
-        tier: AsyncCheckpointStore,
+        store: AsyncCheckpointStore,
         links: Mapping[str, AgentConnection],
         submit: Callable[[AnyEvent], None],
-        evidence: EvidenceBudget,
+        settle_s: float = 5.0,
     ) -> None:
-        self._backend, self._tier, self._links = backend, tier, links
-        self._submit = submit
-        self._evidence = evidence
-        self._waiting: dict[int, NodeAction] = {}
-        """Sent to a node that has not answered yet."""
+        """`settle_s`: how long `close` and the end of the job wait for the storage tier to finish
+        the calls that are under way."""
+        self._backend, self._store, self._links = backend, store, links
+        self._submit, self._settle_s = submit, settle_s
+        self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def carry_out(self, action: AnyAction) -> None:
-        """Start an action; its result arrives through `submit`. Never blocks."""
+        """Start an action. Never blocks."""
         match action:
-            case LaunchGroup():
-                self._launch(action)
-            case StopGroup():
-                self._stop(action)
-            case StageStep():
-                self._stage(action)
+            case LaunchGroup() | StopGroup() | StageStep():
+                self._send(action)
             case PersistStep():
                 self._persist(action)
             case RequestNodes():
@@ -78,95 +70,41 @@ class Executor:
                 self._run(action, self._finish(action))
 
     async def close(self) -> None:
-        """Let go of what is under way. A call to a store that does not answer is not waited for: it
-        may get through later, which the next controller expects of the one before."""
+        """Cancel what is under way. A storage call that is not answered is not waited for: it may
+        get through later, and the next controller expects that."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._settle_storage()
 
-    # -- over a node's link --------------------------------------------------------------------
-    def _launch(self, action: LaunchGroup) -> None:
-        buddy = self._links.get(action.buddy)
-        message = wire.LaunchWorkers(
-            action_id=action.action_id,
-            membership=action.membership,
-            node_rank=action.node_rank,
-            seats=action.seats,
-            buddy=action.buddy if buddy else "",
-            buddy_address=buddy.facts.address if buddy else "",
-            buddy_port=buddy.facts.data_port if buddy else 0,
-            persist_every_steps=action.persist_every_steps,
-        )
-        self._send(action, message)
-
-    def _stop(self, action: StopGroup) -> None:
-        message = wire.StopWorkers(
-            action_id=action.action_id,
-            generation=action.generation,
-            grace_s=action.grace_s,
-            stacks=action.stacks,
-        )
-        self._send(action, message)
-
-    def _stage(self, action: StageStep) -> None:
-        order = wire.Stage(
-            action_id=action.action_id, generation=action.generation, step=action.step, hold=True
-        )
-        self._send(action, order)
-
-    def _send(self, action: NodeAction, message: wire.Message) -> None:
+    # -- over an agent's connection ------------------------------------------------------------
+    def _send(self, action: NodeAction) -> None:
         link = self._links.get(action.node)
         if link is None:
-            # It may be on its way back, and what it runs is not known until it is here.
+            # The node may reconnect, and what it runs is not known until then.
             self._unknown(action, f"{action.node} is not connected")
             return
-        self._waiting[action.action_id] = action
-        link.send(message)
+        buddy = self._links.get(action.buddy) if isinstance(action, LaunchGroup) else None
+        self._awaited.sent(action)
+        link.send(to_message(action, buddy.facts if buddy is not None else None))
 
     def _persist(self, action: PersistStep) -> None:
-        """Succeeds when it is on its way; the files are reported one by one (Persisted)."""
+        """Succeeds when it is sent; the files are reported one by one (Persisted)."""
         link = self._links.get(action.node)
         if link is None:
             self._failed(action, f"{action.node} is not connected")
             return
-        link.send(
-            wire.Persist(action_id=action.action_id, generation=action.generation, step=action.step)
-        )
+        link.send(to_message(action))
         self._succeeded(action, "")
 
-    def answered(self, node: str, message: wire.Launched | wire.ShardStaged) -> None:
-        action = self._waiting.get(message.action_id)
-        # An answer to nothing that is asked now is an echo of an earlier connection.
-        if isinstance(action, LaunchGroup | StageStep) and action.node == node:
-            del self._waiting[message.action_id]
-            if message.ok:
-                self._succeeded(action, message.detail)
-            else:
-                self._failed(action, message.detail)
-
-    def stopped(self, node: str, message: wire.Stopped) -> None:
-        action = self._waiting.get(message.action_id)
-        if isinstance(action, StopGroup) and action.node == node:
-            del self._waiting[message.action_id]
-            generation = message.generation
-            self._submit(
-                GroupStopped(
-                    action_id=message.action_id,
-                    node=node,
-                    generation=generation,
-                    exits=tuple(self._evidence.exit(generation, one) for one in message.exits),
-                    staged=message.staged,
-                    stacks=self._evidence.stacks(generation, message.stacks),
-                    offered_port=message.offered_port,
-                )
-            )
+    def expects(self, node: str, message: Answer) -> bool:
+        """Whether this answers an action that is under way, which then ends."""
+        return self._awaited.take(node, message) is not None
 
     def forget(self, node: str, why: str) -> None:
-        """The node was lost, or has come back over a new link: old answers will not come."""
-        for action in [one for one in self._waiting.values() if one.node == node]:
-            del self._waiting[action.action_id]
+        """The node was lost or has reconnected: answers over the old connection will not come."""
+        for action in self._awaited.forget(node):
             self._unknown(action, why)
 
     # -- backend and storage -------------------------------------------------------------------
@@ -178,8 +116,8 @@ class Executor:
     async def _result(self, action: AnyAction, work: Coroutine[Any, Any, Result]) -> None:
         try:
             result = await work
-        # A backend's client and a storage driver raise what their libraries raise. Whatever it is,
-        # the action failed, and the core must hear of it or it would wait for ever.
+        # Clients of backends and storage drivers raise what their libraries raise. Without a
+        # result event the core would wait without end, so every exception becomes one.
         except Exception as error:
             self._failed(action, str(error) or type(error).__name__)
         else:
@@ -196,14 +134,14 @@ class Executor:
         return ""
 
     async def _commit(self, action: CommitManifest) -> str:
-        num_bytes = await self._tier.commit(action.step, action.mesh, action.files)
+        num_bytes = await self._store.commit(action.step, action.mesh, action.files)
         committed = wire.Committed(generation=action.files[0].generation, step=action.step)
         for link in self._links.values():
             link.send(committed)
         return f"{num_bytes} bytes"
 
     async def _delete(self, action: DeleteCheckpoint) -> str:
-        await self._tier.delete(action.step, action.written_by)
+        await self._store.delete(action.step, action.written_by)
         return ""
 
     async def _finish(self, action: FinishJob) -> str:
@@ -214,9 +152,9 @@ class Executor:
         return ""
 
     async def _settle_storage(self) -> None:
-        """Deletions under way, so that retention holds when the job has ended; not for long."""
-        settled = asyncio.get_running_loop().create_task(self._tier.settle())
-        await asyncio.wait([settled], timeout=SETTLE_S)
+        """Wait for deletions under way, so that retention holds when the job has ended."""
+        settled = asyncio.get_running_loop().create_task(self._store.settle())
+        await asyncio.wait([settled], timeout=self._settle_s)
         settled.cancel()
 
     # -- results -------------------------------------------------------------------------------

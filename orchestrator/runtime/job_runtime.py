@@ -1,10 +1,8 @@
-"""One job's controller, wherever the job lives: the parts that every job needs, put together.
+"""The controller of one job with everything that every host needs: loop, executor, gateway, control
+API and storage, and the order in which they start and end.
 
-Owns: driver, executor, relay, control, the way to storage and the job's place at the endpoint; the
-order in which they begin and end; the events that every incarnation starts with. Must not: touch
-files of its own, signals or this process' environment, or open ports: a process may host a thousand
-of these in one event loop, and one that has nothing to do costs no thread and no timer but its
-core's next deadline.
+A process may run a thousand of these in one event loop, so a JobRuntime opens no port, uses no
+signal and no environment variable, and costs no thread and no timer while its job waits.
 """
 
 from __future__ import annotations
@@ -13,38 +11,45 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob, job_to_mapping
-from ..backends.base import Backend
-from ..core.actions import AnyAction
-from ..core.events import ActionUnknown, AnyEvent, ControllerStarted, JobSubmitted
+from ..backends.base import Backend, NodeGone
+from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
+from ..core.state import JobState
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
-from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
 from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
 from .checkpoint_store.async_store import AsyncCheckpointStore
-from .checkpoint_store.job_environment import CHECKPOINT_FIELD
+from .checkpoint_store.options import CHECKPOINT_FIELD
 from .clock import Clock
 from .control_api import ControlApi
 from .driver import Driver
-from .evidence_budget import EvidenceBudget
 from .executor import Executor
+from .job_loop import JobLoop, Ready
 from .notifier import ChangeNotifier
 from .observe.view import JobView
 
-LOOK_S = 15.0
-"""How long a controller that takes over waits for storage to say what it holds: a driver may try
-for minutes, and meanwhile nobody would look after the nodes."""
+
+@dataclass(frozen=True)
+class Timing:
+    """Bounds of a JobRuntime."""
+
+    storage_listing_s: float = 15.0
+    """How long a takeover waits for storage to list its checkpoints. A driver may try for minutes,
+    and meanwhile the nodes would have no controller."""
+    storage_settle_s: float = 5.0
+    """How long the end of the job, or of its controller, waits for storage calls under way."""
 
 
 class JobLog(logging.LoggerAdapter[logging.Logger]):
-    """Says of every line which job it is about: `record.job`, for formatters that print it."""
+    """Adds the job to every record (`record.job`), for formatters that print it."""
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
@@ -55,33 +60,35 @@ class JobLog(logging.LoggerAdapter[logging.Logger]):
 class JobRuntime:
     """The controller of one job. All methods are called from the event loop.
 
-    Its life, with a journal that the caller has opened and closes in the end:
+    Life cycle, with a journal that the caller opens and closes:
 
-        assembly = Assembly(job, key=..., ...)
+        runtime = JobRuntime(job, key=..., ...)
         try:
-            await assembly.prepare(fresh=not journal.records and journal.snapshot is None)
-            await assembly.begin(journal)
-            await assembly.run()
+            await runtime.prepare(fresh=not journal.records and journal.snapshot is None)
+            await runtime.begin(journal)
+            await runtime.run()
         finally:
-            await assembly.close()
+            await runtime.close()
 
-    `prepare` raises whatever a user can have got wrong, before anything is written. After `begin`
-    agents are let in and the job is on its way. `run` returns when the job has ended and its last
-    action, FinishJob, has been carried out; it raises JournalLost when another controller writes
-    the journal and JournalError when nothing can be written: in both cases training goes on and
-    nothing was done that is not written down. `close` can be called at any moment, also without
-    `run` having ended: training goes on, and the next controller goes on from the journal.
+    `prepare` raises user errors before anything is written. After `begin` agents may connect.
+    `run` returns when the job has ended and FinishJob has been carried out. It raises JournalLost
+    when another controller writes the journal, and JournalError when nothing can be written: in
+    both cases training goes on, and nothing was done that is not in the journal. `close` may be
+    called at any time; training goes on, and the next controller continues from the journal.
 
-    `key` names the job at the endpoint (Hello.job) and in manifests: its plain name on one machine,
-    `namespace/name` in a cluster. `token`, and with TLS `tls_name` and `tls_context` (see
-    protocol.tls), are what its agents must show. `storage` is its storage tier, `backend` its
-    nodes. `on_change` is called whenever something may have changed that a view shows, after the
-    change is durable; it must not block. `on_note` gets one sentence for a person.
+    `key` names the job at the agent server (Hello.job) and in manifests: its plain name on one
+    machine, `namespace/name` in a cluster. Agents must present `token` and, with TLS, the key of
+    `tls_name` and `tls_context` (protocol/tls.py). `on_change` is called after a change that a view
+    may show is durable; it must not block. `on_note` gets one sentence for people.
 
-    To look: `view()`, `driver.controller.state`, `links` (nodes that are connected). To ask:
-    `control.perform(verb, arguments)`, the verbs of the command line. To tell a fact that a backend
-    saw: `submit(event)`, for example PreemptionNoticed.
+    Read: `view()`, `state`, `links` (connected nodes). Request: `control.perform(verb, arguments)`,
+    the verbs of the CLI. Report what a backend has seen: `submit(event)`.
     """
+
+    driver: Driver
+    """Set by `begin`, as the next two."""
+    control: ControlApi
+    _executor: Executor
 
     def __init__(
         self,
@@ -101,55 +108,39 @@ class JobRuntime:
         clock: Clock | None = None,
         on_change: Callable[[], None] = lambda: None,
         on_note: Callable[[str], None] = lambda text: None,
+        timing: Timing | None = None,
     ) -> None:
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentConnection] = {}
-        """Nodes that are connected."""
+        """Connected nodes."""
         self.changes, self.events = ChangeNotifier(), ChangeNotifier()
-        """Of all that a view shows, heartbeats included; and of what is in the journal."""
-        self._num_events = 0
-        self._job_id, self._spec_directory = job_id, spec_directory
-        self._checkpoint_path = checkpoint_path
+        """Of everything that a view shows, heartbeats included; and of the journal's events."""
+        self.log = JobLog(logging.getLogger("holdfast"), {"job": key})
         self._token, self._tls_name, self._tls_context = token, tls_name, tls_context
         self._endpoint, self._storage = endpoint, storage
-        self._clock = clock or Clock()
-        self._told, self._on_note = on_change, on_note
+        self._clock, self._timing = clock or Clock(), timing or Timing()
+        self._on_change, self._on_note = on_change, on_note
         self._manifests: list[Manifest] = []
         self._backend_open = False
-        self.log = JobLog(logging.getLogger("holdfast"), {"job": key})
-        self.driver = Driver(job, self._clock, self._carry_out, self._on_change)
-        evidence = EvidenceBudget()
-        self._executor = Executor(backend, storage, self.links, self.driver.submit, evidence)
-        self._relay = AgentGateway(
-            backend,
-            self._executor,
-            lambda: self.driver.controller.state,
-            self.driver.submit,
-            evidence,
-            self.log,
+        self._gateway: AgentGateway | None = None
+        document = job_to_mapping(job)
+        self._submission = JobSubmitted(
+            job_id=job_id,
+            spec=document,
+            spec_directory=spec_directory,
+            checkpoint_path=checkpoint_path,
         )
-        first = wire.Welcome(
-            spec=job_to_mapping(job),
+        self._first_welcome = wire.Welcome(
+            spec=document,
             spec_directory=spec_directory,
             checkpoint_path=checkpoint_path,
             log_directory=log_directory,
             heartbeat_interval_s=job.spec.recovery.heartbeat_interval_s,
         )
 
-        def welcome() -> wire.Welcome:
-            recovery = self.driver.controller.state.job.spec.recovery  # it may be adjusted
-            return msgspec.structs.replace(
-                first, heartbeat_interval_s=recovery.heartbeat_interval_s
-            )
-
-        self._welcome = welcome
-        self.control = ControlApi(
-            self.driver, backend, self.links, self.view, self.changes, welcome
-        )
-
-    # -- its life ------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------
     async def prepare(self, *, fresh: bool) -> None:
-        """Look at storage and, for a job that has never run (`fresh`), have the backend make ready.
+        """Check the storage tier and, for a job that has never run (`fresh`), open the backend.
 
         Raises UserError for what the user has to change, HoldfastError for a fresh job whose
         storage does not answer.
@@ -158,47 +149,60 @@ class JobRuntime:
             # First, because it may take the longest.
             await self._open_backend()
         try:
-            async with asyncio.timeout(None if fresh else LOOK_S):
+            async with asyncio.timeout(None if fresh else self._timing.storage_listing_s):
                 await self._storage.prepare()
                 self._manifests = await self._storage.manifests()
         except (HoldfastError, TimeoutError) as problem:
-            # A job that trains needs its controller more than its storage: what the journal knows
-            # of checkpoints has to do until the next commit.
+            # A job that trains needs its controller more than its storage: until the next commit
+            # the checkpoints that the journal knows have to do.
             if fresh:
                 raise
-            error = str(problem) or f"no answer within {LOOK_S:g} s"
-            self.log.warning("taking over without looking into storage: %s", error)
+            error = str(problem) or f"no answer within {self._timing.storage_listing_s:g} s"
+            self.log.warning("taking over without the list of checkpoints in storage: %s", error)
             self._on_note(f"storage does not answer; taking over all the same ({error})")
         others = sorted({one.job for one in self._manifests} - {self.key})
         if not others:
             return
         if fresh:
             raise UserError(str(self._foreign(others)))
-        # Both have begun before either had committed. Without a controller it would be worse.
+        # Both jobs started before either had committed. Ending this one would make it worse.
         self.log.warning("taking over all the same: %s", self._foreign(others))
         self._on_note(f"taking over all the same: {self._foreign(others)}")
 
     async def begin(self, journal: Journal) -> None:
-        """Go on where the journal ends, or submit the job; then let agents in.
+        """Continue where the journal ends, or submit the job; then let agents connect.
 
         Raises JournalError and JournalLost, as `run` does.
         """
-        replayed = self.driver.open(journal)
+        num_records = len(journal.records)
+        loop = JobLoop.restore(self.job, journal.snapshot, journal.records)
+        journal.snapshot = None
+        journal.records.clear()
+        self.driver = Driver(loop, journal, self._clock, self._changed)
+        submit = self.driver.submit
+        self._executor = Executor(
+            self.backend, self._storage, self.links, submit, self._timing.storage_settle_s
+        )
+        self._gateway = AgentGateway(self.backend, self._executor, loop, submit, self.log)
+        self.control = ControlApi(
+            self.driver, self.backend, self.links, self.view, self.changes, self._welcome
+        )
         existing: tuple[str, ...] | None = None
         if not self._backend_open:
             await self._open_backend()
             existing = await self.backend.list_nodes()
         files = tuple(file for one in self._manifests for file in one.files)
-        self._submit_first(replayed, files, existing)
         self._manifests = []
-        # Agents may only speak to a core that knows its job.
-        await self.driver.turn()
+        incarnation = self.driver.start(self._submission, files, existing)
+        self.log.info("controller %d starts, %d events replayed", incarnation, num_records)
+        # Agents may only connect to a core that knows its job.
+        await self.driver.turn(self._executor.carry_out)
         self._endpoint.register(
             self.key,
             token=self._token,
             welcome=self._welcome,
             links=self.links,
-            sink=self._relay,
+            sink=self._gateway,
             handler=self.control.handle,
             tls_name=self._tls_name,
             context=self._tls_context,
@@ -206,83 +210,72 @@ class JobRuntime:
 
     async def run(self) -> None:
         """Until the job has ended, or `stop`."""
-        await self.driver.run()
+        await self.driver.run(self._executor.carry_out)
 
     def stop(self) -> None:
-        """Have `run` return soon, whatever the job does; training goes on."""
+        """Have `run` return soon; training goes on."""
         self.driver.stop()
 
     async def close(self, *, release: bool = False) -> None:
-        """Let go: no more agents, nothing under way. With `release`, end all nodes first."""
+        """Disconnect all agents and end what is under way. With `release`, end all nodes first."""
         self._endpoint.unregister(self.key)
-        await self._executor.close()
+        if self._gateway is not None:
+            await self._executor.close()
         await self.backend.close(release=release)
 
     async def _open_backend(self) -> None:
-        await self.backend.open(self._relay.node_gone)
+        await self.backend.open(self._node_gone)
         self._backend_open = True
 
+    def _node_gone(self, gone: NodeGone) -> None:
+        if self._gateway is not None:  # before `begin` the core knows no node
+            self._gateway.node_gone(gone)
+
     def _foreign(self, others: list[str]) -> Problem:
-        """Two jobs that share a place would write into each other's directories."""
+        """Two jobs with the same checkpoint path would write into each other's directories."""
+        path = self._submission.checkpoint_path
         return Problem(
             CHECKPOINT_FIELD,
-            f"{self._checkpoint_path}, which holds checkpoints of job {', '.join(others)}",
-            "a place of its own",
-            "choose another directory or URL; if that job has ended and this one is to go on from "
-            f"there: holdfast checkpoint adopt {self._checkpoint_path} --job {self.key}",
+            f"{path}, which holds checkpoints of job {', '.join(others)}",
+            "a path of its own",
+            "choose another directory or URL; if that job has ended and this one is to continue "
+            f"from there: holdfast checkpoint adopt {path} --job {self.key}",
         )
 
-    def _submit_first(
-        self, replayed: int, committed: tuple[ShardFile, ...], nodes: tuple[str, ...] | None
-    ) -> None:
-        """The events that every incarnation starts with, and the results that it will not get."""
-        inflight: dict[int, AnyAction] = {}
-        incarnation = 1
-        if self.driver.controller.submitted:
-            state = self.driver.controller.state
-            inflight = dict(state.inflight)
-            incarnation = state.incarnation + 1
-        else:
-            self.driver.submit(
-                JobSubmitted(
-                    job_id=self._job_id,
-                    spec=job_to_mapping(self.job),
-                    spec_directory=self._spec_directory,
-                    checkpoint_path=self._checkpoint_path,
-                )
-            )
-        self.log.info("controller %d starts, %d events replayed", incarnation, replayed)
-        self.driver.submit(
-            ControllerStarted(incarnation=incarnation, committed=committed, nodes=nodes)
+    def _welcome(self) -> wire.Welcome:
+        recovery = self.state.job.spec.recovery  # it may have been adjusted
+        return msgspec.structs.replace(
+            self._first_welcome, heartbeat_interval_s=recovery.heartbeat_interval_s
         )
-        for action_id, action in inflight.items():
-            lost = ActionUnknown(
-                action_id=action_id,
-                generation=action.generation,
-                detail="the controller ended before the result came",
-            )
-            self.driver.submit(lost)
 
-    # -- looking and telling -------------------------------------------------------------------
+    # -- reading and reporting -----------------------------------------------------------------
+    @property
+    def begun(self) -> bool:
+        """The core knows its job."""
+        return self._gateway is not None and self.driver.loop.controller.submitted
+
+    @property
+    def state(self) -> JobState:
+        """Read-only. Only after `begin`."""
+        return self.driver.state
+
     def view(self, *, live: bool = True, metrics_port: int = 0) -> JobView:
-        """Everything there is to see. `live`: with what heartbeats said since the last event."""
-        return self.driver.story.view(
-            self._clock.now_ns(),
-            live=live,
-            checkpoint_path=self._checkpoint_path,
-            metrics_port=metrics_port,
-        )
+        """Everything that can be shown. `live`: with the heartbeats since the last event."""
+        now_ns = self._clock.now_ns()
+        if self._gateway is None:
+            view = JobView(name=self.job.name, now_ns=now_ns)
+        else:
+            view = self.driver.loop.projection.view(now_ns, live=live)
+        view.checkpoint_path = self._submission.checkpoint_path
+        view.metrics_port = metrics_port
+        return view
 
     def submit(self, event: AnyEvent) -> None:
-        """A fact that somebody outside has seen."""
+        """Report a fact that was seen outside of the runtime."""
         self.driver.submit(event)
 
-    def _carry_out(self, action: AnyAction) -> None:
-        self._executor.carry_out(action)
-
-    def _on_change(self) -> None:
-        self.changes.tell()
-        if self.driver.num_events > self._num_events:
-            self._num_events = self.driver.num_events
-            self.events.tell()
-        self._told()
+    def _changed(self, ready: Ready) -> None:
+        self.changes.notify()
+        if ready.records:
+            self.events.notify()
+        self._on_change()

@@ -1,8 +1,5 @@
-"""News for those who watch: something has changed since they last looked.
-
-Owns: that no change is missed, also one that comes while a watcher is busy with the one before.
-Must not: know what has changed.
-"""
+"""Wakes watchers when something has changed, also while a watcher is busy with an earlier change.
+A module of its own because hosts and the control API share it."""
 
 from __future__ import annotations
 
@@ -10,18 +7,18 @@ import asyncio
 
 
 class ChangeNotifier:
-    """A count of changes that can be waited for, within one event loop."""
+    """A count of changes that can be awaited, within one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self.count += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def after(self, seen: int) -> None:
-        """Returns when `count` is past what was seen: at once if it is so already."""
+        """Wait until `count` is greater than `seen`."""
         while self.count <= seen:
-            await self._news.wait()
+            await self._changed.wait()

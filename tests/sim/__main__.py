@@ -23,7 +23,7 @@ def main() -> None:
         except AssertionError as error:
             print(f"seed {seed}: FAILED {type(error).__name__}: {error}")
             continue
-        state = world.host.controller.state
+        state = world.host.state
         print(
             f"seed {seed}: {world.digest} {state.phase} after {world.time_s - 60:.0f} s, "
             f"{world.num_faults} faults, {state.generation} generations, "

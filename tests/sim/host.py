@@ -1,33 +1,83 @@
-"""The controller's process: real Controller and Monitor, a journal, an executor; it can crash.
-
-Owns: persist, then act; the replay; what the runtime's driver, relay and executor do, in virtual
-time. Must not: decide.
+"""The controller's process in virtual time: the production loop over a simulated journal, network,
+backend and storage. It can crash at any point between an event and the last of its actions.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.controller import Controller
-from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
+from holdfast.orchestrator.core.journal import Record
+from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol import messages as m
-
-from .virtual_time import NS
+from holdfast.orchestrator.runtime import translate
+from holdfast.orchestrator.runtime.job_loop import JobLoop, Ready
 
 if TYPE_CHECKING:
     from .network import Link
     from .world import World
 
-NodeAction = a.LaunchGroup | a.StopGroup | a.StageStep
 CrashPoint = Literal["before-journal", "after-journal", "between-actions"]
+COMMIT_S = 0.05
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[int, e.AnyEvent])
+
+
+class WatchedController(Controller):
+    """The production controller; `watch` sees every step."""
+
+    watch: Callable[[e.AnyEvent, tuple[a.AnyAction, ...]], None] | None = None
+
+    def step(self, now_ns: int, event: e.AnyEvent) -> tuple[a.AnyAction, ...]:
+        actions = super().step(now_ns, event)
+        if self.watch is not None:
+            self.watch(event, actions)
+        return actions
+
+
+class SimJournal:
+    """What is durable. In every other world the records after the last commit die with their
+    controller, as with a journal behind a network."""
+
+    def __init__(self, forgets: bool, compact_at: int | None) -> None:
+        self.forgets, self.compact_at = forgets, compact_at
+        self.snapshot: bytes | None = None
+        self.records: list[bytes] = []
+        """Since the snapshot."""
+        self.all: list[bytes] = []
+        """Since the beginning; no controller reads it."""
+        self._num_durable = 0
+
+    @property
+    def full(self) -> bool:
+        return self.compact_at is not None and len(self.records) >= self.compact_at
+
+    def append(self, record: Record) -> None:
+        self.records.append(_ENCODER.encode(tuple(record)))
+        self.all.append(self.records[-1])
+
+    def commit(self) -> None:
+        self._num_durable = len(self.records)
+
+    def compact(self, snapshot: bytes) -> None:
+        self.snapshot = snapshot
+        self.records.clear()
+        self._num_durable = 0
+
+    def crash(self) -> None:
+        lost = len(self.records) - self._num_durable if self.forgets else 0
+        del self.records[len(self.records) - lost :]
+        del self.all[len(self.all) - lost :]
+
+    @staticmethod
+    def decode(records: list[bytes]) -> list[Record]:
+        return [Record(*_DECODER.decode(record)) for record in records]
 
 
 class Host:
@@ -35,186 +85,167 @@ class Host:
         self.world = world
         self.job = job_from_mapping(world.document)
         self.up = False
-        self.journal: list[bytes] = []
-        self.durable = 0
-        """Records that a commit has made so; the rest dies with a controller whose journal is
-        behind a network, and in every other world it does."""
-        self.forgets = world.seed % 2 == 1
+        self.journal = SimJournal(
+            forgets=world.seed % 2 == 1, compact_at=(None, 7, 40)[world.seed % 3]
+        )
+        self.slow_commits = world.seed % 4 == 3
         self.links: dict[str, Link] = {}
-        self.waiting: dict[int, NodeAction] = {}
         self.crash_at: CrashPoint | None = None
         self.crashes = 0
-        self._incarnation = 0
+        self.loop: JobLoop
+        self._awaited = translate.AwaitedAnswers()
+        self._committing = False
         self._life = 0
         self._wake_ns: int | None = None
 
-    # -- life ---------------------------------------------------------------------------------
+    @property
+    def submitted(self) -> bool:
+        return self.loop.controller.submitted
+
+    @property
+    def state(self) -> JobState:
+        return self.loop.state
+
+    def history(self) -> list[Record]:
+        return self.journal.decode(self.journal.all)
+
+    # -- life ----------------------------------------------------------------------------------
     def start(self) -> None:
         self._life += 1
-        self._wake_ns = None
-        self.controller = Controller()
-        self.monitor = ProgressMonitor(self.job, self.controller)
-        for record in self.journal:
-            now_ns, event = _DECODER.decode(record)
-            self.controller.step(now_ns, event)
-            self.monitor.observe(now_ns, event)
+        self._wake_ns, self._committing = None, False
+        self._awaited = translate.AwaitedAnswers()
+        self.loop = self._restored()
+        controller = self.loop.controller
+        assert isinstance(controller, WatchedController)
+        if controller.submitted:
+            self.world.oracle.restarted(controller.state)
+        controller.watch = self._decided
         self.up = True
-        inflight: dict[int, a.AnyAction] = {}
-        if self.journal:
-            inflight = dict(self.controller.state.inflight)
-            self._incarnation = self.controller.state.incarnation + 1
-            self.world.oracle.restarted(self.controller.state)
-        else:
-            self._incarnation = 1
-            document = job_to_mapping(self.job)
-            self.handle(e.JobSubmitted(job_id="j", spec=document, spec_directory="."))
-        if not self.up:
-            return
-        files = self.world.storage.committed()
-        self.handle(
-            e.ControllerStarted(
-                incarnation=self._incarnation,
-                committed=files,
-                nodes=tuple(self.world.backend_nodes()),
-            )
+        submission = e.JobSubmitted(job_id="j", spec=self.world.document, spec_directory=".")
+        nodes = tuple(self.world.backend_nodes())
+        self.loop.start(self.world.now, submission, self.world.storage.committed(), nodes)
+        self._turn()
+
+    def _restored(self) -> JobLoop:
+        """From the journal; a snapshot must give what a replay of all records gives."""
+        journal = self.journal
+        loop = self._restore(journal.snapshot, journal.records)
+        if journal.snapshot is not None:
+            known, expected = _known(loop), _known(self._restore(None, journal.all))
+            self.world.oracle.require(known == expected, "a snapshot lacks something")
+        return loop
+
+    def _restore(self, snapshot: bytes | None, records: list[bytes]) -> JobLoop:
+        return JobLoop.restore(
+            self.job, snapshot, SimJournal.decode(records), make_controller=WatchedController
         )
-        for action_id in inflight:
-            self.handle(e.ActionUnknown(action_id=action_id, detail="the controller ended"))
 
     def crash(self) -> None:
         """SIGKILL."""
         self.world.tell("** the controller dies")
-        if self.forgets:
-            del self.journal[self.durable :]
+        self.journal.crash()
         self.up = False
         self.crashes += 1
         self.crash_at = None
-        self.waiting.clear()
         for link in list(self.links.values()):
             link.close()
         self.links.clear()
         self.world.after(self.world.between(0.1, 4.0), self.start)
 
-    # -- the driver ---------------------------------------------------------------------------
-    def handle(self, first: e.AnyEvent) -> None:
-        """One event, and what the monitor concludes from it."""
-        if not self.up:
-            return
-        pending = deque([first])
-        while pending and self.up:
-            event = pending.popleft()
-            now = self.world.now
-            if not isinstance(event, e.HeartbeatReceived):
-                self._decide(now, event)
-            if self.up:
-                pending.extend(self.monitor.observe(now, event))
-        self._sleep()
+    # -- the loop ------------------------------------------------------------------------------
+    def handle(self, event: e.AnyEvent) -> None:
+        if self.up:
+            self.loop.feed(self.world.now, event)
+            self._turn()
 
-    def _decide(self, now: int, event: e.AnyEvent) -> None:
-        world = self.world
-        phase = self.controller.state.phase if self.controller.submitted else None
-        actions = self.controller.step(now, event)
-        crash = self.crash_at if actions else None
+    def _turn(self) -> None:
+        """What driver.py does."""
+        if self._committing:
+            return
+        ready = self.loop.ready(self.world.now)
+        crash = self.crash_at if ready.actions else None
         if crash == "before-journal":
             self.crash()
             return
-        self.journal.append(_ENCODER.encode((now, event)))
-        if actions or self.controller.state.phase != phase:
-            self.durable = len(self.journal)
-        if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepCompleted) or actions:
-            world.tell(f"{_short(event)}  [{self.controller.state.phase}]")
-        world.oracle.decided(self.controller.state, event, actions)
+        for record in ready.records:
+            self.journal.append(record)
+        if not self.slow_commits or not ready.must_commit:
+            self._committed(ready, crash)
+            return
+        self._committing = True
+        life = self._life
+        self.world.after(
+            self.world.between(0.0, COMMIT_S),
+            lambda: self._committed(ready, crash) if self.up and life == self._life else None,
+        )
+
+    def _committed(self, ready: Ready, crash: CrashPoint | None) -> None:
+        if self.journal.full and self.submitted:
+            self.journal.compact(self.loop.snapshot())
+        elif ready.must_commit:
+            self.journal.commit()
+        self._committing = False
+        self.world.oracle.durable(self.state, ready.actions)
+        self.loop.advance()
         if crash == "after-journal":
             self.crash()
             return
-        for index, action in enumerate(actions):
-            if crash == "between-actions" and index == (len(actions) + 1) // 2:
+        for index, action in enumerate(ready.actions):
+            if crash == "between-actions" and index == (len(ready.actions) + 1) // 2:
                 self.crash()
                 return
-            world.tell(f"    -> {_short(action)}")
+            self.world.tell(f"    -> {_short(action)}")
             self._carry_out(action)
         if crash:
             self.crash()
+        elif not self.loop.idle:
+            self._turn()
+        else:
+            self._sleep()
+
+    def _decided(self, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
+        if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepCompleted) or actions:
+            self.world.tell(f"{_short(event)}  [{self.state.phase}]")
+        self.world.oracle.decided(self.state, event, actions)
 
     def _sleep(self) -> None:
-        if not self.up:
-            return
-        times = (self.controller.next_deadline_ns(), self.monitor.next_deadline_ns())
-        due = min((at for at in times if at is not None), default=None)
+        due = self.loop.next_deadline_ns()
         if due is None or (self._wake_ns is not None and self.world.now < self._wake_ns <= due):
             return
         self._wake_ns = max(due, self.world.now + 1)
         self.world.at(self._wake_ns, lambda at=self._wake_ns, life=self._life: self._wake(at, life))
 
     def _wake(self, at: int, life: int) -> None:
-        if at != self._wake_ns or life != self._life or not self.up:
-            return
-        self._wake_ns = None
-        due = self.controller.next_deadline_ns()
-        if due is not None and due <= self.world.now:
-            self.handle(e.Tick())
-        elif self.up:
-            for verdict in self.monitor.observe(self.world.now, e.Tick()):
-                self.handle(verdict)
-        self._sleep()
+        if at == self._wake_ns and life == self._life and self.up:
+            self._wake_ns = None
+            self._turn()
 
-    # -- the executor -------------------------------------------------------------------------
+    # -- actions -------------------------------------------------------------------------------
     def _later(self, delay_s: float, event: e.AnyEvent) -> None:
         life = self._life
         self.world.after(delay_s, lambda: self.handle(event) if life == self._life else None)
 
-    def _result(self, action: a.AnyAction, detail: str = "", ok: bool = True) -> None:
+    def _result(self, action: a.AnyAction, ok: bool = True, **fields: Any) -> None:
         kind = e.ActionSucceeded if ok else e.ActionFailed
-        self._later(self.world.between(0.001, 0.2), kind(action_id=action.action_id, detail=detail))
+        event = kind(action_id=action.action_id, generation=action.generation, **fields)
+        self._later(self.world.between(0.001, 0.2), event)
 
     def _carry_out(self, action: a.AnyAction) -> None:
         world = self.world
         match action:
-            case a.LaunchGroup():
-                message = m.LaunchWorkers(
-                    action_id=action.action_id,
-                    membership=action.membership,
-                    node_rank=action.node_rank,
-                    seats=action.seats,
-                    buddy=action.buddy,
-                    persist_every_steps=action.persist_every_steps,
-                )
-                self._send(action, message)
-            case a.StopGroup():
-                stop = m.StopWorkers(
-                    action_id=action.action_id,
-                    generation=action.generation,
-                    grace_s=action.grace_s,
-                    stacks=action.stacks,
-                )
-                self._send(action, stop)
-            case a.StageStep():
-                order = m.Stage(
-                    action_id=action.action_id,
-                    generation=action.generation,
-                    step=action.step,
-                    hold=True,
-                )
-                self._send(action, order)
+            case a.LaunchGroup() | a.StopGroup() | a.StageStep():
+                self._send(action)
             case a.PersistStep():
                 link = self.links.get(action.node)
                 if link is not None:
-                    link.to_agent(
-                        m.Persist(
-                            action_id=action.action_id,
-                            generation=action.generation,
-                            step=action.step,
-                        )
-                    )
+                    link.to_agent(translate.to_message(action))
                 self._result(action, ok=link is not None)
             case a.RequestNodes():
-                names = world.request_nodes(action.count)
-                self._later(
-                    world.between(0.001, 0.2),
-                    e.ActionSucceeded(action_id=action.action_id, nodes=tuple(names))
-                    if names
-                    else e.ActionFailed(action_id=action.action_id, detail="no capacity"),
-                )
+                names = tuple(world.request_nodes(action.count))
+                if names:
+                    self._result(action, nodes=names)
+                else:
+                    self._result(action, ok=False, detail="no capacity")
             case a.ReleaseNode():
                 link = self.links.get(action.node)
                 if link is not None:
@@ -231,90 +262,40 @@ class Host:
                 self._result(action)
 
     def _commit(self, action: a.CommitManifest, life: int) -> None:
-        # The storage thread of a killed controller may still get through.
+        # The storage thread of a killed controller may still write its manifest.
         self.world.storage.commit(action.step, action.generation, action.mesh, action.files)
         if life == self._life:
             for link in self.links.values():
                 link.to_agent(m.Committed(generation=action.generation, step=action.step))
             self._result(action)
 
-    def _send(self, action: NodeAction, message: m.ToAgent) -> None:
+    def _send(self, action: translate.NodeAction) -> None:
         link = self.links.get(action.node)
         if link is None:
-            self._later(0.0, e.ActionUnknown(action_id=action.action_id, detail="not connected"))
+            self._unknown(action, "not connected")
             return
-        self.waiting[action.action_id] = action
-        link.to_agent(message)
+        buddy = self.links.get(action.buddy) if isinstance(action, a.LaunchGroup) else None
+        self._awaited.sent(action)
+        link.to_agent(translate.to_message(action, buddy.node.facts if buddy else None))
 
-    def _forget(self, node: str) -> None:
-        for action in [one for one in self.waiting.values() if one.node == node]:
-            del self.waiting[action.action_id]
-            self._later(0.0, e.ActionUnknown(action_id=action.action_id, detail="a new link"))
+    def _unknown(self, action: translate.NodeAction, detail: str) -> None:
+        self._later(0.0, e.ActionUnknown(action_id=action.action_id, detail=detail))
 
-    # -- the relay ----------------------------------------------------------------------------
-    def received(self, link: Link, message: object) -> None:
+    # -- agents --------------------------------------------------------------------------------
+    def received(self, link: Link, message: m.FromAgent) -> None:
         node = link.node.name
         if isinstance(message, m.Hello):
             self._hello(link, message)
-            return
-        if self.links.get(node) is not link:
-            return
-        match message:
-            case m.Heartbeat():
-                self.handle(
-                    e.HeartbeatReceived(
-                        node=node,
-                        generation=message.generation,
-                        workers=message.workers,
-                        staged_step=message.staged_step,
-                    )
-                )
-            case m.WorkerExitReport():
-                self.handle(
-                    e.WorkerExited(node=node, generation=message.generation, exit=message.exit)
-                )
-            case m.Launched() | m.ShardStaged():
-                action = self.waiting.pop(message.action_id, None)
-                if action is not None:
-                    kind = e.ActionSucceeded if message.ok else e.ActionFailed
-                    self.handle(kind(action_id=message.action_id, detail=message.detail))
-            case m.Stopped():
-                if self.waiting.pop(message.action_id, None) is not None:
-                    self.handle(
-                        e.GroupStopped(
-                            action_id=message.action_id,
-                            node=node,
-                            generation=message.generation,
-                            exits=message.exits,
-                            staged=message.staged,
-                            stacks=message.stacks,
-                            offered_port=message.offered_port,
-                        )
-                    )
-            case m.Persisted():
-                self.handle(
-                    e.ShardPersisted(node=node, generation=message.generation, shard=message.shard)
-                )
-            case m.NodeLeaving():
-                self.handle(
-                    e.PreemptionNoticed(node=node, detail=message.detail, grace_s=message.grace_s)
-                )
-            case m.ShardPersistFailed():
-                self.handle(
-                    e.PersistFailed(
-                        node=node,
-                        generation=message.generation,
-                        step=message.step,
-                        shard=message.shard,
-                        detail=message.detail,
-                        tried=message.tried,
-                    )
-                )
+        elif self.links.get(node) is link:
+            if isinstance(message, translate.Answer) and not self._awaited.take(node, message):
+                return
+            event = translate.to_event(node, message)
+            if event is not None:
+                self.handle(event)
 
     def _hello(self, link: Link, hello: m.Hello) -> None:
-        state = self.controller.state
-        if state.terminal or hello.node in state.released_nodes:
-            link.to_agent(m.Refused(detail="given up", final=True))
+        if refusal := translate.refusal(self.state, hello.node):
+            link.to_agent(m.Refused(detail=refusal, final=True))
             return
         old = self.links.get(hello.node)
         self.links[hello.node] = link
@@ -329,17 +310,9 @@ class Host:
                 heartbeat_interval_s=self.job.spec.recovery.heartbeat_interval_s,
             )
         )
-        self._forget(hello.node)
-        self.handle(
-            e.NodeJoined(
-                node=hello.node,
-                facts=hello.facts,
-                generation=hello.generation,
-                ranks=hello.ranks,
-                staged=hello.staged,
-                offered_port=hello.offered_port,
-            )
-        )
+        self.handle(translate.joined(hello))
+        for action in self._awaited.forget(hello.node):
+            self._unknown(action, "the node has reconnected")
 
     def link_closed(self, link: Link) -> None:
         node = link.node.name
@@ -348,6 +321,13 @@ class Host:
         del self.links[node]
         if node not in self.world.backend_nodes():
             self._later(0.001, e.NodeLost(node=node, cause="disconnected", detail="link closed"))
+
+
+def _known(loop: JobLoop) -> Any:
+    """What a restored loop must agree on; the monitor learns from heartbeats anew."""
+    projection = loop.projection
+    view = projection.view(projection.now_ns + 1_234_567, live=False)
+    return loop.state, projection.memory, view, loop.controller.next_deadline_ns()
 
 
 def _short(value: msgspec.Struct) -> str:
@@ -377,6 +357,3 @@ def _short(value: msgspec.Struct) -> str:
         else:
             parts.append(f"{name}={shown}")
     return f"{type(value).__name__} {' '.join(parts)}"
-
-
-__all__ = ["NS", "Host"]

@@ -6,7 +6,7 @@ arrive in order or not at all, different links overtake each other at will. Must
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.orchestrator.protocol import messages as m
 
@@ -39,7 +39,7 @@ class Link:
         copy = m.decode(m.encode(message)[4:])
         self.world.at(self._arrival("down"), lambda: self._down(copy))
 
-    def _up(self, message: object) -> None:
+    def _up(self, message: Any) -> None:
         if self.open and self.host.up:
             self.host.received(self, message)
 

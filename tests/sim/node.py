@@ -27,6 +27,7 @@ class SimNode:
         self.machine = AgentMachine(job=world.job_name, node=name, token="t", slots=slots)
         self.workers: dict[tuple[int, int], Worker] = {}
         self.contents: dict[int, Payload | None] = {}
+        self.facts = NodeFacts(hostname=name, address=f"ip-{name}", data_port=1, slots=slots)
         self.alive = True
         self.link: Link | None = None
         self._backoff_s = limits.RECONNECT_MIN_S
@@ -228,11 +229,8 @@ class SimNode:
             self._backoff_s = min(self._backoff_s * 2, limits.RECONNECT_MAX_S)
             return
         self._backoff_s = limits.RECONNECT_MIN_S
-        facts = NodeFacts(
-            hostname=self.name, address=f"ip-{self.name}", data_port=1, slots=self.slots
-        )
         self._port += 1
-        self.feed(inputs.LinkUp(facts, self._port))
+        self.feed(inputs.LinkUp(self.facts, self._port))
 
     def link_down(self, link: Link) -> None:
         if self.link is link:

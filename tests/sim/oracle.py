@@ -1,6 +1,5 @@
-"""What must never happen, looked at from outside after every decision and every step.
-
-Owns: the safety properties. Must not: use the controller's own checks, beyond reading its state.
+"""The safety properties, checked after every decision and every step. They use the state of the
+controller, but none of its own checks.
 """
 
 from __future__ import annotations
@@ -28,62 +27,71 @@ class Oracle:
         self.world = world
         self.finished = False
         self._seats: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._placed: dict[int, dict[int, str]] = {}
+        self._node_of: dict[int, dict[int, str]] = {}
+        """Generation -> rank -> node."""
         self._ids: dict[int, None] = {}
-        self._checked: dict[int, None] = {}
-        self._orders: dict[int, a.StageStep] = {}
+        self._stage_actions: dict[int, a.StageStep] = {}
         self._members: dict[int, tuple[str, ...]] = {}
         self._judged: set[int] = set()
         self._uncharged: set[int] = set()
         self._charged = 0
-        self.ordered: dict[tuple[int, int], dict[str, None]] = {}
-        """(generation, step) -> members that have staged it on order."""
+        self.requested: dict[tuple[int, int], dict[str, None]] = {}
+        """(generation, step) -> members that have staged it at the controller's request."""
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
             raise Unsafe(f"seed {self.world.seed} at {self.world.time_s:.3f} s: {text}")
 
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
-        if isinstance(event, e.ActionSucceeded) and event.action_id in self._orders:
-            order = self._orders[event.action_id]
-            self.ordered.setdefault((order.generation, order.step), {})[order.node] = None
+        """After every step of the controller. A crash may undo what is not durable yet."""
+        if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
+            done = self._stage_actions[event.action_id]
+            self.requested.setdefault((done.generation, done.step), {})[done.node] = None
         for action in actions:
-            if action.action_id in self._ids and not self.world.host.crashes:
-                self.require(False, f"action id {action.action_id} is used twice")
+            match action:
+                case a.LaunchGroup():
+                    self._launch(state, action)
+                case a.CommitManifest():
+                    self._commit(state, action)
+        self._budgets(state)
+
+    def durable(self, state: JobState, actions: tuple[a.AnyAction, ...]) -> None:
+        """These decisions are in the journal and are carried out next."""
+        for action in actions:
+            self.require(action.action_id not in self._ids, f"id {action.action_id} is used twice")
             self._ids[action.action_id] = None
             if self.finished:
                 self.require(isinstance(action, a.FinishJob), f"{action} after the end")
             match action:
                 case a.StageStep():
-                    self._orders[action.action_id] = action
+                    self._stage_actions[action.action_id] = action
                     self._members[action.generation] = state.members
                 case a.LaunchGroup():
-                    self._launch(state, action)
-                case a.CommitManifest():
-                    self._commit(state, action)
+                    self._seat(action)
                 case a.FinishJob():
                     self.finished = True
-        self._budgets(state)
 
-    def _launch(self, state: JobState, action: a.LaunchGroup) -> None:
+    def _seat(self, action: a.LaunchGroup) -> None:
         generation = action.membership.generation
-        self.require(generation == state.generation, f"launch of {generation}")
         key, ranks = (generation, action.node), tuple(seat.rank for seat in action.seats)
         self.require(self._seats.setdefault(key, ranks) == ranks, f"{key}: other ranks than before")
-        placed = self._placed.setdefault(generation, {})
+        node_of = self._node_of.setdefault(generation, {})
         for rank in ranks:
-            self.require(placed.setdefault(rank, action.node) == action.node, f"rank {rank} twice")
-        mesh = action.membership.mesh
+            known = node_of.setdefault(rank, action.node)
+            self.require(known == action.node, f"rank {rank} is on {known} and {action.node}")
+
+    def _launch(self, state: JobState, action: a.LaunchGroup) -> None:
+        generation, mesh = action.membership.generation, action.membership.mesh
+        self.require(generation == state.generation, f"launch of {generation}")
         self.require(
             mesh.world_size == action.membership.num_nodes * action.membership.workers_per_node,
             f"{mesh} on {action.membership.num_nodes} nodes",
         )
-        if generation not in self._checked:
-            self._checked[generation] = None
+        if generation not in self._node_of:
             self._resume(state, action)
 
     def _resume(self, state: JobState, action: a.LaunchGroup) -> None:
-        """From a complete state, and from no older one than what is still there."""
+        """A generation restores a complete state, and none older than the newest that is left."""
         restore = action.membership.restore
         step = restore.step if restore else -1
         committed = max((c.step for c in state.catalog.committed if not c.refused), default=-1)
@@ -95,11 +103,11 @@ class Oracle:
         whole = [at for at, shards in held.items() if len(shards) == at[2]]
         best = max((at[0] for at in whole if at[:2] not in state.catalog.distrusted), default=-1)
         self.require(step >= best, f"resumes after {step}, memory has all of {best}")
-        for (generation, at), nodes in self.ordered.items():
+        for (generation, at), nodes in self.requested.items():
             members = self._members[generation]
             there = all(node in nodes and node in state.nodes for node in members)
             if there and generation == state.generation - 1:
-                self.require(step >= at, f"resumes after {step}, all have staged {at} on order")
+                self.require(step >= at, f"resumes after {step}, all have staged {at} as requested")
         if restore is not None and not restore.directory:
             named = {source.shard for source in restore.sources}
             self.require(named == set(range(restore.num_shards)), f"sources of {named} only")

@@ -19,13 +19,13 @@ def play(
     host = world.host
 
     def over() -> bool:
-        state = host.controller.state if host.up else None
+        state = host.state if host.up else None
         return bool(state and state.terminal and state.finish_action is None)
 
     world.after(0.0, lambda: None)
-    done = world.run(BOUND_S, lambda: host.up and host.controller.submitted and over())
+    done = world.run(BOUND_S, lambda: host.up and host.submitted and over())
     require = world.oracle.require
-    state = host.controller.state
+    state = host.state
     require(done, f"not over: {state.phase}, {state.reason.text}; timers {state.timers}")
     world.run(world.time_s + 60.0, lambda: False)
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")

@@ -48,7 +48,7 @@ def test_a_seed_tells_the_same_story_under_any_hash_seed(seed: int) -> None:
 def test_the_faults_are_not_imagined() -> None:
     """The hundred seeds together meet what they are meant to meet."""
     worlds: list[World] = [play(seed) for seed in range(0, 100, 4)]
-    states = [world.host.controller.state for world in worlds]
+    states = [world.host.state for world in worlds]
     rules = {incident.rule for state in states for incident in state.incidents}
     assert {"outside-signal", "hang", "node-lost", "native-crash"} <= rules | {"lost-first"}
     assert "preempted" in rules
@@ -60,5 +60,5 @@ def test_the_faults_are_not_imagined() -> None:
 
 def test_steps_are_staged_on_order() -> None:
     """In the worlds that do not stage every step, before planned interruptions."""
-    ordered = [play(seed).oracle.ordered for seed in range(2, 100, 3)]
+    ordered = [play(seed).oracle.requested for seed in range(2, 100, 3)]
     assert sum(map(len, ordered)) >= 5

@@ -7,7 +7,6 @@ import pytest
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import events as e
 
-from .host import _DECODER
 from .run_seed import play
 from .virtual_time import NS
 from .world import World
@@ -18,8 +17,7 @@ LONGEST_S = limits.ALL_SILENT_FACTOR * limits.HEARTBEAT_TIMEOUT_S
 
 def told(world: World) -> list[tuple[float, e.AnyEvent]]:
     """Everything durable that the controller was told, by the time of the story."""
-    records = (_DECODER.decode(line) for line in world.host.journal)
-    return [(at / NS - 1_000, event) for at, event in records]
+    return [(at / NS - 1_000, event) for at, event in world.host.history()]
 
 
 def lost_s(world: World) -> list[float]:
@@ -38,7 +36,7 @@ def test_a_silence_of_everybody_that_ends_costs_nothing(seed: int) -> None:
         world.after(14.0, lambda: print(world.silence(LONGEST_S - 2.5)))
 
     world = play(seed, faults=faults)
-    state = world.host.controller.state
+    state = world.host.state
     assert lost_s(world) == [], "nobody was lost"
     assert [i.title for i in state.incidents if i.purpose == "failure"] == []
     assert any(isinstance(event, e.HeartbeatsRestored) for _, event in told(world))
@@ -55,7 +53,7 @@ def test_the_loss_of_everybody_is_believed_in_the_end(seed: int) -> None:
     assert lost, "all nodes were lost"
     assert min(lost) >= 14.0 + limits.HEARTBEAT_TIMEOUT_S - limits.HEARTBEAT_INTERVAL_S
     assert max(lost) <= 14.0 + LONGEST_S + 0.1
-    assert world.host.controller.state.phase == "succeeded"
+    assert world.host.state.phase == "succeeded"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

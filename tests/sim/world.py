@@ -336,6 +336,6 @@ class World(VirtualTime):
         """A person repeats a wish that a dead controller did not hear."""
         if self.oracle.finished:
             return
-        if self.host.up and self.host.controller.state.intent == "suspend":
+        if self.host.up and self.host.state.intent == "suspend":
             self.host.handle(e.ResumeRequested(by="sim"))
         self.after(5.0, self._resume_until_heard)

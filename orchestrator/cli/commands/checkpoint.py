@@ -334,7 +334,7 @@ def _is_path(job_or_path: str) -> bool:
 
 def _tier(job_or_path: str) -> str:
     """Directory or URL of a storage tier. Raises UserError."""
-    from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
+    from holdfast.orchestrator.runtime.checkpoint_store.options import storage_place
 
     if "://" not in job_or_path and not _is_directory(job_or_path):
         raise UserError(str(Problem("JOB_OR_PATH", job_or_path, "a directory, a URL or a job")))

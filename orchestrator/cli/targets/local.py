@@ -94,7 +94,7 @@ class LocalJob:
 
     @contextmanager
     def storage(self) -> Iterator[str]:
-        from holdfast.orchestrator.runtime.checkpoint_store.job_environment import job_environment
+        from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment
 
         job = self._directory.job()
         with job_environment(job):

@@ -36,9 +36,11 @@ from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.tls import server_context_from_pem
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.agent_server import AgentServer
-from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    SerialExecutor,
+    ThreadedCheckpointStore,
+)
 from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once, storage_of
-from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import SerialExecutor
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
@@ -237,7 +239,7 @@ class JobReconciler:
                 for link in runtime.links.values():
                     link.send(wire.Shutdown(detail="the job was deleted"))
             await runtime.close()
-        state = runtime.driver.controller.state
+        state = runtime.state
         self._final_view = runtime.view(live=False) if state.terminal else None
         return state.terminal
 
@@ -379,7 +381,7 @@ class JobReconciler:
         """Called for every heartbeat. Only changes that users wait for are written at once."""
         if self._runtime is None:
             return
-        state = self._runtime.driver.controller.state
+        state = self._runtime.state
         progress = (state.phase, state.generation, state.num_incidents, len(state.nodes))
         urgent = progress != self._last_progress
         self._last_progress = progress

@@ -47,7 +47,7 @@ class SpecSync:
     async def apply(self, document: Document, job: TrainingJob) -> None:
         """Raises ApiError."""
         annotations = document["metadata"].get("annotations") or {}
-        state = self._runtime.driver.controller.state
+        state = self._runtime.state
         if state.terminal:
             return
         if names.CANCEL in annotations and state.intent != "cancel":

@@ -33,7 +33,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol.files import PRIVATE, replace, sync_directory
-from holdfast.orchestrator.runtime.checkpoint_store.job_environment import storage_place
+from holdfast.orchestrator.runtime.checkpoint_store.options import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
 DELETED_SUFFIX = ".deleted"

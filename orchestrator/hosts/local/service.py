@@ -25,12 +25,12 @@ from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.runtime.agent_server import AgentServer
-from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
-from holdfast.orchestrator.runtime.checkpoint_store.job_environment import job_environment
-from holdfast.orchestrator.runtime.checkpoint_store.options import own_options
-from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import SerialExecutor
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    SerialExecutor,
+    ThreadedCheckpointStore,
+)
+from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment, own_options
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
-from holdfast.orchestrator.runtime.driver import Driver
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -177,10 +177,6 @@ class LocalJobHost:
             on_note=on_note,
         )
 
-    @property
-    def driver(self) -> Driver:
-        return self.assembly.driver
-
     def view(self, *, live: bool = True) -> JobView:
         return self.assembly.view(live=live, metrics_port=self.metrics_port)
 
@@ -274,7 +270,7 @@ class LocalJobHost:
         by = "Ctrl-C" if number == signal.SIGINT else number.name
         if self._num_signals == 1:
             self._on_note(f"{by}: cancelling the job; press Ctrl-C again to kill all nodes at once")
-            self.driver.submit(CancelRequested(by=by))
+            self.assembly.submit(CancelRequested(by=by))
         elif self._num_signals == 2:
             self._on_note(f"{by}: killing all nodes")
             self._forced = asyncio.get_running_loop().create_task(self._force())

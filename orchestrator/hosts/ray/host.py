@@ -25,12 +25,14 @@ from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.certificate import TlsKeyPair
 from holdfast.orchestrator.runtime.agent_server import AgentServer
-from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
-from holdfast.orchestrator.runtime.checkpoint_store.job_environment import (
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    SerialExecutor,
+    ThreadedCheckpointStore,
+)
+from holdfast.orchestrator.runtime.checkpoint_store.options import (
     job_environment,
     storage_place,
 )
-from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import SerialExecutor
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.control_api import WATCH_INTERVAL_S, view_body
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
@@ -199,7 +201,7 @@ class RayHost:
             await self.assembly.events.after(seen)
             seen = self.assembly.events.count
             try:
-                await self._backend.trim(lambda: num_missing(self.assembly.driver.controller.state))
+                await self._backend.trim(lambda: num_missing(self.assembly.state))
             except Exception as error:  # Ray's own RpcError or a plain RuntimeError
                 log.warning("unwanted nodes stay requested for now: %s", error)
                 await asyncio.sleep(self._timing.trim_retry_s)

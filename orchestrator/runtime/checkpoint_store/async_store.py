@@ -1,65 +1,109 @@
-"""The storage tier as the event loop sees it: five verbs that never block it.
-
-Owns: the interface, and the way to it over a thread. Must not: decide, or know where the bytes are.
-"""
+"""The storage tier for the event loop: the calls of one job run one after the other in threads."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.mesh import Mesh
 
-from .serial_executor import SerialExecutor
 from .store import CheckpointStore
+
+THREAD_NAME_PREFIX = "storage"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AsyncCheckpointStore(Protocol):
     """One job's checkpoints. Calls are carried out in the order in which they were made."""
 
     async def prepare(self) -> None:
-        """Make the place and prove that it can be written. Raises UserError."""
+        """Create the directory and prove that it can be written. Raises UserError."""
 
     async def manifests(self) -> list[Manifest]:
-        """What is committed, oldest step first. Raises HoldfastError when nobody can tell."""
+        """Committed checkpoints, oldest step first. Raises HoldfastError when the store does not
+        answer."""
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files; returns their bytes."""
 
     async def delete(self, step: int, generation: int) -> None:
-        """Delete a checkpoint; it is no error when it is gone."""
+        """Delete a checkpoint; a missing one counts as deleted."""
 
     async def settle(self) -> None:
-        """Until everything asked so far has ended."""
+        """Wait until all calls so far have ended."""
+
+
+class SerialExecutor:
+    """Blocking calls of one job, one after the other, each in a thread of its own.
+
+    A shared pool would let a few jobs whose store does not answer block the storage of all others.
+    A thread ends with its call, so an idle job costs none.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function after all earlier calls. If it is cancelled while it waits, it never
+        runs; if it is cancelled while it runs, it runs to its end and the next call waits."""
+        async with self._turn:
+            await self._ended()
+            thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME_PREFIX)
+            work = asyncio.get_running_loop().run_in_executor(
+                thread, lambda: function(*args, **kwargs)
+            )
+            thread.shutdown(wait=False)  # takes effect when this call has ended
+            self._running.add(work)
+            work.add_done_callback(self._done)
+            # A cancelled future would lose track of the thread, which cannot be cancelled.
+            return await asyncio.shield(work)
+
+    async def settle(self) -> None:
+        """Wait until all calls so far have ended."""
+        async with self._turn:
+            await self._ended()
+
+    def _done(self, work: asyncio.Future[Any]) -> None:
+        self._running.discard(work)
+        if not work.cancelled():
+            work.exception()  # retrieved here, because a cancelled caller never does it
+
+    async def _ended(self) -> None:
+        while self._running:
+            await asyncio.wait(list(self._running))
 
 
 class ThreadedCheckpointStore:
-    """A Storage that this process reaches by itself."""
+    """An AsyncCheckpointStore over a CheckpointStore in this process."""
 
-    def __init__(self, opening: Callable[[], CheckpointStore], strand: SerialExecutor) -> None:
-        """`opening` is called in a thread, with the first call, and again until it succeeds: some
-        drivers connect when they are made."""
-        self._opening, self._strand = opening, strand
+    def __init__(self, open_store: Callable[[], CheckpointStore], executor: SerialExecutor) -> None:
+        """`open_store` is called in a thread with the first call, and again until it succeeds: some
+        drivers connect when they are created."""
+        self._open_store, self._executor = open_store, executor
         self._opened: CheckpointStore | None = None
 
     async def prepare(self) -> None:
-        await self._strand.call(lambda: self._storage().prepare())
+        await self._executor.call(lambda: self._store().prepare())
 
     async def manifests(self) -> list[Manifest]:
-        return await self._strand.call(lambda: self._storage().manifests())
+        return await self._executor.call(lambda: self._store().manifests())
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
-        return await self._strand.call(lambda: self._storage().commit(step, mesh, files))
+        return await self._executor.call(lambda: self._store().commit(step, mesh, files))
 
     async def delete(self, step: int, generation: int) -> None:
-        await self._strand.call(lambda: self._storage().delete(step, generation))
+        await self._executor.call(lambda: self._store().delete(step, generation))
 
     async def settle(self) -> None:
-        await self._strand.settle()
+        await self._executor.settle()
 
-    def _storage(self) -> CheckpointStore:
+    def _store(self) -> CheckpointStore:
         if self._opened is None:
-            self._opened = self._opening()
+            self._opened = self._open_store()
         return self._opened

@@ -1,11 +1,8 @@
-"""A job's way to its store without this process' environment: spec.env as options of the driver.
+"""How the store of a job is opened: its path, and spec.env as driver options or as environment.
 
-Owns: which variables that is possible for. Must not: open the store, or read this process' own
-environment; what a job does not say, the driver looks for where it always does.
-
-A process of one job may put spec.env into its environment (surroundings.job_environment) and every
-driver finds what it knows. A process of many jobs must not: they would use each other's keys. It
-gives each driver its options, and refuses variables that it cannot turn into such.
+A process of one job applies spec.env to its environment (job_environment), and every driver finds
+its settings there. A process of many jobs must not, or jobs would use each other's credentials: it
+passes options to each driver (storage_of) and refuses variables that have no option.
 
 Sources: the parameters of s3fs.S3FileSystem, the environment variables of botocore
 (https://docs.aws.amazon.com/sdkref/latest/guide/environment-variables.html) and fsspec's FSSPEC_*
@@ -14,14 +11,75 @@ Sources: the parameters of s3fs.S3FileSystem, the environment variables of botoc
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, SpecError
+from holdfast.orchestrator.protocol import files
 
-from .store import CheckpointStore
+if TYPE_CHECKING:
+    from .store import CheckpointStore
+
+CHECKPOINT_FIELD = "spec.checkpoint.path"
+LOCAL_SCHEMES = ("file", "local")
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""URL scheme -> extra of Holdfast that installs the driver."""
+
+
+def storage_place(path: str, spec_directory: str | Path) -> str:
+    """Absolute directory or URL of a checkpoint path. Directories are relative to the spec file,
+    because the processes of a job have different working directories."""
+    scheme, is_url, rest = path.partition("://")
+    if is_url and scheme not in LOCAL_SCHEMES:
+        return path
+    return str(files.resolve(spec_directory, rest if is_url else path).resolve())
+
+
+def missing_driver(path: str, error: Exception) -> Problem:
+    """The driver of the store cannot be imported; the fix says how to install it."""
+    scheme = path.partition("://")[0]
+    fix = "install that driver where the job runs, and here"
+    if scheme in EXTRAS:
+        fix = f"pip install '.[{EXTRAS[scheme]}]' in a checkout of Holdfast"
+    return Problem(CHECKPOINT_FIELD, f"{path} ({error})", "a URL whose driver is installed", fix)
+
+
+@contextmanager
+def job_environment(job: TrainingJob) -> Iterator[None]:
+    """Apply spec.env to the environment of this process, as agents do; restored at the end."""
+    before = {name: os.environ.get(name) for name in job.spec.env}
+    os.environ.update(job.spec.env)
+    settings = _fsspec_settings(job.spec.env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if settings is not None:
+            settings[0].clear()
+            settings[0].update(settings[1])
+
+
+def _fsspec_settings(env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Apply FSSPEC_* variables, which fsspec reads only when it is imported. Returns the live
+    settings and a copy of the earlier ones."""
+    if not any(name.startswith("FSSPEC_") for name in env):
+        return None
+    import fsspec.config
+
+    live: dict[str, Any] = fsspec.config.conf
+    before = {scheme: dict(values) for scheme, values in live.items()}
+    fsspec.config.set_conf_env(live, {k: v for k, v in env.items() if k.startswith("FSSPEC_")})
+    return live, before
+
 
 S3_OPTIONS: dict[str, tuple[str, ...]] = {
     "AWS_ACCESS_KEY_ID": ("key",),
@@ -35,15 +93,15 @@ S3_OPTIONS: dict[str, tuple[str, ...]] = {
     "AWS_REQUEST_CHECKSUM_CALCULATION": ("config_kwargs", "request_checksum_calculation"),
     "AWS_RESPONSE_CHECKSUM_VALIDATION": ("config_kwargs", "response_checksum_validation"),
 }
-"""Variable -> where its value goes among the driver's options; a later one wins."""
-S3_SILENT = ("AWS_REGION", "AWS_EC2_METADATA_DISABLED", "AWS_PAGER", "AWS_DEFAULT_OUTPUT")
-"""Say nothing to this driver."""
+"""Variable -> key of its value in the driver's options; a later one wins."""
+S3_IGNORED = ("AWS_REGION", "AWS_EC2_METADATA_DISABLED", "AWS_PAGER", "AWS_DEFAULT_OUTPUT")
+"""Variables that this driver ignores."""
 NUMBERS = ("AWS_MAX_ATTEMPTS",)
 MOST_ATTEMPTS = 5
 MOST_WAIT_S = 20.0
-"""For a connection, and for the next bytes. s3fs tries five times what it is told to try so often:
-whatever a job asks for, its driver has an answer or an error within ten minutes, and does not hold
-a thread of a process of many jobs for ever."""
+"""For a connection, and for the next bytes. s3fs repeats the attempts of botocore five times. With
+these bounds a driver answers or fails within ten minutes, whatever spec.env says, and does not
+occupy a thread of a process of many jobs without end."""
 SCHEMES = {
     "s3": "s3",
     "s3a": "s3",
@@ -58,21 +116,19 @@ PREFIXES = {
     "gs": ("GOOGLE_", "GCLOUD_", "STORAGE_EMULATOR_HOST"),
     "az": ("AZURE_",),
 }
-"""Kind of store -> how the variables begin that its driver reads by itself."""
+"""Kind of store -> prefixes of the variables that its driver reads from the environment."""
 
 
 class StorageOptions(NamedTuple):
-    """How a job's store is opened."""
-
     options: dict[str, Any]
-    """For fsspec, beside the URL."""
+    """Arguments for fsspec beside the URL."""
     left: tuple[str, ...]
-    """Variables of the job that its driver would read and that are no options of it."""
+    """Variables in spec.env that the driver reads and that have no option."""
 
 
 def access(path: str, env: Mapping[str, str]) -> StorageOptions:
-    """What spec.env says to the driver of a checkpoint path. Raises SpecError for a variable whose
-    value cannot be one."""
+    """The options that spec.env gives to the driver of a checkpoint path. Raises SpecError for a
+    value that is not valid."""
     scheme, is_url, _ = path.partition("://")
     if not is_url:
         return StorageOptions({}, ())
@@ -85,15 +141,15 @@ def access(path: str, env: Mapping[str, str]) -> StorageOptions:
     left = tuple(
         name
         for name in env
-        if name.startswith(PREFIXES.get(kind, ())) and name not in (*known, *S3_SILENT)
+        if name.startswith(PREFIXES.get(kind, ())) and name not in (*known, *S3_IGNORED)
     )
     options.update(_fsspec_options(scheme, kind, env))
     return StorageOptions(options, left)
 
 
 def own_options(job: TrainingJob, path: str) -> dict[str, Any] | None:
-    """Options that say all that the job's store needs to know; None: its driver looks for more in
-    the environment, or for nobody knows what."""
+    """All options of the job's store; None: the driver may also read the environment, so that the
+    options alone are not enough."""
     scheme, is_url, _ = path.partition("://")
     options, left = access(path, job.spec.env)
     if is_url and (left or SCHEMES.get(scheme) != "s3"):
@@ -102,8 +158,7 @@ def own_options(job: TrainingJob, path: str) -> dict[str, Any] | None:
 
 
 def connects_at_once(path: str) -> bool:
-    """Whether the driver may talk to the store while it is being made, for as long as that takes;
-    False: it is known not to."""
+    """Whether the driver may connect to the store when it is created, without a time limit."""
     scheme, is_url, _ = path.partition("://")
     return bool(is_url) and SCHEMES.get(scheme) != "s3"
 
@@ -124,12 +179,12 @@ def _put(options: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """FSSPEC_S3_KEY=... and the like. fsspec reads them once, from the process' environment."""
+    """FSSPEC_S3_KEY=... and others, which fsspec reads only from the environment of the process."""
     import fsspec.config
 
     found: dict[str, dict[str, Any]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that are not like that; they say nothing here
+        warnings.simplefilter("ignore")  # about names of another form, which are ignored
         ours = {name: value for name, value in env.items() if name.startswith("FSSPEC_")}
         fsspec.config.set_conf_env(found, ours)
     merged: dict[str, Any] = {}
@@ -139,13 +194,16 @@ def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str,
 
 
 def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
-    """The storage tier of one of many jobs in this process. `path` is where its checkpoints are,
-    `key` the job's name in manifests. Of patience it gets so much and no more (MOST_ATTEMPTS,
-    MOST_WAIT_S).
+    """The storage tier of one of many jobs in this process, with retries bounded by MOST_ATTEMPTS
+    and MOST_WAIT_S. `path` has its checkpoints, `key` is the job's name in manifests.
 
-    Raises SpecError for settings in spec.env that cannot be had for one job alone, UserError as
-    Storage does.
+    Raises SpecError for settings in spec.env that cannot be applied to one job alone, UserError as
+    CheckpointStore does.
     """
+    from .store import (
+        CheckpointStore,  # imports fsspec, which the CLI does not need for every command
+    )
+
     options, left = access(path, job.spec.env)
     if left:
         expected = "settings of the store that can be given to one job alone"
@@ -160,7 +218,7 @@ def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
 
 
 def _bound(config: Any) -> None:
-    """Less patience, where a job asks for too much of it."""
+    """Lower what exceeds the bounds."""
     if not isinstance(config, dict):
         return
     for where, name, most in (

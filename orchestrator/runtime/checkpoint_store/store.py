@@ -1,7 +1,7 @@
-"""The storage tier as the controller sees it: manifests written last, checkpoints deleted first.
+"""Commits, lists and deletes the checkpoints of one job on its storage tier.
 
-Owns: committing, deleting and listing. Blocking: the executor calls it in a thread. Must not: read
-or write tensors, or decide which checkpoint stays.
+A manifest is written last and deleted first, so that a checkpoint with a manifest is complete. All
+calls block; async_store.py makes them in threads.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from holdfast.orchestrator.protocol.manifest import (
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
-from .job_environment import CHECKPOINT_FIELD, missing_driver
+from .options import CHECKPOINT_FIELD, missing_driver
 
 
 class CommitRefused(HoldfastError):
-    """What should be committed is not there as it was reported."""
+    """The files in the store differ from what the agents reported."""
 
 
 class CheckpointStore:
@@ -58,18 +58,18 @@ class CheckpointStore:
         self._local = isinstance(self.fs, LocalFileSystem)
 
     def prepare(self) -> None:
-        """Make the place and prove that it can be written. Raises UserError."""
+        """Create the directory and prove that it can be written. Raises UserError."""
         probe = f"{self.root}/.holdfast-{uuid.uuid4().hex}"
         try:
             make_directory(self.fs, self.root)
             self.fs.pipe_file(probe, b"")
             self.fs.rm_file(probe)
-        # fsspec's drivers raise what their libraries raise; here every one of them means the same.
+        # fsspec drivers raise what their libraries raise; here every exception means the same.
         except Exception as error:
             problem = Problem(
                 CHECKPOINT_FIELD,
                 f"{self.path} ({_why(error)})",
-                "a place that can be written",
+                "a directory or URL that can be written",
                 "choose another, or fix its permissions",
             )
             raise UserError(str(problem)) from None
@@ -82,7 +82,7 @@ class CheckpointStore:
         generations = {file.generation for file in files}
         shards = sorted(file.shard for file in files)
         if len(generations) != 1 or {file.step for file in files} != {step}:
-            raise CommitRefused(f"step {step}: the files are of several attempts")
+            raise CommitRefused(f"step {step}: the files are of several generations")
         if shards != list(range(mesh.num_shards)):
             raise CommitRefused(f"step {step}: got shards {shards} of {mesh.num_shards}")
         directory = f"{self.root}/{directory_name(step, generations.pop())}"
@@ -105,7 +105,7 @@ class CheckpointStore:
         try:
             size = self.fs.info(path)["size"]
         except FileNotFoundError:
-            text = f"{path}: missing here, though its node says that it has written it"
+            text = f"{path}: missing here, although its node has reported it as written"
             if self._local:
                 text += "; a directory must be one volume that all nodes and the controller share"
             raise CommitRefused(text) from None
@@ -114,12 +114,12 @@ class CheckpointStore:
 
     def _put(self, path: str, data: bytes) -> None:
         if not self._local:
-            self.fs.pipe_file(path, data)  # object stores show an object whole or not at all
+            self.fs.pipe_file(path, data)  # object stores write an object completely or not at all
             return
         replace(Path(path), data)
 
     def delete(self, step: int, generation: int) -> None:
-        """Delete a checkpoint: its manifest first, so that it is never half there."""
+        """Delete a checkpoint, its manifest first, so that no manifest names deleted files."""
         directory = f"{self.root}/{directory_name(step, generation)}"
         self.fs.invalidate_cache()
         manifest = f"{directory}/{MANIFEST_NAME}"
@@ -131,8 +131,8 @@ class CheckpointStore:
             self.fs.rm(directory, recursive=True)
 
     def adopt(self, manifests: Iterable[Manifest]) -> None:
-        """Make committed checkpoints this job's, whoever wrote them. What is cut short can be done
-        again. Raises HoldfastError when the store does not take it."""
+        """Rewrite the manifests of committed checkpoints for this job. It may be repeated after an
+        interruption. Raises HoldfastError when the store cannot be written."""
         for one in manifests:
             ours = msgspec.structs.replace(one, job=self._job_name)
             try:
@@ -141,9 +141,9 @@ class CheckpointStore:
                 raise HoldfastError(f"{self.path}: cannot be written ({_why(error)})") from None
 
     def manifests(self) -> list[Manifest]:
-        """What is committed, oldest step first. A manifest that is damaged commits nothing.
+        """Committed checkpoints, oldest step first, without those whose manifest is damaged.
 
-        Raises HoldfastError when the store does not answer: what is committed is not known then.
+        Raises HoldfastError when the store does not answer.
         """
         self.fs.invalidate_cache()
         try:

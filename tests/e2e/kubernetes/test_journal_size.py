@@ -29,6 +29,7 @@ from holdfast.orchestrator.protocol.facts import NodeFacts, ShardFile
 from holdfast.orchestrator.protocol.manifest import shard_file_name
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.runtime.job_loop import JobLoop
 from tests.e2e.kubernetes.rig.kubectl import Kubectl
 from tests.e2e.kubernetes.unschedulable import Plane, install, job
 
@@ -69,29 +70,31 @@ def files(step: int) -> list[ShardFile]:
 
 
 class Controller:
-    """A driver with its journal, as an assembly has it."""
+    """A driver with its journal, as a JobRuntime has it."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._job = job_from_mapping(spec)
         self.actions: list[AnyAction] = []
-        self.driver = Driver(self._job, Clock(), self.actions.append)
+        self.driver: Driver
 
     @property
     def state(self) -> JobState:
-        return self.driver.controller.state
+        return self.driver.state
 
     async def open(self, cluster: KubeClient, owner: Owner) -> None:
-        self.driver.open(await open_journal(cluster, owner))
+        journal = await open_journal(cluster, owner)
+        loop = JobLoop.restore(self._job, journal.snapshot, journal.records)
+        self.driver = Driver(loop, journal, Clock())
 
     async def tell(self, *events: AnyEvent) -> None:
         for event in events:
             self.driver.submit(event)
-        await self.driver.turn()
+        await self.driver.turn(self.actions.append)
 
-    async def succeed(self, kind: type[AnyAction], detail: str = "") -> None:
+    async def succeed(self, kind: type[AnyAction], nodes: tuple[str, ...] = ()) -> None:
         done = [one for one in self.actions if isinstance(one, kind)]
         self.actions.clear()
-        await self.tell(*(ActionSucceeded(action_id=one.action_id, detail=detail) for one in done))
+        await self.tell(*(ActionSucceeded(action_id=one.action_id, nodes=nodes) for one in done))
 
 
 def running(spec: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +109,7 @@ async def train(cluster: KubeClient, owner: Owner, spec: dict[str, Any]) -> None
         JobSubmitted(job_id=owner.uid, spec=spec, spec_directory=""),
         ControllerStarted(incarnation=1),
     )
-    await first.succeed(RequestNodes, " ".join(NAMES))
+    await first.succeed(RequestNodes, NAMES)
     joined = [NodeJoined(node=name, facts=facts(index)) for index, name in enumerate(NAMES)]
     await first.tell(*joined)
     await first.succeed(LaunchGroup)

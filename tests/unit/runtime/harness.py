@@ -317,8 +317,7 @@ class World:
                     view = self.task.result()
                     assert condition(view), f"the job ended: {view.state}, {view.reason}"
                     return view
-                driver = getattr(self.service, "driver", None)
-                if driver is not None and driver.controller.submitted:
+                if self.service.assembly.begun:
                     view = self.service.view()
                     if condition(view):
                         return view
@@ -356,7 +355,7 @@ class World:
                 await asyncio.sleep(0)
 
     def members(self) -> list[FakeAgent]:
-        names = self.service.driver.controller.state.members
+        names = self.service.assembly.state.members
         return [self.backend.agents[name] for name in names if name in self.backend.agents]
 
     def restored_step(self) -> int:

@@ -24,6 +24,7 @@ from holdfast.orchestrator.protocol.facts import NodeFacts
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.runtime.job_loop import JobLoop
 
 from .harness import BOUND_S, drive, make_job
 
@@ -100,13 +101,19 @@ class Rig:
         self.journal = journal or MemoryJournal()
         self.clock = HandClock()
         self.actions: list[AnyAction] = []
-        self.driver = Driver(JOB, self.clock, self.actions.append)
-        self.driver.open(self.journal)
+        loop = JobLoop.restore(JOB, self.journal.snapshot, self.journal.records)
+        self.driver = Driver(loop, self.journal, self.clock)
+
+    async def turn(self) -> None:
+        await self.driver.turn(self.actions.append)
+
+    async def run(self) -> None:
+        await self.driver.run(self.actions.append)
 
     async def tell(self, *events: AnyEvent) -> None:
         for event in events:
             self.driver.submit(event)
-        await self.driver.turn()
+        await self.turn()
 
     async def with_nodes(self) -> Rig:
         """Two nodes have joined and are launched."""
@@ -129,7 +136,7 @@ def test_nothing_is_done_or_answered_before_the_commit_is_through() -> None:
         rig = Rig()
         rig.journal.may_commit.clear()
         rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.driver.run())
+        running = asyncio.create_task(rig.run())
         asked = asyncio.create_task(rig.driver.submit_durable(ResizeRequested(nodes=1)))
         await rig.journal.committing.wait()
         for _ in range(20):
@@ -149,7 +156,7 @@ def test_what_comes_during_a_commit_is_the_next_turns() -> None:
         rig = Rig()
         rig.journal.may_commit.clear()
         rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.driver.run())
+        running = asyncio.create_task(rig.run())
         await rig.journal.committing.wait()
         rig.driver.submit(ControllerStarted(incarnation=1))
         for _ in range(20):
@@ -171,7 +178,7 @@ def test_a_commit_that_fails_ends_the_loop_and_nothing_is_done(failure: JournalE
         rig = await Rig().with_nodes()
         before = list(rig.actions)
         rig.journal.failure = failure
-        running = asyncio.create_task(rig.driver.run())
+        running = asyncio.create_task(rig.run())
         with pytest.raises(asyncio.CancelledError):
             await rig.driver.submit_durable(ResizeRequested(nodes=1))
         with pytest.raises(type(failure)):
@@ -189,7 +196,7 @@ def test_a_commit_of_a_minute_is_no_silence_of_the_nodes() -> None:
     async def scenario() -> None:
         rig = await Rig().with_nodes()
         rig.journal.may_commit.clear()
-        running = asyncio.create_task(rig.driver.run())
+        running = asyncio.create_task(rig.run())
         asked = asyncio.create_task(rig.driver.submit_durable(ResizeRequested(nodes=2)))
         await rig.journal.committing.wait()
         for _half_second in range(120):
@@ -199,8 +206,8 @@ def test_a_commit_of_a_minute_is_no_silence_of_the_nodes() -> None:
         rig.journal.may_commit.set()
         await asked
         await rig.driver.submit_durable(ResizeRequested(nodes=2))
-        assert list(rig.driver.controller.state.nodes) == ["a", "b"]
-        assert not rig.driver.controller.state.released_nodes
+        assert list(rig.driver.state.nodes) == ["a", "b"]
+        assert not rig.driver.state.released_nodes
         rig.driver.stop()
         await running
 
@@ -213,9 +220,9 @@ def test_a_node_that_was_silent_during_a_long_commit_is_lost() -> None:
         for _half_second in range(12):
             rig.clock.at_ns += 500_000_000
             rig.driver.submit(HeartbeatReceived(node="a", generation=1))
-        await rig.driver.turn()
-        assert list(rig.driver.controller.state.nodes) == ["a"]
-        assert "no heartbeat" in rig.driver.controller.state.released_nodes["b"]
+        await rig.turn()
+        assert list(rig.driver.state.nodes) == ["a"]
+        assert "no heartbeat" in rig.driver.state.released_nodes["b"]
 
     drive(scenario())
 
@@ -225,15 +232,15 @@ def test_a_full_journal_is_compacted_and_the_next_controller_goes_on_from_there(
         rig = Rig(MemoryJournal(bound=3))
         await rig.with_nodes()
         assert rig.journal.compactions >= 1
-        before = rig.driver.controller.state
+        before = rig.driver.state
         nxt = Rig(rig.journal.reopened())
         await nxt.tell()
         # What was appended and not committed decides nothing, and is told again.
-        assert nxt.driver.controller.state.members == before.members
-        assert nxt.driver.controller.state.inflight.keys() == before.inflight.keys()
+        assert nxt.driver.state.members == before.members
+        assert nxt.driver.state.inflight.keys() == before.inflight.keys()
         assert nxt.actions == [], "what was under way is not said again by itself"
-        state, memory = snapshot.decode(snapshot.encode(before, rig.driver.story.memory))
-        assert state == before and memory == rig.driver.story.memory
+        state, memory = snapshot.decode(snapshot.encode(before, rig.driver.loop.projection.memory))
+        assert state == before and memory == rig.driver.loop.projection.memory
 
     drive(scenario())
 
@@ -245,9 +252,9 @@ def test_what_people_are_told_is_committed_also_without_a_decision() -> None:
         for launch in launches:
             await rig.tell(ActionSucceeded(action_id=launch.action_id, generation=1))
         assert rig.journal.pending, "facts alone can wait"
-        phase = rig.driver.controller.state.phase
+        phase = rig.driver.state.phase
         await rig.tell(StepCompleted(generation=1, step=0))
-        assert rig.driver.controller.state.phase != phase
+        assert rig.driver.state.phase != phase
         assert not rig.journal.pending
 
     drive(scenario())

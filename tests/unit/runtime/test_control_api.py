@@ -22,7 +22,7 @@ def test_a_suspension_can_be_taken_back_before_anything_has_stopped(tmp_path: Pa
         taken_back = await world.ask("resume")
         assert taken_back.ok and taken_back.detail == "training goes on"
         await asyncio.sleep(PACE_S + 0.2)  # then it would have begun
-        story = world.service.driver.story
+        story = world.service.assembly.driver.loop.projection
         view = story.view(story.now_ns)
         assert (view.state, view.generation) == ("running", 1)
         assert not any(

@@ -21,6 +21,7 @@ from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.runtime.job_loop import JobLoop
 
 from .harness import make_job
 
@@ -28,7 +29,7 @@ JOB = make_job()
 SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
 
 
-class Rig:
+class DriverHarness:
     """A driver whose actions are only counted, with what the journal held at that moment."""
 
     def __init__(self, path: Path) -> None:
@@ -36,72 +37,82 @@ class Rig:
         self.syncs = 0
         self.actions: list[AnyAction] = []
         self.durable: list[bool] = []
-        self.driver = Driver(JOB, Clock(), self._carry_out)
         self._sync = self.journal.sync
         self.journal.sync = self._count  # type: ignore[method-assign]
-        self.driver.open(self.journal)
+        loop = JobLoop.restore(JOB, self.journal.snapshot, self.journal.records)
+        self.records: list[int] = []
+        """How many each turn had."""
+        self.driver = Driver(
+            loop, self.journal, Clock(), lambda ready: self.records.append(len(ready.records))
+        )
 
     def _count(self) -> None:
         self.syncs += 1
         self._sync()
 
-    def _carry_out(self, action: AnyAction) -> None:
+    def carry_out(self, action: AnyAction) -> None:
         self.actions.append(action)
         self.durable.append(self.syncs > 0)
+
+    async def turn(self) -> None:
+        await self.driver.turn(self.carry_out)
+
+    async def run(self) -> None:
+        await self.driver.run(self.carry_out)
 
     def events(self) -> list[AnyEvent]:
         return [event for _, event in JournalReader(self.journal.path).read()]
 
 
 def test_decisions_are_durable_before_they_are_carried_out(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "journal")
-    rig.driver.submit(SUBMITTED)
-    rig.driver.submit(ControllerStarted(incarnation=1))
-    asyncio.run(rig.driver.turn())
-    assert rig.actions and all(rig.durable)
-    assert rig.events() == [SUBMITTED, ControllerStarted(incarnation=1)]
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
+    harness.driver.submit(ControllerStarted(incarnation=1))
+    asyncio.run(harness.turn())
+    assert harness.actions and all(harness.durable)
+    assert harness.events() == [SUBMITTED, ControllerStarted(incarnation=1)]
 
 
 def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "journal")
-    rig.driver.submit(SUBMITTED)
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
     for incarnation in range(1, 5):
-        rig.driver.submit(ControllerStarted(incarnation=incarnation))
-    asyncio.run(rig.driver.turn())
-    assert rig.syncs == 1 and len(rig.events()) == 5
+        harness.driver.submit(ControllerStarted(incarnation=incarnation))
+    asyncio.run(harness.turn())
+    assert harness.syncs == 1 and len(harness.events()) == 5
 
 
 def test_heartbeats_are_not_journaled_and_no_events(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "journal")
-    rig.driver.submit(SUBMITTED)
-    asyncio.run(rig.driver.turn())
-    rig.driver.submit(HeartbeatReceived(node="node-0", generation=1))
-    asyncio.run(rig.driver.turn())
-    assert rig.events() == [SUBMITTED] and rig.syncs == 1
-    assert rig.driver.num_events == 1
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(SUBMITTED)
+    asyncio.run(harness.turn())
+    harness.driver.submit(HeartbeatReceived(node="node-0", generation=1))
+    asyncio.run(harness.turn())
+    assert harness.events() == [SUBMITTED] and harness.syncs == 1
+    assert harness.records == [1, 0]
 
 
 def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "journal")
+    harness = DriverHarness(tmp_path / "journal")
 
     def fail() -> None:
         raise JournalError("the disk is full")
 
-    rig.journal.sync = fail  # type: ignore[method-assign]
-    rig.driver.submit(SUBMITTED)
+    harness.journal.sync = fail  # type: ignore[method-assign]
+    harness.driver.submit(SUBMITTED)
     with pytest.raises(JournalError):
-        asyncio.run(rig.driver.turn())
-    assert rig.actions == []
+        asyncio.run(harness.turn())
+    assert harness.actions == []
 
 
 def test_a_durable_request_is_answered_when_it_is_in_the_journal(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = Rig(tmp_path / "journal")
-        rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.driver.run())
-        await rig.driver.submit_durable(ResizeRequested(nodes=1))
-        assert rig.events()[-1] == ResizeRequested(nodes=1) and rig.syncs > 0
-        rig.driver.stop()
+        harness = DriverHarness(tmp_path / "journal")
+        harness.driver.submit(SUBMITTED)
+        running = asyncio.create_task(harness.run())
+        await harness.driver.submit_durable(ResizeRequested(nodes=1))
+        assert harness.events()[-1] == ResizeRequested(nodes=1) and harness.syncs > 0
+        harness.driver.stop()
         await running
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
@@ -109,28 +120,28 @@ def test_a_durable_request_is_answered_when_it_is_in_the_journal(tmp_path: Path)
 
 def test_a_request_that_comes_too_late_is_not_answered(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = Rig(tmp_path / "journal")
-        rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.driver.run())
-        rig.driver.stop()
+        harness = DriverHarness(tmp_path / "journal")
+        harness.driver.submit(SUBMITTED)
+        running = asyncio.create_task(harness.run())
+        harness.driver.stop()
         await running
         with pytest.raises(asyncio.CancelledError):
-            await rig.driver.submit_durable(ResizeRequested(nodes=1))
+            await harness.driver.submit_durable(ResizeRequested(nodes=1))
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig = Rig(tmp_path / "journal")
-        rig.driver.submit(SUBMITTED)
-        await rig.driver.turn()
-        state = rig.driver.controller.state
+        harness = DriverHarness(tmp_path / "journal")
+        harness.driver.submit(SUBMITTED)
+        await harness.turn()
+        state = harness.driver.state
         state.timers["request"] = state.now_ns + 1_000_000
-        running = asyncio.create_task(rig.driver.run())
-        while Tick() not in rig.events():
+        running = asyncio.create_task(harness.run())
+        while Tick() not in harness.events():
             await asyncio.sleep(0.001)
-        rig.driver.stop()
+        harness.driver.stop()
         await running
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
@@ -141,8 +152,8 @@ def test_time_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path / "journal")
     journal.append(far, SUBMITTED)
     journal.close()
-    rig = Rig(tmp_path / "journal")
-    rig.driver.submit(ControllerStarted(incarnation=1))
-    asyncio.run(rig.driver.turn())
-    times = [now_ns for now_ns, _ in JournalReader(rig.journal.path).read()]
+    harness = DriverHarness(tmp_path / "journal")
+    harness.driver.submit(ControllerStarted(incarnation=1))
+    asyncio.run(harness.turn())
+    times = [now_ns for now_ns, _ in JournalReader(harness.journal.path).read()]
     assert far <= times[1] < far + 60_000_000_000

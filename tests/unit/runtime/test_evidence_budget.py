@@ -23,7 +23,7 @@ def test_of_many_ranks_that_wait_a_few_show_where_and_the_others_stay_named() ->
     ]
     assert [stack.rank for stack in kept] == list(range(1000))
     assert all(stack.in_collective for stack in kept)
-    assert sum(len(stack.text) for stack in kept) < 2 * evidence_budget.WAITING_ROOM_BYTES
+    assert sum(len(stack.text) for stack in kept) < 2 * evidence_budget.WAITING_STACK_BYTES
     (culprit,) = room.stacks(1, [Stack(1000, "y" * 20 * KB, in_collective=False)])
     assert culprit.text == "y" * 20 * KB, "it has a room of its own"
 
@@ -39,7 +39,9 @@ def test_of_many_tracebacks_the_first_are_whole_and_the_others_keep_their_last_f
     assert ends[-1].traceback.endswith("last frame\nValueError: x")
     assert ends[-1].error_type == "ValueError"
     total = sum(len(one.traceback) for one in ends)
-    assert total < evidence_budget.TRACEBACK_ROOM_BYTES + 1000 * (evidence_budget.TAIL_BYTES + 3)
+    assert total < evidence_budget.TRACEBACK_BYTES + 1000 * (
+        evidence_budget.TRACEBACK_TAIL_BYTES + 3
+    )
 
 
 def test_the_next_generation_has_room_again() -> None:

@@ -9,13 +9,11 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.context import MAX_INCIDENTS
-from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.state import FailureClass, Purpose
 from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.runtime.observe.incidents import KINDS
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.sim.host import _DECODER as SIM_RECORD
 from tests.sim.run_seed import play
 
 from ..core import harness as core
@@ -28,7 +26,7 @@ def counted(view: JobView) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("seed", [3, 8, 21, 44])
 def test_while_all_records_are_there_the_counters_agree_with_them(seed: int) -> None:
     world = play(seed)
-    records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+    records = world.host.history()
     story = replay(world.host.job, records)
     view = story.view(story.now_ns, live=False)
     assert view.num_incidents == len(view.incidents) > 0
@@ -44,7 +42,7 @@ def test_only_the_kinds_that_are_listed_happen() -> None:
     """Those that a person cannot cause in a simulation are in the table by its types."""
     for seed in range(60, 72):
         world = play(seed)
-        records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+        records = world.host.history()
         story = replay(world.host.job, records)
         assert set(counted(story.view(story.now_ns, live=False))) <= set(KINDS), seed
     failures = {name for name, scope in KINDS if scope != "job"}

@@ -15,12 +15,14 @@ from holdfast.orchestrator.core.actions import RequestNodes
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.core.journal import JournalLost
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.runtime import job_runtime as assembly_module
 from holdfast.orchestrator.runtime.agent_server import AgentServer
-from holdfast.orchestrator.runtime.checkpoint_store.async_store import ThreadedCheckpointStore
-from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import THREADS, SerialExecutor
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    THREAD_NAME_PREFIX,
+    SerialExecutor,
+    ThreadedCheckpointStore,
+)
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
-from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+from holdfast.orchestrator.runtime.job_runtime import JobRuntime, Timing
 
 from .harness import BOUND_S, FakeBackend, drive, make_job
 from .test_commits import MemoryJournal
@@ -57,6 +59,7 @@ class Hosted:
         self.backend = FakeBackend()
         self.backend.directory = self  # type: ignore[assignment]
         self.task: asyncio.Task[None] | None = None
+        self.timing = Timing()
 
     def job(self) -> TrainingJob:
         return self._job
@@ -84,6 +87,7 @@ class Hosted:
             backend=self.backend,
             endpoint=self.cluster.endpoint,
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
+            timing=self.timing,
         )
         fresh = journal.snapshot is None and not journal.records
         await self.assembly.prepare(fresh=fresh)
@@ -180,14 +184,14 @@ def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
             cluster.jobs.append(hosted)
             await hosted.start(MemoryJournal())
         for hosted in cluster.jobs:
-            state = hosted.assembly.driver.controller.state
+            state = hosted.assembly.state
             async with asyncio.timeout(BOUND_S):
                 while any(isinstance(one, RequestNodes) for one in state.inflight.values()):
                     await asyncio.sleep(0)
             assert state.phase == "pending"
         assert len(asyncio.all_tasks()) - before == 100
         async with asyncio.timeout(BOUND_S):
-            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+            while any(one.name.startswith(THREAD_NAME_PREFIX) for one in threading.enumerate()):
                 await asyncio.sleep(0.01)
         await cluster.close()
         assert len(asyncio.all_tasks()) == before
@@ -225,7 +229,7 @@ def test_a_store_that_does_not_answer_does_not_hold_up_a_takeover(
         await hosted.until(lambda view: view.state == "running")
         await hosted.stop()
         answers = threading.Event()
-        monkeypatch.setattr(assembly_module, "LOOK_S", 0.05)
+        hosted.timing = Timing(storage_listing_s=0.05)
         monkeypatch.setattr(CheckpointStore, "prepare", lambda self: answers.wait(BOUND_S))
         await hosted.start(hosted.journal.reopened())
         await hosted.until(lambda view: view.state == "running" and view.controller_restarts == 1)

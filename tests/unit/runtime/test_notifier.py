@@ -11,7 +11,7 @@ def test_a_change_that_comes_while_the_watcher_is_busy_is_not_missed() -> None:
     async def story() -> None:
         changes = ChangeNotifier()
         seen = changes.count
-        changes.tell()
+        changes.notify()
         await asyncio.wait_for(changes.after(seen), 5)
 
     asyncio.run(story())
@@ -23,7 +23,7 @@ def test_a_change_wakes_everybody_who_waits_and_nobody_before() -> None:
         waiting = [asyncio.create_task(changes.after(changes.count)) for _ in range(3)]
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
-        changes.tell()
+        changes.notify()
         await asyncio.wait_for(asyncio.gather(*waiting), 5)
 
     asyncio.run(story())

@@ -7,7 +7,10 @@ import threading
 
 import pytest
 
-from holdfast.orchestrator.runtime.checkpoint_store.serial_executor import THREADS, SerialExecutor
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    THREAD_NAME_PREFIX,
+    SerialExecutor,
+)
 
 from .harness import BOUND_S, drive
 
@@ -46,7 +49,7 @@ def test_calls_that_hang_hold_up_their_own_jobs_only_and_leave_no_thread_behind(
         for one in stuck:
             await one.settle()
         async with asyncio.timeout(BOUND_S):
-            while any(one.name.startswith(THREADS) for one in threading.enumerate()):
+            while any(one.name.startswith(THREAD_NAME_PREFIX) for one in threading.enumerate()):
                 await asyncio.sleep(0.01)
 
     drive(scenario())

@@ -20,7 +20,6 @@ from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
 from holdfast.orchestrator.errors import Damaged
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
-from tests.sim.host import _DECODER as SIM_RECORD
 from tests.sim.run_seed import play
 
 from ..core import harness as core
@@ -56,7 +55,7 @@ class Folded:
 @functools.cache
 def journal_of(seed: int) -> tuple[TrainingJob, list[Record]]:
     world = play(seed)
-    return world.host.job, [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+    return world.host.job, world.host.history()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -28,7 +28,7 @@ from holdfast.orchestrator.hosts.ray import actor, gcs_journal
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.host import checkpoint_path
 from holdfast.orchestrator.protocol.manifest import Manifest
-from holdfast.orchestrator.runtime.checkpoint_store.job_environment import job_environment
+from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.control_api import view_body

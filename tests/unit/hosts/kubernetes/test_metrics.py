@@ -12,14 +12,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.hosts.kubernetes.metrics import OperatorState, exposition
 from holdfast.orchestrator.hosts.kubernetes.metrics_page import LEAST, MOST, page
 from holdfast.orchestrator.hosts.kubernetes.status import ACCEPTED, ConditionState, state_of
 from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.runtime.observe.prometheus import JobCollector, build_labels
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView
-from tests.sim.host import _DECODER as SIM_RECORD
 from tests.sim.run_seed import play
 
 Key = tuple[str, str]
@@ -31,7 +29,7 @@ SEEDS = (3, 8, 21)
 def simulated(seed: int) -> tuple[TrainingJob, JobView]:
     """A job of the simulation that trains after an interruption."""
     world = play(seed)
-    records = [Record(*SIM_RECORD.decode(line)) for line in world.host.journal]
+    records = world.host.history()
     for end in range(len(records), 0, -1):
         story = replay(world.host.job, records[:end])
         view = story.view(story.now_ns, live=False)

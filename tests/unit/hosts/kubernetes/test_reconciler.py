@@ -26,7 +26,6 @@ from holdfast.orchestrator.hosts.kubernetes.reconciler import PRIOR_FIELDS, Timi
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, SECRETS
-from holdfast.orchestrator.runtime import executor
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from tests.unit.kube.fake_api import BOUND_S, eventually, status
 
@@ -409,8 +408,6 @@ def test_a_job_reports_that_its_storage_does_not_answer(
 def test_a_job_holds_one_thread_however_often_it_tries_its_storage(
     tmp_path: Path, hanging: HangingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "SETTLE_S", 0.01)
-
     async def scenario() -> None:
         api = StatefulFakeApi()
         async with running_operator(api, f"{tmp_path}/hangs") as operator:

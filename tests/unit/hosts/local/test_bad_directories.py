@@ -31,7 +31,9 @@ def test_a_checkpoint_path_that_cannot_be_written_is_a_user_error(tmp_path: Path
     async def scenario() -> None:
         world = World(tmp_path / "home", job)
         world.start()
-        with pytest.raises(UserError, match=r"spec\.checkpoint\.path: got .*a place that can be"):
+        with pytest.raises(
+            UserError, match=r"spec\.checkpoint\.path: got .*a directory or URL that can be"
+        ):
             await world.task
         assert not world.directory.journal.exists()
 

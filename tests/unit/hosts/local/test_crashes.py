@@ -42,8 +42,7 @@ class Crashing:
                 self.crashed = True
                 await self.world.kill_controller()
                 self.world.start()
-            driver = getattr(self.world.service, "driver", None)
-            if driver is not None and driver.controller.submitted:
+            if self.world.service.assembly.begun:
                 view = self.world.service.view()
                 if condition(view):  # type: ignore[operator]
                     return view

@@ -212,7 +212,7 @@ def test_the_live_view_and_the_replayed_view_agree(tmp_path: Path) -> None:
         await world.running(generation=3)
         world.backend.kill(world.members()[0].name)
         await world.running(generation=4)
-        story = world.service.driver.story
+        story = world.service.assembly.driver.loop.projection
         other = replay(world.job, JournalReader(world.directory.journal).read())
         now_ns = story.now_ns + 5_000_000_000
         assert other.view(now_ns, live=False) == story.view(now_ns, live=False)

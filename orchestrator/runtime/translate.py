@@ -1,0 +1,160 @@
+"""Between the wire and the core: messages of agents become events, actions become messages.
+
+Pure; the agent gateway, the executor and the simulation use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..core import events
+from ..core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
+from ..core.state import JobState
+from ..protocol import messages as wire
+from ..protocol.facts import NodeFacts
+
+NodeAction = LaunchGroup | StopGroup | StageStep
+"""Actions that a node answers."""
+Answer = wire.Launched | wire.Stopped | wire.ShardStaged
+
+_ANSWER_OF: dict[type[NodeAction], type[Answer]] = {
+    LaunchGroup: wire.Launched,
+    StopGroup: wire.Stopped,
+    StageStep: wire.ShardStaged,
+}
+
+
+class AwaitedAnswers:
+    """Actions that were sent to a node and that it has not answered yet."""
+
+    def __init__(self) -> None:
+        self._actions: dict[int, NodeAction] = {}
+
+    def sent(self, action: NodeAction) -> None:
+        self._actions[action.action_id] = action
+
+    def take(self, node: str, message: Answer) -> NodeAction | None:
+        """The action that this message answers; None: it repeats an answer that was sent over an
+        earlier connection."""
+        action = self._actions.get(message.action_id)
+        if action is None or action.node != node:
+            return None
+        if not isinstance(message, _ANSWER_OF[type(action)]):
+            return None
+        return self._actions.pop(message.action_id)
+
+    def forget(self, node: str) -> list[NodeAction]:
+        """The node was lost or has reconnected: answers over its old connection will not come."""
+        found = [action for action in self._actions.values() if action.node == node]
+        for action in found:
+            del self._actions[action.action_id]
+        return found
+
+
+def refusal(state: JobState, node: str, lost: Collection[str] = ()) -> str:
+    """Why a node may not join; empty: it may. `lost`: also nodes whose loss is still on its way to
+    the core."""
+    if state.terminal:
+        return f"the job has {state.phase}"
+    if node in lost:
+        return f"{node} was lost"
+    if node in state.released_nodes:
+        return f"{node} was given up: {state.released_nodes[node]}"
+    return ""
+
+
+def joined(hello: wire.Hello, facts: NodeFacts | None = None) -> events.NodeJoined:
+    """`facts`: in place of those of the agent, where the backend knows better."""
+    return events.NodeJoined(
+        node=hello.node,
+        facts=facts or hello.facts,
+        generation=hello.generation,
+        ranks=hello.ranks,
+        staged=hello.staged,
+        offered_port=hello.offered_port,
+    )
+
+
+def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
+    """The event of an agent's message; None: it decides nothing. An Answer is an event only if the
+    node was asked for it (AwaitedAnswers)."""
+    match message:
+        case wire.Heartbeat():
+            return events.HeartbeatReceived(
+                node=node,
+                generation=message.generation,
+                workers=message.workers,
+                staged_step=message.staged_step,
+            )
+        case wire.WorkerExitReport():
+            return events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
+        case wire.Launched() | wire.ShardStaged():
+            kind = events.ActionSucceeded if message.ok else events.ActionFailed
+            generation = message.generation if isinstance(message, wire.Launched) else 0
+            return kind(action_id=message.action_id, generation=generation, detail=message.detail)
+        case wire.Stopped():
+            return events.GroupStopped(
+                action_id=message.action_id,
+                node=node,
+                generation=message.generation,
+                exits=message.exits,
+                staged=message.staged,
+                stacks=message.stacks,
+                offered_port=message.offered_port,
+            )
+        case wire.Persisted():
+            return events.ShardPersisted(
+                node=node,
+                generation=message.generation,
+                shard=message.shard,
+                seconds=message.seconds,
+            )
+        case wire.ShardPersistFailed():
+            return events.PersistFailed(
+                node=node,
+                generation=message.generation,
+                step=message.step,
+                shard=message.shard,
+                detail=message.detail,
+                tried=message.tried,
+            )
+        case wire.NodeLeaving():
+            return events.PreemptionNoticed(
+                node=node, detail=message.detail, grace_s=message.grace_s
+            )
+    return None
+
+
+def to_message(action: NodeAction | PersistStep, buddy: NodeFacts | None = None) -> wire.Message:
+    """The message that has a node carry out an action. `buddy`: the facts of the buddy of a launch,
+    if it is connected."""
+    match action:
+        case LaunchGroup():
+            return wire.LaunchWorkers(
+                action_id=action.action_id,
+                membership=action.membership,
+                node_rank=action.node_rank,
+                seats=action.seats,
+                buddy=action.buddy if buddy else "",
+                buddy_address=buddy.address if buddy else "",
+                buddy_port=buddy.data_port if buddy else 0,
+                persist_every_steps=action.persist_every_steps,
+            )
+        case StopGroup():
+            return wire.StopWorkers(
+                action_id=action.action_id,
+                generation=action.generation,
+                grace_s=action.grace_s,
+                stacks=action.stacks,
+            )
+        case StageStep():
+            return wire.Stage(
+                action_id=action.action_id,
+                generation=action.generation,
+                step=action.step,
+                hold=True,
+            )
+        case PersistStep():
+            return wire.Persist(
+                action_id=action.action_id, generation=action.generation, step=action.step
+            )
