@@ -99,10 +99,9 @@ def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
         return
     mesh = state.meshes.get(shard.generation)
     if mesh is None or mesh.num_shards != shard.num_shards or shard.shard >= shard.num_shards:
-        expected = mesh.describe() if mesh is not None else "unknown"
         ctx.note(
-            f"refused shard {shard.shard} of {shard.num_shards} from {event.node}: the mesh of "
-            f"generation {shard.generation} is {expected}"
+            f"refused shard {shard.shard} of {shard.num_shards} from {event.node}: it does not fit "
+            f"the mesh of generation {shard.generation}"
         )
         return
     pending = state.catalog.pending.get(key)
@@ -117,7 +116,6 @@ def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
 def _commit(ctx: StepContext, pending: PendingCheckpoint) -> None:
     files = tuple(pending.files[shard] for shard in sorted(pending.files))
     size = sum(file.num_bytes for file in files)
-    pending.attempts += 1
     pending.commit_action = ctx.emit(
         CommitManifest,
         Reason("checkpoint", f"all {len(files)} shards of step {pending.step}, {size} bytes"),
@@ -139,10 +137,7 @@ def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
 
 
 def commit_failed(ctx: StepContext, action: CommitManifest, detail: str) -> None:
-    pending = ctx.state.catalog.pending.get((action.step, action.generation))
-    if pending is None or pending.commit_action != action.action_id:
-        return
-    pending.commit_action = None
+    ctx.state.catalog.pending[action.step, action.generation].commit_action = None
     text = f"the manifest of step {action.step} was not written ({detail}); trying again"
     ctx.note(text)
     if ctx.state.drain is not None:

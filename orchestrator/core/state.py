@@ -191,7 +191,6 @@ class PendingCheckpoint(Struct):
     mesh: Mesh
     files: dict[int, ShardFile] = field(default_factory=dict)
     commit_action: int | None = None
-    attempts: int = 0
 
 
 class CommittedCheckpoint(Struct):

@@ -20,7 +20,7 @@ from holdfast.orchestrator.core.actions import (
     RequestNodes,
     StopGroup,
 )
-from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.controller import _TIMERS, Controller
 from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
@@ -260,6 +260,10 @@ def check_timers(state: JobState) -> None:
         "finish": state.terminal and state.finish_action is not None,
     }
     stale = [name for name in state.timers if not allowed[name]]
+    acted_on = dict.fromkeys(name for name, _act in _TIMERS)
+    if state.intent != "run":
+        del acted_on["deadline"]  # it is kept for a job that is resumed
+    stale += [n for n, at in state.timers.items() if n in acted_on and at <= state.now_ns]
     assert not stale, f"timers {stale} run in phase {state.phase}: {state.reason.text}"
 
 

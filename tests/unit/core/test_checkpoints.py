@@ -16,6 +16,7 @@ from holdfast.orchestrator.core.events import (
     CheckpointRefused,
     ControllerStarted,
     PersistFailed,
+    ShardPersisted,
     SuspendRequested,
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
@@ -50,10 +51,46 @@ def test_a_shard_of_an_old_generation_is_refused() -> None:
     assert "refused shard 1 of step 9" in job.state.notes[-1][1]
 
 
-def test_a_shard_of_another_mesh_is_refused() -> None:
+@pytest.mark.parametrize(("shard", "num_shards"), [(3, 4), (2, 2)])
+def test_a_shard_of_another_mesh_is_refused(shard: int, num_shards: int) -> None:
     job = Transcript().started()
-    assert not job.persisted(9, 3, num_shards=4)
+    assert not job.persisted(9, shard, num_shards=num_shards)
     assert not job.state.catalog.pending
+    assert job.state.notes[-1][1] == (
+        f"refused shard {shard} of {num_shards} from n: it does not fit the mesh of generation 1"
+    )
+
+
+def test_a_shard_before_the_first_launch_is_refused() -> None:
+    job = Transcript()
+    job.submit()
+    file = _files(9, generation=0)[0]
+    assert not job.apply(ShardPersisted(node="n", generation=0, shard=file))
+    assert "does not fit the mesh of generation 0" in job.state.notes[-1][1]
+
+
+def test_a_committed_checkpoint_whose_shard_is_reported_late_is_not_deleted() -> None:
+    job = Transcript().started(step=9)
+    job.commit(9)
+    job.exits(0, signal=9)
+    job.all_stopped(12)
+    job.succeed(LaunchGroup)
+    job.persisted(9, 0, generation=1)
+    assert not job.state.catalog.late_writes
+    job.commit(19)
+    assert not job.of(DeleteCheckpoint)
+
+
+@pytest.mark.parametrize(("memory", "directory"), [(8, "step-00000009.gen-1"), (9, "")])
+def test_the_newer_of_memory_and_storage_is_restored_and_memory_at_the_same_step(
+    memory: int, directory: str
+) -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.exits(0, signal=9)
+    job.all_stopped(memory)
+    restore = job.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and (restore.step, restore.directory) == (9, directory)
 
 
 def test_retention_keeps_the_newest_and_every_nth() -> None:
@@ -190,8 +227,23 @@ def test_a_failed_commit_is_tried_again() -> None:
     job.persisted(9, 0)
     job.persisted(9, 1)
     job.fail(job.one(CommitManifest), "no space left")
+    assert job.state.notes[-1][1] == (
+        "the manifest of step 9 was not written (no space left); trying again"
+    )
     job.wait(2.1)
     assert job.one(CommitManifest).step == 9
+
+
+def test_a_damaged_checkpoint_is_noted_and_deleted_with_the_reason() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.commit(19)
+    job.apply(CheckpointRefused(step=9, generation=1, detail="a checksum differs"))
+    assert job.state.notes[-1][1] == "checkpoint of step 9 is damaged: a checksum differs"
+    assert [known.refused for known in job.state.catalog.committed] == [True, False]
+    assert not job.of(StopGroup), "the generation did not start from it"
+    job.commit(29)
+    assert job.one(DeleteCheckpoint).reason.text == "checkpoint of step 9: found damaged"
 
 
 def test_a_new_controller_finds_commits_whose_results_were_lost() -> None:

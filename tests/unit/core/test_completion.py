@@ -1,15 +1,29 @@
-"""The end of a job: its last step reaches storage first."""
+"""The end of a job and its suspension: the newest state goes to storage first."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 
 from holdfast.orchestrator.core.actions import (
     CommitManifest,
     FinishJob,
     LaunchGroup,
     PersistStep,
+    Reason,
     RequestNodes,
 )
-from holdfast.orchestrator.core.events import ControllerStarted
+from holdfast.orchestrator.core.events import (
+    ActionFailed,
+    ActionSucceeded,
+    CancelRequested,
+    ControllerStarted,
+    PersistFailed,
+    PreemptionNoticed,
+    ResumeRequested,
+    SuspendRequested,
+)
 from holdfast.orchestrator.protocol.facts import StagedShard
 
 from .harness import Transcript, spec
@@ -84,3 +98,178 @@ def test_an_incomplete_set_of_shards_is_no_restore_point() -> None:
     job.stopped("b", staged=(StagedShard(5, 1, 1, 2, 1),))
     restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and restore.step == 5
+
+
+PAIR: dict[str, Any] = {"nodes": {"min": 2, "max": 2}, "workers": 1, "shard": 2}
+"""Each of two nodes has a part of the state that the other has not."""
+
+
+def done(job: Transcript, step: int, ranks: int = 2) -> None:
+    """All workers end with exit code 0 after `step`."""
+    for rank in range(ranks):
+        job.exits(rank, code=0, step=step)
+
+
+def test_a_last_step_that_storage_has_is_not_written_again() -> None:
+    job = Transcript(spec(**PAIR)).started()
+    job.commit(49)
+    done(job, 49)
+    job.all_stopped(49)
+    assert not job.of(PersistStep)
+    assert job.state.reason.text == "all workers ended with exit code 0"
+    assert job.state.phase == "succeeded"
+
+
+def test_a_lost_node_whose_last_step_another_node_has_does_not_matter() -> None:
+    job = Transcript(spec({"min": 1, "max": 2})).started(step=48)
+    done(job, 49, 4)
+    job.stopped("a", 49)
+    job.lose("b")
+    assert job.state.phase == "finishing" and job.one(PersistStep).step == 49
+
+
+def test_a_script_without_any_state_ends_although_a_node_was_lost_with_the_last_step() -> None:
+    job = Transcript(spec(script=True)).started(step=None)
+    done(job, 7, 4)
+    job.stopped("a")
+    job.lose("b")
+    assert job.state.phase == "succeeded"
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_steps_lost_at_the_end_are_trained_again_if_there_is_a_state_to_start_from(
+    committed: bool,
+) -> None:
+    job = Transcript(spec(**PAIR)).started(step=40)
+    if committed:
+        job.commit(39)
+    done(job, 49)
+    job.stopped("a", None if committed else 49)
+    job.lose("b")
+    assert job.state.phase == "recovering" and job.state.needs_placement
+    assert job.state.reason.text == "step 49 was lost with b"
+    assert (job.now_ns, job.state.reason.text) in job.state.notes
+
+
+def test_a_last_step_lost_while_it_is_written_is_trained_again() -> None:
+    job = Transcript(spec(**PAIR)).started(step=40)
+    done(job, 49)
+    job.all_stopped(49)
+    assert {action.node for action in job.of(PersistStep)} == {"a", "b"}
+    job.lose("b")
+    assert job.state.phase == "pending" and job.state.drain is None
+    assert (job.now_ns, "step 49 was lost before it was written") in job.state.notes
+    assert (job.now_ns, "step 49: shards [1] were lost before they were written") in job.state.notes
+
+
+def test_a_suspend_whose_state_is_lost_falls_back_to_what_storage_has() -> None:
+    job = Transcript(spec(**PAIR)).started(step=40)
+    job.commit(39)
+    job.apply(SuspendRequested())
+    job.all_stopped(41)
+    assert job.state.reason.text == "writing step 41 to storage"
+    job.lose("b")
+    assert job.state.phase == "suspended"
+    assert job.state.reason.text == "nothing had to be written"
+
+
+def test_a_suspend_without_anything_to_write_is_immediate() -> None:
+    job = Transcript(spec(**PAIR)).started(step=40)
+    job.commit(41)
+    job.apply(SuspendRequested())
+    job.all_stopped(41)
+    assert not job.of(PersistStep)
+    assert (job.state.phase, job.state.reason.text) == ("suspended", "nothing had to be written")
+    assert job.state.members == ()
+
+
+def test_after_a_resume_during_the_drain_the_state_may_still_be_at_risk() -> None:
+    job = Transcript(spec(**PAIR)).started(step=40)
+    job.apply(SuspendRequested())
+    job.all_stopped(41)
+    job.fail(job.of(PersistStep)[0])
+    assert "could not be asked for step 41: no room" in job.state.notes[-1][1]
+    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    job.apply(ResumeRequested())
+    assert job.state.phase == "pending"
+    assert job.state.drain is not None and job.state.drain.kind == "at-risk"
+    assert job.one(RequestNodes).count == 1
+
+
+def test_the_reason_of_a_job_that_ends_early_stays_while_it_writes() -> None:
+    job = Transcript().started(step=3)
+    job.apply(CancelRequested(by="bob"))
+    assert job.state.reason.text == "cancel requested by bob"
+    job.all_stopped(3)
+    assert job.state.phase == "finishing"
+    assert job.state.reason == Reason(
+        "cancel", "cancel requested by bob; writing step 3 to storage"
+    )
+    job.commit(3)
+    assert job.state.reason == Reason("cancel", "cancel requested by bob; step 3 is committed")
+
+
+def test_the_last_write_is_requested_from_another_holder_each_time() -> None:
+    job = Transcript().started(step=3)
+    job.apply(SuspendRequested())
+    job.all_stopped(3)
+    asked = [job.one(PersistStep).node]
+    job.wait(9.9)
+    assert not job.of(PersistStep)
+    for _ in range(2):
+        job.wait(10.0)
+        asked.append(job.one(PersistStep).node)
+    assert asked == ["a", "b", "a"]
+
+
+def test_a_failed_write_is_requested_again_soon_and_explains_a_failed_end() -> None:
+    job = Transcript().started(step=3)
+    done(job, 3, 4)
+    job.all_stopped(3)
+    job.apply(PersistFailed(node="a", generation=1, step=3, shard=0, detail="no space left"))
+    job.wait(1.0)
+    assert job.one(PersistStep).node == "b"
+    job.wait(600.0)
+    assert job.state.phase == "failed"
+    assert job.state.reason.text == (
+        "all workers ended with exit code 0, but step 3 was not written to storage in 600 s "
+        "(a could not write shard 0 of step 3: no space left); storage holds no checkpoint"
+    )
+    assert job.state.notes[-1][1].startswith("step 3 was not written to storage")
+
+
+def test_a_failed_commit_explains_a_failed_end() -> None:
+    job = Transcript(spec(checkpoint={"storage": {"finalTimeoutSeconds": 30}})).started(step=3)
+    job.commit(2)
+    done(job, 3, 4)
+    job.all_stopped(3)
+    for _ in range(2):
+        for shard in range(2):
+            job.persisted(3, shard)
+    job.fail(job.last(CommitManifest), "no space left")
+    job.wait(2.0)
+    job.fail(job.last(CommitManifest), "no space left")
+    job.wait(30.0)
+    assert job.state.reason.text.endswith(
+        "(the manifest of step 3 was not written (no space left); trying again); "
+        "storage holds step 2"
+    )
+
+
+def test_a_finish_that_fails_is_tried_again() -> None:
+    job = Transcript(spec(script=True)).started(step=None)
+    done(job, -1, 4)
+    job.all_stopped(None)
+    job.fail(job.one(FinishJob), "the backend is busy")
+    assert job.state.notes[-1][1] == "finishing the job failed: the backend is busy; trying again"
+    assert not job.wait(4.9)
+    job.wait(0.2)
+    again = job.one(FinishJob)
+    assert again.reason.text == "all workers ended with exit code 0 (trying again)"
+    assert not job.apply(ActionFailed(action_id=again.action_id - 1, detail="late"))
+    assert not job.apply(ActionSucceeded(action_id=again.action_id - 1))
+    assert job.state.finish_action == again.action_id
+    assert not job.wait(60)
+    job.succeed(FinishJob)
+    assert job.state.finish_action is None and job.state.inflight == {}
+    assert not job.apply(ControllerStarted(incarnation=3)) and job.state.incarnation == 3

@@ -1,11 +1,29 @@
-"""A new controller continues a job, and nodes reconnect to it."""
+"""A new controller continues a job, nodes reconnect to it, and results of actions are lost."""
 
 from __future__ import annotations
 
-from holdfast.orchestrator.core.actions import LaunchGroup, ReleaseNode, RequestNodes, StopGroup
-from holdfast.orchestrator.core.events import ActionUnknown, ControllerStarted, NodeJoined
+from holdfast.orchestrator.core.actions import (
+    DeleteCheckpoint,
+    LaunchGroup,
+    PersistStep,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
+    ActionUnknown,
+    ControllerStarted,
+    GroupStopped,
+    NodeJoined,
+    StragglerDetected,
+    SuspendRequested,
+    Tick,
+    WorkerExited,
+)
+from holdfast.orchestrator.protocol.facts import Exit
 
-from .harness import Transcript, facts
+from .harness import SECOND, Transcript, facts, spec
 
 
 def _rejoin(job: Transcript, node: str, step: int = 30) -> list[object]:
@@ -100,8 +118,6 @@ def test_a_node_of_an_old_generation_is_stopped_and_then_used() -> None:
     assert (stop.node, stop.generation) == ("a", 2)
     job.join("b")
     assert not job.of(LaunchGroup)
-    from holdfast.orchestrator.core.events import GroupStopped
-
     job.apply(GroupStopped(action_id=stop.action_id, node="a", generation=2, offered_port=7))
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "b"]
 
@@ -124,8 +140,6 @@ def test_a_failed_release_is_tried_again() -> None:
 
 
 def test_a_promised_node_that_never_joins_is_released() -> None:
-    from holdfast.orchestrator.core.events import ActionSucceeded
-
     job = Transcript()
     job.submit()
     request = job.one(RequestNodes)
@@ -154,3 +168,176 @@ def test_a_replay_gives_the_same_state() -> None:
     job.wait(1)
     job.commit(3)
     assert job.replayed().state == job.state
+
+
+def test_the_first_controller_requests_its_nodes_once() -> None:
+    job = Transcript()
+    job.submit()
+    job.apply(ControllerStarted(incarnation=1, nodes=()))
+    assert not job.fresh and job.state.expected_nodes == 2
+    assert job.state.incarnation == 1
+
+
+def test_a_request_for_nodes_without_a_result_is_repeated_after_the_time_to_reconnect() -> None:
+    job = Transcript()
+    job.submit()
+    job.apply(ActionUnknown(action_id=job.one(RequestNodes).action_id))
+    assert not job.fresh and job.state.expected_nodes == 0
+    job.wait(7.9)
+    assert not job.of(RequestNodes)
+    job.wait(0.2)
+    assert job.one(RequestNodes).count == 2
+
+
+def test_a_launch_without_a_result_is_not_in_flight_any_more() -> None:
+    job = Transcript().started(step=None)
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    launch = job.of(LaunchGroup)[0]
+    assert not job.apply(ActionUnknown(action_id=launch.action_id))
+    assert launch.action_id not in job.state.inflight
+    assert launch.node in job.state.launching, "it is sent again after a timeout"
+
+
+def test_a_release_without_a_result_is_repeated() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    release = job.one(ReleaseNode)
+    job.apply(ActionUnknown(action_id=release.action_id))
+    assert job.state.notes[-1][1] == "b was not released (result unknown); trying again"
+    job.wait(5.0)
+    assert job.one(ReleaseNode).node == "b"
+    job.succeed(ReleaseNode)
+    assert not job.wait(4.9), "it has succeeded"
+
+
+def test_a_stop_of_an_older_generation_does_not_count_for_the_current_one() -> None:
+    job = Transcript().started(step=3)
+    job.exits(0, signal=9)
+    assert job.state.stop is not None
+    late = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    job.exits(0, signal=9)
+    assert job.state.generation == 2
+    job.apply(late)
+    assert job.state.stop is not None and list(job.state.stop.waiting) == ["a", "b"]
+    assert job.state.nodes["a"].generation == 2 and job.state.nodes["a"].staged != ()
+
+
+def test_a_stop_that_is_reported_twice_changes_nothing() -> None:
+    job = Transcript().started(step=3)
+    job.exits(0, signal=9)
+    assert job.state.stop is not None
+    event = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
+    job.apply(event)
+    assert not job.apply(event)
+    assert list(job.state.stop.waiting) == ["b"]
+
+
+def test_a_new_controller_continues_the_last_write() -> None:
+    storage = {"storage": {"finalTimeoutSeconds": 30}}
+    job = Transcript(spec(checkpoint=storage)).started(step=3)
+    job.apply(SuspendRequested())
+    job.all_stopped(3)
+    job.wait(25)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    for node in ("a", "b"):
+        job.apply(NodeJoined(node=node, facts=facts(node), staged=job.inventory(node, 3)))
+    job.wait(1.0)
+    assert job.one(PersistStep).step == 3
+    job.wait(28.0)
+    assert job.state.phase == "suspending", "the time starts again"
+    job.wait(1.1)
+    assert job.state.phase == "suspended"
+
+
+def test_a_new_controller_only_awaits_what_exists() -> None:
+    job = Transcript().started(step=3)
+    job.wait(301)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, nodes=("a", "b")))
+    assert list(job.state.timers) == ["rejoin"]
+    due = job.controller.next_deadline_ns()
+    assert due == job.now_ns + 8 * SECOND
+
+
+def test_a_new_controller_releases_a_node_again_that_the_backend_still_has() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    job.succeed(ReleaseNode)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, nodes=("a", "b")))
+    release = job.one(ReleaseNode)
+    assert (release.node, release.reason.code) == ("b", "controller-restart")
+    assert release.reason.text == "b was released: lost (gone): gone"
+    assert job.state.pending_nodes == []
+
+
+def test_a_new_controller_repeats_a_release_without_a_result() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    reason = job.one(ReleaseNode).reason
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    assert job.one(ReleaseNode).reason == reason
+
+
+def test_a_new_controller_gives_a_stop_and_a_launch_the_time_to_reconnect() -> None:
+    stopping, launching = Transcript().started(), Transcript().started(step=None)
+    stopping.exits(0, signal=9)
+    launching.exits(0, signal=9)
+    launching.all_stopped(3)
+    launching.wait(15.1)
+    assert "launch-again" in launching.state.timers
+    for job in (stopping, launching):
+        job.controller = job.replayed()
+        job.apply(ControllerStarted(incarnation=2))
+    assert stopping.state.timers["stop"] == stopping.now_ns + 18 * SECOND
+    assert launching.state.timers["launch"] == launching.now_ns + 8 * SECOND
+    assert "launch-again" not in launching.state.timers
+
+
+def test_all_nodes_that_reconnect_end_the_wait_for_them() -> None:
+    job = Transcript().started()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    _rejoin(job, "a")
+    assert "rejoin" in job.state.timers
+    job.lose("b")
+    assert "rejoin" not in job.state.timers, "no other node is awaited"
+
+
+def test_the_events_of_an_old_generation_change_nothing() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    assert not job.apply(WorkerExited(node="b", generation=1, exit=Exit(rank=2, signal=9)))
+    assert job.state.notes[-1][1] == (
+        "ignored the exit of a worker on b: its generation is 1, the current one is 2"
+    )
+    assert job.state.exits == {} and job.state.stop is None
+
+
+def test_a_straggler_is_noted() -> None:
+    job = Transcript().started()
+    assert not job.apply(StragglerDetected(generation=1, node="b", evidence="0.9 s a step"))
+    assert job.state.notes[-1][1] == "b is slow: 0.9 s a step"
+
+
+def test_a_deletion_that_failed_is_noted_and_not_repeated() -> None:
+    job = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
+    job.commit(9)
+    job.commit(19)
+    job.fail(job.one(DeleteCheckpoint), "access denied")
+    assert job.state.notes[-1][1] == "step 9 was not deleted: access denied"
+    assert [known.step for known in job.state.catalog.committed] == [19]
+    assert job.state.catalog.deleting == {}
+
+
+def test_time_never_goes_back() -> None:
+    job = Transcript().started()
+    before = job.state.now_ns
+    job.controller.step(before - SECOND, Tick())
+    assert job.state.now_ns == before

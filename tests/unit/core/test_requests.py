@@ -69,7 +69,7 @@ def test_a_resume_during_the_drain_restores_from_memory() -> None:
     job.all_stopped(33)
     job.apply(ResumeRequested())
     assert len(job.of(LaunchGroup)) == 2
-    assert job.state.drain is None
+    assert job.state.drain is None and job.state.phase == "recovering"
 
 
 def test_a_job_submitted_suspended_requests_no_nodes() -> None:
