@@ -1,9 +1,9 @@
-"""A script as written for torchrun: plain DDP, its own checkpoint, not a word about Holdfast.
+"""A script for torchrun: plain DDP with its own checkpoint, and nothing about Holdfast.
 
     holdfast run examples/script.yaml
     torchrun --nproc-per-node 2 examples/ddp_script.py --steps 200
 
-Under Holdfast it is restarted as a gang when a worker or node is lost, and finds its checkpoint.
+When a worker or node is lost, Holdfast restarts all workers, and they load the checkpoint.
 """
 
 from __future__ import annotations

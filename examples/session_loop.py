@@ -1,6 +1,6 @@
-"""Your own training loop with fast recovery: six lines of `holdfast.workers.session`.
+"""Your own training loop with fast recovery: six lines of `holdfast.session`.
 
-    holdfast run examples/session.yaml      # recovers in about a second, losing no finished step
+    holdfast run examples/session.yaml      # recovers in a second, loses no finished step
     torchrun --nproc-per-node 2 examples/session_loop.py    # the same script, without recovery
 
 The model learns the parity of bits, which needs no data.
@@ -21,17 +21,17 @@ BITS, BATCH = 8, 64
 
 
 def main() -> None:
-    s = session.init()  # device, process groups, mesh; and the node's agent, under Holdfast
-    torch.manual_seed(0)  # every rank begins with the same values
+    s = session.init()  # device, process groups, mesh, connection to the agent
+    torch.manual_seed(0)  # every rank starts with the same values
     model = nn.Sequential(nn.Linear(BITS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
                           nn.Linear(256, 1)).to(s.device)  # fmt: skip
     if s.world_size > 1:
         fully_shard(model, mesh=s.fsdp_mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    totals = {"samples": 0}  # anything JSON can hold is kept with the checkpoint
+    totals = {"samples": 0}  # JSON values, stored with the checkpoint
 
     for step in range(s.restore(model, optimizer, totals), STEPS):
-        s.seed(1234, step)  # random numbers of this step and rank, whoever computes them
+        s.seed(1234, step)  # the same random numbers if this step is repeated
         bits = torch.randint(0, 2, (BATCH, BITS), device=s.device).float()
         parity = bits.sum(1) % 2
         loss = nn.functional.binary_cross_entropy_with_logits(model(bits).squeeze(1), parity)
@@ -39,7 +39,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         totals["samples"] += BATCH * s.data_parallel_size
-        s.step(step, loss=loss.detach())  # staged in node memory, reported
+        s.step(step, loss=loss.detach())  # stages the state in node memory and reports
         if s.rank == 0 and step % 50 == 0:
             print(f"step {step} loss {loss.item():.4f} samples {totals['samples']}", flush=True)
 

@@ -34,7 +34,7 @@ MISSING_DEVICE_TYPES = ("DeviceMissing",)
 """The node lacks a GPU that it should have, and a restart does not bring it back."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
-HOPELESS_TYPES = ("OtherModel",)
+HOPELESS_TYPES = ("WrongModel",)
 """Errors that even one restart does not change."""
 
 

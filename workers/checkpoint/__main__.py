@@ -1,8 +1,7 @@
 """`python -m holdfast.workers.checkpoint list|verify|export`: JSON on standard output, no torch.
 
-Owns: this small command, which the `holdfast checkpoint` command runs. Must not: do the work.
-Exit code 0; 1 when a checkpoint is damaged; 2 for a mistake in what was asked for. A problem is
-reported as {"error": "..."}.
+`holdfast checkpoint` runs it. Exit code 0; 1: a checkpoint is damaged; 2: an invalid request. A
+problem is reported as {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ def _list(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    verdict = inspect.verify(options.path, inspect.find(options.path, options.step))
+    result = inspect.verify(options.path, inspect.find(options.path, options.step))
     body = {
         "path": options.path,
-        "directory": verdict.directory,
-        "ok": verdict.ok,
-        "num_files": verdict.num_files,
-        "num_tensors": verdict.num_tensors,
-        "num_bytes": verdict.num_bytes,
-        "problems": verdict.problems,
+        "directory": result.directory,
+        "ok": result.ok,
+        "num_files": result.num_files,
+        "num_tensors": result.num_tensors,
+        "num_bytes": result.num_bytes,
+        "problems": result.problems,
     }
-    return body, 0 if verdict.ok else 1
+    return body, 0 if result.ok else 1
 
 
 def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -88,17 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m holdfast.workers.checkpoint")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (
-        ("list", "what lies below a checkpoint path"),
+        ("list", "list the checkpoints below a path"),
         ("verify", "read and check every byte of one checkpoint"),
         ("export", "write plain safetensors files"),
     ):
         command = verbs.add_parser(verb, help=what)
         command.add_argument("path", help="checkpoint path or URL of a job")
         if verb != "list":
-            command.add_argument("--step", type=int, help="of this step; default: the newest")
+            command.add_argument("--step", type=int, help="default: the newest step")
         if verb == "export":
             command.add_argument("--to", required=True, help="directory to write to")
-            command.add_argument("--optimizer", action="store_true", help="optimizer state as well")
+            command.add_argument("--optimizer", action="store_true", help="include optimizer state")
             command.add_argument("--max-file-bytes", type=int, default=5 * 10**9)
     return parser
 

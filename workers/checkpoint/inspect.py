@@ -1,7 +1,4 @@
-"""Committed checkpoints below a path: list them, verify them, export them to plain safetensors.
-
-Owns: these three. Must not: import torch, or believe anything that no manifest names.
-"""
+"""Committed checkpoints below a path: list, verify, export to plain safetensors. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +13,12 @@ import numpy as np
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.manifest import Manifest, parse_directory_name
 
-from .hashing import hash_bytes
-from .layout import DTYPE_BYTES, MODEL, Box, DamagedCheckpoint, Entry
+from .layout import DTYPE_BYTES, INTEGER_DTYPES, MODEL, Box, DamagedCheckpoint, Entry, hash_bytes
 from .shard_sources import CheckpointFiles, ShardSource
-
-_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedCheckpoint:
     """One directory below the checkpoint path."""
 
     directory: str
@@ -33,12 +27,12 @@ class Listed:
     committed: bool
     manifest: Manifest | None = None
     problem: str = ""
-    """Why it cannot be used, for a broken manifest."""
+    """Why the checkpoint cannot be used."""
 
 
 @dataclass
 class VerifyResult:
-    """What verifying one checkpoint found."""
+    """The result of verifying one checkpoint."""
 
     directory: str
     num_files: int = 0
@@ -51,8 +45,8 @@ class VerifyResult:
         return not self.problems
 
 
-def list_checkpoints(path: str) -> list[Listed]:
-    """Newest first, attempts without a manifest included (and marked)."""
+def list_checkpoints(path: str) -> list[ListedCheckpoint]:
+    """All checkpoints, newest first; those without a manifest are marked as not committed."""
     store = CheckpointFiles(path)
     found = []
     for name in store.directories():
@@ -60,16 +54,18 @@ def list_checkpoints(path: str) -> list[Listed]:
         if parsed is None:
             continue
         try:
-            found.append(Listed(name, *parsed, committed=True, manifest=store.manifest(name)))
+            found.append(
+                ListedCheckpoint(name, *parsed, committed=True, manifest=store.manifest(name))
+            )
         except DamagedCheckpoint as error:
-            found.append(Listed(name, *parsed, committed=False, problem=str(error)))
+            found.append(ListedCheckpoint(name, *parsed, committed=False, problem=str(error)))
         except HoldfastError:
-            found.append(Listed(name, *parsed, committed=False, problem="no manifest"))
+            found.append(ListedCheckpoint(name, *parsed, committed=False, problem="no manifest"))
     return sorted(found, key=lambda c: (c.step, c.generation), reverse=True)
 
 
 def find(path: str, step: int | None = None) -> Manifest:
-    """The newest committed checkpoint, or that of a step. Raises UserError when there is none."""
+    """The newest committed checkpoint, or that of a step. Raises UserError if there is none."""
     committed = [c.manifest for c in list_checkpoints(path) if c.manifest is not None]
     for manifest in committed:
         if step is None or manifest.step == step:
@@ -82,10 +78,10 @@ def find(path: str, step: int | None = None) -> Manifest:
 
 
 def verify(path: str, manifest: Manifest) -> VerifyResult:
-    """Reads every byte: lengths, checksums of files and of tensors, and that the shards together
-    hold every value of every tensor."""
+    """Reads every byte; checks lengths, checksums of files and tensors, and that the shards
+    together have every value of every tensor."""
     store = CheckpointFiles(path)
-    verdict = VerifyResult(manifest.directory, num_files=len(manifest.files))
+    result = VerifyResult(manifest.directory, num_files=len(manifest.files))
     volumes: dict[str, tuple[int, int]] = {}
     for file in manifest.files:
         try:
@@ -93,25 +89,25 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
             source = store.open(manifest.directory, file)
             entries = source.header().entries.values()
         except HoldfastError as error:
-            verdict.problems.append(str(error))
+            result.problems.append(str(error))
             continue
         damaged = [entry.name for entry in entries if not _intact(source, entry)]
         for name in damaged:
             what = "its bytes do not match its checksum"
-            verdict.problems.append(str(DamagedCheckpoint(source.name, what, name)))
+            result.problems.append(str(DamagedCheckpoint(source.name, what, name)))
         if checksum != file.checksum and not damaged:
             what = f"checksum {checksum}; its manifest says {file.checksum}"
-            verdict.problems.append(str(DamagedCheckpoint(source.name, what)))
-        verdict.num_bytes += file.num_bytes
+            result.problems.append(str(DamagedCheckpoint(source.name, what)))
+        result.num_bytes += file.num_bytes
         _add_volumes(volumes, entries)
-    verdict.num_tensors = len(volumes)
-    if verdict.ok:
-        verdict.problems += [
+    result.num_tensors = len(volumes)
+    if result.ok:
+        result.problems += [
             f"{manifest.directory}: {name}: {got} of {want} values in all shards"
             for name, (got, want) in volumes.items()
             if got < want
         ]
-    return verdict
+    return result
 
 
 def _intact(source: ShardSource, entry: Entry) -> bool:
@@ -127,7 +123,7 @@ def _add_volumes(volumes: dict[str, tuple[int, int]], entries: Iterable[Entry]) 
 
 # -- export -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Tensor:
+class _WholeTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -146,10 +142,11 @@ def export(
     optimizer: bool = False,
     max_file_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Whole tensors as plain safetensors: `model.safetensors`, or several files and an index.
+    """Writes whole tensors as plain safetensors: `model.safetensors`, or several files and an
+    index.
 
-    Weights only, under their own names; with `optimizer`, everything, as `model.*` and `optim.*`.
-    One tensor is in memory at a time. Every byte is checked on the way; raises DamagedCheckpoint.
+    Weights only, under their own names; with `optimizer`, all tensors, as `model.*` and `optim.*`.
+    One tensor is in memory at a time. Checks every byte; raises DamagedCheckpoint.
     """
     store = CheckpointFiles(path)
     sources = [store.open(manifest.directory, file) for file in manifest.files]
@@ -164,7 +161,7 @@ def export(
     return [target / name for name in names]
 
 
-def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_Tensor]:
+def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_WholeTensor]:
     found: dict[str, list[tuple[ShardSource, Entry]]] = {}
     for source in sources:
         for name, entry in source.header().entries.items():
@@ -174,13 +171,13 @@ def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_Tensor]:
     for name, parts in sorted(found.items()):
         entry = parts[0][1]
         short = name if optimizer else name.removeprefix(MODEL)
-        tensors.append(_Tensor(short, entry.dtype, entry.box.global_shape, tuple(parts)))
-    # safetensors wants no gaps; widest elements first keeps each tensor aligned.
+        tensors.append(_WholeTensor(short, entry.dtype, entry.box.global_shape, tuple(parts)))
+    # safetensors allows no gaps; with the widest elements first each tensor is aligned.
     return sorted(tensors, key=lambda t: -DTYPE_BYTES[t.dtype])
 
 
-def _split(tensors: list[_Tensor], max_file_bytes: int) -> list[list[_Tensor]]:
-    files: list[list[_Tensor]] = [[]]
+def _split(tensors: list[_WholeTensor], max_file_bytes: int) -> list[list[_WholeTensor]]:
+    files: list[list[_WholeTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if files[-1] and size + tensor.num_bytes > max_file_bytes:
@@ -197,7 +194,7 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _write_file(path: Path, tensors: list[_Tensor], manifest: Manifest) -> None:
+def _write_file(path: Path, tensors: list[_WholeTensor], manifest: Manifest) -> None:
     about = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
     header: dict[str, Any] = {"__metadata__": about}
     at = 0
@@ -220,8 +217,8 @@ def _write_file(path: Path, tensors: list[_Tensor], manifest: Manifest) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _write_tensor(stream: BinaryIO, tensor: _Tensor) -> None:
-    integers = _INTEGERS[DTYPE_BYTES[tensor.dtype]]
+def _write_tensor(stream: BinaryIO, tensor: _WholeTensor) -> None:
+    integers = INTEGER_DTYPES[DTYPE_BYTES[tensor.dtype]]
     whole = np.empty(tensor.shape, integers)
     filled, seen = 0, set()
     for source, entry in tensor.parts:
@@ -244,8 +241,8 @@ def _write_tensor(stream: BinaryIO, tensor: _Tensor) -> None:
     stream.write(whole.reshape(-1).view(np.uint8).data)
 
 
-def _write_index(target: Path, names: list[str], files: list[list[_Tensor]]) -> None:
-    """The index that Hugging Face's loaders read for weights in several files."""
+def _write_index(target: Path, names: list[str], files: list[list[_WholeTensor]]) -> None:
+    """Writes the index that Hugging Face loaders read for weights in several files."""
     where = {t.name: name for name, content in zip(names, files, strict=True) for t in content}
     total = sum(t.num_bytes for content in files for t in content)
     index = {"metadata": {"total_size": total}, "weight_map": where}

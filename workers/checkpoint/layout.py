@@ -1,36 +1,38 @@
-"""The file format of one rank's training state: safetensors whose metadata says what is held.
-
-Owns: names, the header, its in-place updates, and boxes (the part of a global tensor that an entry
-holds). Must not: import torch, or do IO.
+"""The file format of one rank's training state: safetensors with metadata of Holdfast. No torch, no
+IO.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
 padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>` and
 `optim.<name>.<key>`. The header's `__metadata__` has one key, `holdfast`: JSON text with step,
 generation, shard, num_shards, per entry its global_shape, offset and checksum (xxh3_64 of its
-bytes), and `extra`, the state that is no tensor, as values.py packs it.
+bytes), and `extra`, the state that is not a tensor, as `pack` encodes it.
 
-A header's length is fixed over a generation: numbers that change from step to step are padded, so
-a staging buffer is updated in place and is a complete file at every moment it is not being written.
+The length of a header is fixed over a generation: numbers that change from step to step are padded,
+so a staging buffer is updated in place and is a complete file whenever it is not being written.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError
 
 MODEL, OPTIMIZER = "model.", "optim."
 METADATA_KEY = "holdfast"
 ALIGNMENT = 64
-"""Data starts on a cache line, so copies of aligned tensors stay aligned."""
+"""Data starts on a cache line, so copies of aligned tensors are aligned."""
 MAX_HEADER_BYTES = 100 * 2**20
-"""What the safetensors library accepts."""
+"""The bound of the safetensors library."""
 
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4,
@@ -38,13 +40,17 @@ DTYPE_BYTES = {
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
+INTEGER_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Element size -> a numpy type of that size, to copy elements of any dtype."""
+
 _STEP_WIDTH, _CHECKSUM_WIDTH = 20, 16
 _EXTRA_MIN_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
 class DamagedCheckpoint(HoldfastError):
-    """Bytes of a checkpoint are not what was written. Names the file and, if known, the tensor."""
+    """Bytes of a checkpoint are not those that were written. Names the file and, if known, the
+    tensor."""
 
     def __init__(self, file: str, what: str, tensor: str = "") -> None:
         self.file, self.tensor, self.what = file, tensor, what
@@ -65,7 +71,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> tuple[tuple[int, int], ...] | None:
-        """Per dimension the common (begin, end) in global positions, None where there is none."""
+        """Per dimension the common (begin, end) in global positions; None: no overlap."""
         ranges = []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             begin, end = max(a, b), min(a + n, b + m)
@@ -97,7 +103,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
+    """The header of a shard file."""
 
     step: int
     generation: int
@@ -115,11 +121,11 @@ class Header:
 
 @dataclass
 class Layout:
-    """Where everything lies in the files that one rank writes in one generation."""
+    """The positions of all data in the files that one rank writes in one generation."""
 
     entries: tuple[Entry, ...]
     template: bytearray
-    """The header with its length in front; `render` fills the numbers in."""
+    """The header with its length; `render` fills in the numbers."""
     num_bytes: int
     _step_at: int
     _checksums_at: list[int]
@@ -131,7 +137,7 @@ class Layout:
         return len(self.template)
 
     def fits(self, extra: bytes) -> bool:
-        """Whether this encoded `extra` has room; where it has not, a new layout is needed."""
+        """Whether the header has room for this encoded `extra`; if not, a new layout is needed."""
         return len(extra) <= self._extra_room
 
     def render(self, step: int, checksums: Sequence[int], extra: bytes) -> bytearray:
@@ -153,7 +159,7 @@ def make_layout(
     num_shards: int,
     extra: bytes,
 ) -> Layout:
-    """Places entries (widest elements first, so each is aligned to its own); builds the header."""
+    """Places the entries (widest elements first, so each is aligned) and builds the header."""
     ordered = sorted(entries, key=lambda e: -DTYPE_BYTES[e.dtype])
     placed, at = [], 0
     for entry in ordered:
@@ -192,7 +198,7 @@ def make_layout(
 
 
 def encode_extra(value: Mapping[str, Any]) -> bytes:
-    """State that is no tensor, as it stands in the header."""
+    """State that is not a tensor, as the header holds it."""
     return _escape(json.dumps(value, separators=(",", ":"), allow_nan=False))
 
 
@@ -204,7 +210,7 @@ def header_length(start: bytes, file: str) -> int:
     return _LENGTH_BYTES + length
 
 
-class _Held(msgspec.Struct):
+class _EntryMetadata(msgspec.Struct):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     checksum: str
@@ -215,18 +221,18 @@ class _Metadata(msgspec.Struct):
     generation: int
     shard: int
     num_shards: int
-    tensors: dict[str, _Held]
+    tensors: dict[str, _EntryMetadata]
     extra: dict[str, Any]
 
 
-class _Tensor(msgspec.Struct):
+class _TensorHeader(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
 def parse_header(start: bytes | memoryview, file: str) -> Header:
-    """The header in the first bytes of a file. Raises DamagedCheckpoint for anything else."""
+    """The header in the first bytes of a file. Raises DamagedCheckpoint."""
     data_start = header_length(bytes(start[:_LENGTH_BYTES]), file)
     if len(start) < data_start:
         raise DamagedCheckpoint(file, f"it ends after {len(start)} bytes, within its header")
@@ -234,7 +240,7 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
         document = msgspec.json.decode(start[_LENGTH_BYTES:data_start], type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
         inner = _metadata(outer[METADATA_KEY])
-        tensors = {n: msgspec.json.decode(raw, type=_Tensor) for n, raw in document.items()}
+        tensors = {n: msgspec.json.decode(raw, type=_TensorHeader) for n, raw in document.items()}
     except KeyError:
         what = "it is not a shard of Holdfast (no `holdfast` metadata)"
         raise DamagedCheckpoint(file, what) from None
@@ -250,16 +256,16 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
 
 
 def _metadata(text: str) -> _Metadata:
-    """Raises ValueError, of which msgspec's errors are kinds."""
+    """Raises ValueError, the base of msgspec's errors."""
     try:
         return msgspec.json.decode(text, type=_Metadata)
     except msgspec.DecodeError:
-        # Old files say Infinity and NaN, which Python's decoder takes; so does it half a pair of
-        # surrogates in a text.
+        # Python's decoder accepts what msgspec does not: Infinity and NaN, which old files have,
+        # and half of a surrogate pair in a text.
         return msgspec.convert(json.loads(text), type=_Metadata)
 
 
-def _entry(name: str, tensor: _Tensor | None, held: _Held, file: str) -> Entry:
+def _entry(name: str, tensor: _TensorHeader | None, held: _EntryMetadata, file: str) -> Entry:
     if tensor is None:
         raise DamagedCheckpoint(file, "tensors and metadata in its header disagree", name)
     box = Box(held.global_shape, held.offset, tensor.shape)
@@ -275,5 +281,93 @@ def _entry(name: str, tensor: _Tensor | None, held: _Held, file: str) -> Entry:
 
 
 def _escape(text: str) -> bytes:
-    """ASCII text as it stands inside a JSON string."""
+    """ASCII text as the inside of a JSON string."""
     return json.dumps(text)[1:-1].encode()
+
+
+# -- checksums ----------------------------------------------------------------------------------
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_BYTES = 256 * 1024
+"""Fits a core's second-level cache, so the hash reads what the copy has just written: faster than
+one plain copy of 40 MB (3.2 ms against 3.9 ms), which bypasses the cache."""
+
+
+def copy_and_hash(target: Bytes, source: Bytes) -> int:
+    """Copies `source` to `target`; returns the xxh3_64 of the new contents of `target`."""
+    num_bytes = source.nbytes
+    if num_bytes <= CHUNK_BYTES:
+        target[:] = source
+        return xxhash.xxh3_64_intdigest(target.data)
+    state = xxhash.xxh3_64()
+    for begin in range(0, num_bytes, CHUNK_BYTES):
+        chunk = target[begin : begin + CHUNK_BYTES]
+        chunk[:] = source[begin : begin + CHUNK_BYTES]
+        state.update(chunk.data)
+    return state.intdigest()
+
+
+def hash_bytes(data: Bytes) -> int:
+    """xxh3_64 of all of `data`."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+# -- values that are not tensors, as JSON -------------------------------------------------------
+# A value that JSON lacks (an infinite float, a tuple, a mapping whose keys are not text) is a
+# mapping with one of these marks as its only key. A mapping that happens to look like one is stored
+# as pairs. Files written before there were marks are read as they are.
+_FLOAT, _TUPLE, _PAIRS, _COUNTER = "__float__", "__tuple__", "__pairs__", "__counter__"
+_MARKS = frozenset((_FLOAT, _TUPLE, _PAIRS, _COUNTER))
+_JSON_TYPES = frozenset((str, int, bool, type(None)))
+
+
+class UnsupportedValue(TypeError):
+    """A value that a checkpoint cannot hold; the text is the name of its type."""
+
+
+def pack(value: Any) -> Any:
+    """The value as JSON values. Raises UnsupportedValue if `unpack` could not return an equal
+    one."""
+    kind = type(value)
+    if kind in _JSON_TYPES:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_FLOAT: repr(value)}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value)
+    if isinstance(value, tuple):
+        return {_TUPLE: [pack(item) for item in value]}
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    for plain in (str, int, float):  # a member of an enum, a number of numpy
+        if isinstance(value, plain):
+            return pack(plain(value) if plain is not str else str.__str__(value))
+    raise UnsupportedValue(kind.__name__)
+
+
+def _pack_mapping(value: Mapping[Any, Any]) -> Any:
+    texts = all(type(key) is str for key in value)
+    looks_marked = len(value) == 1 and not _MARKS.isdisjoint(value)
+    if texts and not looks_marked and not isinstance(value, Counter):
+        return {key: pack(item) for key, item in value.items()}
+    mark = _COUNTER if isinstance(value, Counter) else _PAIRS
+    return {mark: [[pack(key), pack(item)] for key, item in value.items()]}
+
+
+def unpack(value: Any) -> Any:
+    """The value that was packed, from decoded JSON."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((mark, held),) = value.items()
+        if mark == _FLOAT:
+            return float(held)
+        if mark == _TUPLE:
+            return tuple(unpack(item) for item in held)
+        if mark == _PAIRS:
+            return {unpack(key): unpack(item) for key, item in held}
+        if mark == _COUNTER:
+            return Counter({unpack(key): unpack(item) for key, item in held})
+    return {key: unpack(item) for key, item in value.items()}

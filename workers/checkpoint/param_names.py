@@ -1,7 +1,5 @@
-"""Names of a model's parameters and buffers that no wrapping changes.
-
-Owns: which parts of torch's names wrappers have added, in these names and in those of old files.
-Must not: know what is stored under a name.
+"""Names of a model's parameters and buffers, without the parts that wrappers such as DDP,
+torch.compile and FSDP add, so that checkpoints do not depend on the wrapping.
 """
 
 from __future__ import annotations
@@ -14,26 +12,25 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from holdfast.orchestrator.errors import UserError
 
 _MARKS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-"""Children of torch.compile, activation checkpointing and FSDP1: nobody else calls one so. DDP's is
-called `module`, as a model's own may be: there the parent's type decides."""
+"""Children that torch.compile, activation checkpointing and FSDP1 add. The child of DDP is called
+`module`, like a child that a model may have itself: there the parent's type decides."""
 _DDP_CHILD = "module"
 
 
 def plain_name(name: str) -> str:
-    """A name of a model that is not wrapped in DDP, without what other wrappers add."""
+    """A name without the parts of wrappers other than DDP."""
     return ".".join(part for part in name.split(".") if part not in _MARKS)
 
 
 class ParamNames:
-    """All parameters, each once, and persistent buffers of a model.
-
-    Raises UserError when two have one name.
-    """
+    """All parameters, each once, and persistent buffers of a model. Raises UserError if two have
+    one name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, tuple[nn.Module, str]] = {}
-        """Where each is held: modules replace their buffers."""
+        """Name -> (module, key); the tensors are not kept, because modules replace their
+        buffers."""
         seen: set[int] = set()
         for prefix, module in _modules(model):
             for key, parameter in module._parameters.items():
@@ -49,16 +46,16 @@ class ParamNames:
     def _expect_free(self, name: str) -> None:
         if name in self.parameters or name in self.buffers:
             raise UserError(
-                f"model: got two tensors named {name}, the parts left out that wrappers add "
+                f"model: got two tensors named {name}, without the parts that wrappers add "
                 f"({', '.join(sorted(_MARKS))}, and `{_DDP_CHILD}` of DDP); expected one; rename "
                 "the child module of that name"
             )
 
-    def of_old_files(self, stored: Iterable[str]) -> dict[str, str]:
-        """By the names in a file, those here, for what has another name here.
+    def renamed(self, stored: Iterable[str]) -> dict[str, str]:
+        """Name in a file -> name in this model, where they differ.
 
-        Files once kept the `module` of a DDP within another wrapper or model, and left out a
-        `module` of the model's own at the beginning of a name.
+        Old files kept the `module` of a DDP inside another wrapper or model, and dropped a `module`
+        of the model itself at the beginning of a name.
         """
         here, stored = self.parameters.keys() | self.buffers.keys(), set(stored)
         if stored <= here:
@@ -80,7 +77,7 @@ def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with what stands before the names of what it holds."""
+    """Every module once, with the prefix of the names of its parameters and buffers."""
     modules: dict[str, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules():
         prefix = ""

@@ -1,10 +1,8 @@
-"""Restore: fill a model and an optimizer from shards, whatever mesh wrote them.
+"""Restore: fills a model and an optimizer from shards of any mesh, and checks every byte it uses.
 
-Owns: which shards to read, checking every byte that is used, and saying what does not fit. Must
-not: communicate; every rank reads for itself.
-
-With the shard count unchanged a rank needs exactly its own shard, and its tensors are filled by one
-pass of copy and checksum. With another count it reads the entries that overlap its own parts.
+Every rank reads by itself, without communication. With an unchanged shard count a rank needs only
+its own shard, and one pass copies and hashes; otherwise it reads the entries that overlap its
+parts.
 """
 
 from __future__ import annotations
@@ -19,26 +17,36 @@ from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
 
-from .hashing import Bytes, copy_and_hash, hash_bytes
-from .layout import DTYPE_BYTES, MODEL, OPTIMIZER, Box, DamagedCheckpoint, Entry, Header
+from .layout import (
+    DTYPE_BYTES,
+    INTEGER_DTYPES,
+    MODEL,
+    OPTIMIZER,
+    Box,
+    Bytes,
+    DamagedCheckpoint,
+    Entry,
+    Header,
+    copy_and_hash,
+    hash_bytes,
+)
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
-from .state import DTYPES, Held, TrainingState
+from .state import DTYPES, StateTensor, TrainingState
 
-_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _MAX_NAMED = 5
-"""Names listed per kind of mismatch; more would hide the message."""
+"""Names listed for each kind of mismatch."""
 
 
-class OtherModel(UserError):
-    """The checkpoint belongs to another model."""
+class WrongModel(UserError):
+    """The checkpoint was written by another model."""
 
 
 @dataclass
 class _Target:
-    """One tensor to fill. Parts that several shards hold (replicated ones) are read once."""
+    """One tensor to fill. Parts that several shards have (replicated ones) are read once."""
 
-    held: Held
+    held: StateTensor
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
     filled: int = 0
 
@@ -59,7 +67,7 @@ def restore(
     """Fills everything in place; returns the extra state of the first shard read.
 
     `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`.
-    Raises DamagedCheckpoint, OtherModel, or what `open_shard` raises.
+    Raises DamagedCheckpoint, WrongModel, or what `open_shard` raises.
     """
     model = {held.name: _Target(held) for held in state.model_tensors()}
     targets = dict(model)
@@ -70,7 +78,7 @@ def restore(
             try:
                 source = open_shard(index)
             except UnreadableCheckpoint:
-                if names:  # another model is the likelier reason for wanting one more shard
+                if names:  # another model is the more likely reason that one more shard is needed
                     _expect_names(model, names)
                 raise
             header = source.header()
@@ -96,8 +104,8 @@ def restore(
 
 
 def _order(shard: int, num_shards: int, num_stored: int) -> Iterator[int]:
-    """Those that overlap an even split first, which with an unchanged count is the own shard; then
-    the others: splits are uneven where a dimension is not divisible, and axes may differ."""
+    """The shards that overlap an even split first: with an unchanged count, this rank's own. Then
+    the others: splits are uneven if a dimension is not divisible, and axes may differ."""
     first = shard * num_stored // num_shards
     last = -(-(shard + 1) * num_stored // num_shards)
     yield from range(first, last)
@@ -117,7 +125,7 @@ def _add_optimizer_targets(
 
 
 def _fill(target: _Target, entry: Entry, source: ShardSource) -> None:
-    """Copies what this entry holds of the target, and checks all of the entry's bytes."""
+    """Copies the entry's part of the target, and checks all bytes of the entry."""
     held, box = target.held, entry.box
     part = (box.offset, box.shape)
     ranges = box.overlap(held.box)
@@ -138,10 +146,14 @@ def _fill(target: _Target, entry: Entry, source: ShardSource) -> None:
 
 
 def _copy_part(
-    held: Held, box: Box, ranges: tuple[tuple[int, int], ...], data: Bytes, element_bytes: int
+    held: StateTensor,
+    box: Box,
+    ranges: tuple[tuple[int, int], ...],
+    data: Bytes,
+    element_bytes: int,
 ) -> int:
     """Copies the common part of two boxes; returns its number of elements."""
-    stored = data.view(_INTEGERS[element_bytes]).reshape(box.shape)
+    stored = data.view(INTEGER_DTYPES[element_bytes]).reshape(box.shape)
     shape = tuple(end - begin for begin, end in ranges)
     part = np.empty(shape, stored.dtype)
     part[...] = stored[box.slices(ranges)]
@@ -151,7 +163,7 @@ def _copy_part(
     return typed.numel()
 
 
-# -- what does not fit ------------------------------------------------------------------------
+# -- mismatches -------------------------------------------------------------------------------
 def _expect_identity(header: Header, file: str, shard: int, num_shards: int, step: int) -> None:
     got = (header.step, header.shard, header.num_shards)
     if got != (step, shard, num_shards):
@@ -172,7 +184,7 @@ def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
         if got != want:
             wrong.append(f"{_short(name)}: got {_show(got)}; expected {_show(want)}")
     if wrong:
-        raise OtherModel(_message(file, {"of another shape": wrong}))
+        raise WrongModel(_message(file, {"of another shape": wrong}))
 
 
 def _expect_names(model: dict[str, _Target], names: set[str]) -> None:
@@ -180,7 +192,7 @@ def _expect_names(model: dict[str, _Target], names: set[str]) -> None:
     unexpected = [_short(name) for name in names if name.startswith(MODEL) and name not in model]
     if missing or unexpected:
         problems = {"missing from it": missing, "not in the model": sorted(unexpected)}
-        raise OtherModel(_message("the checkpoint", problems))
+        raise WrongModel(_message("the checkpoint", problems))
 
 
 def _message(what: str, problems: dict[str, list[str]]) -> str:
@@ -189,7 +201,7 @@ def _message(what: str, problems: dict[str, list[str]]) -> str:
         if found:
             more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
             lines.append(f"  {kind} ({len(found)}): {', '.join(found[:_MAX_NAMED])}{more}")
-    lines.append("  use the model's settings that it was written with, or another checkpoint path")
+    lines.append("  use the model settings of the run that wrote it, or another checkpoint path")
     return "\n".join(lines)
 
 

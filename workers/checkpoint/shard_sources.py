@@ -1,6 +1,5 @@
-"""Where the bytes of a shard come from: a memory file of the agent, or a file of the storage tier.
-
-Owns: reading parts of one shard file. Must not: import torch, or interpret tensors.
+"""Reads parts of one shard file: from a memory file of the agent or from the storage tier. No
+torch.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.files import is_local
 from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, Manifest, decode_manifest
 
-from .hashing import Bytes
-from .layout import DamagedCheckpoint, Header, header_length, parse_header
+from .layout import Bytes, DamagedCheckpoint, Header, header_length, parse_header
 
 
 class UnreadableCheckpoint(HoldfastError):
-    """A checkpoint that should be there cannot be read."""
+    """A checkpoint that should exist cannot be read."""
 
 
 class ShardSource(Protocol):
@@ -34,14 +33,14 @@ class ShardSource(Protocol):
     def header(self) -> Header: ...
 
     def data(self, begin: int, end: int) -> Bytes:
-        """Bytes from begin to end after the header."""
+        """The bytes from begin to end, counted from the end of the header."""
 
 
 class MappedShard:
-    """A shard in memory or in a local file: nothing is read but what is touched."""
+    """A shard in a memory file or a local file; only pages that are used are read."""
 
     def __init__(self, fd: int, num_bytes: int, name: str) -> None:
-        """Takes the file descriptor over. Raises DamagedCheckpoint when the file is shorter."""
+        """Owns the file descriptor. Raises DamagedCheckpoint if the file is shorter."""
         self.name = name
         try:
             size = os.fstat(fd).st_size
@@ -58,7 +57,7 @@ class MappedShard:
         if self._header is None:
             header = parse_header(memoryview(self._memory), self.name)
             if header.num_bytes > len(self.bytes):
-                what = f"{len(self.bytes)} bytes; its header speaks of {header.num_bytes}"
+                what = f"{len(self.bytes)} bytes; its header expects {header.num_bytes}"
                 raise DamagedCheckpoint(self.name, what)
             self._header = header
         return self._header
@@ -69,7 +68,7 @@ class MappedShard:
 
 
 class RemoteShard:
-    """A shard in an object store: the header is one request, each range another."""
+    """A shard in an object store: one request for the header and one for each range."""
 
     def __init__(self, filesystem: Any, path: str, name: str) -> None:
         self._filesystem, self._path, self.name = filesystem, path, name
@@ -97,7 +96,7 @@ class RemoteShard:
 
 
 class CheckpointFiles:
-    """The storage tier below one path or URL. Trusts only what a manifest names."""
+    """The storage tier below one path or URL; only files that a manifest names are read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -105,18 +104,18 @@ class CheckpointFiles:
             self.filesystem, self.root = fsspec.core.url_to_fs(path)
         except (ImportError, ValueError) as error:
             raise UnreadableCheckpoint(f"{path}: cannot be opened: {error}") from None
-        protocol = self.filesystem.protocol
-        self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+        self.is_local = is_local(self.filesystem)
 
     def manifest(self, directory: str) -> Manifest:
-        """Raises UnreadableCheckpoint where there is none, DamagedCheckpoint for a broken one."""
+        """The manifest in a directory. Raises UnreadableCheckpoint: none; DamagedCheckpoint:
+        broken."""
         name = f"{directory}/{MANIFEST_NAME}"
         try:
             data: bytes = self.filesystem.cat_file(f"{self.root}/{name}")
         except FileNotFoundError:
             raise UnreadableCheckpoint(
                 f"{self.path}: {directory} is not a committed checkpoint (no {MANIFEST_NAME}); "
-                "`holdfast checkpoint list` shows those that are"
+                "`holdfast checkpoint list` shows the committed ones"
             ) from None
         except OSError as error:
             raise UnreadableCheckpoint(f"{name}: cannot be read: {error}") from None
@@ -126,7 +125,8 @@ class CheckpointFiles:
             raise DamagedCheckpoint(name, str(error)) from None
 
     def directories(self) -> list[str]:
-        """Names below the path, committed or not, oldest step first; none when it is not there."""
+        """Names of the directories below the path, oldest step first; empty if it does not
+        exist."""
         try:
             found = self.filesystem.ls(self.root, detail=False, refresh=True)
         except FileNotFoundError:
@@ -136,7 +136,8 @@ class CheckpointFiles:
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
 
     def open(self, directory: str, file: ShardFile) -> ShardSource:
-        """Raises DamagedCheckpoint when the length is not what the manifest says."""
+        """Open one shard file. Raises DamagedCheckpoint if its length is not that of the
+        manifest."""
         name = f"{directory}/{file.file}"
         path = f"{self.root}/{name}"
         if not self.is_local:
@@ -150,7 +151,7 @@ class CheckpointFiles:
         return MappedShard(fd, file.num_bytes, name)
 
     def whole_file_checksum(self, directory: str, file: ShardFile) -> str:
-        """xxh3_128 of the file as it lies there, and its length checked."""
+        """xxh3_128 of the file in storage; also checks its length."""
         name = f"{directory}/{file.file}"
         path = f"{self.root}/{name}"
         self._expect_length(name, self._length(path, name), file)

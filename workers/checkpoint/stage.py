@@ -1,12 +1,10 @@
-"""Stage: copy this rank's training state into node memory. The only stall of a checkpoint.
+"""Staging: copies this rank's training state into a staging buffer of the agent. It is the only
+part of a checkpoint that delays the training loop.
 
-Owns: the staging buffers as this process sees them, and the copy. Must not: write files, or know
-what the agent does with a buffer.
-
-On the CPU the copy and its checksums are made in one pass in the training thread. On CUDA the
-buffers are page-locked, the copy runs on a stream of its own beside the next forward and backward,
-the optimizer's next step waits for it, and a thread hashes and reports when it is through. The
-model's buffers go first, and the next forward waits for those: it may write them.
+On the CPU the training thread copies and hashes in one pass. On CUDA the buffers are page-locked
+and the copy runs on its own stream, beside the next forward and backward; the next optimizer step
+waits for it, and a thread hashes and reports when it is complete. The model's buffers are copied
+first, and the next forward, which may write them, waits for those only.
 """
 
 from __future__ import annotations
@@ -24,29 +22,36 @@ from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
 
-from .hashing import Bytes, copy_and_hash, hash_bytes
-from .layout import Entry, Layout, encode_extra, make_layout
+from .layout import (
+    Bytes,
+    Entry,
+    Layout,
+    copy_and_hash,
+    encode_extra,
+    hash_bytes,
+    make_layout,
+)
 from .state import DTYPES, TrainingState
 
 _SLACK_BYTES = 64 * 1024
-"""Room for extra state that grows: buffers are asked for once and keep their size."""
+"""Room for extra state that grows: buffers are requested once and keep their size."""
 
 
 class BufferSource(Protocol):
-    """Where buffers come from: the agent, over the wire."""
+    """Provides staging buffers; the agent does, over the worker's socket."""
 
     def request_buffers(self, num_bytes: int) -> None:
-        """Ask for all buffers of a new size without waiting."""
+        """Request all buffers with a new size, without waiting."""
 
     def take_buffer(self) -> tuple[int, mmap.mmap]:
-        """A buffer that may be written; waits for one."""
+        """Wait for a free buffer; (its number, its memory)."""
 
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
-        """The buffer is complete."""
+        """Report that the buffer is complete."""
 
 
 class Stager:
-    """Stages one TrainingState, step after step, always into the same few buffers."""
+    """Stages one TrainingState, step after step, into the same few buffers."""
 
     def __init__(
         self,
@@ -64,21 +69,21 @@ class Stager:
         self._capacity = 0
         self._addresses: list[int] = []
         self._tensors: list[Tensor] = []
-        """In the order of the layout; so are the sources, their memory on the CPU."""
+        """In the order of the layout, like the sources, which are their memory on the CPU."""
         self._sources: list[Bytes | None] = []
         self._views: dict[int, tuple[Bytes, list[Bytes]]] = {}
         self._buffer_names = state.buffers()
-        self._first: list[bool] = []
-        """Which tensors the next forward has to wait for."""
+        self._urgent: list[bool] = []
+        """Whether the next forward waits for the copy of the tensor."""
         self._cuda = _CudaCopier(state.optimizer, device) if device.type == "cuda" else None
 
     def prepare(self) -> None:
-        """Asks for buffers ahead of the first staging, when the optimizer has its state already."""
+        """Requests buffers before the first staging if the optimizer already has its state."""
         if self._state.optimizer.state:
             self._plan(encode_extra(self._state.export_extra()))
 
     def stage(self, step: int) -> float:
-        """Copies the state after `step`; returns the seconds that it held the training loop up."""
+        """Copies the state after `step`; returns the seconds that it delayed the training loop."""
         begin = time.perf_counter()
         if self._cuda is not None:
             self._cuda.finish()
@@ -92,7 +97,7 @@ class Stager:
         view, targets = self._view(buffer, memory, layout)
         if self._cuda is not None:
             done = _Completion(self._buffers, layout, view, targets, buffer, step, extra)
-            self._cuda.start(self._tensors, targets, self._first, done)
+            self._cuda.start(self._tensors, targets, self._urgent, done)
         else:
             checksums = [
                 copy_and_hash(target, flat_bytes(tensor) if source is None else source)
@@ -104,29 +109,29 @@ class Stager:
         return time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Waits until the last staging is reported."""
+        """Waits until the last staging has been reported."""
         if self._cuda is not None:
             self._cuda.finish()
 
     def _plan(self, extra: bytes) -> None:
-        """Lays the file out, and asks for buffers the first time."""
+        """Makes the layout of the file, and requests buffers the first time."""
         held = {h.name: h for h in self._state.tensors()}
         entries = [Entry(h.name, DTYPES[h.local.dtype], h.box) for h in held.values()]
         layout = make_layout(entries, extra=extra, **self._identity)
-        self._ask_for_room(layout, entries)
+        self._reserve(layout, entries)
         self._layout = layout
         self._views.clear()
         self._addresses = self._state.addresses()
         self._tensors = [held[entry.name].local for entry in layout.entries]
-        self._first = [entry.name in self._buffer_names for entry in layout.entries]
+        self._urgent = [entry.name in self._buffer_names for entry in layout.entries]
         if self._cuda is None:
-            # Flattening copies what is not contiguous: that has to happen at every staging.
+            # Flattening copies a tensor that is not contiguous, so it is done at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
 
-    def _ask_for_room(self, layout: Layout, entries: list[Entry]) -> None:
+    def _reserve(self, layout: Layout, entries: list[Entry]) -> None:
         if not self._capacity:
             full, later = layout, self._state.entries_to_come()
-            if later:  # a layout with them, as each takes room in the header too
+            if later:  # each of them also takes room in the header
                 extra = encode_extra(self._state.export_extra(in_full=True))
                 full = make_layout(entries + later, extra=extra, **self._identity)
             self._capacity = full.num_bytes + _SLACK_BYTES
@@ -139,7 +144,7 @@ class Stager:
             )
 
     def _view(self, buffer: int, memory: mmap.mmap, layout: Layout) -> tuple[Bytes, list[Bytes]]:
-        """A buffer's memory, and in it the place of each tensor."""
+        """A buffer's memory, and the part of it for each tensor."""
         known = self._views.get(buffer)
         if known is None:
             view = np.frombuffer(memory, dtype=np.uint8)
@@ -152,7 +157,7 @@ class Stager:
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """The memory of a CPU tensor; a copy of it when it is not contiguous."""
+    """The bytes of a CPU tensor; a copy if it is not contiguous."""
     array: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
 
@@ -172,7 +177,7 @@ def _complete(
 
 
 class _Completion:
-    """What is left to do in the thread once a CUDA copy has arrived."""
+    """Finishes a staged buffer, in the thread, when its CUDA copy is complete."""
 
     def __init__(
         self,
@@ -192,7 +197,7 @@ class _Completion:
 
 
 class _CudaCopier:
-    """Device to page-locked host memory on a stream of its own; at most one copy under way."""
+    """Copies from the device to page-locked host memory on its own stream, one copy at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._device = device
@@ -205,12 +210,12 @@ class _CudaCopier:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
-        # The next optimizer step overwrites what is being copied: the device waits, not the host.
-        optimizer.register_step_pre_hook(lambda *_: self._hold_back_optimizer())
+        # The next optimizer step overwrites the copied tensors: the device waits, not the host.
+        optimizer.register_step_pre_hook(lambda *_: self._delay_optimizer())
         threading.Thread(target=self._complete_all, name="holdfast-stage", daemon=True).start()
 
     def lock_pages(self, buffer: int, view: Bytes) -> None:
-        """Page-locks a mapped buffer, once, so that copies into it are asynchronous."""
+        """Page-locks a mapped buffer once, so that copies into it are asynchronous."""
         if buffer in self._locked:
             return
         self._locked.add(buffer)
@@ -223,22 +228,22 @@ class _CudaCopier:
         self,
         sources: list[Tensor],
         targets: list[Bytes],
-        first: list[bool],
+        urgent: list[bool],
         done: Callable[[], None],
     ) -> None:
-        """Begins the copy. What is queued on this stream from now on waits for those marked
-        `first`, and for no others."""
+        """Starts the copy. Work that is queued on the training stream from now on waits for the
+        `urgent` tensors only."""
         self._idle.clear()
         training = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(training)
-        pairs = list(zip(targets, sources, first, strict=True))
-        if any(first):
-            training.wait_event(self._copy([(t, s) for t, s, early in pairs if early]))
-        copied = self._copied = self._copy([(t, s) for t, s, early in pairs if not early])
+        pairs = list(zip(targets, sources, urgent, strict=True))
+        if any(urgent):
+            training.wait_event(self._copy([(t, s) for t, s, now in pairs if now]))
+        copied = self._copied = self._copy([(t, s) for t, s, now in pairs if not now])
         self._jobs.put((copied, done))
 
     def _copy(self, pairs: list[tuple[Bytes, Tensor]]) -> torch.cuda.Event:
-        """The event is reached when these and all before them have arrived."""
+        """The event is reached when these copies and all earlier ones are complete."""
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 flat = source.reshape(-1).view(torch.uint8)
@@ -250,12 +255,12 @@ class _CudaCopier:
         return copied
 
     def finish(self) -> None:
-        """Waits for the copy under way, and raises what went wrong in the thread."""
+        """Waits for the current copy; raises the thread's error."""
         self._idle.wait()
         if self._error is not None:
             raise self._error
 
-    def _hold_back_optimizer(self) -> None:
+    def _delay_optimizer(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

@@ -1,7 +1,5 @@
-"""A model's and optimizer's training state as named tensors with their place in the global tensor.
-
-Owns: what is state and what is not, what of it can be restored, and giving an optimizer its state
-without a step. Must not: read or write files, or name tensors (names.py does).
+"""The training state of a model and its optimizer: named tensors with their boxes in the global
+tensors, and the values that are not tensors. Gives an optimizer its state without a step.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from holdfast.orchestrator.errors import UserError
 
-from .json_values import NotKept, pack, unpack
-from .layout import MODEL, OPTIMIZER, Box, Entry
+from .layout import MODEL, OPTIMIZER, Box, Entry, UnsupportedValue, pack, unpack
 from .param_names import ParamNames
 from .param_names import plain_name as plain_name
 
@@ -33,7 +30,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What torch calls anything with state, such as a learning rate scheduler."""
+    """An object with state, such as a learning rate scheduler, as torch defines it."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -43,8 +40,8 @@ Extra = MutableMapping[str, Any] | Stateful | None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor of the state: this rank's own part of it and where that part belongs."""
+class StateTensor:
+    """One tensor of the state: this rank's part, and its box in the global tensor."""
 
     name: str
     local: Tensor
@@ -52,23 +49,24 @@ class Held:
 
 
 class TrainingState:
-    """All state of one rank. Made while the parameters are sharded, that is before any step.
+    """All state of one rank. Must be made while the parameters are sharded, before any step.
 
-    Raises UserError when the optimizer holds parameters that the model does not have, or two
-    tensors of the model have one name.
+    Raises UserError if the optimizer has parameters that the model does not have, or if two tensors
+    of the model have one name.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra) -> None:
         self.optimizer, self.extra = optimizer, extra
         self._has_stepped = bool(optimizer.state)
-        if isinstance(optimizer, torch.optim.Optimizer):  # and not only like one
+        if isinstance(optimizer, torch.optim.Optimizer):  # not a look-alike without hooks
             optimizer.register_step_post_hook(lambda *_: self._note_step())
-        # FSDP2 swaps a module's parameters while they are gathered; these objects stay.
+        # FSDP2 replaces a module's parameters while they are gathered; these objects are the
+        # sharded ones.
         self._names = ParamNames(model)
         self._parameters = self._names.parameters
         names = {id(p): name for name, p in self._parameters.items()}
         self._stepped: dict[str, Tensor] = {}
-        """What the optimizer holds of each parameter: itself, or this rank's part (`whole`)."""
+        """The optimizer's tensor for each parameter: itself, or this rank's part (see `whole`)."""
         self._boxes: dict[str, Box] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -82,23 +80,23 @@ class TrainingState:
                         "or move the model first, then make the optimizer from its parameters"
                     )
 
-    # -- out ----------------------------------------------------------------------------------
-    def model_tensors(self) -> Iterator[Held]:
+    # -- export ---------------------------------------------------------------------------------
+    def model_tensors(self) -> Iterator[StateTensor]:
         for name, parameter in self._parameters.items():
-            yield Held(MODEL + name, local_of(parameter), self._box(name, parameter))
+            yield StateTensor(MODEL + name, local_of(parameter), self._box(name, parameter))
         for name, (module, key) in self._names.buffers.items():
             buffer = module._buffers[key]
             if buffer is not None:
-                yield Held(MODEL + name, local_of(buffer), box_of(buffer))
+                yield StateTensor(MODEL + name, local_of(buffer), box_of(buffer))
 
     def buffers(self) -> frozenset[str]:
-        """Names of what a forward may write, such as the statistics of a batch norm."""
+        """Names of the tensors that a forward may write, such as batch norm statistics."""
         return frozenset(MODEL + name for name in self._names.buffers)
 
-    def tensors(self) -> Iterator[Held]:
-        """Everything, in an order that does not change while the set of names does not.
+    def tensors(self) -> Iterator[StateTensor]:
+        """All tensors; the order is fixed as long as the set of names is.
 
-        Raises UserError for state of the optimizer that could not be restored.
+        Raises UserError for optimizer state that could not be restored.
         """
         yield from self.model_tensors()
         states = self.optimizer.state
@@ -107,12 +105,13 @@ class TrainingState:
                 if isinstance(value, Tensor):
                     like = value.shape == parameter.shape
                     if not like:
-                        self._expect_known_place(name, key, tuple(value.shape))
+                        self._expect_known_sharding(name, key, tuple(value.shape))
                     box = self._box(name, self._parameters[name]) if like else box_of(value)
-                    yield Held(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
+                    yield StateTensor(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
 
     def addresses(self) -> list[int]:
-        """Where all tensors lie, in the order of `tensors`: tells cheaply whether any has moved."""
+        """Addresses of all tensors, in the order of `tensors`: a cheap check whether one has
+        moved."""
         out = [_address(parameter) for parameter in self._parameters.values()]
         for module, key in self._names.buffers.values():
             buffer = module._buffers[key]
@@ -126,16 +125,16 @@ class TrainingState:
         return out
 
     def _box(self, name: str, parameter: Tensor) -> Box:
-        """As box_of, which is slow for a DTensor, but always the same for one parameter."""
+        """As box_of, cached: it is slow for a DTensor, and does not change for a parameter."""
         box = self._boxes.get(name)
         if box is None:
             box = self._boxes[name] = box_of(parameter)
         return box
 
     def entries_to_come(self) -> list[Entry]:
-        """What the optimizer will add for the parameters of `_waiting`, judged by all that it keeps
-        for the others: no smaller than what will come. Before its first step (a GradScaler may
-        leave out the first few) it is taken for AdamW."""
+        """Upper estimate of the state that the optimizer will add for the parameters of `_waiting`,
+        from its state for the others. Before its first step (a GradScaler may skip the first few)
+        it is assumed to be AdamW."""
         waiting = self._waiting()
         kept: dict[str, set[tuple[bool, int, torch.dtype | None]]] = {}
         if not self._has_stepped:
@@ -165,14 +164,14 @@ class TrainingState:
         self._has_stepped = True
 
     def _waiting(self) -> dict[str, Tensor]:
-        """What the optimizer has not stepped yet: it got no gradient so far."""
+        """Parameters without optimizer state, because they have had no gradient yet."""
         states = self.optimizer.state
         return {n: p for n, p in self._stepped.items() if p.requires_grad and not states.get(p)}
 
     def export_extra(self, *, in_full: bool = False) -> dict[str, Any]:
-        """State that is no tensor, as JSON values. Raises UserError for values JSON cannot hold.
+        """State that is not a tensor, as JSON values. Raises UserError for an unsupported value.
 
-        `in_full` gives the parameters of `entries_to_come` what others have, to know its size.
+        `in_full` also counts the parameters of `entries_to_come`, to know the final size.
         """
         scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self._stepped.items():
@@ -203,11 +202,11 @@ class TrainingState:
         if self.extra is None:
             return {}
         source = self.extra.state_dict() if isinstance(self.extra, Stateful) else self.extra
-        return _packed(source, "extra", "tensors belong into the model as buffers")
+        return _packed(source, "extra", "register tensors as buffers of the model")
 
-    # -- in -----------------------------------------------------------------------------------
+    # -- import ---------------------------------------------------------------------------------
     def import_extra(self, extra: Mapping[str, Any]) -> None:
-        """Takes back what export_extra gave."""
+        """Restores the result of export_extra."""
         saved = extra.get("optimizer", {})
         groups = saved.get("groups", [])
         if len(groups) == len(self.optimizer.param_groups):
@@ -219,7 +218,7 @@ class TrainingState:
                     else:
                         group[key] = tuple(value) if isinstance(old, tuple) else value
         scalars = saved.get("scalars", {})
-        renamed = self._names.of_old_files(scalars)
+        renamed = self._names.renamed(scalars)
         for stored, values in scalars.items():
             name = renamed.get(stored, stored)
             if name in self._stepped:
@@ -232,9 +231,9 @@ class TrainingState:
             self.extra.update(user)
 
     def entries_by_name(self, stored: Mapping[str, Entry]) -> Mapping[str, Entry]:
-        """Entries of a file under the names that their tensors have here."""
+        """The entries of a file under the names that their tensors have in this model."""
         of_model = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
-        renamed = self._names.of_old_files(of_model)
+        renamed = self._names.renamed(of_model)
         if not renamed:
             return stored
         out = {}
@@ -249,17 +248,17 @@ class TrainingState:
         return out
 
     def optimizer_parameter(self, entry_name: str) -> tuple[str, str] | None:
-        """(parameter, key) of an entry `optim.<name>.<key>`; None when the model has no such."""
+        """(parameter, key) of an entry `optim.<name>.<key>`; None: not a parameter of the model."""
         name, _, key = entry_name.removeprefix(OPTIMIZER).rpartition(".")
         return (name, key) if name in self._stepped else None
 
     def make_optimizer_tensor(
         self, name: str, key: str, shape: tuple[int, ...], dtype: str
-    ) -> Held:
-        """Room for one tensor of optimizer state, registered with the optimizer, values undefined.
+    ) -> StateTensor:
+        """A new tensor of optimizer state, registered with the optimizer, with undefined values.
 
-        A tensor of the parameter's shape is laid out like the parameter, any other is replicated.
-        Raises UserError where that is not known to be right.
+        A tensor of the parameter's shape is sharded like the parameter, any other is replicated.
+        Raises UserError if that may be wrong.
         """
         whole, stepped = self._parameters[name], self._stepped[name]
         kind = TORCH_DTYPES[dtype]
@@ -267,28 +266,28 @@ class TrainingState:
             tensor = empty_like(stepped, dtype=kind)
             box = self._box(name, whole)
         else:
-            self._expect_known_place(name, key, shape)
+            self._expect_known_sharding(name, key, shape)
             at = self._scalar_device(stepped) if shape == () else local_of(stepped).device
             tensor = torch.empty(shape, dtype=kind, device=at)
             box = box_of(tensor)
         self.optimizer.state[stepped][key] = tensor
-        return Held(f"{OPTIMIZER}{name}.{key}", local_of(tensor), box)
+        return StateTensor(f"{OPTIMIZER}{name}.{key}", local_of(tensor), box)
 
-    def _expect_known_place(self, name: str, key: str, shape: tuple[int, ...]) -> None:
-        """Of optimizer state that has not the shape of its parameter: a scalar is replicated, and
-        so is all that belongs to a parameter that is not sharded. Of a sharded one nobody can tell
-        which part of the state belongs to which part of the parameter on another mesh."""
+    def _expect_known_sharding(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+        """Refuses optimizer state that has neither the shape of its sharded parameter nor that of a
+        scalar: on another mesh it is unknown which part of it belongs to which part of the
+        parameter. Scalars, and the state of unsharded parameters, are replicated."""
         whole = self._parameters[name]
         if shape != () and isinstance(whole, DTensor):
             raise UserError(
                 f"{OPTIMIZER}{name}.{key}: got shape {shape}; expected that of its parameter "
-                f"{tuple(whole.shape)}, which is sharded, or a scalar; what "
-                f"{type(self.optimizer).__name__} keeps cannot be divided among another number "
+                f"{tuple(whole.shape)}, which is sharded, or a scalar; the "
+                f"state of {type(self.optimizer).__name__} cannot be divided among another number "
                 "of shards; use an optimizer such as AdamW, or do not shard the model"
             )
 
     def _scalar_device(self, parameter: Tensor) -> torch.device:
-        """torch keeps Adam's step counter on the CPU unless the step is fused or captured."""
+        """The device of Adam's step counter: the CPU, unless the step is fused or captured."""
         for group in self.optimizer.param_groups:
             if any(parameter is p for p in group["params"]):
                 if group.get("fused") or group.get("capturable"):
@@ -298,7 +297,7 @@ class TrainingState:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd's and DTensor's dispatch (to_local costs 20 us)."""
+    """This rank's part, without the dispatch of autograd and DTensor (to_local takes 20 us)."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.detach()
     return tensor.detach()
@@ -307,8 +306,8 @@ def local_of(tensor: Tensor) -> Tensor:
 def empty_like(
     tensor: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Memory of the same shape and layout. torch.empty_like costs 10 ms for each new shape of a
-    DTensor, because it derives the layout of the result; here it is known."""
+    """An empty tensor of the same shape and layout. torch.empty_like takes 10 ms for each new shape
+    of a DTensor, because it derives the layout of the result."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor.detach(), dtype=dtype, device=device)
     local = torch.empty_like(tensor._local_tensor.detach(), dtype=dtype, device=device)
@@ -323,14 +322,14 @@ def empty_like(
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part of a tensor lies in the whole one."""
+    """The box of this rank's part of a tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * len(shape), shape)
     local, offset = compute_local_shape_and_global_offset(
         shape, tensor.device_mesh, tensor.placements
     )
-    # An empty part has no place; 0 is as good as any and fits every check.
+    # An empty part has no position; 0 passes every check.
     empty = 0 in local
     return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local))
 
@@ -348,15 +347,17 @@ def _flat(num_elements: int) -> Box:
 
 
 def _packed(values: Any, where: str, fix: str) -> Any:
-    """As JSON values. Raises UserError for what JSON cannot hold, with its key below `where`."""
+    """The values as JSON values. Raises UserError for an unsupported one, with its key."""
     try:
         return pack(values)
-    except (NotKept, RecursionError):
+    except (UnsupportedValue, RecursionError):
         for key, value in values.items():
             try:
                 pack(value)
-            except (NotKept, RecursionError) as error:
-                got = error if isinstance(error, NotKept) else "a value that holds itself"
+            except (UnsupportedValue, RecursionError) as error:
+                got = (
+                    error if isinstance(error, UnsupportedValue) else "a value that contains itself"
+                )
                 raise UserError(
                     f"{where}[{key!r}]: got {got}; expected numbers, text, lists and mappings; "
                     f"{fix}"
@@ -365,5 +366,5 @@ def _packed(values: Any, where: str, fix: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Hyperparameters may be tensors (lr of a captured optimizer); JSON wants numbers."""
+    """A hyperparameter as a number; it may be a tensor (lr of a captured optimizer)."""
     return value.item() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What a training script calls: init, restore, step, save, phase, tick, finish.
+"""The API of a training script: init, restore, step, save, phase, tick, finish.
 
     from holdfast import session
 
@@ -9,8 +9,8 @@
         s.step(step, loss=loss)
     s.finish()
 
-Under Holdfast this makes a job recover in a second, losing no finished step. Outside (torchrun, or
-a single process) the same script runs with the same groups and mesh, and nothing is staged.
+Under Holdfast the job recovers in about a second and loses no finished step. Under torchrun, or as
+a single process, the same script runs with the same process groups and mesh, without checkpoints.
 """
 
 from .core import Session, init, leave

@@ -1,8 +1,7 @@
-"""The worker's end of the wire: reports, staging buffers, shards.
+"""The worker's connection to its agent: reports, staging buffers, shards.
 
-Owns: the socket to the agent, the mapped buffers and the pulse thread. Any thread may send (one
-message is one packet, which the kernel keeps whole); only the training thread receives. Must not:
-know models, or decide when to stage.
+Any thread may send (one message is one packet, which the kernel keeps whole); only the training
+thread receives.
 """
 
 from __future__ import annotations
@@ -21,19 +20,21 @@ from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 
-_SAY_WAITING_AFTER_S = 1.0
-"""Waiting longer than this for a buffer is told as phase `save`, so it is not taken for a hang."""
+_BUFFER_WAIT_S = 1.0
+"""A worker that waits longer for a buffer reports phase `save`, so that it does not count as a
+hang."""
 
 
 class AgentGone(HoldfastError):
-    """The node's agent has closed the wire: this worker has lost its node."""
+    """The agent has closed the connection: this worker has lost its node."""
 
 
 class AgentChannel:
-    """Connection of one worker to its agent."""
+    """Connection of one worker to its agent; the BufferSource of its Stager."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, hold_s: float = limits.HOLD_S) -> None:
+        """`hold_s`: longest wait for a planned stop."""
+        self._connection, self._hold_s = connection, hold_s
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._memory: dict[int, mmap.mmap] = {}
@@ -41,12 +42,12 @@ class AgentChannel:
         self._free: deque[int] = deque()
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
-        self._ordered: dict[int, bool] = {}
+        self._requested_steps: dict[int, bool] = {}
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
     def send(self, message: worker_protocol.FromWorker) -> None:
-        """Raises AgentGone."""
+        """Send one message. Raises AgentGone."""
         try:
             worker_transport.send(self._connection, message)
         except OSError as error:
@@ -57,13 +58,13 @@ class AgentChannel:
         self.send(worker_protocol.PhaseChanged(phase=phase))
 
     def start_pulse(self) -> None:
-        """Says every limits.PULSE_INTERVAL_S that the interpreter runs, whatever it does."""
-        threading.Thread(target=self._beat, name="holdfast-pulse", daemon=True).start()
+        """Start the thread that sends a Pulse every limits.PULSE_INTERVAL_S."""
+        threading.Thread(target=self._send_pulses, name="holdfast-pulse", daemon=True).start()
 
     def stop_pulse(self) -> None:
         self._ended.set()
 
-    def _beat(self) -> None:
+    def _send_pulses(self) -> None:
         pulse = worker_protocol.Pulse()
         try:
             while True:
@@ -71,7 +72,7 @@ class AgentChannel:
                 if self._ended.wait(limits.PULSE_INTERVAL_S):
                     return
         except AgentGone:
-            return  # the training thread meets the same closed socket, and says so
+            return  # the training thread reports the closed socket
 
     # -- staging (checkpoint.stage.BufferSource) ----------------------------------------------
     def request_buffers(self, num_bytes: int) -> None:
@@ -81,7 +82,7 @@ class AgentChannel:
     def take_buffer(self) -> tuple[int, mmap.mmap]:
         while self._receive(timeout_s=0):
             pass
-        if not self._free and not self._receive(timeout_s=_SAY_WAITING_AFTER_S):
+        if not self._free and not self._receive(timeout_s=_BUFFER_WAIT_S):
             phase = self.phase
             self.enter("save")
             while not self._free:
@@ -90,7 +91,7 @@ class AgentChannel:
         while not self._free:
             self._receive(timeout_s=None)
         buffer = self._free.popleft()
-        if buffer in self._unmapped:  # not on arrival: a first step needs one buffer, not three
+        if buffer in self._unmapped:  # mapped on use: a first step needs one buffer, not three
             fd, num_bytes = self._unmapped.pop(buffer)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=flags)
@@ -100,19 +101,20 @@ class AgentChannel:
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
 
-    def ordered(self, step: int) -> bool | None:
-        """Whether to hold after this step, which is to be staged whatever the cadence says; None:
-        nobody has asked for it."""
+    def stage_requested(self, step: int) -> bool | None:
+        """Whether to hold after this step; None: the agent has not requested to stage it."""
         while self._receive(timeout_s=0):
             pass
-        hold = self._ordered.get(step)
-        self._ordered = {at: known for at, known in self._ordered.items() if at > step}
+        hold = self._requested_steps.get(step)
+        self._requested_steps = {
+            at: waits for at, waits in self._requested_steps.items() if at > step
+        }
         return hold
 
     def hold(self) -> None:
-        """Waits for the end that was announced: what is trained until then would be lost. It may
-        have been called off, or its controller may be away: not for long."""
-        phase, until = self.phase, time.monotonic() + limits.HOLD_S
+        """Wait for the planned stop: steps trained until then would be lost. At most HOLD_S,
+        because the stop may have been cancelled, or the controller may be down."""
+        phase, until = self.phase, time.monotonic() + self._hold_s
         self.enter("save")
         while (left_s := until - time.monotonic()) > 0:
             self._receive(timeout_s=left_s)
@@ -120,7 +122,7 @@ class AgentChannel:
 
     # -- restoring ----------------------------------------------------------------------------
     def fetch(self, shard: int) -> MappedShard:
-        """A shard of the membership's Restore. Raises UnreadableCheckpoint when none has it."""
+        """A shard of the membership's Restore. Raises UnreadableCheckpoint if no node has it."""
         self.send(worker_protocol.FetchShard(shard=shard))
         while not self._answers:
             self._receive(timeout_s=None)
@@ -132,7 +134,7 @@ class AgentChannel:
 
     # -- receiving ----------------------------------------------------------------------------
     def _receive(self, timeout_s: float | None) -> bool:
-        """Takes one message in; False when none came in time. Raises AgentGone."""
+        """Handle one message; False if none came in time. Raises AgentGone."""
         if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             return False
         message, fd = worker_transport.receive(self._connection)
@@ -140,7 +142,7 @@ class AgentChannel:
             case None:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
             case worker_protocol.StageAt():
-                self._ordered[message.step] = message.hold
+                self._requested_steps[message.step] = message.hold
             case worker_protocol.Buffer():
                 assert fd is not None
                 self._unmapped[message.buffer] = (fd, message.num_bytes)

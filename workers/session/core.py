@@ -1,7 +1,7 @@
-"""Session: what a training loop calls.
+"""Session: the API that a training loop calls, and `init`, which makes it.
 
-Owns: the order of a worker's life (init, restore, steps, finish), when to stage, and what is
-reported. Must not: know how tensors are copied or how the agent keeps them.
+It keeps the order of a worker's life (init, restore, steps, finish), decides when to stage, and
+reports to the agent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from holdfast.workers.checkpoint.state import Extra, TrainingState
 from holdfast.workers.training.data import mix
 
 from .agent_channel import AgentChannel
-from .distributed import Meshes, RankEnv, join, pick_device, place
+from .distributed import Meshes, RankEnv, join, pick_device, rank_env
 from .shards import Shards
 
 _PHASES: tuple[WorkerPhase, ...] = ("build", "compile", "train", "evaluate", "save")
 
 
 class Session:
-    """One worker's part of a job. Made by `session.init()`, once per process."""
+    """One worker's part of a job. `session.init()` makes one for each process.
+
+    `rank`, `local_rank`, `world_size` and `restart_count` are those of torchrun; `device` is the
+    torch.device of this rank; `generation` counts the launches of the job, from 1.
+    """
 
     def __init__(self, at: RankEnv, device: torch.device, shape: Mesh) -> None:
         attached = worker_transport.attached
@@ -44,14 +48,14 @@ class Session:
         self.restart_count = at.restart_count
         self.device = device
         self.shape = shape
-        """Sizes of the axes, and who is where on them."""
+        """Sizes of the mesh's axes, and the coordinates of each rank."""
         self.meshes = Meshes(shape, device.type)
         self.generation = attached.assign.membership.generation if attached else 1
-        self._link = AgentChannel(attached.link) if attached else None
+        self._channel = AgentChannel(attached.link) if attached else None
         self._restore = attached.assign.membership.restore if attached else None
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
-        """What relative paths in the spec are relative to."""
+        """Working directory of the job, to which paths in the recipe's settings are relative."""
         self._stage_every = attached.job.spec.checkpoint.staging_interval if attached else 0
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
@@ -59,43 +63,46 @@ class Session:
         self._stall_s = 0.0
         self._step_began = time.perf_counter()
 
-    # -- who and where ------------------------------------------------------------------------
+    # -- ranks and mesh -------------------------------------------------------------------------
     @property
     def mesh(self) -> DeviceMesh:
-        """All axes by name: `replicate`, `shard`, and tensor, context, pipeline where > 1."""
+        """The device mesh with named axes: `replicate`, `shard`, and those of `tensor`, `context`
+        and `pipeline` that are larger than 1. Made on first use, which is collective."""
         return self.meshes.all_axes
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh to give to fully_shard: one axis for FSDP, two for HSDP."""
+        """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. Made on
+        first use, which is collective."""
         return self.meshes.data_parallel
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which slice of the global batch is this rank's."""
+        """Which slice of the global batch this rank reads: 0 to data_parallel_size - 1."""
         return self.shape.data_parallel_index(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of slices of the global batch: replicate x shard."""
         return self.shape.data_parallel_size
 
     @property
     def restoring(self) -> bool:
-        """restore() will fill the model: values it has before that do not matter."""
+        """Whether restore() will fill the model; if so, initial values need not be computed."""
         return self._restore is not None
 
     def seed(self, seed: int, step: int) -> None:
-        """Sets every generator of this process from (seed, step, position in the global batch).
+        """Seeds `random` and torch (all devices) from (seed, step, data_parallel_rank).
 
-        Nothing has to be saved for random numbers to go on after a restore.
+        Called at every step, it makes random numbers continue after a restore without saved state.
         """
         value = mix(seed, step, self.data_parallel_rank)
         random.seed(value)
         torch.manual_seed(value)
 
     def shards(self, model: nn.Module) -> Shards:
-        """This rank's own parts of a sharded model, to make an optimizer from: quicker to start
-        after a recovery, and in every step, than an optimizer over DTensors.
+        """This rank's parts of a sharded model as plain tensors, to make an optimizer from. It
+        starts faster after a recovery, and steps faster, than an optimizer over DTensors.
 
             shards = s.shards(model)
             optimizer = torch.optim.AdamW(shards.parameters())
@@ -105,14 +112,14 @@ class Session:
             optimizer.step()
             optimizer.zero_grad()
 
-        Call it after `fully_shard` and `to_empty`; `restore` takes such an optimizer as any other.
-        Raises UserError with a pipeline axis, whose ranks hold different parameters, and for
-        parameters that are partial sums.
+        Call it after `fully_shard` and `to_empty`; `restore` accepts such an optimizer. Raises
+        UserError with a pipeline axis, whose ranks have different parameters, for parameters on the
+        meta device, and for parameters that are partial sums.
         """
         if self.shape.pipeline > 1:
             raise UserError(
                 f"session.shards: got a mesh with {self.shape.pipeline} pipeline stages; expected "
-                "none, as the gradient norm is taken over ranks that hold the same parameters; "
+                "none, as the gradient norm is computed over ranks with the same parameters; "
                 "make the optimizer from model.parameters()"
             )
         if any(p.is_meta for p in model.parameters()):
@@ -126,11 +133,15 @@ class Session:
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra = None
     ) -> int:
-        """Fills model, optimizer and extra with the state to go on from; returns the next step.
+        """Fills model, optimizer and extra from the newest checkpoint; returns the next step.
 
-        0 when there is nothing to go on from. `extra` is a dict of JSON values or anything with
-        state_dict and load_state_dict; it is stored with every checkpoint. Call it once, after the
-        model is sharded and the optimizer made. Raises UserError, DamagedCheckpoint, OtherModel.
+        Returns 0 and changes nothing if there is no checkpoint. `extra` is a dict of JSON values,
+        or an object with state_dict and load_state_dict; it is stored with every checkpoint. Call
+        it once, after the model is sharded and the optimizer made. The mesh may differ from that of
+        the checkpoint.
+
+        Raises UserError for a wrong call, WrongModel if names or shapes differ from the checkpoint,
+        DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
         if self._state is not None:
             raise UserError("session.restore: got a second call; expected one, before the loop")
@@ -141,14 +152,14 @@ class Session:
             )
         self._enter("restore")
         self._state = TrainingState(model, optimizer, extra)
-        wanted = self._restore
-        if wanted is not None:
-            self._load(wanted, self._state)
-            self._last_step = self._last_staged = wanted.step
-        if self._link is not None:
+        source = self._restore
+        if source is not None:
+            self._load(source, self._state)
+            self._last_step = self._last_staged = source.step
+        if self._channel is not None:
             self._stager = Stager(
                 self._state,
-                self._link,
+                self._channel,
                 generation=self.generation,
                 shard=self.shape.shard_index(self.rank),
                 num_shards=self.shape.num_shards,
@@ -167,9 +178,12 @@ class Session:
         tokens: int = 0,
         flops: float = 0.0,
     ) -> None:
-        """Step `step` is done: stages the state when it is due, then reports.
+        """Reports that step `step` is finished, and stages the state if it is due.
 
-        `loss` is what to show; `tokens` and `flops` are those of the global batch.
+        Call it once after every optimizer step, with consecutive numbers from the result of
+        restore. `loss` (a number or a scalar tensor) is shown in status and metrics; `tokens` and
+        `flops` (model FLOPs) are those of the global batch of this step. Raises UserError for a
+        wrong number.
         """
         if self._state is None:
             raise UserError(
@@ -179,24 +193,27 @@ class Session:
         if step != self._last_step + 1:
             raise UserError(
                 f"session.step: got {step}; expected {self._last_step + 1}; call it once after "
-                "every optimizer step, counting on from what restore returned"
+                "every optimizer step, counting from the result of restore"
             )
         self._last_step = step
         now = time.perf_counter()
         step_s = now - self._step_began
-        hold = self._ordered(step)
+        hold = self._stage_requested(step)
         if hold is not None or (self._stage_every and (step + 1) % self._stage_every == 0):
             self.save()
         if hold and self._stager is not None:
-            self._stager.finish()  # the agent must not hear of the step before it is there
+            self._stager.finish()  # the agent must get the shard before the report of the step
         self._report(step, loss, tokens, flops, step_s)
         self._step_began = now
-        if hold and self._link is not None:
-            self._link.hold()
+        if hold and self._channel is not None:
+            self._channel.hold()
             self._step_began = time.perf_counter()
 
     def save(self) -> None:
-        """Stages the state of the last finished step now, whatever the cadence says."""
+        """Stages the state of the last finished step now, regardless of the interval.
+
+        Raises UserError before the first finished step.
+        """
         if self._state is None or self._last_step < 0:
             raise UserError(
                 "session.save: got no finished step; expected restore and step before it"
@@ -207,10 +224,13 @@ class Session:
 
     @contextmanager
     def phase(self, name: WorkerPhase) -> Iterator[None]:
-        """`with s.phase("evaluate"):` what happens inside is not held to the step time."""
+        """`with s.phase("evaluate"):` the hang timeout inside is 600 s instead of a few step times.
+
+        `name` is build, compile, train, evaluate or save. Raises UserError for another one.
+        """
         if name not in _PHASES:
             raise UserError(f"session.phase: got {name!r}; expected one of {', '.join(_PHASES)}")
-        before = self._link.phase if self._link else "train"
+        before = self._channel.phase if self._channel else "train"
         began = time.perf_counter()
         self._enter(name)
         yield
@@ -218,65 +238,61 @@ class Session:
         self._step_began += time.perf_counter() - began
 
     def tick(self) -> None:
-        """A sign of progress within a step or phase, such as a micro-batch."""
-        if self._link is not None:
-            self._link.send(worker_protocol.Tick())
+        """Reports progress within a long step or phase, such as a finished micro-batch."""
+        if self._channel is not None:
+            self._channel.send(worker_protocol.Tick())
 
     def finish(self) -> None:
-        """The loop is through: the last state is staged for the agent to persist."""
+        """Ends the training loop: stages the last state, which the agent then persists."""
         self._enter("finish")
         if self._stager is not None and self._last_step >= 0:
             self.save()
             self._stager.finish()
-        if self._link is not None:
-            self._link.send(worker_protocol.Finished(step=self._last_step))
-            self._link.stop_pulse()
+        if self._channel is not None:
+            self._channel.send(worker_protocol.Finished(step=self._last_step))
+            self._channel.stop_pulse()
 
-    # -- inside -------------------------------------------------------------------------------
-    def _begin(self) -> None:
-        if self._link is not None:
-            self._link.start_pulse()
-
-    def _ordered(self, step: int) -> bool | None:
-        """None unless the controller wants this very step; whether its end follows. Who stages all
-        of them is never asked."""
-        if self._link is None or self._stage_every <= 1:
+    # -- internal ---------------------------------------------------------------------------------
+    def _stage_requested(self, step: int) -> bool | None:
+        """Whether a planned stop follows this step; None: the agent has not requested the step. It
+        requests none if every step is staged."""
+        if self._channel is None or self._stage_every <= 1:
             return None
-        return self._link.ordered(step)
+        return self._channel.stage_requested(step)
 
     def _enter(self, phase: WorkerPhase) -> None:
-        if self._link is not None:
-            self._link.enter(phase)
+        if self._channel is not None:
+            self._channel.enter(phase)
 
-    def _load(self, wanted: Restore, state: TrainingState) -> None:
-        opener = self._from_storage(wanted) if wanted.directory else self._from_memory
+    def _load(self, source: Restore, state: TrainingState) -> None:
+        opener = self._from_storage(source) if source.directory else self._from_memory
         extra = restore(
             state,
             opener,
             shard=self.shape.shard_index(self.rank),
             num_shards=self.shape.num_shards,
-            num_stored=wanted.num_shards,
-            step=wanted.step,
+            num_stored=source.num_shards,
+            step=source.step,
         )
         state.import_extra(extra)
 
     def _from_memory(self, shard: int) -> ShardSource:
-        assert self._link is not None
-        return self._link.fetch(shard)
+        assert self._channel is not None
+        return self._channel.fetch(shard)
 
-    def _from_storage(self, wanted: Restore) -> Any:
+    def _from_storage(self, source: Restore) -> Any:
         store = CheckpointFiles(self._checkpoint_path)
-        manifest = store.manifest(wanted.directory)
+        manifest = store.manifest(source.directory)
         files = {file.shard: file for file in manifest.files}
-        return lambda shard: store.open(wanted.directory, files[shard])
+        return lambda shard: store.open(source.directory, files[shard])
 
     def _report(
         self, step: int, loss: float | Tensor | None, tokens: int, flops: float, step_s: float
     ) -> None:
-        if self._link is None:
+        if self._channel is None:
             return
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        self._link.send(
+        self._channel.send(
             worker_protocol.Progress(
                 step=step,
                 loss=None if loss is None else float(loss),
@@ -295,24 +311,26 @@ def working_directory(attached: worker_transport.Attached) -> str:
 
 
 def init(shard: int | None = None) -> Session:
-    """Joins the job: device, process group, mesh, and the node's agent where there is one.
+    """Joins the job: sets the device, makes the default process group, and connects to the agent.
 
-    Under Holdfast the mesh is the membership's. Outside (torchrun, a single process) nothing is
-    staged or reported, and `shard` ranks share one copy of the model; by default all do.
-    Raises UserError, and DeviceMissing where the node lacks a GPU that the job asked for.
+    Under Holdfast the mesh is that of the generation. Under torchrun, or as a single process,
+    nothing is staged or reported, and `shard` ranks share one replica of the model (default: all).
+    Raises UserError for a wrong `shard` or environment, and DeviceMissing if the node lacks a GPU
+    that the job requested.
     """
-    at = place()
+    at = rank_env()
     attached = worker_transport.attached
-    shape = attached.assign.membership.mesh if attached else _mesh_outside(at, shard)
+    shape = attached.assign.membership.mesh if attached else _mesh_without_agent(at, shard)
     device = pick_device(at.local_rank, attached.job if attached else None)
     session = Session(at, device, shape)
-    session._begin()
+    if session._channel is not None:
+        session._channel.start_pulse()
     join(at, device, own_store=attached is not None)
     session._enter("build")
     return session
 
 
-def _mesh_outside(at: RankEnv, shard: int | None) -> Mesh:
+def _mesh_without_agent(at: RankEnv, shard: int | None) -> Mesh:
     shard = at.world_size if shard is None else shard
     if shard < 1 or at.world_size % shard:
         raise UserError(
@@ -322,6 +340,6 @@ def _mesh_outside(at: RankEnv, shard: int | None) -> Mesh:
 
 
 def leave() -> None:
-    """Ends the process group; the last thing a process does."""
+    """Destroys the process group; call it last."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,4 @@
-"""Join the job: the environment's ranks, this process's device, the process groups, the mesh.
-
-Owns: these. Must not: know the agent, models or checkpoints.
-"""
+"""Joining the job: ranks from the environment, device, process groups, device meshes."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
 _TIMEOUT = timedelta(seconds=limits.STARTUP_TIMEOUT_S)
-"""A last resort: hangs are found much earlier, by progress, and ended by killing the processes."""
+"""A last resort: the controller finds hangs much earlier, and kills the processes."""
 
 _CONNECT_TIMEOUT_S = 3.0
 _CONNECT_RETRY_S = 0.002
@@ -33,7 +30,7 @@ _CONNECT_RETRY_S = 0.002
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands."""
+    """The ranks of this process, as in torchrun's environment."""
 
     rank: int = 0
     local_rank: int = 0
@@ -41,8 +38,9 @@ class RankEnv:
     restart_count: int = 0
 
 
-def place() -> RankEnv:
-    """From torchrun's environment; a single process where there is none. Raises UserError."""
+def rank_env() -> RankEnv:
+    """The ranks in the environment; those of a single process if there are none. Raises
+    UserError."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     values = []
     for name, default in zip(names, ("0", "0", "1", "0"), strict=True):
@@ -57,18 +55,18 @@ def place() -> RankEnv:
 
 
 class DeviceMissing(HoldfastError):
-    """A GPU that this node was to have is not there: the node's fault (core/failure.py)."""
+    """The node lacks a GPU that the job requested; charged to the node (core/failure.py)."""
 
 
 def pick_device(local_rank: int, job: TrainingJob | None = None) -> torch.device:
-    """cuda:LOCAL_RANK where there is a GPU, else the CPU; never the CPU where `job` wants GPUs.
+    """cuda:LOCAL_RANK if the node has GPUs, else the CPU, but never the CPU if `job` requests GPUs.
 
-    Raises DeviceMissing for a GPU that the job's node was to have, UserError for more workers than
-    GPUs where nobody gave the node its own.
+    Raises DeviceMissing if the node lacks a requested GPU, UserError for more workers than GPUs if
+    none were requested or the user chose them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = job is not None and job.spec.resources.gpu > 0
-    if not count and not wanted:
+    gpu_requested = job is not None and job.spec.resources.gpu > 0
+    if not count and not gpu_requested:
         return torch.device("cpu")
     if local_rank >= count:
         raise _missing(local_rank, count, job)
@@ -93,16 +91,16 @@ def _missing(local_rank: int, count: int, job: TrainingJob | None) -> HoldfastEr
     workers = job.spec.workers_per_node
     return DeviceMissing(
         f"spec.resources.gpu: got {has} that torch can use on this node; expected {workers}, one "
-        "for each of workersPerNode; nvidia-smi and the kernel's log say what became of a GPU or "
-        "the driver; lower workersPerNode if this node never had more"
+        "for each of workersPerNode; see nvidia-smi and the kernel log for a failed GPU or "
+        "driver; lower workersPerNode if this node never had more"
     )
 
 
 def join(at: RankEnv, device: torch.device, own_store: bool) -> None:
-    """Makes the default process group. A process group that the script has made already stays.
+    """Makes the default process group, unless the script has made one.
 
-    `own_store`: rank 0 hosts the store itself, new with every generation, as under Holdfast;
-    otherwise the environment decides (torchrun's agent hosts one).
+    With `own_store`, as under Holdfast, rank 0 hosts a new store in every generation; otherwise the
+    environment decides (torchrun's agent hosts one).
     """
     if dist.is_initialized():
         return
@@ -112,8 +110,8 @@ def join(at: RankEnv, device: torch.device, own_store: bool) -> None:
     if at.world_size == 1:
         store = HashStore()
     elif own_store:
-        # As env:// does, without its wait until all have connected: the group's own handshake
-        # waits for them anyway, and every round trip counts in a recovery.
+        # As env:// does, without waiting until all ranks are connected: the handshake of the group
+        # waits for them anyway, and every round trip delays a recovery.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if at.rank != 0:
             _wait_until_open(address, port)
@@ -132,8 +130,8 @@ def join(at: RankEnv, device: torch.device, own_store: bool) -> None:
 
 
 def _wait_until_open(address: str, port: int) -> None:
-    """Returns when somebody listens there. TCPStore itself would wait, but a first attempt that
-    comes a millisecond too early costs it 0.3 to 0.7 s, and the ranks of a recovery start together.
+    """Returns when the store listens. TCPStore would wait too, but after a first attempt that is a
+    millisecond too early it pauses for 0.3 to 0.7 s, and the ranks of a recovery start together.
     """
     deadline = time.monotonic() + limits.STARTUP_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -146,25 +144,27 @@ def _wait_until_open(address: str, port: int) -> None:
 
 
 class Meshes:
-    """The device meshes of a job. Each is made when first asked for: process groups cost a
-    handshake, and a recovery should pay for none that is not used. Every rank must ask alike."""
+    """The device meshes of a job, made on first use: process groups need a handshake, and a
+    recovery should not wait for unused ones. All ranks must use the same meshes in the same
+    order."""
 
     def __init__(self, shape: Mesh, device_type: str, prefix: str = "") -> None:
-        """`prefix` goes before the axes' names. torch keeps what it derives for one mesh for all
-        that are equal, the calling rank and the process groups not looked at, so a rehearsal must
-        not use a mesh that is equal to a real one."""
+        """`prefix` is put before the axes' names. torch shares cached results between equal meshes,
+        regardless of rank and process groups, so the warm-up needs a mesh that equals no real
+        one."""
         self._shape, self._device_type, self._prefix = shape, device_type, prefix
 
     @cached_property
     def all_axes(self) -> DeviceMesh:
-        """`replicate`, `shard`, and those of tensor, context and pipeline that are > 1."""
+        """`replicate`, `shard`, and those of tensor, context and pipeline that are larger than
+        1."""
         sizes = dict(zip(AXES, self._shape.sizes, strict=True))
         names = [axis for axis in AXES if sizes[axis] > 1 or axis in ("replicate", "shard")]
         return self._make(names)
 
     @cached_property
     def data_parallel(self) -> DeviceMesh:
-        """What fully_shard wants: `shard`, or `replicate` x `shard` when there are replicas."""
+        """The mesh for fully_shard: `shard`, or `replicate` x `shard` with several replicas."""
         model_parallel = self._shape.world_size != self._shape.data_parallel_size
         names = ("replicate", "shard") if self._shape.replicate > 1 else ("shard",)
         return self.all_axes[names] if model_parallel else self._make(list(names))

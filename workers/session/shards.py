@@ -1,11 +1,10 @@
-"""A model's parameters as this rank's own parts, in plain tensors: all that an optimizer needs.
+"""Shards: this rank's parts of a model's parameters as plain tensors, for an optimizer, with
+gradient norm and clipping.
 
-Owns: these views, and the norm and clipping of their gradients. Must not: wrap a model, or know
-what an optimizer does.
-
-An optimizer works value by value and needs no global view. On DTensors its first step, and that of
-`clip_grad_norm_`, derive every operator's layout anew for each mesh, which is each recovery: a
-quarter of a second on two cores for a model of 40 parameters, and a little of every later step.
+An optimizer works element by element and needs no global view. On DTensors, its first step and that
+of `clip_grad_norm_` derive the layout of every operator for each new mesh, so in each recovery: a
+quarter of a second on two cores for a model of 40 parameters, and a little time in every later
+step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from holdfast.workers.checkpoint.state import local_of
 
 
 class Shards:
-    """Made by `Session.shards(model)` after the model is sharded and has real memory."""
+    """This rank's parts of a model; `Session.shards(model)` makes it."""
 
     def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
         self._model, self._device, self._world_size = model, device, world_size
@@ -31,37 +30,37 @@ class Shards:
         self._shares = [num_shards(parameter) / world_size for parameter in whole]
 
     def parameters(self) -> list[nn.Parameter]:
-        """What to make the optimizer from, in the order of `model.parameters()`. They share the
-        model's memory; those that are not sharded are the model's own."""
+        """Parameters for the optimizer, in the order of `model.parameters()`. They share the
+        model's memory; parameters that are not sharded are the model's own."""
         return list(self._shards)
 
     def take_gradients(self) -> list[Tensor]:
-        """Gives each part its gradient, takes it from the model's parameter, and returns all.
+        """Moves the gradients from the model's parameters to these parts, and returns them.
 
-        To be called between backward and the optimizer's step, unless something is clipped.
+        Call it between backward and the optimizer's step, unless you call clip_grad_norm_.
         """
-        return [gradient for gradient, _ in self._taken()]
+        return [gradient for gradient, _ in self._moved()]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Takes the gradients and scales them to a norm of at most `max_norm` (0: not).
+        """Moves the gradients as take_gradients does, and clips their norm to `max_norm` (0: no
+        clipping), as `torch.nn.utils.clip_grad_norm_` on the model, with one all-reduce.
 
-        Returns their L2 norm before that, over all ranks: a scalar on the session's device. As
-        `torch.nn.utils.clip_grad_norm_` on the model's parameters, with one all-reduce.
+        Returns the L2 norm before clipping, over all ranks: a scalar on the session's device.
         """
         return self.reduce_and_clip(torch.zeros((), device=self._device), max_norm)[1]
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-        """As `clip_grad_norm_`, and sums `loss` over all ranks in the same all-reduce.
+        """As clip_grad_norm_, and sums the scalar `loss` over all ranks in the same all-reduce.
 
-        Returns (summed loss, norm), scalars.
+        Returns (summed loss, norm), two scalars on the session's device.
         """
-        taken = self._taken()
-        gradients = [gradient for gradient, _ in taken]
+        moved = self._moved()
+        gradients = [gradient for gradient, _ in moved]
         squares = torch.zeros((), device=self._device)
         if gradients:
-            # A part that n ranks hold counts 1/n on each of them.
+            # A part that n ranks have counts 1/n on each of them.
             squares_p = torch.stack(torch._foreach_norm(gradients)).float().square()
-            shares_p = torch.tensor([share for _, share in taken], device=squares_p.device)
+            shares_p = torch.tensor([share for _, share in moved], device=squares_p.device)
             squares = (squares_p @ shares_p).to(self._device)
         both = torch.stack([loss.detach().float().to(self._device), squares])
         if self._world_size > 1:
@@ -72,54 +71,57 @@ class Shards:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return both[0], norm
 
-    def _taken(self) -> list[tuple[Tensor, float]]:
-        """(gradient, share of it that counts here) of each part that has one."""
-        taken = []
+    def _moved(self) -> list[tuple[Tensor, float]]:
+        """(gradient, the share of it that this rank counts) of each part with a gradient."""
+        moved = []
         whole = self._model.parameters()
         for shard, share, parameter in zip(self._shards, self._shares, whole, strict=True):
             if shard is not parameter:
                 local = local_of(parameter)
-                if local.data_ptr() != shard.data_ptr():  # FSDP2 may pad its shards when it starts
+                if (
+                    local.data_ptr() != shard.data_ptr()
+                ):  # FSDP2 may pad its shards in its first forward
                     shard.data = local
                 shard.grad = _local_gradient(parameter)
                 parameter.grad = None
             if shard.grad is not None:
-                taken.append((shard.grad, share))
-        return taken
+                moved.append((shard.grad, share))
+        return moved
 
 
 def _local_gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's part of its gradient, laid out as the parameter is: a sequence-parallel layer
-    leaves partial sums, which an optimizer over DTensors would add up."""
+    """This rank's part of the gradient, sharded like the parameter. A sequence-parallel layer
+    leaves partial sums, which are reduced here, as an optimizer over DTensors would."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        wanted = parameter.placements
-        if gradient.placements != wanted:
-            gradient = gradient.redistribute(placements=wanted)
+    if (
+        isinstance(gradient, DTensor)
+        and isinstance(parameter, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        gradient = gradient.redistribute(placements=parameter.placements)
     return None if gradient is None else local_of(gradient)
 
 
 def num_shards(parameter: Tensor) -> int:
-    """How many different parts of it there are over all ranks; 1: all hold the whole of it.
+    """Number of different parts of a parameter over all ranks; 1: every rank has the whole.
 
-    Raises UserError for partial sums, of which no rank holds a part of the values."""
+    Raises UserError for partial sums."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(placement.is_partial() for placement in placements):
         raise UserError(
             f"session.shards: got a parameter of shape {tuple(parameter.shape)} placed as "
-            f"{placements}; expected shards and replicas, as partial sums are no values yet; "
-            "redistribute it first"
+            f"{placements}; expected shards or replicas, not partial sums; redistribute it first"
         )
-    # Not is_shard(): FSDP2 over a tensor axis gives _StridedShard, which is none for some versions.
+    # Not is_shard(): in some versions it is False for _StridedShard (FSDP2 over a tensor axis).
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     return math.prod(mesh.size(dim) for dim in dims)
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's part of a DTensor parameter, in the same memory; others as they are. `whole`
-    tells a checkpoint which parameter it is a part of."""
+    """This rank's part of a DTensor parameter, in the same memory, with the parameter as `whole`
+    for the checkpoint; other parameters as they are."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)

@@ -1,10 +1,7 @@
-"""Samples as a pure function of (seed, index): every world size sees the same global batches.
+"""Samples as a function of (seed, index): the global batches are the same at every world size.
 
-Owns: text as bytes, which sample stands where, and who takes which part of a global batch. Must
-not: keep a position; a position is the step number.
-
-The global batch of step k is samples k*G to k*G+G-1. Sample i starts at a hashed place of the text,
-so nothing has to be shuffled, stored or handed over when the job's size changes.
+The global batch of step k is samples k*G to k*G+G-1. Sample i starts at a hashed position of the
+text, so nothing has to be shuffled or stored, and a resize needs no transfer.
 """
 
 from __future__ import annotations
@@ -26,10 +23,10 @@ from holdfast.orchestrator.protocol import files
 
 STDLIB = "stdlib"
 MAX_STDLIB_BYTES = 8 * 2**20
-"""Enough text for a small model, and read in about 10 ms."""
+"""Enough text for a small model; read in about 10 ms."""
 MAX_TEXT_BYTES = 4 * 2**30
 HELD_OUT_FRACTION = 0.05
-"""The end of the text, kept for evaluation."""
+"""Share of the text, at its end, that is used for evaluation only."""
 _SKIPPED_DIRECTORIES = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 _MASK = 2**64 - 1
 
@@ -37,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit number from integers, well spread: splitmix64's finaliser over a running sum.
+    """A 63-bit hash of integers: splitmix64's finaliser over a running sum.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -51,30 +48,31 @@ def mix(*numbers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's part of one global batch. B samples, padded so that all ranks have as many."""
+class BatchShare:
+    """One rank's part of one global batch, padded so that all ranks have the same number of
+    samples."""
 
     indices: tuple[int, ...]
     weights: tuple[float, ...]
     """1 for a sample, 0 for padding."""
 
 
-def share(step: int, global_batch: int, rank: int, num_ranks: int) -> Share:
-    """The slice of data-parallel rank `rank`: over all ranks, each sample exactly once."""
+def share(step: int, global_batch: int, rank: int, num_ranks: int) -> BatchShare:
+    """The slice of data-parallel rank `rank`; over all ranks each sample occurs once."""
     per_rank = -(-global_batch // num_ranks)
     first = step * global_batch
     positions = range(rank * per_rank, (rank + 1) * per_rank)
-    return Share(
+    return BatchShare(
         tuple(first + min(p, global_batch - 1) for p in positions),
         tuple(1.0 if p < global_batch else 0.0 for p in positions),
     )
 
 
 class Text:
-    """Bytes to learn from, and the samples in them."""
+    """A text as bytes, and the samples in it."""
 
     def __init__(self, source: str, directory: str, sequence_length: int, seed: int) -> None:
-        """`directory` is what a relative source is relative to. Raises UserError."""
+        """A relative source is below `directory`. Raises UserError."""
         text = load(source, directory)
         held_out = max(int(len(text) * HELD_OUT_FRACTION), sequence_length + 1)
         if len(text) < 4 * (sequence_length + 1):
@@ -91,21 +89,21 @@ class Text:
         return self._take(self._train, indices, 0)
 
     def held_out_batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `batch`, from text that is never trained on."""
+        """As `batch`, from the held-out text."""
         return self._take(self._held_out, indices, 1)
 
     def _take(self, text: Bytes, indices: tuple[int, ...], stream: int) -> tuple[Tensor, Tensor]:
-        places = len(text) - self._length
+        num_starts = len(text) - self._length
         rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
         for row, index in enumerate(indices):
-            at = mix(self._seed, stream, index) % places
+            at = mix(self._seed, stream, index) % num_starts
             rows[row] = text[at : at + self._length + 1]
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def load(source: str, directory: str) -> Bytes:
-    """The text of a source as bytes. Raises UserError when there is none."""
+    """The text of a source as bytes. Raises UserError if it cannot be read."""
     if source == STDLIB:
         return _stdlib()
     field = "spec.entrypoint.recipe.config.data.source"
@@ -123,12 +121,12 @@ def load(source: str, directory: str) -> Bytes:
 
 @functools.cache
 def _stdlib() -> Bytes:
-    """Kept: a worker forked from a warm process inherits it."""
+    """Cached: a worker forked from a warm process inherits it."""
     root = Path(sysconfig.get_path("stdlib"))
     text = _concatenate(_stdlib_files(root), MAX_STDLIB_BYTES)
     if len(text) == 0:
         raise UserError(
-            f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} holds no .py "
+            f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} has no .py "
             "files; expected an installation with its source; name a file or directory instead"
         )
     return text

@@ -1,7 +1,5 @@
-"""Mesh and spec -> a model that is wrapped for DDP, FSDP2 or HSDP, and what a step needs of it.
-
-Owns: wrapping, precision, activation checkpointing, offload, first values, gradient accumulation
-and clipping. Must not: know the recipe's loop, or agents.
+"""Wraps a model for DDP, FSDP2 or HSDP as the spec says: precision, activation checkpointing,
+offload, initial values, gradient accumulation and clipping.
 """
 
 from __future__ import annotations
@@ -23,18 +21,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
-from holdfast.orchestrator.errors import Problem, SpecError
 from holdfast.workers.checkpoint.state import box_of, empty_like, local_of, plain_name
 from holdfast.workers.session import Session
 from holdfast.workers.training.data import mix
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INIT_BLOCK = 2**20
-"""Values drawn from one seed. Blocks let a rank draw its own part of a huge tensor only."""
+"""Number of values drawn from one seed. With blocks a rank draws only its own part of a huge
+tensor."""
 
 Deviation = Callable[[str], float | None]
 
@@ -47,24 +44,8 @@ def parameter_dtype(parallelism: Parallelism, device: torch.device) -> torch.dty
     return _DTYPES[name]
 
 
-def expect_data_parallel(parallelism: Parallelism, recipe: str) -> None:
-    """Raises SpecError when the spec asks for axes that a recipe does not use."""
-    problems = [
-        Problem(
-            f"spec.parallelism.{axis}",
-            str(getattr(parallelism, axis)),
-            f"1 for the recipe {recipe}, which shards data and parameters only",
-            "write your own loop with holdfast.workers.session and use session.mesh for this axis",
-        )
-        for axis in ("tensor", "context", "pipeline")
-        if getattr(parallelism, axis) > 1
-    ]
-    if problems:
-        raise SpecError(problems)
-
-
 class Parallel:
-    """A model on the mesh of a session. `module` is what to call."""
+    """A model on the mesh of a session; call `module`."""
 
     def __init__(
         self,
@@ -75,11 +56,11 @@ class Parallel:
         parallelism: Parallelism,
         compile_blocks: bool = False,
     ) -> None:
-        """`model` is on the meta device. `blocks` are wrapped one by one; `edges` (embedding;
-        norm and head) as groups of their own, so that the root gathers nothing for long."""
+        """`model` is on the meta device. `blocks` and `edges` (embedding; norm and head) become
+        FSDP groups, so that the root group gathers no parameters for long."""
         self.session, self.parallelism = session, parallelism
         self.refuse_non_finite = True
-        """Off in a rehearsal, whose collectives leave in their outputs what the memory held."""
+        """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
         self.model = model
         self.dtype = parameter_dtype(parallelism, session.device)
         self.blocks = list(blocks)
@@ -117,19 +98,17 @@ class Parallel:
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce),
             "offload_policy": offload,
         }
-        with _quick_detach():
-            for part in [*self.blocks, *edges]:
-                fully_shard(part, **options)
-            fully_shard(self.model, **options)
+        for part in [*self.blocks, *edges, self.model]:
+            fully_shard(part, **options)
 
     def materialize(self, seed: int, deviation: Deviation) -> None:
-        """Real memory for all parameters, and first values unless a restore will fill them.
+        """Allocates all parameters, and computes initial values unless a restore will fill them.
 
-        Values depend on (seed, name, position) only: any mesh begins with the same model.
+        Values depend on (seed, name, position) only, so they are the same on any mesh.
         """
         on_host = self.offloaded or self.session.device.type == "cpu"
         device = torch.device("cpu") if on_host else self.session.device
-        # Module.to_empty with a quicker empty_like; FSDP2 hooks _apply for both.
+        # Module.to_empty with a faster empty_like; FSDP2 hooks _apply for both.
         self.model._apply(  # type: ignore[no-untyped-call]
             lambda tensor: empty_like(tensor, device=device)
         )
@@ -144,22 +123,22 @@ class Parallel:
     def _distributed_data_parallel(self) -> nn.Module:
         options: dict[str, Any] = {"gradient_as_bucket_view": True}
         if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
-            options["init_sync"] = False  # all ranks hold the same values already
+            options["init_sync"] = False  # all ranks have the same values already
         if self.session.device.type == "cuda":
             options["device_ids"] = [self.session.device.index]
         return DistributedDataParallel(self.model, **options)
 
     # -- steps --------------------------------------------------------------------------------
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Around forward. FSDP2 casts parameters itself; DDP and one process use autocast."""
+        """The context of a forward: autocast with DDP or one process; FSDP2 casts by itself."""
         if self.session.shape.shard > 1 or self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.session.device.type, dtype=self.dtype)
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: gradients are summed over replicas only
-        with the last one. FSDP still reduces into shards each time, which keeps memory sharded."""
+        """The context of forward and backward of a micro-batch: gradients are summed over replicas
+        in the last one only. FSDP reduces into shards each time, which keeps memory sharded."""
         if isinstance(self.module, DistributedDataParallel) and not last:
             with self.module.no_sync():
                 yield
@@ -169,10 +148,10 @@ class Parallel:
         yield
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
-        """Clips gradients to `max_norm` (0: not) and sums `loss` over all data-parallel ranks;
-        to be called between backward and the optimizer's step.
+        """Clips gradients to `max_norm` (0: no clipping) and sums `loss` over all data-parallel
+        ranks. Call it between backward and the optimizer's step.
 
-        Returns (summed loss, gradient norm). Raises FloatingPointError when the norm is not finite.
+        Returns (summed loss, gradient norm). Raises FloatingPointError if the norm is not finite.
         """
         reduced = self.shards.reduce_and_clip(loss, max_norm)
         total, norm = torch.stack(reduced).tolist()
@@ -181,33 +160,11 @@ class Parallel:
         return total, norm
 
 
-@contextlib.contextmanager
-def _quick_detach() -> Iterator[None]:
-    """Within, DTensor.detach does not derive a layout that is the same by definition.
-
-    nn.Parameter detaches every shard that FSDP2 makes; for each new shape torch derives the layout
-    of the result: 50 ms of a recovery for a model with eight shapes.
-    """
-
-    def detach(self: DTensor) -> DTensor:
-        result: DTensor = DTensor(self._local_tensor.detach(), self._spec, requires_grad=False)
-        return result
-
-    if "detach" in vars(DTensor):  # a torch with one of its own: presumably quick
-        yield
-        return
-    DTensor.detach = detach  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del DTensor.detach
-
-
 def fill(parameter: Tensor, seed: int, name: str, deviation: float | None) -> None:
-    """First values of one parameter: ones, or normal ones from (seed, name, position).
+    """Initial values of one parameter: ones, or normal values from (seed, name, position).
 
-    Value number i of the whole tensor comes from block i // _INIT_BLOCK, so what a rank holds does
-    not depend on the mesh, and only the blocks that overlap it are drawn.
+    Value number i of the whole tensor comes from block i // _INIT_BLOCK, so values do not depend on
+    the mesh, and a rank draws only the blocks that overlap its part.
     """
     with torch.no_grad():
         local = local_of(parameter)

@@ -146,7 +146,7 @@ def test_damage_and_another_model_end_the_worker_with_a_clear_error(
     )  # fmt: skip
     assert other.join() == [1]
     failed = other.failures()[0]
-    assert failed.error_type == "OtherModel"
+    assert failed.error_type == "WrongModel"
     assert "embedding.weight: got F32[256, 32]; expected F32[256, 64]" in failed.message
 
     file = tmp_path / manifest.directory / manifest.files[1].file

@@ -82,7 +82,7 @@ def test_the_same_exception_at_another_step_is_only_charged() -> None:
 
 def test_a_checkpoint_of_another_model_fails_the_job_at_once() -> None:
     job = Transcript().started(step=None)
-    job.exits(0, code=1, step=-1, error_type="OtherModel", error_message="F32[64], not F32[32]")
+    job.exits(0, code=1, step=-1, error_type="WrongModel", error_message="F32[64], not F32[32]")
     job.all_stopped()
     finish = job.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "user-error")

@@ -1,6 +1,4 @@
-"""A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-
-Owns: the model and its FLOPs. Must not: know meshes, data or optimizers.
+"""A decoder-only transformer: RMSNorm, rotary position embedding, grouped-query attention, SwiGLU.
 
 Shapes in names: B batch, T sequence, D dim, H heads, K key/value heads, E dim of a head, V
 vocabulary.
@@ -9,15 +7,12 @@ vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
+import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
-
-Fill = Callable[[Tensor], None]
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions (Su et al., "RoFormer", 2021)."""
+    """Causal self-attention with rotary position embedding (Su et al., "RoFormer", 2021)."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -71,7 +66,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -87,7 +82,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (B, T) to logits (B, T, V)."""
+    """Tokens (B, T) -> logits (B, T, V)."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -108,7 +103,7 @@ class Transformer(nn.Module):
         return logits_btv
 
     def standard_deviation(self, name: str) -> float | None:
-        """How a parameter begins: normal with this deviation, or ones (None, of norms).
+        """Standard deviation of a parameter's initial values; None: ones (norms).
 
         0.02, and layers that write to the residual stream scaled down by the number of such
         layers. Source: Radford et al., "Language models are unsupervised multitask learners", 2019.
@@ -121,7 +116,8 @@ class Transformer(nn.Module):
 
 
 def _angles(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of all rotations, (T, E). Computed, not stored: nothing to restore or to move."""
+    """cos and sin of all rotations, (T, E); computed in every forward, so that they are not
+    state."""
     half = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
     angles_te = torch.outer(
         torch.arange(length, device=like.device, dtype=torch.float32), theta ** (-half / head_dim)
@@ -144,7 +140,7 @@ def num_parameters(config: Model) -> int:
 def flops_per_token(config: Model, sequence_length: int) -> float:
     """Model FLOPs of forward and backward for one token.
 
-    6 (P - P_embedding) + 6 L heads (d_qk + d_v) T, the causal half not taken off. Source:
+    6 (P - P_embedding) + 6 L heads (d_qk + d_v) T, with attention counted in full. Source:
     TorchTitan's get_nparams_and_flops, after Chowdhery et al., "PaLM", 2022, appendix B.
     """
     dense = num_parameters(config) - config.vocab_size * config.dim

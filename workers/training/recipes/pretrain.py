@@ -1,9 +1,7 @@
 """The pre-training recipe: next-byte prediction with a decoder-only transformer.
 
-Owns: the loop. Must not: know how state is kept, sharded or sent.
-
-The global batch is the same at any world size: ranks take slices of it, and the loss is normalised
-by the whole batch's tokens, so gradients differ between world sizes by float rounding only.
+The global batch is the same at any world size: ranks read slices of it, and the loss is normalised
+by the tokens of the whole batch, so gradients differ between world sizes by rounding only.
 """
 
 from __future__ import annotations
@@ -14,28 +12,28 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (what every torch program calls it)
+import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.workers.training.data import Share, Text, share
+from holdfast.workers.training.data import BatchShare, Text, share
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.parallel import Parallel, expect_data_parallel
+from holdfast.workers.training.parallel import Parallel
 
 _EVALUATION_SAMPLES = 8
-"""Held-out samples per data-parallel rank and evaluation."""
+"""Held-out samples of one evaluation, over all ranks."""
 
 
 @dataclass
 class Trainer:
-    """Everything a step needs."""
+    """The objects that a step needs."""
 
     config: Pretrain
     session: session.Session
@@ -49,21 +47,20 @@ class Trainer:
 
 
 def main(job: TrainingJob) -> None:
-    """Trains until config.steps. Raises UserError for a spec that this recipe cannot serve."""
+    """Trains until config.steps. Raises UserError for a spec without this recipe."""
     recipe = job.spec.entrypoint.recipe
     if recipe is None:
         raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
-    expect_data_parallel(job.spec.parallelism, recipe.name)
     config = recipe.config
-    s = session.init(_shard_outside(job))
+    s = session.init(_shard_without_agent(job))
     trainer = build(job, config, s)
     start = s.restore(trainer.parallel.model, trainer.optimizer)
     if s.rank == 0:
-        print(_opening(trainer, start), flush=True)
+        print(_first_line(trainer, start), flush=True)
     began = time.perf_counter()
     for step in range(start, config.steps):
         loss, norm = train_step(trainer, step)
-        if s.rank == 0:  # before it counts as done: a kill in between says it twice, not never
+        if s.rank == 0:  # before s.step: a kill in between prints the line twice rather than never
             rate = trainer.tokens_per_step / (time.perf_counter() - began)
             text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
             print(text, flush=True)
@@ -81,7 +78,7 @@ def main(job: TrainingJob) -> None:
 
 
 def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
-    """Model, optimizer and text, ready for restore."""
+    """Model, optimizer and text, before restore."""
     with torch.device("meta"):
         model = Transformer(config.model)
     parallel = Parallel(
@@ -100,7 +97,7 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
 
 
 def make_optimizer(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only, as is usual."""
+    """AdamW with weight decay on matrices only."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -129,7 +126,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     for number, batch in enumerate(batches):
         with parallel.accumulating(last=number == len(batches) - 1):
             loss = _loss(trainer, *trainer.text.batch(batch.indices), batch.weights)
-            # Data-parallel reduction averages over ranks; the sum over the batch is wanted.
+            # Data-parallel reduction averages over ranks; this makes it the sum over the batch.
             (loss * s.data_parallel_size).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         if len(batches) > 1:
@@ -143,17 +140,17 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     return value, norm
 
 
-def micro_batches(part: Share, size: int | str) -> list[Share]:
-    """Slices of a rank's share; as many on every rank, since each one communicates."""
+def micro_batches(part: BatchShare, size: int | str) -> list[BatchShare]:
+    """Slices of a rank's share; the same number on every rank, since each one communicates."""
     width = len(part.indices) if isinstance(size, str) else size
     return [
-        Share(part.indices[at : at + width], part.weights[at : at + width])
+        BatchShare(part.indices[at : at + width], part.weights[at : at + width])
         for at in range(0, len(part.indices), width)
     ]
 
 
 def evaluate(trainer: Trainer) -> float:
-    """Loss on held-out text, the same samples every time and at every world size."""
+    """Loss on held-out text: the same samples every time and at every world size."""
     s, parallel = trainer.session, trainer.parallel
     part = share(0, _EVALUATION_SAMPLES, s.data_parallel_rank, s.data_parallel_size)
     parallel.module.eval()
@@ -181,14 +178,14 @@ def _loss(
     return (losses_bt.sum(1) * weights_b).sum() / trainer.tokens_per_step
 
 
-def _shard_outside(job: TrainingJob) -> int | None:
-    """The spec's shard size, for a run without Holdfast, where no membership says it."""
+def _shard_without_agent(job: TrainingJob) -> int | None:
+    """The shard size of the spec, for a run without Holdfast, which has no membership."""
     shard = job.spec.parallelism.shard
     return None if shard == "auto" else shard
 
 
-def _main_outside(arguments: list[str]) -> None:
-    """`torchrun ... -m holdfast.workers.training.recipes.pretrain job.yaml`: without Holdfast."""
+def _main_without_agent(arguments: list[str]) -> None:
+    """`torchrun ... -m holdfast.workers.training.recipes.pretrain job.yaml`, without Holdfast."""
     if len(arguments) != 1:
         raise SystemExit("usage: python -m holdfast.workers.training.recipes.pretrain JOB.yaml")
     try:
@@ -202,7 +199,7 @@ def _flops(trainer: Trainer) -> float:
     return trainer.tokens_per_step * flops_per_token(config.model, config.data.sequence_length)
 
 
-def _opening(trainer: Trainer, start: int) -> str:
+def _first_line(trainer: Trainer, start: int) -> str:
     config, s = trainer.config, trainer.session
     millions = num_parameters(config.model) / 1e6
     return (
@@ -213,4 +210,4 @@ def _opening(trainer: Trainer, start: int) -> str:
 
 
 if __name__ == "__main__":
-    _main_outside(sys.argv[1:])
+    _main_without_agent(sys.argv[1:])

@@ -1,7 +1,5 @@
-"""Ranks of any mesh, one after the other in one process, on process groups that move nothing.
-
-Owns: building a small sharded model as a rank would see it, and staging it into plain bytes. Must
-not: need a second process.
+"""Builds and stages a small sharded model as any rank of any mesh sees it, in one process with fake
+process groups.
 """
 
 from __future__ import annotations

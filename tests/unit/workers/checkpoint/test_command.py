@@ -1,4 +1,4 @@
-"""`holdfast checkpoint verify` and `export`, in a directory full of somebody's files."""
+"""`holdfast checkpoint verify` and `export` import nothing from the user's directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.workers.checkpoint.fake_ranks import staged
 from tests.unit.workers.checkpoint.test_files import write
 
 
-def test_what_lies_in_the_users_directory_is_not_imported(tmp_path: Path) -> None:
+def test_modules_in_the_users_directory_are_not_imported(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     write(place, staged(1, 2))
     (tmp_path / "workers").mkdir()

@@ -1,4 +1,4 @@
-"""State that is no tensor comes back as it was, or is refused before it is written."""
+"""State that is not a tensor is restored unchanged, or refused before it is written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from torch.optim.swa_utils import SWALR
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint import layout
-from holdfast.workers.checkpoint.json_values import pack, unpack
-from holdfast.workers.checkpoint.layout import parse_header
+from holdfast.workers.checkpoint.layout import pack, parse_header, unpack
 from holdfast.workers.checkpoint.state import TrainingState
 from tests.unit.workers.checkpoint.fake_ranks import restore_alone, staged_alone
 
@@ -70,7 +69,7 @@ def rates(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, n: 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_schedule_goes_on_as_if_nothing_had_happened(name: str, after: int) -> None:
+def test_a_restored_schedule_continues_unchanged(name: str, after: int) -> None:
     model, optimizer, schedule = made(SCHEDULES[name])
     rates(model, optimizer, schedule, after)
     file = staged_alone(model, optimizer, schedule)
@@ -83,7 +82,7 @@ def test_a_schedule_goes_on_as_if_nothing_had_happened(name: str, after: int) ->
     }
 
 
-def test_a_plateau_that_has_seen_no_loss_yet_comes_back() -> None:
+def test_a_plateau_scheduler_without_a_loss_is_restored() -> None:
     model, optimizer, schedule = made(SCHEDULES["plateau"])
     again = made(SCHEDULES["plateau"])
     again[2].best = 0.0
@@ -91,7 +90,7 @@ def test_a_plateau_that_has_seen_no_loss_yet_comes_back() -> None:
     assert again[2].best == math.inf
 
 
-def test_numbers_that_are_none_and_tuples_come_back() -> None:
+def test_infinite_numbers_and_tuples_are_restored() -> None:
     extra = {
         "best": math.inf, "worst": -math.inf, "nan": math.nan, "where": (1, (2.5, None)),
         "seen": {5: "a", (1, True): "b"}, "drawn": Counter({5: 2}), 7: "a key of its own",
@@ -114,7 +113,7 @@ def test_numbers_that_are_none_and_tuples_come_back() -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_unpacked_equals_what_was_packed(value: Any) -> None:
+def test_unpack_returns_the_packed_value(value: Any) -> None:
     file = layout.make_layout(
         [], generation=1, shard=0, num_shards=1, extra=layout.encode_extra({"x": pack(value)})
     )
@@ -135,7 +134,7 @@ def test_what_is_unpacked_equals_what_was_packed(value: Any) -> None:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_would_not_come_back_is_refused_by_name_before_it_is_written(
+def test_an_unsupported_value_is_refused_by_name_before_it_is_written(
     value: Any, what: str
 ) -> None:
     model, optimizer, _ = made(SCHEDULES["step"])
@@ -143,15 +142,15 @@ def test_what_would_not_come_back_is_refused_by_name_before_it_is_written(
         staged_alone(model, optimizer, {"fine": 1, "mine": value})
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     model, optimizer, _ = made(SCHEDULES["step"])
-    with pytest.raises(UserError, match=r"extra\['mine'\]: got a value that holds itself"):
+    with pytest.raises(UserError, match=r"extra\['mine'\]: got a value that contains itself"):
         staged_alone(model, optimizer, {"mine": loop})
 
 
-def test_what_an_optimizer_keeps_beside_tensors_is_refused_by_name() -> None:
+def test_unsupported_optimizer_state_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"history": [torch.zeros(2)]}
@@ -163,7 +162,7 @@ def test_what_an_optimizer_keeps_beside_tensors_is_refused_by_name() -> None:
         staged_alone(model, optimizer)
 
 
-def test_infinities_in_the_settings_of_an_optimizer_come_back() -> None:
+def test_infinite_optimizer_settings_are_restored() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
     optimizer.param_groups[0]["limit"] = math.inf
@@ -174,7 +173,7 @@ def test_infinities_in_the_settings_of_an_optimizer_come_back() -> None:
     assert again.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_files_of_before_are_read_and_so_are_those_with_infinities() -> None:
+def test_old_files_and_files_with_infinities_are_read() -> None:
     text = """{"optimizer":{"class":"AdamW","groups":[{"lr":0.5,"betas":[0.8,0.9]}],"scalars":{}},
         "user":{"best":Infinity,"worst":-Infinity,"nan":NaN,"list":[1,"a",null]}}"""
     extra = json.dumps(text)[1:-1].replace("\\n", " ").encode()
@@ -189,7 +188,7 @@ def test_files_of_before_are_read_and_so_are_those_with_infinities() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_files_are_json_that_every_reader_takes() -> None:
+def test_headers_are_standard_json() -> None:
     model, optimizer, _ = made(SCHEDULES["step"])
     file = staged_alone(model, optimizer, {"best": math.inf})
     header = msgspec.json.decode(file[8 : 8 + int.from_bytes(file[:8], "little")])

@@ -17,11 +17,12 @@ from holdfast.orchestrator.protocol.manifest import Manifest, encode_manifest, s
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.checkpoint import __main__ as command
 from holdfast.workers.checkpoint import inspect
-from holdfast.workers.checkpoint.hashing import CHUNK_BYTES, copy_and_hash
 from holdfast.workers.checkpoint.layout import (
+    CHUNK_BYTES,
     Box,
     DamagedCheckpoint,
     Entry,
+    copy_and_hash,
     encode_extra,
     make_layout,
     parse_header,
@@ -60,7 +61,7 @@ def flip_bit(file: Path, at: int) -> None:
 
 
 # -- format -----------------------------------------------------------------------------------
-def test_a_header_says_what_was_put_in_and_keeps_its_length() -> None:
+def test_a_header_returns_its_values_and_keeps_its_length() -> None:
     entries = [
         Entry("model.a", "BF16", Box((5, 2), (3, 0), (2, 2))),
         Entry('model."b"', "F32", Box((), (), ())),
@@ -103,7 +104,7 @@ def test_any_safetensors_reader_reads_a_shard(tmp_path: Path) -> None:
         pytest.param((2).to_bytes(8, "little") + b"{}", "not a shard of Holdfast", id="foreign"),
     ],
 )
-def test_what_is_no_shard_is_refused_with_its_name(content: bytes, what: str) -> None:
+def test_a_file_that_is_not_a_shard_is_refused_with_its_name(content: bytes, what: str) -> None:
     with pytest.raises(DamagedCheckpoint, match=f"some-file: damaged checkpoint: .*{what}"):
         parse_header(content, "some-file")
 
@@ -117,7 +118,7 @@ def test_a_copy_and_its_checksum_agree_at_every_length() -> None:
 
 
 # -- list and verify --------------------------------------------------------------------------
-def test_only_what_a_manifest_names_counts_as_committed(tmp_path: Path) -> None:
+def test_only_a_directory_with_a_manifest_is_committed(tmp_path: Path) -> None:
     files = staged(1, 2)
     write(tmp_path, files)
     attempt = tmp_path / "step-00000009.gen-2"
@@ -158,7 +159,7 @@ def test_damage_is_found_and_its_file_named(tmp_path: Path, damage, problem: str
     assert problem in verdict.problems[0]
 
 
-def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_broken_manifest_is_reported(tmp_path: Path) -> None:
     manifest = write(tmp_path, staged(1, 1))
     (tmp_path / manifest.directory / "manifest.json").write_text('{"format": 3}')
     listed = inspect.list_checkpoints(str(tmp_path))
@@ -166,7 +167,7 @@ def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     assert "not a manifest" in listed[0].problem
 
 
-def test_object_stores_are_read_as_local_directories_are(tmp_path: Path) -> None:
+def test_object_stores_are_read_like_local_directories(tmp_path: Path) -> None:
     import fsspec
 
     manifest = write(tmp_path, staged(1, 2))
@@ -227,7 +228,7 @@ def test_export_of_a_damaged_checkpoint_leaves_no_file(tmp_path: Path) -> None:
 
 
 # -- the command ------------------------------------------------------------------------------
-def test_the_command_speaks_json_and_imports_no_torch(tmp_path: Path) -> None:
+def test_the_command_prints_json_and_imports_no_torch(tmp_path: Path) -> None:
     write(tmp_path, staged(1, 2))
     code = (
         "import sys; from holdfast.workers.checkpoint.__main__ import main; "
@@ -239,7 +240,7 @@ def test_the_command_speaks_json_and_imports_no_torch(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["ok"] is True
 
 
-def test_the_command_ends_with_1_for_damage_and_2_for_a_mistake(
+def test_the_command_exits_with_1_for_damage_and_2_for_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["verify", str(tmp_path / "nowhere")]) == 2

@@ -1,4 +1,4 @@
-"""Any optimizer's state is staged if it can be restored, has room, and goes on where it was."""
+"""Optimizer state: staged if it can be restored, with reserved space, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(make: Make) -> None:
+def test_a_restored_optimizer_continues_unchanged(make: Make) -> None:
     model = net()
     optimizer = make(list(model.parameters()))
     train(model, optimizer, range(3))
@@ -118,7 +118,7 @@ NAME = "a_child_with_a_long_name_as_models_have_them_now_and_then"
 
 @pytest.mark.parametrize("make", ROOM.values(), ids=ROOM.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_that_got_no_gradient_at_first_have_room_later(
+def test_parameters_without_early_gradients_have_reserved_space(
     make: Make, dtype: torch.dtype
 ) -> None:
     experts = nn.ModuleList([nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(400)])
@@ -145,7 +145,7 @@ def test_parameters_that_got_no_gradient_at_first_have_room_later(
     assert len(stepped) in (0, 400)
 
 
-def test_an_optimizer_whose_first_steps_are_left_out_has_room_later() -> None:
+def test_an_optimizer_with_skipped_first_steps_has_reserved_space() -> None:
     model = nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = Memory()
@@ -166,7 +166,7 @@ def test_an_optimizer_whose_first_steps_are_left_out_has_room_later() -> None:
     assert len(parse_header(memory.file, "file").entries) == 8
 
 
-def test_an_optimizer_that_keeps_nothing_is_given_no_room() -> None:
+def test_an_optimizer_without_state_gets_no_reserved_space() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, None)
@@ -175,7 +175,7 @@ def test_an_optimizer_that_keeps_nothing_is_given_no_room() -> None:
     assert state.entries_to_come() == []
 
 
-def test_room_is_not_asked_for_where_nothing_waits() -> None:
+def test_no_space_is_reserved_if_all_parameters_have_state() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))

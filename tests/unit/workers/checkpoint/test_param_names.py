@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint.layout import parse_header
 from holdfast.workers.checkpoint.param_names import ParamNames
-from holdfast.workers.checkpoint.restore import OtherModel
+from holdfast.workers.checkpoint.restore import WrongModel
 from tests.unit.workers.checkpoint.fake_ranks import restore_alone, staged_alone
 
 
@@ -153,10 +153,10 @@ def test_files_with_old_names_are_read(
         assert torch.equal(moment, optimizer.state[want]["exp_avg"])
 
 
-def test_a_file_with_both_names_is_of_another_model() -> None:
+def test_a_file_with_both_names_belongs_to_another_model() -> None:
     both, single = OwnModule(), nn.Linear(2, 2, bias=False)
     file = staged_alone(both, trained(both))
-    with pytest.raises(OtherModel, match=r"not in the model \(1\): module.weight"):
+    with pytest.raises(WrongModel, match=r"not in the model \(1\): module.weight"):
         restore_alone(file, single, torch.optim.AdamW(single.parameters()))
 
 

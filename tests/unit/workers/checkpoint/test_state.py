@@ -7,7 +7,7 @@ import torch
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint.layout import DamagedCheckpoint, parse_header
-from holdfast.workers.checkpoint.restore import OtherModel, restore
+from holdfast.workers.checkpoint.restore import WrongModel, restore
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState, box_of
@@ -49,7 +49,7 @@ def test_any_mesh_restores_what_any_other_staged(
                 assert torch.equal(got[name], tensor), name
 
 
-def test_with_the_same_shard_count_only_the_own_shard_is_read() -> None:
+def test_with_the_same_shard_count_a_rank_reads_only_its_shard() -> None:
     files = staged(1, 4)
     with as_rank(2, 4):
         _, opened = restored(files, 1, 4, 2)
@@ -86,20 +86,20 @@ def test_a_flipped_bit_is_named_with_its_file_and_tensor() -> None:
 
 def test_a_checkpoint_of_another_model_names_what_differs() -> None:
     files = staged(1, 2)
-    with as_rank(0, 2), pytest.raises(OtherModel) as error:
+    with as_rank(0, 2), pytest.raises(WrongModel) as error:
         restored(files, 1, 2, 0, width=9)
     text = str(error.value)
     assert "first.weight: got F32[7, 3]; expected F32[9, 3]" in text
-    assert "use the model's settings that it was written with" in text
+    assert "use the model settings of the run that wrote it" in text
     assert error.value.exit_code == 2
 
 
-def test_missing_and_unexpected_tensors_are_told_apart() -> None:
+def test_missing_and_unexpected_tensors_are_listed_separately() -> None:
     files = staged(1, 1)
     with as_rank(0, 1):
         model = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 7), "new": torch.nn.Linear(2, 2)})
         optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(OtherModel) as error:
+        with pytest.raises(WrongModel) as error:
             restore(
                 TrainingState(model, optimizer, None),
                 lambda k: ShardInBytes(files[k], f"shard {k}"),
@@ -109,7 +109,7 @@ def test_missing_and_unexpected_tensors_are_told_apart() -> None:
     assert "not in the model (4): second.weight, seen, third.bias, third.weight" in str(error.value)
 
 
-def test_a_shard_that_no_memory_has_is_an_error_of_its_own() -> None:
+def test_a_shard_that_no_node_has_is_unreadable() -> None:
     files = staged(1, 2)
     del files[1]
     with as_rank(1, 2), pytest.raises(UnreadableCheckpoint, match="shard 1 is in no memory"):
@@ -122,7 +122,7 @@ def test_a_file_of_another_step_is_refused() -> None:
         restored(files, 1, 2, 0, after_step=5)
 
 
-def test_extra_state_comes_back() -> None:
+def test_extra_state_is_restored() -> None:
     files = staged(1, 2, extra={"seen": 17, "name": 'a "quoted" \\ name', "list": [1, 2.5]})
     extra: dict[str, object] = {}
     with as_rank(0, 1):
@@ -158,7 +158,7 @@ def test_buffers_are_requested_once_and_every_step_is_a_whole_file() -> None:
     assert memory.requested == 1
 
 
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
+def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="make the optimizer from its parameters"):
         TrainingState(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
@@ -184,7 +184,7 @@ def test_an_optimizer_over_local_parts_reads_what_one_over_whole_parameters_wrot
         assert optimizer.state[parts[0]]["exp_avg"].shape == parts[0].shape
 
 
-def test_what_a_forward_may_write_is_known_by_the_names_it_is_staged_under() -> None:
+def test_buffers_have_the_names_under_which_they_are_staged() -> None:
     with as_rank(0, 2):
         model, optimizer = build(1, 2, seed=2)
         step(model, optimizer, seed=100)

@@ -1,4 +1,4 @@
-"""The session outside Holdfast, and what it says to a loop that uses it wrongly."""
+"""The session without an agent, its errors, and its messages to the agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from holdfast import session
-from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
@@ -24,7 +23,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
 from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
 from holdfast.workers.session.core import Session
-from holdfast.workers.session.distributed import DeviceMissing, RankEnv, pick_device, place
+from holdfast.workers.session.distributed import DeviceMissing, RankEnv, pick_device, rank_env
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
     """The agent's end of a wire and the worker's."""
     ours, theirs = worker_transport.pair()
     with ours, theirs:
-        yield ours, AgentChannel(theirs)
+        yield ours, AgentChannel(theirs, hold_s=0.2)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -92,7 +91,7 @@ def test_random_numbers_depend_on_seed_step_and_rank_only(alone: Session) -> Non
         ),
     ],
 )
-def test_misuse_is_answered_with_the_fix(alone: Session, misuse, fix: str) -> None:
+def test_a_wrong_call_is_refused_with_the_fix(alone: Session, misuse, fix: str) -> None:
     with pytest.raises(UserError, match=fix):
         misuse(alone, *build())
 
@@ -128,17 +127,19 @@ def eight_workers(gpu: int, **env: str) -> TrainingJob:
 
 
 @pytest.mark.parametrize("gpus", [0, 7], indirect=True)
-def test_a_gpu_that_the_node_was_to_have_is_missed_and_the_cpu_does_not_stand_in(
+def test_a_missing_requested_gpu_is_an_error_and_the_cpu_is_not_used(
     gpus: None,
 ) -> None:
-    told = r"resources.gpu: got [07] GPUs that torch can use on this node; expected 8, one for each"
+    message = (
+        r"resources.gpu: got [07] GPUs that torch can use on this node; expected 8, one for each"
+    )
     for job in (eight_workers(1), eight_workers(1, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")):
-        with pytest.raises(DeviceMissing, match=told):
+        with pytest.raises(DeviceMissing, match=message):
             pick_device(7, job)
 
 
 @pytest.mark.parametrize("gpus", [7], indirect=True)
-def test_more_workers_than_gpus_that_the_user_chose_are_his_mistake(gpus: None) -> None:
+def test_more_workers_than_gpus_in_visible_devices_is_a_user_error(gpus: None) -> None:
     assert pick_device(6) == torch.device("cuda", 6)
     with pytest.raises(UserError, match=r"workersPerNode: got .* rank 7; expected at most 7"):
         pick_device(7)
@@ -148,11 +149,11 @@ def test_more_workers_than_gpus_that_the_user_chose_are_his_mistake(gpus: None) 
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
-def test_who_asks_for_no_gpu_gets_the_cpu(gpus: None) -> None:
+def test_a_job_without_gpus_uses_the_cpu(gpus: None) -> None:
     assert pick_device(7) == pick_device(7, eight_workers(0)) == torch.device("cpu")
 
 
-def test_a_worker_tells_its_session_whether_it_was_to_have_a_gpu(
+def test_the_session_knows_from_the_job_whether_a_gpu_is_required(
     monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, AgentChannel]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -169,10 +170,10 @@ def test_a_worker_tells_its_session_whether_it_was_to_have_a_gpu(
     assert not dist.is_initialized()
 
 
-def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UserError, match="RANK: got 'first'; expected a number"):
-        place()
+        rank_env()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_staging_follows_the_spec(checkpoint: dict[str, object], every: int) -> 
     assert job_from_mapping(document).spec.checkpoint.staging_interval == every
 
 
-def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_the_pulse_has_its_own_thread(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, link = ends
     link.start_pulse()
     agent.settimeout(10)
@@ -210,7 +211,9 @@ def test_the_pulse_comes_from_a_thread_of_its_own(ends: tuple[socket.socket, Age
     link.stop_pulse()
 
 
-def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_shard_that_no_node_has_is_unreadable_with_the_reason(
+    ends: tuple[socket.socket, AgentChannel],
+) -> None:
     agent, link = ends
     worker_transport.send(agent, worker_protocol.NoShard(shard=3, detail="node-1 was lost"))
     with pytest.raises(UnreadableCheckpoint, match="shard 3 is in no memory: node-1 was lost"):
@@ -218,26 +221,23 @@ def test_a_shard_that_nobody_has_says_why(ends: tuple[socket.socket, AgentChanne
 
 
 @pytest.fixture
-def attached(
-    ends: tuple[socket.socket, AgentChannel], monkeypatch: pytest.MonkeyPatch
-) -> tuple[socket.socket, Session]:
-    """A session that stages every 100th step, in its loop, and the agent's end of its wire."""
+def attached(ends: tuple[socket.socket, AgentChannel]) -> tuple[socket.socket, Session]:
+    """A session that stages every 100th step, and the agent's end of its connection."""
     agent, link = ends
     agent.settimeout(10)
     found = Session(RankEnv(), torch.device("cpu"), Mesh())
-    found._link, found._stage_every = link, 100
+    found._channel, found._stage_every = link, 100
     found.restore(*build())
     for number in range(3):
         fd = os.memfd_create("buffer")
         os.truncate(fd, 1 << 20)
         worker_transport.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
         os.close(fd)
-    monkeypatch.setattr(limits, "HOLD_S", 0.2)
     return agent, found
 
 
-def said(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
-    """What the worker has said until now."""
+def received(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
+    """The messages that the worker has sent so far."""
     agent.setblocking(False)
     found: list[worker_protocol.WorkerMessage] = []
     with contextlib.suppress(BlockingIOError):
@@ -246,7 +246,7 @@ def said(agent: socket.socket) -> list[worker_protocol.WorkerMessage]:
     return found
 
 
-def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
+def test_a_requested_step_is_staged_and_the_worker_then_holds(
     attached: tuple[socket.socket, Session],
 ) -> None:
     agent, found = attached
@@ -255,7 +255,7 @@ def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
         found.step(step)
     words = [
         m
-        for m in said(agent)
+        for m in received(agent)
         if isinstance(
             m, worker_protocol.Staged | worker_protocol.Progress | worker_protocol.PhaseChanged
         )
@@ -271,33 +271,33 @@ def test_a_step_that_is_ordered_is_staged_and_the_end_is_awaited_after_it(
     assert isinstance(held, worker_protocol.Progress) and isinstance(
         after, worker_protocol.Progress
     )
-    assert held.step == 1 and after.step_s < 0.2, "the wait is no part of a step"
+    assert held.step == 1 and after.step_s < 0.2, "the hold does not count as step time"
 
 
-def test_who_only_wants_a_checkpoint_holds_nobody_up(
+def test_a_request_without_hold_does_not_delay_the_worker(
     attached: tuple[socket.socket, Session],
 ) -> None:
     agent, found = attached
-    for step in (2, 1):  # orders of two, in any order
+    for step in (2, 1):  # two requests, in any order
         worker_transport.send(agent, worker_protocol.StageAt(step=step))
     for step in range(4):
         found.step(step)
-    words = said(agent)
+    words = received(agent)
     assert [m.step for m in words if isinstance(m, worker_protocol.Staged)] == [1, 2]
     assert "save" not in [m.phase for m in words if isinstance(m, worker_protocol.PhaseChanged)]
 
 
-def test_a_step_that_is_ordered_too_late_changes_nothing(
+def test_a_request_for_a_past_step_is_ignored(
     attached: tuple[socket.socket, Session],
 ) -> None:
     agent, found = attached
     found.step(0)
     worker_transport.send(agent, worker_protocol.StageAt(step=0))
     found.step(1)
-    assert not [m for m in said(agent) if isinstance(m, worker_protocol.Staged)]
+    assert not [m for m in received(agent) if isinstance(m, worker_protocol.Staged)]
 
 
-def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_closed_connection_raises_agent_gone(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, link = ends
     agent.close()
     with pytest.raises(AgentGone, match="the node's agent is gone"):
@@ -308,7 +308,7 @@ def test_an_agent_that_is_gone_is_named(ends: tuple[socket.socket, AgentChannel]
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_forward_on_a_gpu_does_not_write_into_what_is_being_staged() -> None:
+def test_a_forward_on_a_gpu_does_not_overwrite_tensors_that_are_being_staged() -> None:
     from holdfast.workers.checkpoint.layout import parse_header
     from holdfast.workers.checkpoint.stage import Stager
     from holdfast.workers.checkpoint.state import TrainingState
@@ -335,7 +335,7 @@ def test_a_forward_on_a_gpu_does_not_write_into_what_is_being_staged() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_staging_on_a_gpu_overlaps_and_holds_the_next_optimizer_step_back() -> None:
+def test_staging_on_a_gpu_overlaps_and_delays_the_next_optimizer_step() -> None:
     from holdfast.workers.checkpoint.layout import parse_header
     from holdfast.workers.checkpoint.stage import Stager
     from holdfast.workers.checkpoint.state import TrainingState

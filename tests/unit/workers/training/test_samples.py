@@ -1,4 +1,4 @@
-"""Data as a pure function of (seed, step), and the recipe's rules that depend on the step alone."""
+"""Samples, initial values, learning rate and the model of the pre-training recipe."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model, Optimizer
-from holdfast.orchestrator.api.v1alpha1.workload import Parallelism
-from holdfast.orchestrator.errors import SpecError, UserError
+from holdfast.orchestrator.errors import UserError
 from holdfast.workers.training.data import MAX_STDLIB_BYTES, Text, load, mix, share
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.parallel import expect_data_parallel, fill
+from holdfast.workers.training.parallel import fill
 from holdfast.workers.training.recipes.pretrain import learning_rate, micro_batches
 
 
@@ -38,7 +37,7 @@ def test_every_world_size_sees_each_sample_of_a_batch_once(
         assert seen == list(range(step * global_batch, (step + 1) * global_batch))
 
 
-def test_micro_batches_are_as_many_on_every_rank() -> None:
+def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     parts = [micro_batches(share(0, 7, rank, 3), 2) for rank in range(3)]
     assert {len(batches) for batches in parts} == {2}
     assert sum(sum(b.weights) for batches in parts for b in batches) == 7
@@ -57,7 +56,7 @@ def test_a_sample_depends_on_seed_and_index_only() -> None:
     assert not torch.equal(inputs, held_out)
 
 
-def test_the_standard_library_is_text_enough() -> None:
+def test_the_standard_library_has_enough_text() -> None:
     text = load("stdlib", ".")
     assert 1_000_000 < len(text) <= MAX_STDLIB_BYTES
     assert b"import" in text[:100_000].tobytes()
@@ -86,7 +85,7 @@ def test_mixed_numbers_are_spread_and_order_counts() -> None:
     assert 1100 < sum(halves) < 1400
 
 
-def test_first_values_do_not_depend_on_how_a_tensor_is_cut() -> None:
+def test_initial_values_do_not_depend_on_the_sharding() -> None:
     whole = torch.empty(1500, 1000)
     fill(whole, 1, "some.weight", 0.02)
     again = torch.empty(1500, 1000)
@@ -97,7 +96,7 @@ def test_first_values_do_not_depend_on_how_a_tensor_is_cut() -> None:
     assert not torch.equal(whole, again)
 
 
-def test_no_two_matrices_of_a_model_begin_alike() -> None:
+def test_no_two_matrices_of_a_model_start_equal() -> None:
     model = Transformer(Model(dim=32, num_layers=12, num_heads=2))
     begins: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -134,7 +133,7 @@ def test_flops_per_token_are_those_of_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_the_transformer_cannot_look_ahead(kv_heads: int) -> None:
+def test_the_transformer_is_causal(kv_heads: int) -> None:
     torch.manual_seed(0)
     config = Model(dim=32, num_layers=2, num_heads=4, num_kv_heads=kv_heads)
     model = Transformer(config)
@@ -146,12 +145,3 @@ def test_the_transformer_cannot_look_ahead(kv_heads: int) -> None:
     before, after = model(tokens), model(changed)
     assert torch.allclose(before[0, :8], after[0, :8], atol=1e-6)
     assert not torch.allclose(before[0, 8:], after[0, 8:])
-
-
-def test_the_recipe_refuses_axes_that_it_does_not_use() -> None:
-    with pytest.raises(SpecError) as error:
-        expect_data_parallel(Parallelism(tensor=2, pipeline=4), "pretrain")
-    text = str(error.value)
-    assert "spec.parallelism.tensor: got 2; expected 1 for the recipe pretrain" in text
-    assert "spec.parallelism.pipeline: got 4" in text
-    assert "use session.mesh for this axis" in text
