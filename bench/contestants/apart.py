@@ -45,7 +45,7 @@ def main() -> NoReturn:
         Host(Path(sys.argv[2])).serve()
     from holdfast.orchestrator.cli import main as cli
 
-    LocalBackend.__init__.__kwdefaults__["host_module"] = __spec__.name
+    LocalBackend.__init__.__kwdefaults__["launcher_module"] = __spec__.name
     cli.main()
 
 

@@ -193,6 +193,8 @@ def local_facts(slots: int) -> NodeFacts:
     """This machine as a node of the local backend, for `holdfast plan`."""
     import psutil
 
+    from holdfast.orchestrator.protocol.hardware import rdma_devices
+
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     return NodeFacts(
         hostname=socket.gethostname(),
@@ -203,17 +205,5 @@ def local_facts(slots: int) -> NodeFacts:
         memory_bytes=psutil.virtual_memory().total,
         gpus=gpus(),
         interfaces=tuple(sorted(up)),
-        hcas=_hcas(),
+        hcas=rdma_devices(),
     )
-
-
-def _hcas() -> tuple[str, ...]:
-    found = []
-    root = Path("/sys/class/infiniband")
-    for device in sorted(root.iterdir()) if root.is_dir() else []:
-        try:
-            layer = (device / "ports/1/link_layer").read_text().strip()
-        except OSError:
-            layer = ""
-        found.append(f"{device.name}:{layer}" if layer else device.name)
-    return tuple(found)

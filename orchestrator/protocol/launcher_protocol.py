@@ -57,5 +57,5 @@ class NodeEnded(LauncherMessage, frozen=True, kw_only=True, tag="node-ended"):
     """`killed by SIGKILL`, `exited with code 1` ..."""
 
 
-ToHost = StartNode | StopNode | StopLauncher
-FromHost = NodeList | NodeEnded
+ToLauncher = StartNode | StopNode | StopLauncher
+FromLauncher = NodeList | NodeEnded

@@ -167,7 +167,7 @@ def test_nodes_come_up_after_the_node_launcher_was_killed(target: ContractTarget
 def test_a_node_launcher_that_cannot_start_is_reported_with_its_output(tmp_path: Path) -> None:
     target = LocalContractTarget(tmp_path)
     target.make = lambda: LocalBackend(  # type: ignore[method-assign]
-        target.job, target.paths, host_module="holdfast.workers.agent.no_such_module"
+        target.job, target.paths, launcher_module="holdfast.workers.agent.no_such_module"
     )
 
     async def scenario(controller: Controller) -> None:

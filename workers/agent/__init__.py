@@ -1,1 +1,1 @@
-"""One agent per node: forks workers, holds the memory tier, tells the controller."""
+"""One agent per node: forks workers, holds the memory tier, reports to the controller."""

@@ -1,10 +1,8 @@
-"""A stand-alone agent: `python -m holdfast.workers.agent` on a host of a cluster or in a pod.
+"""A stand-alone agent: `python -m holdfast.workers.agent` on a cluster node or in a pod.
 
-Owns: its command line. Must not: differ in behaviour from an agent that the machine host forks.
-
-In a pod it is usually process 1. SIGTERM begins a hand-over (leaving.py); until the agent has
-started, it simply ends. What the downward API puts into POD_IP and NODE_NAME are
-the defaults of --address and --failure-domain.
+In a pod it is usually process 1. SIGTERM is a preemption notice; before the agent has started, it
+ends the process. POD_IP and NODE_NAME of the downward API are the defaults of --address and
+--failure-domain.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--endpoint",
         default="",
         metavar="HOST:PORT[,...]",
-        help="where controllers may listen; every address of every name is tried",
+        help="addresses of the controller; every address of every name is tried",
     )
     where.add_argument(
         "--endpoint-file",
@@ -54,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--address",
         default=os.environ.get("POD_IP", ""),
-        help="where other nodes reach this one; default: the address that dials the controller",
+        help="address for other nodes; default: the local address of the controller connection",
     )
     parser.add_argument(
         "--failure-domain",
@@ -71,20 +69,20 @@ def parser() -> argparse.ArgumentParser:
         "--die-with",
         type=int,
         metavar="PID",
-        help="end, however that process, which must be the parent, ends",
+        help="end when that process, which must be the parent, ends",
     )
     return parser
 
 
 def main() -> NoReturn:
     arguments = parser().parse_args()
-    # Nothing has been begun yet. Process 1 would otherwise not even hear it.
+    # Process 1 ignores SIGTERM without a handler.
     signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(0))
     if arguments.die_with is not None:
         processes.die_with(arguments.die_with)
     missing = {k: v for k, v in preload.SINGLE_THREADED.items() if os.environ.get(k) != v}
     if missing:
-        # Too late for this interpreter if anything imported numpy already: start once more.
+        # numpy may be imported already, so start the interpreter again.
         command = [*python_command.start_alike("holdfast.workers.agent"), *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **missing})
     try:
@@ -115,7 +113,7 @@ def main() -> NoReturn:
 
 
 def _check(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
-    """The endpoints. Raises HoldfastError for what can be seen to be wrong before torch loads."""
+    """The endpoints. Raises HoldfastError for wrong arguments, before torch is imported."""
     from holdfast.orchestrator.protocol import tls
 
     if bool(arguments.tls) != bool(arguments.tls_name):

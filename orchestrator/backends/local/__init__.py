@@ -1,4 +1,4 @@
-"""Nodes as processes of this machine, forked by one warm machine host per job."""
+"""Nodes as processes of this machine, forked by one node launcher per job."""
 
 from .backend import LocalBackend, LocalPaths, node_limit
 

@@ -1,10 +1,7 @@
-"""The local backend: nodes are agents of this machine, forked by the job's machine host.
+"""The local backend: nodes are agents of this machine, forked by the job's node launcher.
 
-Owns: the host's life, node names, and noticing that a node ended. Must not: talk to agents; they
-dial in to the controller by themselves.
-
-A node is known to have ended from two sides: the host's NodeEnded, and a pidfd on the agent, which
-also works when the host has died. Whichever comes first counts.
+The end of a node is reported by the launcher (NodeEnded) and by a pidfd of the agent, which also
+works after the launcher has ended. The first report counts.
 """
 
 from __future__ import annotations
@@ -22,37 +19,38 @@ from holdfast.orchestrator.protocol import launcher_protocol as protocol
 
 from ..base import NodeGone, NoRoom, Starts
 from . import devices, node_registry
-from .launcher_link import LauncherLink, LauncherProcess, connect, host_environment
+from .launcher_link import LauncherLink, LauncherProcess, connect, launcher_environment
 from .processes import Identity, Watch, identify, watch
 
-NEWS_WAIT_S = 0.05
-"""The kernel tells of an agent's end a moment before the host tells how it ended; when the host
-says nothing for this long, the end alone must do."""
-
-SAVE_S = 0.05
-"""From news of nodes to their record."""
-
-HOST_ATTEMPTS = 3
-"""Hosts that died one after the other before any of them started a node that was asked for."""
+LAUNCHER_ATTEMPTS = 3
+"""Launchers that may end one after the other without having started a requested node."""
 
 WORKERS_PER_CORE = 16
-"""More of them starve each other's heartbeats, and then the machine."""
+"""More workers delay each other's heartbeats, and then overload the machine."""
 
-END_TIMEOUT_S = 10.0
-"""SIGKILL to reaped, for the host and all nodes together; then they are killed one by one."""
+
+@dataclass(frozen=True)
+class LocalTiming:
+    ended_wait_s: float = 0.05
+    """The pidfd of an agent reports its end just before the launcher reports how it ended. After
+    this time without a report of the launcher, the end alone counts."""
+    save_delay_s: float = 0.05
+    """From a change of nodes to their record."""
+    end_timeout_s: float = 10.0
+    """From SIGKILL to reaped, for the launcher and all nodes together."""
 
 
 def node_limit(job: TrainingJob) -> int:
-    """Nodes of this job that this machine can bear."""
+    """Nodes of this job that fit on this machine."""
     workers = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
-    if (names := devices.shared_out(job)) is not None:
+    if (names := devices.gpu_names(job)) is not None:
         workers = min(workers, len(names))
     return workers // job.spec.workers_per_node
 
 
 @dataclass(frozen=True)
 class LocalPaths:
-    """Where things of one job lie."""
+    """Paths of one job."""
 
     directory: Path
     nodes_file: Path
@@ -70,14 +68,16 @@ class LocalBackend:
         job: TrainingJob,
         paths: LocalPaths,
         *,
-        host_module: str = "holdfast.workers.agent.process.node_launcher",
+        launcher_module: str = "holdfast.workers.agent.process.node_launcher",
+        timing: LocalTiming | None = None,
     ) -> None:
         self._job = job
         self._paths = paths
-        self._module = host_module
-        self._known = node_registry.LocalNodeRegistry()
+        self._module = launcher_module
+        self._timing = timing or LocalTiming()
+        self._nodes = node_registry.LocalNodeRegistry()
         self._watches: dict[str, Watch] = {}
-        self._gone: asyncio.Event = asyncio.Event()
+        self._node_ended = asyncio.Event()
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
         self._link: LauncherLink | None = None
         self._process: LauncherProcess | None = None
@@ -85,53 +85,55 @@ class LocalBackend:
         self._withheld_until = 0.0
         self._closing = False
         self._saving: asyncio.TimerHandle | None = None
-        self._deaths = 0
-        """Hosts that died since a node was last confirmed."""
+        self._launcher_ends = 0
+        """Launchers that ended since the last start of a node."""
 
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
         if self._job.spec.resources.gpu:
-            await asyncio.to_thread(devices.gpus)  # asks the driver once, which takes its time
-        self._known = node_registry.load(self._paths.nodes_file)
-        for node, identity in list(self._known.agents.items()):
+            await asyncio.to_thread(devices.gpus)  # queries the driver once, which takes time
+        self._nodes = node_registry.load(self._paths.nodes_file)
+        for node, identity in list(self._nodes.agents.items()):
             self._watch(node, identity)
         self._link = await connect(self._paths.socket, self._new_link, None)
         if self._link is None:
-            self._start_host()
+            self._start_launcher()
             return
-        # What the last controller may not have got to say; to say it twice does no harm.
-        for node in sorted(self._known.starting):
+        # The previous controller may not have sent these; a second StartNode does nothing.
+        for node in sorted(self._nodes.starting):
             self._send_start(node)
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
-        # There is one machine, so there is nothing to avoid; names are never used again anyway.
+        # One machine, so `avoid` does not matter. Names are never reused.
         left_s = self._withheld_until - asyncio.get_running_loop().time()
         if left_s > 0:
-            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (rehearsal)")
-        gpus, workers = devices.shared_out(self._job), self._job.spec.workers_per_node
+            raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
+        gpus, workers = devices.gpu_names(self._job), self._job.spec.workers_per_node
         if gpus is not None and len(gpus) < workers:
-            raise NoRoom(f"a node takes {workers} GPUs; {len(gpus)} of this machine can be used")
-        first = self._known.next_number
+            raise NoRoom(
+                f"a node needs {workers} GPUs; this machine has {len(gpus)} that can be used"
+            )
+        first = self._nodes.next_number
         nodes = tuple(f"node-{number}" for number in range(first, first + count))
-        self._known.next_number += count
-        self._known.starting.update(nodes)
+        self._nodes.next_number += count
+        self._nodes.starting.update(nodes)
         try:
-            node_registry.save(self._paths.nodes_file, self._known)
+            node_registry.save(self._paths.nodes_file, self._nodes)
         except HoldfastError:
-            self._known.starting.difference_update(nodes)  # nobody has been asked for them
+            self._nodes.starting.difference_update(nodes)  # none was requested
             self._save_soon()  # the file may name them, and a new controller would start them
             raise
         if self._link is None and self._connecting is None:
-            self._start_host()
+            self._start_launcher()
         elif self._link is not None:
             for node in nodes:
                 self._send_start(node)
         return nodes
 
     async def release_node(self, node: str) -> None:
-        if node in self._known.starting:
-            self._known.starting.discard(node)
+        if node in self._nodes.starting:
+            self._nodes.starting.discard(node)
             self._save_soon()
         if self._link is not None:
             self._link.send(protocol.StopNode(node=node))
@@ -139,7 +141,7 @@ class LocalBackend:
             self._watches[node].kill()
 
     async def list_nodes(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._watches, *self._known.starting}))
+        return tuple(sorted({*self._watches, *self._nodes.starting}))
 
     async def close(self, *, release: bool) -> None:
         self._closing = True
@@ -154,29 +156,29 @@ class LocalBackend:
         self._save()
         if self._link is not None:
             self._link.close()
-            await asyncio.wait([self._link.closed], timeout=END_TIMEOUT_S)
+            await asyncio.wait([self._link.closed], timeout=self._timing.end_timeout_s)
 
     def node_limit(self) -> int:
         return node_limit(self._job)
 
     def starts(self) -> Starts:
-        """The first nodes wait for their host; later ones are forked from it, in no time."""
+        """The first nodes wait for their launcher; later ones are forked at once."""
         return Starts(0.0 if self._link is not None else None)
 
-    # -- rehearsal -----------------------------------------------------------------------------
+    # -- fault injection -----------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
-        """Have no room for new nodes for this long."""
+        """Refuse new nodes for this long."""
         self._withheld_until = asyncio.get_running_loop().time() + seconds
 
-    # -- the host ------------------------------------------------------------------------------
-    def _start_host(self) -> None:
-        # A stale socket of a host that was killed would look like one that refuses for ever.
+    # -- the launcher --------------------------------------------------------------------------
+    def _start_launcher(self) -> None:
+        # A stale socket of a killed launcher would refuse every connection.
         self._paths.socket.unlink(missing_ok=True)
         self._process = LauncherProcess(
             self._module,
             self._paths.socket,
             self._paths.logs / "host.log",
-            host_environment(self._threads(), self._job.spec.env),
+            launcher_environment(self._threads(), self._job.spec.env),
             self._paths.directory,
         )
         self._connecting = asyncio.get_running_loop().create_task(self._connect(self._process))
@@ -186,11 +188,11 @@ class LocalBackend:
             link = await connect(self._paths.socket, self._new_link, process)
         except HoldfastError as error:
             self._connecting = None
-            for node in sorted(self._known.starting):
+            for node in sorted(self._nodes.starting):
                 self._ended(node, str(error))
             return
         self._link, self._connecting = link, None
-        for node in sorted(self._known.starting):
+        for node in sorted(self._nodes.starting):
             self._send_start(node)
 
     def _threads(self) -> int:
@@ -203,7 +205,7 @@ class LocalBackend:
     def _new_link(self) -> LauncherLink:
         return LauncherLink(self._on_message, self._on_closed)
 
-    def _on_message(self, message: protocol.FromHost) -> None:
+    def _on_message(self, message: protocol.FromLauncher) -> None:
         if isinstance(message, protocol.NodeEnded):
             self._ended(message.node, message.detail)
             return
@@ -212,24 +214,27 @@ class LocalBackend:
                 continue
             identity = identify(pid)
             if identity is not None and self._watch(node, identity):
-                self._known.agents[node] = identity
-                self._deaths = 0
-                self._known.starting.discard(node)
-            elif node in self._known.starting:
+                self._nodes.agents[node] = identity
+                self._launcher_ends = 0
+                self._nodes.starting.discard(node)
+            elif node in self._nodes.starting:
                 self._ended(node, "ended at once")
         self._save_soon()
 
     def _on_closed(self) -> None:
-        """The host is gone. Its agents are not: their pidfds tell of them."""
+        """The launcher has ended. Its agents end with it; their pidfds report them."""
         self._link = None
         if self._closing:
             return
-        self._deaths += 1
-        if self._known.starting and self._deaths < HOST_ATTEMPTS:
-            self._start_host()
+        self._launcher_ends += 1
+        if self._nodes.starting and self._launcher_ends < LAUNCHER_ATTEMPTS:
+            self._start_launcher()
             return
-        for node in sorted(self._known.starting):
-            self._ended(node, f"the machine host died {self._deaths} times before it started it")
+        for node in sorted(self._nodes.starting):
+            self._ended(
+                node,
+                f"the node launcher ended {self._launcher_ends} times before it started the node",
+            )
 
     def _send_start(self, node: str) -> None:
         assert self._link is not None
@@ -241,7 +246,7 @@ class LocalBackend:
                 token_file=str(self._paths.token_file),
                 endpoint_file=str(self._paths.endpoint_file),
                 log_file=str(self._paths.logs / f"agent-{node}.log"),
-                devices=devices.shared_out(self._job),
+                devices=devices.gpu_names(self._job),
             )
         )
 
@@ -249,7 +254,7 @@ class LocalBackend:
     def _watch(self, node: str, identity: Identity) -> bool:
         found = watch(identity, lambda: self._exited(node))
         if found is None:
-            self._known.agents.pop(node, None)
+            self._nodes.agents.pop(node, None)
             return False
         self._watches[node] = found
         return True
@@ -259,55 +264,58 @@ class LocalBackend:
         if self._link is None or self._closing:
             self._ended(node, detail)
         else:
-            asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._ended, node, detail)
+            asyncio.get_running_loop().call_later(
+                self._timing.ended_wait_s, self._ended, node, detail
+            )
 
     def _ended(self, node: str, detail: str) -> None:
         one = self._watches.pop(node, None)
-        if one is None and node not in self._known.starting:
+        if one is None and node not in self._nodes.starting:
             return
         if one is not None:
             one.close()
-        self._known.starting.discard(node)
-        self._known.agents.pop(node, None)
-        self._gone.set()
+        self._nodes.starting.discard(node)
+        self._nodes.agents.pop(node, None)
+        self._node_ended.set()
         if not self._closing:
             self._on_node_gone(NodeGone(node, detail))
         self._save_soon()
 
     def _save_soon(self) -> None:
-        """After whoever has been told of it has acted on it, and once for all that comes at once:
-        it waits for the disk. A new controller looks anew at what was not saved."""
+        """Save after the callbacks of this change, and once for several changes: it waits for the
+        disk. A new controller finds changes that were not saved by itself."""
         if self._saving is None:
-            self._saving = asyncio.get_running_loop().call_later(SAVE_S, self._save)
+            loop = asyncio.get_running_loop()
+            self._saving = loop.call_later(self._timing.save_delay_s, self._save)
 
     def _save(self) -> None:
         if self._saving is None:
             return
         self._saving.cancel()
         self._saving = None
-        # A full disk must not keep this controller from what has happened; the journal is next.
+        # A full disk must not hide the event from the controller, which writes it to the journal.
         with contextlib.suppress(HoldfastError):
-            node_registry.save(self._paths.nodes_file, self._known)
+            node_registry.save(self._paths.nodes_file, self._nodes)
 
     async def _end_everything(self) -> None:
-        self._known.starting.clear()
+        self._nodes.starting.clear()
         for one in self._watches.values():
             one.kill()
-        host_ended = asyncio.Event()
-        identity = self._link.host if self._link is not None else None
-        host = watch(identity, host_ended.set) if identity is not None else None
+        launcher_ended = asyncio.Event()
+        identity = self._link.launcher if self._link is not None else None
+        launcher = watch(identity, launcher_ended.set) if identity is not None else None
         if self._link is not None:
             self._link.send(protocol.StopLauncher())
         elif self._process is not None:
-            self._process.kill()  # it has not listened yet, so it has no nodes
+            self._process.kill()  # it does not listen yet, so it has no nodes
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                if host is not None:
-                    await host_ended.wait()
+            async with asyncio.timeout(self._timing.end_timeout_s):
+                if launcher is not None:
+                    await launcher_ended.wait()
         except TimeoutError:
-            assert host is not None
-            host.kill()
-            await host_ended.wait()
+            assert launcher is not None
+            launcher.kill()
+            await launcher_ended.wait()
         if self._process is not None:
             await self._process.ended
         await self._wait_for_agents()
@@ -315,14 +323,14 @@ class LocalBackend:
 
     async def _wait_for_agents(self) -> None:
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + END_TIMEOUT_S
+        deadline_s = loop.time() + self._timing.end_timeout_s
         while self._watches:
-            self._gone.clear()
+            self._node_ended.clear()
             try:
-                async with asyncio.timeout_at(give_up):
-                    await self._gone.wait()
+                async with asyncio.timeout_at(deadline_s):
+                    await self._node_ended.wait()
             except TimeoutError:
                 nodes = ", ".join(sorted(self._watches))
                 raise HoldfastError(
-                    f"{nodes}: still there {END_TIMEOUT_S:g} s after SIGKILL"
+                    f"{nodes}: still running {self._timing.end_timeout_s:g} s after SIGKILL"
                 ) from None

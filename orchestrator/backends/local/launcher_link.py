@@ -1,7 +1,4 @@
-"""One connection to the machine host.
-
-Owns: framing and the process of the host. Must not: know which nodes are wanted.
-"""
+"""The node launcher's process and the connection to it."""
 
 from __future__ import annotations
 
@@ -18,32 +15,34 @@ import msgspec
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
 from holdfast.orchestrator.protocol import python_command
-from holdfast.orchestrator.protocol.messages import frame_length
+from holdfast.orchestrator.protocol.framing import FrameReader, frame
 
 from .processes import Identity, Watch, identify, watch
 
 START_TIMEOUT_S = 120.0
-"""A host imports torch before it listens: 2 s warm, much more from a cold disk."""
+"""The launcher imports torch before it listens: 2 s warm, much more from a cold disk."""
 
-RETRY_S = 0.01
+RETRY_INTERVAL_S = 0.01
 LOG_TAIL_BYTES = 2000
 
 _UCRED = struct.Struct("3i")
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[protocol.FromHost] = msgspec.msgpack.Decoder(protocol.FromHost)
+_DECODER: msgspec.msgpack.Decoder[protocol.FromLauncher] = msgspec.msgpack.Decoder(
+    protocol.FromLauncher
+)
 
 
 class LauncherLink(asyncio.Protocol):
-    """Frames to and from a host that listens."""
+    """A connection to a launcher."""
 
     def __init__(
-        self, on_message: Callable[[protocol.FromHost], None], on_closed: Callable[[], None]
+        self, on_message: Callable[[protocol.FromLauncher], None], on_closed: Callable[[], None]
     ) -> None:
         self._on_message, self._on_closed = on_message, on_closed
-        self._buffer = bytearray()
+        self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self.host: Identity | None = None
-        """The process at the other end, which may be another controller's child."""
+        self.launcher: Identity | None = None
+        """The process at the other end, perhaps started by a previous controller."""
         self.closed = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -51,16 +50,10 @@ class LauncherLink(asyncio.Protocol):
         self._transport = transport
         peer = transport.get_extra_info("socket")
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        self.host = identify(_UCRED.unpack(credentials)[0])
+        self.launcher = identify(_UCRED.unpack(credentials)[0])
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            end = 4 + frame_length(bytes(self._buffer[:4]))
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[4:end])
-            del self._buffer[:end]
+        for body in self._frames.feed(data):
             self._on_message(_DECODER.decode(body))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -70,8 +63,7 @@ class LauncherLink(asyncio.Protocol):
 
     def send(self, message: protocol.LauncherMessage) -> None:
         assert self._transport is not None
-        body = _ENCODER.encode(message)
-        self._transport.write(len(body).to_bytes(4, "big") + body)
+        self._transport.write(frame(_ENCODER.encode(message)))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -79,7 +71,7 @@ class LauncherLink(asyncio.Protocol):
 
 
 class LauncherProcess:
-    """The host as our child; it outlives us if we die."""
+    """The launcher as a child process, which outlives this one."""
 
     def __init__(
         self,
@@ -118,7 +110,7 @@ class LauncherProcess:
             self._watch.kill()
 
     def failure(self) -> str:
-        """How it ended, with what it wrote last."""
+        """Its exit code and the end of its log."""
         code = self._process.poll()
         try:
             with self._log.open("rb") as file:
@@ -126,19 +118,19 @@ class LauncherProcess:
                 tail = file.read().decode(errors="replace").strip()
         except OSError as error:
             tail = str(error)
-        return f"the machine host ended with code {code}; {self._log} ends with:\n{tail}"
+        return f"the node launcher ended with code {code}; {self._log} ends with:\n{tail}"
 
 
 async def connect(
     socket_path: Path, make: Callable[[], LauncherLink], process: LauncherProcess | None
 ) -> LauncherLink | None:
-    """A link to the host at `socket_path`.
+    """A connection to the launcher at `socket_path`.
 
-    Without `process`: None when nobody listens. With it: waits until it listens; raises
-    HoldfastError when it ends before that or takes longer than START_TIMEOUT_S.
+    Without `process`: None if no launcher listens. With it: waits until it listens; raises
+    HoldfastError if it ends before that or takes longer than START_TIMEOUT_S.
     """
     loop = asyncio.get_running_loop()
-    give_up = loop.time() + START_TIMEOUT_S
+    deadline_s = loop.time() + START_TIMEOUT_S
     while True:
         try:
             _, link = await loop.create_unix_connection(make, str(socket_path))
@@ -148,14 +140,14 @@ async def connect(
                 return None
         if process.ended.done():
             raise HoldfastError(process.failure())
-        if loop.time() > give_up:
+        if loop.time() > deadline_s:
             process.kill()
-            raise HoldfastError(f"the machine host did not listen within {START_TIMEOUT_S:g} s")
-        await asyncio.wait([process.ended], timeout=RETRY_S)
+            raise HoldfastError(f"the node launcher did not listen within {START_TIMEOUT_S:g} s")
+        await asyncio.wait([process.ended], timeout=RETRY_INTERVAL_S)
 
 
-def host_environment(threads: int, extra: dict[str, str]) -> dict[str, str]:
-    """What the host starts with, and through fork every agent and worker.
+def launcher_environment(threads: int, extra: dict[str, str]) -> dict[str, str]:
+    """The environment of the launcher, and through fork of every agent and worker.
 
     The thread counts must be set before numpy and torch are imported: OpenBLAS starts its threads
     at import, and a process with threads must not fork.

@@ -1,9 +1,7 @@
-"""What a new controller must know of the nodes of an old one, in the job's directory.
+"""nodes.json in the job's directory: the nodes of a job, for its next controller.
 
-Owns: that file (nodes.json), and what of it still holds. Must not: decide what is in it.
-
-After a restart of the machine no node is left, and another process may have an agent's pid and even
-its start time, which counts from boot. The names stay given away.
+After a reboot no node is left, and another process may have an agent's pid and even its start time,
+which counts from boot. Node names are not reused then either.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class LocalNodeRegistry(msgspec.Struct):
     next_number: int = 0
     agents: dict[str, Identity] = {}
-    """Nodes whose process has been seen."""
+    """Nodes whose process is known."""
     starting: set[str] = set()
-    """Nodes that were asked for and have not been seen yet."""
+    """Requested nodes whose process is not known yet."""
     boot: str = ""
-    """Of the machine, when this was written; empty in files of earlier versions."""
+    """Boot id of the machine; empty in files of earlier versions."""
 
 
 def load(path: Path) -> LocalNodeRegistry:
-    """Raises HoldfastError when the file cannot be read."""
+    """Nodes of the current boot. Raises HoldfastError when the file cannot be read."""
     try:
         known = msgspec.json.decode(path.read_bytes(), type=LocalNodeRegistry)
     except FileNotFoundError:
@@ -39,20 +37,20 @@ def load(path: Path) -> LocalNodeRegistry:
     except (OSError, msgspec.MsgspecError) as error:
         why = getattr(error, "strerror", None) or f"it is damaged: {error}"
         raise HoldfastError(
-            f"{path}: cannot be read ({why}); it says which processes are the job's nodes. Once "
-            f"none of them is left, remove it and attach again"
+            f"{path}: cannot be read ({why}); it lists the processes of the job's nodes. When none "
+            f"of them is left, remove it and attach again"
         ) from None
     return LocalNodeRegistry(known.next_number) if known.boot not in ("", _boot()) else known
 
 
 def living(path: Path) -> tuple[str, ...]:
-    """Nodes whose processes are there, whether anybody watches them or not."""
+    """Nodes whose processes run, with or without a controller."""
     return tuple(node for node, one in load(path).agents.items() if identify(one.pid) == one)
 
 
 def save(path: Path, known: LocalNodeRegistry) -> None:
-    """Durable when this returns: a name is given away once, whatever becomes of the machine.
-    Raises HoldfastError, leaving the old file or the new one."""
+    """Write durably, so that a name is used once even after a crash of the machine. Raises
+    HoldfastError and leaves the old file or the new one."""
     known.boot = _boot()
     try:
         replace(path, msgspec.json.encode(known), PRIVATE)

@@ -1,7 +1,4 @@
-"""Processes of this machine that are not our children: who they are, and when they end.
-
-Owns: process identity (pid and start time) and pidfd watching. Must not: know nodes.
-"""
+"""Identifies and watches processes that are not children of this one: pid, start time, pidfd."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import msgspec
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A process, told apart from a later one with the same pid."""
+    """A process, distinct from a later one with the same pid."""
 
     pid: int
     start_ticks: int
@@ -24,19 +21,19 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def identify(pid: int) -> Identity | None:
-    """The process that has this pid now; None when there is none, or only its zombie."""
+    """The process that has this pid now; None when there is none or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command may contain spaces and parentheses; what follows the last one is regular.
+    # The command may contain spaces and parentheses, so parse after the last parenthesis.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else Identity(pid, int(fields[19]))
 
 
 class Watch:
-    """Calls back once, from the event loop, when a process ends. Holds a pidfd, so that a kill can
-    never hit another process."""
+    """Calls back once, from the event loop, when a process ends. The pidfd makes sure that a kill
+    never reaches another process."""
 
     def __init__(self, fd: int, identity: Identity, on_end: Callable[[], None]) -> None:
         self.identity = identity
@@ -54,7 +51,7 @@ class Watch:
             try:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
             except ProcessLookupError:
-                return  # it ended by itself; the callback is on its way
+                return  # it has ended; the callback follows
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -68,11 +65,11 @@ def watch(identity: Identity, on_end: Callable[[], None]) -> Watch | None:
     try:
         fd = os.pidfd_open(identity.pid)
     except OSError as error:
-        # Its pid may be free again, or that of a thread by now.
+        # The pid may be free, or belong to a thread now.
         if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
             return None
         raise
-    # Only now that the pidfd pins the process is the comparison conclusive.
+    # The comparison is safe only after the pidfd pins the process.
     if identify(identity.pid) != identity:
         os.close(fd)
         return None

@@ -237,12 +237,12 @@ def read_view(directory: JobDirectory) -> JobView:
 def _check_size(job: TrainingJob) -> None:
     """Raises SpecError for more nodes than this machine can run."""
     from holdfast.orchestrator.backends.local import node_limit
-    from holdfast.orchestrator.backends.local.devices import shared_out
+    from holdfast.orchestrator.backends.local.devices import gpu_names
 
     nodes, limit = job.spec.nodes, node_limit(job)
     wanted = nodes.max + nodes.spares
     if wanted > limit:
-        workers, gpus = job.spec.workers_per_node, shared_out(job)
+        workers, gpus = job.spec.workers_per_node, gpu_names(job)
         if gpus == ():
             expected = "0 on this machine, which has no usable GPU"
             fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES"

@@ -1,4 +1,4 @@
-"""A real machine host with real agents, and a small controller in the test's own process."""
+"""A real node launcher with real agents, and a fake controller in the process of the test."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Timeout(AssertionError):
-    """What the test waits for did not come."""
+    """The expected message did not come."""
 
 
 class FakeController:
-    """Speaks protocol.messages with any number of agents; keeps all it hears."""
+    """A controller for any number of agents, which keeps all messages that it receives."""
 
     def __init__(
         self, directory: Path, welcome: m.Welcome, context: ssl.SSLContext | None = None
@@ -43,7 +43,7 @@ class FakeController:
         self._welcome = welcome
         self._context = context
         self._condition = threading.Condition()
-        self.heard: list[tuple[float, str, m.Message]] = []
+        self.received: list[tuple[float, str, m.Message]] = []
         self._links: dict[str, socket.socket] = {}
         self._listener: socket.socket | None = None
         self._next_action = 0
@@ -59,11 +59,11 @@ class FakeController:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def close(self) -> None:
-        """As if it had been killed."""
+        """Close all connections, as after a kill."""
         with self._condition:
             links = [*self._links.values(), *([self._listener] if self._listener else [])]
             self._links = {}
-            self.heard = []
+            self.received = []
         for link in links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
@@ -75,9 +75,9 @@ class FakeController:
                 sock, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._hear, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._receive, args=(sock,), daemon=True).start()
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket) -> None:
         node = ""
         try:
             if self._context is not None:
@@ -91,7 +91,7 @@ class FakeController:
                             self._links[node] = sock
                             sock.sendall(m.encode(self._welcome))
                         assert isinstance(message, m.Message)
-                        self.heard.append((time.monotonic(), node, message))
+                        self.received.append((time.monotonic(), node, message))
                         self._condition.notify_all()
         except (OSError, ValueError):
             return
@@ -105,24 +105,24 @@ class FakeController:
         return self._next_action
 
     def wait(self, kind: type[T], node: str = "", where: Callable[[T], bool] = lambda _: True) -> T:
-        """The first message of a kind that fits, heard already or yet to come."""
+        """The first message of a kind for which `where` is true, received already or later."""
         deadline = time.monotonic() + PATIENCE_S
         with self._condition:
             while True:
-                for _, sender, message in self.heard:
+                for _, sender, message in self.received:
                     if isinstance(message, kind) and node in ("", sender) and where(message):
                         return message
                 if not self._condition.wait(deadline - time.monotonic()):
-                    seen = "\n".join(repr(x)[:300] for x in self.heard[-10:])
-                    raise Timeout(f"no {kind.__name__} from {node or 'anybody'}; heard:\n{seen}")
+                    seen = "\n".join(repr(x)[:300] for x in self.received[-10:])
+                    raise Timeout(f"no {kind.__name__} from {node or 'any node'} in:\n{seen}")
 
     def forget(self) -> None:
         with self._condition:
-            self.heard = []
+            self.received = []
 
 
 class Rig:
-    """A job directory, a host, agents and the controller."""
+    """A job directory, a node launcher, agents and the controller."""
 
     def __init__(self, directory: Path, entrypoint: dict[str, Any], **spec: Any) -> None:
         self.directory = directory
@@ -151,12 +151,12 @@ class Rig:
         )
         self.controller.open()
         self.nodes: dict[str, int] = {}
-        self.host: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
 
-    # -- the host -----------------------------------------------------------------------------
-    def start_host(self) -> None:
+    # -- the launcher -------------------------------------------------------------------------
+    def start_launcher(self) -> None:
         log = (self.directory / "logs" / "host.log").open("wb")
-        self.host = subprocess.Popen(
+        self.launcher = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -175,7 +175,7 @@ class Rig:
     def socket_path(self) -> Path:
         return self.directory / "host.sock"
 
-    def connect_host(self) -> socket.socket:
+    def connect_launcher(self) -> socket.socket:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -183,30 +183,32 @@ class Rig:
                 sock.connect(str(self.socket_path))
             except (FileNotFoundError, ConnectionRefusedError):
                 sock.close()
-                assert self.host is not None and self.host.poll() is None, self.host_log()
-                assert time.monotonic() < deadline, self.host_log()
+                assert self.launcher is not None and self.launcher.poll() is None, (
+                    self.launcher_log()
+                )
+                assert time.monotonic() < deadline, self.launcher_log()
                 select.select([], [], [], 0.02)
                 continue
             sock.settimeout(PATIENCE_S)
-            first = hear_host(sock)
+            first = receive_from_launcher(sock)
             assert isinstance(first, h.NodeList)
             return sock
 
-    def host_log(self) -> str:
+    def launcher_log(self) -> str:
         return (self.directory / "logs" / "host.log").read_text()
 
     def start_node(self, sock: socket.socket, node: str, **more: Any) -> int:
-        """Returns the pid of the agent, once it has said Hello."""
-        self.ask_for_node(sock, node, **more)
+        """Returns the pid of the agent after its Hello."""
+        self.request_node(sock, node, **more)
         while True:
-            message = hear_host(sock)
+            message = receive_from_launcher(sock)
             if isinstance(message, h.NodeList) and node in message.nodes:
                 break
         self.nodes[node] = message.nodes[node]
         self.controller.wait(m.Hello, node)
         return self.nodes[node]
 
-    def ask_for_node(self, sock: socket.socket, node: str, **more: Any) -> None:
+    def request_node(self, sock: socket.socket, node: str, **more: Any) -> None:
         start = h.StartNode(
             node=node,
             job="test",
@@ -216,7 +218,7 @@ class Rig:
             log_file=str(self.directory / "logs" / f"agent-{node}.log"),
             **more,
         )
-        tell_host(sock, start)
+        send_to_launcher(sock, start)
 
     # -- generations --------------------------------------------------------------------------
     def launch(
@@ -259,7 +261,7 @@ class Rig:
         return self.controller.wait(m.Stopped, node, lambda x: x.action_id == action)
 
     def pids(self, node: str) -> dict[str, list[int]]:
-        """Processes below an agent: its forkserver and the forkserver's children."""
+        """Processes of an agent: its forkserver and the forkserver's children."""
         servers = children_of(self.nodes[node])
         return {"server": servers, "workers": [p for s in servers for p in children_of(s)]}
 
@@ -268,21 +270,21 @@ class Rig:
         return path.read_text() if path.exists() else ""
 
     def end(self) -> None:
-        """Kill what is left; tests that look for orphans have done so before."""
-        if self.host is not None:
-            for pid in [self.host.pid, *self.nodes.values()]:
+        """Kill all remaining processes; tests look for orphans before this."""
+        if self.launcher is not None:
+            for pid in [self.launcher.pid, *self.nodes.values()]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.host.wait()
+            self.launcher.wait()
         self.controller.close()
 
 
-def hear_host(sock: socket.socket) -> h.FromHost:
+def receive_from_launcher(sock: socket.socket) -> h.FromHost:
     def exactly(count: int) -> bytes:
         data = b""
         while len(data) < count:
             part = sock.recv(count - len(data))
-            assert part, "the host closed the connection"
+            assert part, "the launcher closed the connection"
             data += part
         return data
 
@@ -290,7 +292,7 @@ def hear_host(sock: socket.socket) -> h.FromHost:
     return msgspec.msgpack.decode(body, type=h.FromHost)
 
 
-def tell_host(sock: socket.socket, message: h.LauncherMessage) -> None:
+def send_to_launcher(sock: socket.socket, message: h.LauncherMessage) -> None:
     body = msgspec.msgpack.encode(message)
     sock.sendall(len(body).to_bytes(4, "big") + body)
 
@@ -305,7 +307,7 @@ def children_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def watched(pids: list[int]) -> Iterator[Callable[[], None]]:
-    """Yields a function that waits until all of these processes are gone."""
+    """Yields a function that waits until all of these processes have ended."""
     fds = [os.pidfd_open(pid) for pid in pids]
 
     def gone() -> None:
@@ -314,7 +316,7 @@ def watched(pids: list[int]) -> Iterator[Callable[[], None]]:
             poll = select.poll()
             poll.register(fd, select.POLLIN)
             left_ms = max(0, int((deadline - time.monotonic()) * 1000))
-            assert poll.poll(left_ms), f"process {pid} is still there"
+            assert poll.poll(left_ms), f"process {pid} is still running"
 
     try:
         yield gone

@@ -1,4 +1,4 @@
-"""One host for all tests of this folder: importing torch takes seconds."""
+"""One node launcher for all tests of this folder, because the import of torch takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from .agent_rig import Rig
 
 SCRIPT = '''
-"""A worker that does as the test's environment says, over the bare wire."""
+"""A worker without a session; the file `mode` selects what it does."""
 import mmap, os, sys, time
 from pathlib import Path
 from holdfast.workers import worker_protocol as wire, worker_transport as transport
@@ -91,14 +91,14 @@ wait_for_the_end()
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     rig = make_rig(tmp_path_factory.mktemp("rig"))
-    rig.start_host()
+    rig.start_launcher()
     yield rig
     rig.end()
 
 
 @pytest.fixture(scope="session")
-def host(rig: Rig) -> Iterator[socket.socket]:
-    with rig.connect_host() as sock:
+def launcher(rig: Rig) -> Iterator[socket.socket]:
+    with rig.connect_launcher() as sock:
         yield sock
 
 

@@ -1,4 +1,4 @@
-"""Nodes of one machine share out its GPUs: no two workers of a job see the same one."""
+"""GPUs of a machine are divided among its nodes: no two workers of a job see the same one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from holdfast.orchestrator.protocol import launcher_protocol as h
 from holdfast.orchestrator.protocol import messages as m
 
-from .agent_rig import Rig, hear_host, tell_host
+from .agent_rig import Rig, receive_from_launcher, send_to_launcher
 
 pytestmark = pytest.mark.e2e
 
@@ -31,13 +31,13 @@ DEVICES = ("0", "1", "GPU-2", "3", "4")
 def machine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
     (tmp_path / "train.py").write_text(SCRIPT)
     rig = Rig(tmp_path, {"script": "train.py"}, resources={"gpu": request.param})
-    rig.start_host()
+    rig.start_launcher()
     yield rig
     rig.end()
 
 
 def seen(rig: Rig, node: str, generation: int) -> str:
-    """What both workers of a node see."""
+    """CUDA_VISIBLE_DEVICES of both workers of a node."""
     assert rig.launch(node, generation).ok
     rig.controller.wait(
         m.Heartbeat,
@@ -50,21 +50,21 @@ def seen(rig: Rig, node: str, generation: int) -> str:
 
 
 @pytest.mark.parametrize("machine", [1], indirect=True)
-def test_each_node_has_gpus_of_its_own_and_a_new_one_waits_for_those_of_one_that_ends(
+def test_each_node_gets_its_own_gpus_and_a_new_node_waits_for_those_of_an_ended_one(
     machine: Rig,
 ) -> None:
-    with machine.connect_host() as host:
-        machine.start_node(host, "a", devices=DEVICES)
-        machine.start_node(host, "b", devices=DEVICES)
+    with machine.connect_launcher() as launcher:
+        machine.start_node(launcher, "a", devices=DEVICES)
+        machine.start_node(launcher, "b", devices=DEVICES)
         assert seen(machine, "a", 1) == repr("0,1")
         assert seen(machine, "b", 2) == repr("GPU-2,3")
-        machine.ask_for_node(host, "c", devices=DEVICES)
-        machine.ask_for_node(host, "never", devices=DEVICES)
-        tell_host(host, h.StopNode(node="never"))
-        tell_host(host, h.StopNode(node="b"))
+        machine.request_node(launcher, "c", devices=DEVICES)
+        machine.request_node(launcher, "never", devices=DEVICES)
+        send_to_launcher(launcher, h.StopNode(node="never"))
+        send_to_launcher(launcher, h.StopNode(node="b"))
         nodes: dict[str, int] = {}
         while "c" not in nodes:
-            message = hear_host(host)
+            message = receive_from_launcher(launcher)
             if isinstance(message, h.NodeList):
                 nodes = message.nodes
                 assert "c" not in nodes or "b" not in nodes
@@ -75,7 +75,7 @@ def test_each_node_has_gpus_of_its_own_and_a_new_one_waits_for_those_of_one_that
 
 
 @pytest.mark.parametrize("machine", [0], indirect=True)
-def test_a_job_that_asks_for_no_gpu_sees_none(machine: Rig) -> None:
-    with machine.connect_host() as host:
-        machine.start_node(host, "a")
+def test_a_job_without_gpus_sees_none(machine: Rig) -> None:
+    with machine.connect_launcher() as launcher:
+        machine.start_node(launcher, "a")
         assert seen(machine, "a", 1) == repr("")

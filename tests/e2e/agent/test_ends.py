@@ -1,4 +1,4 @@
-"""Whatever is killed, nothing is left: the host, and an agent that was started by hand."""
+"""No process is left after the end of the launcher or of a stand-alone agent."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def running(rig: Rig, node: str, generation: int) -> None:
     )
 
 
-def test_killing_the_host_ends_its_nodes_and_their_workers(tmp_path: Path) -> None:
+def test_killing_the_launcher_ends_its_nodes_and_their_workers(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
-    rig.start_host()
+    rig.start_launcher()
     try:
-        with rig.connect_host() as sock:
+        with rig.connect_launcher() as sock:
             for node in ("a", "b"):
                 rig.start_node(sock, node)
                 assert rig.launch(node, 1).ok
                 running(rig, node, 1)
-            assert rig.host is not None
+            assert rig.launcher is not None
             below = [p for node in ("a", "b") for pids in rig.pids(node).values() for p in pids]
-            with watched([rig.host.pid, *rig.nodes.values(), *below]) as gone:
-                os.kill(rig.host.pid, signal.SIGKILL)
-                rig.host.wait()
+            with watched([rig.launcher.pid, *rig.nodes.values(), *below]) as gone:
+                os.kill(rig.launcher.pid, signal.SIGKILL)
+                rig.launcher.wait()
                 gone()
     finally:
         rig.end()
 
 
-def test_an_agent_started_by_hand_works_and_ends_when_it_is_refused(tmp_path: Path) -> None:
+def test_a_stand_alone_agent_runs_and_ends_when_it_is_refused(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     command = [

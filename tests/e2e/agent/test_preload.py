@@ -1,4 +1,4 @@
-"""The preload list is complete: a forked worker imports next to nothing up to its first step."""
+"""The preload list is complete: a forked worker imports almost nothing until its first step."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Pod:
                 *wrapper, sys.executable, "-P", "-m", "holdfast.workers.agent",
                 "--job", "ns/test", "--node", "pod-1", "--slots", "2",
                 "--token-file", str(self.directory / "token"),
-                # The first refuses: a replica of the operator that does not lead.
+                # The first refuses, like a replica of the operator that is not the leader.
                 "--endpoint", f"{address}:1,{address}:{port}",
                 "--tls", str(self.directory / "tls"), "--tls-name", NAME, *more,
             ],
@@ -126,7 +126,7 @@ class Pod:
         self.controller.wait(m.Launched, "pod-1", lambda x: x.action_id == 10 * generation)
 
     def until_printed(self, *patterns: str) -> str:
-        """What was printed until all of these have been."""
+        """The output until all of these patterns have been printed."""
         assert self.process.stdout is not None
         text = ""
         while not all(re.search(pattern, text, re.M) for pattern in patterns):
@@ -148,7 +148,7 @@ class Pod:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A control group below our own. Skips where we may not make one."""
+    """A control group below our own. Skips if it cannot be created."""
     ours = cgroup.find("memory")
     if ours is None:
         pytest.skip("no memory controller is mounted here")
@@ -179,8 +179,8 @@ def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
     pod.launch()
     pod.until_printed(r"^\[rank 0\] here 0", r"^\[rank 1\] here 1")
     pod.terminate()
-    told = pod.controller.wait(m.NodeLeaving, "pod-1")
-    assert 0 < told.grace_s < 20
+    notice = pod.controller.wait(m.NodeLeaving, "pod-1")
+    assert 0 < notice.grace_s < 20
     pod.controller.send("pod-1", m.StopWorkers(action_id=2, generation=1))
     pod.controller.wait(m.Stopped, "pod-1")
     pod.controller.send("pod-1", m.Shutdown(detail="free to be taken away"))
@@ -188,12 +188,12 @@ def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
     assert "free to be taken away" in pod.until_printed("ends: ")
 
 
-def test_what_lies_beside_the_script_is_not_imported_by_the_agent_or_a_cold_forkserver(
+def test_modules_beside_the_script_are_not_imported_by_the_agent_or_a_new_forkserver(
     pod: Pod,
 ) -> None:
     for name in ("random", "queue", "msgspec"):
         (pod.directory / f"{name}.py").write_text("raise SystemExit(3)")
-    unready = dict.fromkeys(preload.SINGLE_THREADED, "")  # so that it starts itself once more
+    unready = dict.fromkeys(preload.SINGLE_THREADED, "")  # so that the agent restarts itself
     pod.start(environment=unready)
     pod.controller.wait(m.Hello, "pod-1")
     pod.launch()
@@ -208,7 +208,7 @@ def test_what_lies_beside_the_script_is_not_imported_by_the_agent_or_a_cold_fork
     pod.until_printed(r"here 0", r"here 1")
 
 
-def test_a_pod_that_nobody_lets_go_ends_within_its_grace_all_the_same(pod: Pod) -> None:
+def test_a_pod_that_gets_no_shutdown_ends_within_its_grace(pod: Pod) -> None:
     pod.start("--grace", "2")
     pod.controller.wait(m.Hello, "pod-1")
     pod.launch()
@@ -219,7 +219,7 @@ def test_a_pod_that_nobody_lets_go_ends_within_its_grace_all_the_same(pod: Pod) 
     assert "grace period of 2 s is over" in pod.until_printed("ends: ")
 
 
-def test_a_pod_without_a_controller_has_nothing_to_wait_for(pod: Pod) -> None:
+def test_a_pod_that_never_had_a_controller_ends_at_once(pod: Pod) -> None:
     pod.controller.close()
     pod.start()
     pod.until_printed("no controller yet: .*refused")
@@ -227,7 +227,7 @@ def test_a_pod_without_a_controller_has_nothing_to_wait_for(pod: Pod) -> None:
     assert pod.process.wait(PATIENCE_S) == 0
 
 
-def test_a_pod_whose_controller_is_gone_saves_what_it_holds_and_ends_in_time(pod: Pod) -> None:
+def test_a_pod_whose_controller_is_gone_writes_its_staged_state_and_ends_in_time(pod: Pod) -> None:
     (pod.directory / "stage").touch()
     pod.start("--grace", "6")
     pod.controller.wait(m.Hello, "pod-1")
@@ -243,8 +243,8 @@ def test_a_pod_whose_controller_is_gone_saves_what_it_holds_and_ends_in_time(pod
         assert data == bytes([shard]) * 1_000_000
 
 
-def test_the_store_is_reached_with_what_the_spec_says_of_it(tmp_path: Path) -> None:
-    """A pod is not started with spec.env: its agent learns it with the job."""
+def test_the_store_is_reached_with_the_variables_of_the_spec(tmp_path: Path) -> None:
+    """A pod is started without spec.env; its agent gets it with Welcome."""
     server = S3()
     pod = Pod(tmp_path, f"s3://{BUCKET}/job", env=server.environment)
     try:
@@ -268,7 +268,7 @@ def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> Non
     assert (facts.address, facts.failure_domain) == ("10.1.2.3", "machine-7")
 
 
-def test_a_worker_that_outgrows_the_pods_memory_is_told_from_one_that_somebody_killed(
+def test_a_worker_killed_for_lack_of_memory_is_distinguished_from_one_killed_otherwise(
     pod: Pod,
 ) -> None:
     limit_bytes = 3 * 2**30
@@ -290,10 +290,10 @@ def test_a_worker_that_outgrows_the_pods_memory_is_told_from_one_that_somebody_k
             gone()
 
 
-NOBODY = "65532"
-AS_NOBODY = (
-    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
-    # Only so that it may read this checkout, wherever it lies.
+UID = "65532"
+AS_UID = (
+    "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups",
+    # To read this checkout in any directory.
     "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
 )  # fmt: skip
 
@@ -309,16 +309,16 @@ READ_ONLY = (
     os.geteuid() != 0 or not (shutil.which("setpriv") and shutil.which("unshare")),
     reason="only root can become another user, with setpriv and unshare of util-linux",
 )
-def test_a_user_without_a_name_can_train_where_only_memory_can_be_written(pod: Pod) -> None:
+def test_a_user_without_a_name_can_train_on_a_read_only_file_system(pod: Pod) -> None:
     if subprocess.run([*READ_ONLY, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespace can be made here")
     bare = dict.fromkeys(("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"), "")
-    pod.start(wrapper=(*READ_ONLY, *AS_NOBODY), environment={**bare, "TMPDIR": "/dev/shm"})
+    pod.start(wrapper=(*READ_ONLY, *AS_UID), environment={**bare, "TMPDIR": "/dev/shm"})
     pod.controller.wait(m.Hello, "pod-1")
     pod.launch()
     text = pod.until_printed(r"^\[rank 0\] cache", r"^\[rank 1\] cache")
-    assert f"here 0 uid-{NOBODY}" in text
-    assert f"torchinductor_uid-{NOBODY} True" in text
+    assert f"here 0 uid-{UID}" in text
+    assert f"torchinductor_uid-{UID} True" in text
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_user_without_a_name_can_train_where_only_memory_can_be_written(pod: P
         (["--tls", "none"], "tls.key: got a certificate and key that cannot be used"),
     ],
 )
-def test_a_wrong_command_line_is_refused_in_words(
+def test_a_wrong_command_line_is_refused_with_the_fix(
     pod: Pod, arguments: list[str], text: str
 ) -> None:
     pod.start(*arguments)

@@ -20,27 +20,27 @@ from holdfast.orchestrator.protocol.launcher_protocol import StopNode
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.workers.agent.storage import peer_transfer
 
-from .agent_rig import TOKEN, Rig, tell_host, watched
+from .agent_rig import TOKEN, Rig, send_to_launcher, watched
 
 pytestmark = pytest.mark.e2e
 _names = (f"t-{number}" for number in itertools.count())
 
 
 @pytest.fixture
-def node(rig: Rig, host: socket.socket) -> Iterator[str]:
-    yield from start(rig, host)
+def node(rig: Rig, launcher: socket.socket) -> Iterator[str]:
+    yield from start(rig, launcher)
 
 
 @pytest.fixture
-def other(rig: Rig, host: socket.socket) -> Iterator[str]:
-    yield from start(rig, host)
+def other(rig: Rig, launcher: socket.socket) -> Iterator[str]:
+    yield from start(rig, launcher)
 
 
-def start(rig: Rig, host: socket.socket) -> Iterator[str]:
+def start(rig: Rig, launcher: socket.socket) -> Iterator[str]:
     name = next(_names)
-    rig.start_node(host, name)
+    rig.start_node(launcher, name)
     yield name
-    tell_host(host, StopNode(node=name))
+    send_to_launcher(launcher, StopNode(node=name))
 
 
 def mode(rig: Rig, text: str) -> None:
@@ -61,8 +61,8 @@ def staged(rig: Rig, node: str, generation: int, step: int = 3) -> None:
     )
 
 
-def through(rig: Rig, node: str, generation: int) -> None:
-    """Both workers have come to the end of the script."""
+def finished(rig: Rig, node: str, generation: int) -> None:
+    """Wait until both workers have finished the script."""
     rig.controller.wait(
         m.Heartbeat,
         node,
@@ -70,7 +70,7 @@ def through(rig: Rig, node: str, generation: int) -> None:
     )
 
 
-def test_what_was_staged_survives_the_workers_and_comes_back(rig: Rig, node: str) -> None:
+def test_staged_state_survives_its_workers_and_is_restored(rig: Rig, node: str) -> None:
     mode(rig, "stage")
     rig.launch(node, 1)
     staged(rig, node, 1)
@@ -79,14 +79,14 @@ def test_what_was_staged_survives_the_workers_and_comes_back(rig: Rig, node: str
     assert steps == {(2, 0), (2, 1), (3, 0), (3, 1)}
     mode(rig, "fetch")
     rig.launch(node, 2, restore=Restore(step=3, generation=1, num_shards=2))
-    through(rig, node, 2)
+    finished(rig, node, 2)
     for rank in range(2):
         for shard in range(2):
             assert f"fetched {shard} 1000000 True" in rig.log(2, rank)
     rig.stop(node, 2)
 
 
-def test_a_fresh_node_fetches_shards_from_the_memory_of_another(
+def test_a_new_node_fetches_shards_from_the_memory_of_another(
     rig: Rig, node: str, other: str
 ) -> None:
     mode(rig, "stage")
@@ -95,13 +95,15 @@ def test_a_fresh_node_fetches_shards_from_the_memory_of_another(
     sources = tuple(ShardLocation(k, node, "127.0.0.1", data_port(rig, node)) for k in range(2))
     mode(rig, "fetch")
     rig.launch(other, 12, restore=Restore(step=3, generation=11, num_shards=2, sources=sources))
-    through(rig, other, 12)
+    finished(rig, other, 12)
     assert rig.log(12, 0).count("True") == 2, rig.log(12, 0)
     rig.stop(other, 12)
     rig.stop(node, 11)
 
 
-def test_a_lost_node_leaves_its_shards_with_its_buddy(rig: Rig, node: str, other: str) -> None:
+def test_the_shards_of_a_lost_node_are_in_the_memory_of_its_buddy(
+    rig: Rig, node: str, other: str
+) -> None:
     mode(rig, "stage")
     rig.launch(node, 21, buddy=(other, data_port(rig, other)))
     staged(rig, node, 21)
@@ -117,7 +119,7 @@ def test_a_lost_node_leaves_its_shards_with_its_buddy(rig: Rig, node: str, other
 
 
 def fetch_when_there(port: int, wanted: peer_transfer.StagedShard) -> tuple[int, int]:
-    """The push runs beside training; ask until it is through."""
+    """Fetch until the push, which runs beside training, is complete."""
     for _ in range(200):
         try:
             return peer_transfer.fetch(
@@ -128,7 +130,7 @@ def fetch_when_there(port: int, wanted: peer_transfer.StagedShard) -> tuple[int,
     raise AssertionError(last)
 
 
-def test_the_data_port_serves_nobody_without_the_token(rig: Rig, node: str) -> None:
+def test_the_data_port_refuses_requests_without_the_token(rig: Rig, node: str) -> None:
     mode(rig, "stage")
     rig.launch(node, 31)
     staged(rig, node, 31)
@@ -159,7 +161,7 @@ def test_storage_gets_the_staged_bytes_and_their_checksum(rig: Rig, node: str) -
     rig.stop(node, 41)
 
 
-def test_a_store_that_cannot_be_written_is_reported_and_training_goes_on(
+def test_a_store_that_cannot_be_written_is_reported_and_training_continues(
     rig: Rig, node: str
 ) -> None:
     blocked = rig.directory / "checkpoints" / directory_name(0, 51)

@@ -13,19 +13,19 @@ import pytest
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.launcher_protocol import StopNode
 
-from .agent_rig import Rig, tell_host, watched
+from .agent_rig import Rig, send_to_launcher, watched
 
 pytestmark = pytest.mark.e2e
 _names = (f"w-{number}" for number in itertools.count())
 
 
 @pytest.fixture
-def node(rig: Rig, host: socket.socket) -> Iterator[str]:
+def node(rig: Rig, launcher: socket.socket) -> Iterator[str]:
     rig.controller.forget()
     name = next(_names)
-    rig.start_node(host, name)
+    rig.start_node(launcher, name)
     yield name
-    tell_host(host, StopNode(node=name))
+    send_to_launcher(launcher, StopNode(node=name))
 
 
 def launch(rig: Rig, node: str, mode: str, generation: int = 1) -> None:
@@ -34,13 +34,13 @@ def launch(rig: Rig, node: str, mode: str, generation: int = 1) -> None:
 
 
 def running(rig: Rig, node: str, step: int = 1000) -> m.Heartbeat:
-    """The beat that shows both workers at this step."""
+    """The heartbeat with both workers at this step."""
     return rig.controller.wait(
         m.Heartbeat, node, lambda b: len(b.workers) == 2 and all(w.step == step for w in b.workers)
     )
 
 
-def test_a_killed_worker_is_reported_with_its_signal_and_the_rest_is_left_alone(
+def test_a_killed_worker_is_reported_with_its_signal_and_the_others_run_on(
     rig: Rig, node: str
 ) -> None:
     launch(rig, node, "")
@@ -54,7 +54,7 @@ def test_a_killed_worker_is_reported_with_its_signal_and_the_rest_is_left_alone(
     assert stopped.offered_port > 0
 
 
-def test_a_node_without_a_place_for_logs_says_so_and_launches_once_it_has_one(
+def test_a_launch_without_a_directory_for_logs_fails_and_the_next_one_with_it_succeeds(
     rig: Rig, node: str
 ) -> None:
     (rig.directory / "mode").write_text("")
@@ -86,7 +86,7 @@ def test_an_exception_is_reported_with_its_traceback(rig: Rig, node: str) -> Non
     rig.stop(node, 1)
 
 
-def test_a_worker_stopped_by_sigstop_is_seen_its_stack_taken_and_then_killed(
+def test_a_worker_stopped_by_sigstop_is_reported_and_killed_after_its_stack_is_taken(
     rig: Rig, node: str
 ) -> None:
     launch(rig, node, "")
@@ -104,7 +104,7 @@ def test_a_worker_stopped_by_sigstop_is_seen_its_stack_taken_and_then_killed(
     assert len(stopped.exits) == 2
 
 
-def test_what_a_worker_leaves_behind_is_killed_with_it(rig: Rig, node: str) -> None:
+def test_orphans_of_a_worker_are_killed_with_it(rig: Rig, node: str) -> None:
     launch(rig, node, "orphan")
     running(rig, node)
     orphans = [int(rig.log(1, rank).split("orphan ")[-1].split()[0]) for rank in range(2)]
@@ -122,7 +122,7 @@ def test_a_stale_generation_is_refused(rig: Rig, node: str) -> None:
     assert "fence" in refused.detail
 
 
-def test_training_goes_on_without_a_controller_and_the_next_one_relearns_it(
+def test_training_continues_without_a_controller_and_the_next_one_is_informed(
     rig: Rig, node: str
 ) -> None:
     launch(rig, node, "", generation=3)
@@ -154,7 +154,7 @@ def test_killing_the_forkserver_ends_its_workers_and_the_node_recovers(rig: Rig,
     rig.stop(node, 2)
 
 
-def test_killing_the_agent_leaves_no_process(rig: Rig, node: str, host: socket.socket) -> None:
+def test_killing_the_agent_leaves_no_process(rig: Rig, node: str, launcher: socket.socket) -> None:
     launch(rig, node, "orphan")
     running(rig, node)
     orphans = [int(rig.log(1, rank).split("orphan ")[-1].split()[0]) for rank in range(2)]
@@ -164,7 +164,7 @@ def test_killing_the_agent_leaves_no_process(rig: Rig, node: str, host: socket.s
         gone()
 
 
-def test_shutdown_ends_the_node_with_everything_in_it(rig: Rig, node: str) -> None:
+def test_shutdown_ends_the_node_with_all_its_processes(rig: Rig, node: str) -> None:
     launch(rig, node, "")
     running(rig, node)
     pids = rig.pids(node)

@@ -29,7 +29,7 @@ BOUND_S = 120.0
 
 
 def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """A tiny transformer, 2 nodes x 2 workers, HSDP 2 x 2."""
+    """A small transformer, 2 nodes x 2 workers, HSDP 2 x 2."""
     config = {
         "steps": steps,
         "globalBatch": 4,
@@ -93,11 +93,11 @@ class Job:
 
     # -- watching ------------------------------------------------------------------------------
     def until(self, condition: Callable[[JobView], bool]) -> JobView:
-        """The first view for which something is true."""
+        """The first view for which `condition` is true."""
         with self._watch() as stream:
             while True:
                 view = _next_view(stream)
-                assert view is not None, f"the controller ended:\n{self.output()[-3000:]}"
+                assert view is not None, f"the controller has ended:\n{self.output()[-3000:]}"
                 if condition(view):
                     return view
 
@@ -108,7 +108,7 @@ class Job:
         return stream
 
     def _controller(self) -> dict[str, Any]:
-        """Where it listens, once it does."""
+        """The address of the controller, after it listens."""
         waited = 0.0
         while waited < BOUND_S:
             place = self.directory.controller()
@@ -119,10 +119,10 @@ class Job:
             except subprocess.TimeoutExpired:
                 waited += 0.05
             else:
-                raise AssertionError(f"it ended:\n{self.output()[-3000:]}")
-        raise AssertionError("it does not listen")
+                raise AssertionError(f"the command has ended:\n{self.output()[-3000:]}")
+        raise AssertionError("the controller does not listen")
 
-    def ask(self, verb: str, **arguments: Any) -> Reply:
+    def request(self, verb: str, **arguments: Any) -> Reply:
         place = self._controller()
         with socket.create_connection((place["address"], place["port"]), timeout=BOUND_S) as link:
             link.sendall(
@@ -133,12 +133,12 @@ class Job:
         return reply
 
     def running(self, *, incidents: int, steps: int = 2) -> JobView:
-        """Training, with this many incidents behind it and a few more steps done."""
+        """The view when the job runs after this many incidents and has done `steps` more steps."""
         view = self.until(lambda v: v.state == "running" and len(v.incidents) == incidents)
         return self.until(lambda v: v.step >= view.step + steps)
 
     def wait(self) -> JobView:
-        """The command's end, and the record it left."""
+        """Wait for the end of the command; the final view."""
         self.command.wait(BOUND_S)
         return read_view(self.directory)
 
@@ -148,7 +148,7 @@ class Job:
         return int(nodes["agents"][node]["pid"])
 
     def worker_pids(self) -> dict[int, int]:
-        """Rank -> pid, by the log that a worker writes to."""
+        """Rank -> pid, from the log file of each worker."""
         found = {}
         for process in self.processes():
             with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ def test_a_renamed_job_continues_from_adopted_checkpoints(
         refused = adopt(before, "before", "after")
         assert refused.returncode == 2
         assert "job: got before, running; expected a job that has ended" in refused.stderr
-        assert before.ask("cancel").ok
+        assert before.request("cancel").ok
         last = before.wait().checkpoints[-1].step
     finally:
         before.end()

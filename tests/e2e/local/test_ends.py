@@ -47,7 +47,7 @@ def assert_nothing_is_left(job: Job) -> None:
 
 
 def test_a_finished_job_succeeds_and_its_last_step_is_in_storage(make: Make) -> None:
-    job = make(spec("through", steps=12))
+    job = make(spec("finished", steps=12))
     job.run()
     view = job.wait()
     assert (view.state, view.step, job.command.returncode) == ("succeeded", 11, 0)
@@ -122,9 +122,9 @@ def test_the_loss_of_the_node_launcher_loses_only_its_nodes(make: Make) -> None:
     job.until(lambda view: bool(view.checkpoints))
     view = job.running(incidents=0)
     agents = {job.agent_pid(node.name) for node in view.nodes}
-    (host,) = [one for one in job.processes() if one.ppid() == job.command.pid]
-    assert host.pid not in agents
-    host.kill()
+    (launcher,) = [one for one in job.processes() if one.ppid() == job.command.pid]
+    assert launcher.pid not in agents
+    launcher.kill()
     after = job.running(incidents=len(view.incidents) + 1)
     assert after.incidents[-1].restored_from in ("memory", "storage")
     job.command.send_signal(signal.SIGTERM)

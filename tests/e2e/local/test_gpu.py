@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.end()
 
 
-def test_a_killed_worker_on_a_gpu_goes_on_from_node_memory(job: Job) -> None:
+def test_a_killed_worker_on_a_gpu_is_restored_from_memory(job: Job) -> None:
     view = job.until(lambda view: view.step >= 20)
     assert view.device_memory_peak_bytes > 0
     job.kill(job.worker_pids()[0])

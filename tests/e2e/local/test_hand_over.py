@@ -56,7 +56,7 @@ def terminate(job: Job) -> Incident:
     return view.incidents[0]
 
 
-def test_a_spare_takes_the_place_of_a_node_that_is_drained(started: Any) -> None:
+def test_a_spare_replaces_a_drained_node(started: Any) -> None:
     job = started(nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED)
     job.until(lambda view: len(view.nodes) == 3)
     incident = terminate(job)
@@ -64,7 +64,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_drained(started: Any) -> None
     assert incident.world_size_after == 4
 
 
-def test_a_job_without_spares_waits_for_the_replacement_and_loses_nothing(started: Any) -> None:
+def test_a_job_without_spares_waits_for_the_replacement_and_loses_no_step(started: Any) -> None:
     job = started(nodes={"min": 2, "max": 2}, **FULLY_SHARDED)
     incident = terminate(job)
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
@@ -86,7 +86,7 @@ def test_a_controller_that_returns_in_time_learns_of_the_drain_and_loses_nothing
     assert incident.steps_lost == 0 and incident.restored_from == "memory"
 
 
-def test_a_drain_loses_nothing_where_not_every_step_is_staged(started: Any) -> None:
+def test_a_drain_loses_no_step_if_not_every_step_is_staged(started: Any) -> None:
     job = started(NEVER, nodes={"min": 2, "max": 2, "spares": 1}, **FULLY_SHARDED, **RARELY)
     job.until(lambda view: len(view.nodes) == 3)
     incident = terminate(job)
@@ -96,12 +96,12 @@ def test_a_drain_loses_nothing_where_not_every_step_is_staged(started: Any) -> N
 
 def test_neither_resize_nor_suspend_loses_a_step_that_was_not_staged(started: Any) -> None:
     job = started(NEVER, **RARELY)
-    assert job.ask("resize", nodes=1).ok
+    assert job.request("resize", nodes=1).ok
     smaller = job.running(incidents=1).incidents[0]
     assert (smaller.world_size_after, smaller.steps_lost) == (2, 0)
-    assert job.ask("suspend").ok
+    assert job.request("suspend").ok
     held = job.until(lambda view: view.state == "suspended")
-    assert job.ask("resume").ok
+    assert job.request("resume").ok
     again = job.running(incidents=2).incidents[1]
     assert (again.restored_from, again.steps_lost) == ("storage", 0)
     assert again.resumed_after_step == held.step > (smaller.resumed_after_step or 0) >= 10
@@ -109,7 +109,7 @@ def test_neither_resize_nor_suspend_loses_a_step_that_was_not_staged(started: An
 
 def test_a_requested_checkpoint_does_not_wait_for_its_interval(started: Any) -> None:
     job = started(NEVER, **RARELY)
-    reply = job.ask("checkpoint")
+    reply = job.request("checkpoint")
     view = job.until(lambda view: bool(view.checkpoints))
     assert [one.step for one in view.checkpoints] == [reply.body["step"]]
     assert not view.incidents and view.state == "running"

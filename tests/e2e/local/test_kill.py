@@ -48,7 +48,7 @@ def test_a_killed_worker_costs_at_most_one_step(job: Job) -> None:
     assert not incident.rehearsal
 
 
-def test_a_killed_node_is_replaced_and_its_shards_come_from_memory(job: Job) -> None:
+def test_a_killed_node_is_replaced_and_its_shards_are_restored_from_memory(job: Job) -> None:
     view = job.until(lambda view: True)
     node = view.nodes[0].name
     job.kill(job.agent_pid(node))
@@ -61,7 +61,7 @@ def test_a_killed_node_is_replaced_and_its_shards_come_from_memory(job: Job) -> 
     assert node not in [one.name for one in after.nodes]
 
 
-def test_a_stopped_worker_is_named_as_the_one_that_hangs(job: Job) -> None:
+def test_a_stopped_worker_is_named_as_the_cause_of_the_hang(job: Job) -> None:
     before = incidents(job)
     # The learned limit needs a few steps of this generation.
     step = job.until(lambda view: True).step
@@ -89,7 +89,7 @@ def test_agents_that_all_stop_sending_heartbeats_together_are_not_declared_lost(
     assert len(after.incidents) == len(before.incidents)
 
 
-def test_training_goes_on_while_the_controller_is_dead_and_a_new_one_takes_over(job: Job) -> None:
+def test_training_continues_without_a_controller_until_a_new_one_takes_over(job: Job) -> None:
     before = job.until(lambda view: True)
     workers = job.worker_pids()
     job.kill(job.command.pid)
@@ -101,7 +101,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_a_new_one_takes_over(
     assert job.worker_pids() == workers
 
 
-def test_a_node_that_was_killed_while_the_controller_was_dead_is_replaced(job: Job) -> None:
+def test_a_node_killed_while_there_is_no_controller_is_replaced(job: Job) -> None:
     view = job.until(lambda view: True)
     job.kill(job.command.pid)
     job.command.wait()
@@ -113,9 +113,9 @@ def test_a_node_that_was_killed_while_the_controller_was_dead_is_replaced(job: J
     assert incident.restored_from == "memory"
 
 
-def test_a_lost_node_without_a_replacement_shrinks_the_job_which_grows_again(job: Job) -> None:
+def test_a_job_shrinks_without_a_replacement_and_grows_again(job: Job) -> None:
     view = job.until(lambda view: True)
-    reply = job.ask("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=4.0)
+    reply = job.request("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=4.0)
     assert reply.ok
     small = job.until(lambda v: v.state == "running" and v.world_size == 2)
     incident = small.incidents[-1]

@@ -39,7 +39,7 @@ def document() -> dict[str, Any]:
 
 
 def losses_of(job: Job) -> dict[int, str]:
-    """Loss of every step as rank 0 printed it; a step that was redone must print the same."""
+    """Loss of every step as rank 0 printed it; a repeated step must print the same loss."""
     found: dict[int, str] = {}
     for log in sorted(job.directory.path.glob("logs/gen-*/rank-00000.log")):
         for step, loss in re.findall(r"^step (\d+) loss (\S+)", log.read_text(), re.M):
@@ -47,9 +47,7 @@ def losses_of(job: Job) -> dict[int, str]:
     return found
 
 
-def test_kills_of_a_worker_and_of_a_node_leave_every_loss_as_it_was(
-    job: Job, undisturbed: dict[int, str]
-) -> None:
+def test_kills_of_a_worker_and_a_node_change_no_loss(job: Job, undisturbed: dict[int, str]) -> None:
     job.until(lambda view: view.step >= 20)
     job.kill(job.worker_pids()[1])
     job.running(incidents=1, steps=15)
@@ -63,14 +61,14 @@ def test_kills_of_a_worker_and_of_a_node_leave_every_loss_as_it_was(
     assert all(i.steps_lost is not None and i.steps_lost <= 1 for i in view.incidents)
 
 
-def test_a_job_that_shrinks_and_grows_again_learns_the_same(
+def test_a_job_that_shrinks_and_grows_again_has_the_same_losses(
     job: Job, undisturbed: dict[int, str]
 ) -> None:
-    """Sums run in another order at another world size, so losses agree but for rounding."""
+    """Sums have another order at another world size, so losses differ by rounding."""
     job.until(lambda view: view.step >= 20)
-    assert job.ask("resize", nodes=1).ok
+    assert job.request("resize", nodes=1).ok
     job.until(lambda view: view.state == "running" and view.world_size == 2)
-    assert job.ask("resize", nodes=2).ok
+    assert job.request("resize", nodes=2).ok
     job.until(lambda view: view.state == "running" and view.world_size == 4)
     view = job.wait()
     assert [one.world_size_after for one in view.incidents] == [2, 4]

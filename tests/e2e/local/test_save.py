@@ -56,14 +56,14 @@ def test_save_with_wait_fails_when_the_job_ends_without_the_checkpoint(
 ) -> None:
     job.run()
     job.running(incidents=0)
-    # Nothing can be committed: a file is where the checkpoints should be.
+    # No checkpoint can be committed: a file is in place of their directory.
     tier = next(job.directory.path.glob("checkpoints"))
     tier.rename(tmp_path / "away")
     tier.write_text("")
     saving = save(job, "--wait")
     assert saving.stderr is not None
     assert "not committed yet: " in saving.stderr.readline()
-    assert job.ask("cancel").ok
+    assert job.request("cancel").ok
     _, printed = saving.communicate(timeout=BOUND_S)
     assert saving.returncode == 1
     assert "cancelled, so the checkpoint of step " in printed and "there is none" in printed

@@ -1,5 +1,5 @@
 """Trains two copies of a model, one with an optimizer over DTensors and torch's clipping, one with
-`Session.shards`, and says on rank 0 how far they are apart. Run by torchrun."""
+`Session.shards`; rank 0 prints their difference. Run by torchrun."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def main(shard: int, tensor: int) -> None:
     for step in range(STEPS):
         torch.manual_seed(1000 * step + s.rank // tensor)
         inputs = torch.randn(3, 5)
-        if tensor > 1:  # each has its part of the sequence
+        if tensor > 1:  # each rank has a part of the sequence
             inputs = torch.randn(3, 2 * tensor, 4).chunk(tensor, 1)[s.rank % tensor]
         for model in (ours, theirs):
             model(inputs).square().mean().backward()
-        if shard == tensor == 1:  # nobody averages the gradients of models that are not wrapped
+        if shard == tensor == 1:  # models that are not wrapped do not average their gradients
             for model in (ours, theirs):
                 average(model)
         quick_norm = shards.clip_grad_norm_(MAX_NORM)
@@ -57,11 +57,11 @@ def main(shard: int, tensor: int) -> None:
         print(json.dumps({"norms": norms, "apart": apart}))
     session.leave()
     sys.stdout.flush()
-    os._exit(0)  # as a worker: threads of gloo abort a process whose interpreter is torn down
+    os._exit(0)  # like a worker: threads of gloo abort a process during interpreter teardown
 
 
 def build(s: session.Session, tensor: int) -> nn.Module:
-    """Sizes that do not divide: some ranks hold less than others, or nothing of a parameter."""
+    """Sizes that do not divide evenly: some ranks hold less of a parameter, or nothing."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
     if s.shape.shard > 1:
@@ -72,7 +72,7 @@ def build(s: session.Session, tensor: int) -> nn.Module:
 
 
 def build_tensor_parallel(s: session.Session, tensor: int) -> nn.Module:
-    """Sharded over `tensor` ranks, and FSDP2 over the others: its weights are cut twice."""
+    """Sharded over `tensor` ranks, and with FSDP2 over the others: weights are split twice."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
     shape = (s.world_size // tensor, tensor)

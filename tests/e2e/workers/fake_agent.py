@@ -1,8 +1,7 @@
-"""A small agent for tests: real worker processes, real process groups, the wire, memfds.
+"""A fake agent for tests with real worker processes and process groups.
 
-Owns: forking workers from a preloaded server, serving their buffers and shards, and keeping what
-they staged. It obeys the same rule as the real one: the two newest steps are kept. Must not: decide
-about recovery; a test says what each generation restores from.
+It serves buffers and shards, and keeps the two newest staged steps like the real agent. A test
+chooses what each generation restores from.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CONTEXT.set_forkserver_preload([*preload.MODULES, *preload.OURS])
 
 
 def make_job(steps: int = 6, **changes: Any) -> TrainingJob:
-    """A tiny pre-training job; `changes` go into the recipe's config or, by name, into the spec."""
+    """A small pre-training job; `config` changes the recipe, other `changes` the spec."""
     model = {"dim": 32, "numLayers": 2, "numHeads": 2}
     config = {
         "steps": steps, "globalBatch": 4, "model": model, "data": {"sequenceLength": 16},
@@ -58,7 +57,7 @@ def run_recipe(job: TrainingJob) -> None:
 
 
 def run_session_loop(job: TrainingJob) -> None:
-    """The example of a user's own loop, with more steps than any test waits for."""
+    """The example of a training loop, with more steps than a test takes."""
     script = Path(__file__).parents[3] / "examples" / "session_loop.py"
     sys.argv = [str(script), "100000"]
     runpy.run_path(str(script), run_name="__main__")
@@ -71,7 +70,7 @@ def _worker(
     entry: Callable[..., None],
     warmed: bool,
 ) -> None:
-    """What the bootstrap does, in small."""
+    """A short form of worker_main."""
     import torch
 
     torch.set_num_threads(1)
@@ -123,7 +122,7 @@ class Generation:
         self.messages: list[tuple[int, Any]] = []
         self.staged: dict[int, dict[int, bytes]] = {}
         """Step -> rank -> the staged file."""
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         port = free_port()
         membership = Membership(
@@ -166,10 +165,10 @@ class Generation:
         self._selector.register(ours, selectors.EVENT_READ, seat)
         return seat
 
-    # -- what a test asks ---------------------------------------------------------------------
+    # -- for tests ----------------------------------------------------------------------------
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        with self._news:
-            done = self._news.wait_for(condition, timeout_s)
+        with self._changed:
+            done = self._changed.wait_for(condition, timeout_s)
         assert done, f"not seen within {timeout_s} s; last messages: {self.messages[-8:]}"
 
     def progress(self, rank: int) -> list[worker_protocol.Progress]:
@@ -184,7 +183,7 @@ class Generation:
         return [m for _, m in self.messages if isinstance(m, worker_protocol.Failed)]
 
     def shards(self, step: int) -> dict[int, bytes]:
-        """The state after a step by shard index, as the first replica group staged it."""
+        """The state after a step by shard index, from the first replica."""
         by_rank = self.staged[step]
         return {
             self.mesh.shard_index(rank): by_rank[rank] for rank in sorted(by_rank, reverse=True)
@@ -202,7 +201,7 @@ class Generation:
             seat.process.kill()
         self.join()
 
-    # -- the wire -----------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------
     def _serve(self) -> None:
         while self._selector.get_map():
             for key, _ in self._selector.select():
@@ -211,13 +210,13 @@ class Generation:
                     message, _fd = worker_transport.receive(seat.link)
                     if message is not None:
                         self._take(seat, message)
-                except OSError:  # it ended with something of ours unread
+                except OSError:  # the worker ended with unread messages
                     message = None
                 if message is None:
                     self._selector.unregister(seat.link)
                     self._close(seat)
-                with self._news:
-                    self._news.notify_all()
+                with self._changed:
+                    self._changed.notify_all()
 
     def _close(self, seat: _Seat) -> None:
         seat.link.close()
@@ -225,7 +224,7 @@ class Generation:
             os.close(fd)
 
     def _take(self, seat: _Seat, message: Any) -> None:
-        with self._news:
+        with self._changed:
             self.messages.append((seat.rank, message))
         match message:
             case worker_protocol.BufferRequest():
@@ -238,7 +237,7 @@ class Generation:
                     worker_transport.send(seat.link, reply, fd)
             case worker_protocol.Staged():
                 content = os.pread(seat.buffers[message.buffer], message.num_bytes, 0)
-                with self._news:
+                with self._changed:
                     self.staged.setdefault(message.step, {})[seat.rank] = content
                 seat.held[message.step] = message.buffer
                 for step in sorted(seat.held)[:-2]:
@@ -265,7 +264,7 @@ class Generation:
 def persist(
     path: Path, generation: Generation, step: int, job: str = "tiny", commit: bool = True
 ) -> Manifest:
-    """Writes a staged step to a storage tier as agents and controller do."""
+    """Write a staged step to a storage tier like agents and controller."""
     shards = generation.shards(step)
     files = []
     directory = ""

@@ -1,4 +1,4 @@
-"""Real torch process groups over gloo, trained by the recipe against a small agent."""
+"""The recipe on real torch process groups over gloo, with a fake agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def whole() -> Generation:
-    """An undisturbed run on four ranks, at a batch that no world size but one divides."""
+    """An undisturbed run on four ranks, with a batch that only world size 1 divides."""
     generation = Generation(make_job(STEPS, config={"globalBatch": 5}), HSDP)
     assert generation.join() == [0, 0, 0, 0], generation.failures()
     return generation
@@ -53,7 +53,7 @@ def test_both_replicas_hold_the_same_state(whole: Generation) -> None:
     assert checksums(last[1]) == checksums(last[3])
 
 
-def test_a_new_generation_goes_on_from_memory_exactly(whole: Generation) -> None:
+def test_a_new_generation_continues_from_memory_exactly(whole: Generation) -> None:
     restore = Restore(step=2, generation=1, num_shards=2)
     again = Generation(
         make_job(STEPS, config={"globalBatch": 5}), HSDP, number=2, restore=restore,
@@ -62,7 +62,7 @@ def test_a_new_generation_goes_on_from_memory_exactly(whole: Generation) -> None
     assert again.join() == [0, 0, 0, 0], again.failures()
     losses = whole.losses()
     assert again.losses() == {step: losses[step] for step in (3, 4, 5)}
-    # The same to the last bit: nothing of the state was lost on the way.
+    # Bit for bit: the restore is exact.
     assert checksums(again.staged[STEPS - 1][1]) == checksums(whole.staged[STEPS - 1][1])
 
 
@@ -93,7 +93,7 @@ def test_micro_batches_give_the_same_gradients(whole: Generation) -> None:
 @pytest.mark.parametrize(
     "mesh", [HSDP, Mesh(shard=2), Mesh(replicate=2)], ids=("hsdp", "fsdp", "ddp")
 )
-def test_bfloat16_with_sums_in_float32_learns_much_the_same(whole: Generation, mesh: Mesh) -> None:
+def test_bfloat16_with_sums_in_float32_has_similar_losses(whole: Generation, mesh: Mesh) -> None:
     precision = {"parameters": "bfloat16", "reduce": "float32"}
     job = make_job(4, config={"globalBatch": 5}, parallelism={"precision": precision})
     other = Generation(job, mesh)
@@ -101,13 +101,13 @@ def test_bfloat16_with_sums_in_float32_learns_much_the_same(whole: Generation, m
     want, found = whole.losses(), other.losses()
     assert found == pytest.approx({step: want[step] for step in range(4)}, rel=2e-2)
     assert found != pytest.approx({step: want[step] for step in range(4)}, rel=1e-6)
-    # What is kept, and sent on, is the optimizer's float32.
+    # The stored parameters are the optimizer's float32.
     header = parse_header(other.staged[3][0], "file")
     kept = {entry.dtype for name, entry in header.entries.items() if name.startswith("model.")}
     assert kept == {"F32"}
 
 
-def test_a_smaller_mesh_goes_on_from_the_memory_of_a_larger_one(whole: Generation) -> None:
+def test_a_smaller_mesh_continues_from_the_memory_of_a_larger_one(whole: Generation) -> None:
     restore = Restore(step=2, generation=1, num_shards=2)
     config = {"globalBatch": 5, "evaluateEverySteps": 2}
     shrunk = Generation(
@@ -120,7 +120,7 @@ def test_a_smaller_mesh_goes_on_from_the_memory_of_a_larger_one(whole: Generatio
     assert worker_protocol.PhaseChanged(phase="evaluate") in [m for _, m in shrunk.messages]
 
 
-def test_another_mesh_goes_on_from_storage(whole: Generation, tmp_path: Path) -> None:
+def test_another_mesh_continues_from_storage(whole: Generation, tmp_path: Path) -> None:
     manifest = persist(tmp_path, whole, step=1)
     assert inspect.verify(str(tmp_path), manifest).ok
     restore = Restore(step=1, generation=1, num_shards=2, directory=manifest.directory)
@@ -162,7 +162,7 @@ def test_damage_and_another_model_end_the_worker_with_a_clear_error(
     assert manifest.files[1].file in failed.message
 
 
-def test_a_loop_of_ones_own_goes_on_where_it_was() -> None:
+def test_a_users_own_loop_continues_after_its_last_step() -> None:
     job = make_job()
     first = Generation(job, Mesh(shard=2), entry=run_session_loop)
     first.wait_for(lambda: len(first.staged.get(5, {})) == 2)

@@ -1,10 +1,8 @@
-"""What the control groups of this process allow, version 1 and version 2: a container's limits.
+"""The limits of this process's control groups, version 1 and 2: CPU and memory of a container.
 
-Owns: finding our groups and reading them. Must not: change them.
-
-Without these a node of 4 cores and 16 GiB on a machine of 128 and 1 TiB would take all of it for
-its own. Limits of groups above ours hold too, as far as they can be seen: in a container one
-usually sees no further than its own.
+Without them a node of 4 cores and 16 GiB on a machine with 128 cores and 1 TiB would count on all
+of it. Limits of the parent groups apply too; a container usually sees only its own group. Version 1
+is kept because gVisor and older distributions still have it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 2**60
-"""Version 1 says `no limit` with a number near 2**63."""
+"""Version 1 shows `no limit` as a number near 2**63."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,14 @@ class CgroupDirectory:
     directory: Path
 
     def upwards(self) -> Iterator[Path]:
-        """Our group, the one around it, and so on."""
+        """This group, then its parents."""
         yield self.directory
         if self.directory != self.top:
             yield from (p for p in self.directory.parents if p == self.top or self.top in p.parents)
 
 
 def find(controller: str, proc: Path = Path("/proc/self")) -> CgroupDirectory | None:
-    """Where a controller (`memory`, `cpu`) is in force for this process."""
+    """The group of this process for a controller (`memory`, `cpu`)."""
     try:
         groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         mounts = list(_mounts((proc / "mountinfo").read_text()))
@@ -56,8 +54,8 @@ class _Mount:
     options: list[str]
 
     def locate(self, path: str) -> Path:
-        """Where a group of /proc/self/cgroup is below the mount point. What is mounted is often
-        the container's own group, and then everything above it is out of sight."""
+        """The directory of a group of /proc/self/cgroup. Often only the container's own group is
+        mounted, and its parents are not visible."""
         below = path.removeprefix(self.root.rstrip("/")).lstrip("/")
         found = self.point / below
         return found if found.is_dir() else self.point
@@ -75,41 +73,40 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
             yield _Mount(version, fields[3], Path(fields[4]), options.split(","))
 
 
-# -- what they allow --------------------------------------------------------------------------
-def memory_limit_bytes(place: CgroupDirectory | None) -> int | None:
-    """None: there is no limit."""
-    if place is None:
+# -- limits -----------------------------------------------------------------------------------
+def memory_limit_bytes(group: CgroupDirectory | None) -> int | None:
+    """None: no limit."""
+    if group is None:
         return None
-    name = "memory.max" if place.version == 2 else "memory.limit_in_bytes"
-    least = _least(place, lambda group: _limit((group / name).read_text()))
+    name = "memory.max" if group.version == 2 else "memory.limit_in_bytes"
+    least = _least(group, lambda path: _limit((path / name).read_text()))
     return None if least is None else int(least)
 
 
-def cpu_limit(place: CgroupDirectory | None) -> float | None:
-    """Cores' worth of time per second; None: as many as there are."""
-    if place is None:
+def cpu_limit(group: CgroupDirectory | None) -> float | None:
+    """CPU quota in cores; None: no limit."""
+    if group is None:
         return None
 
-    def of(group: Path) -> float | None:
-        if place.version == 2:
-            quota, period = (group / "cpu.max").read_text().split()
+    def of(path: Path) -> float | None:
+        if group.version == 2:
+            quota, period = (path / "cpu.max").read_text().split()
         else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
+            quota = (path / "cpu.cfs_quota_us").read_text()
+            period = (path / "cpu.cfs_period_us").read_text()
         cores = _limit(quota)
         return None if cores is None else cores / int(period)
 
-    return _least(place, of)
+    return _least(group, of)
 
 
-def memory_kills(place: CgroupDirectory | None) -> int:
-    """How often the kernel killed in our group because its memory ran out; 0 where that cannot be
-    read."""
-    if place is None:
+def memory_kills(group: CgroupDirectory | None) -> int:
+    """Number of processes of the group that the kernel killed for lack of memory; 0 if unknown."""
+    if group is None:
         return 0
-    name = "memory.events" if place.version == 2 else "memory.oom_control"
+    name = "memory.events" if group.version == 2 else "memory.oom_control"
     try:
-        lines = (place.directory / name).read_text().splitlines()
+        lines = (group.directory / name).read_text().splitlines()
         return int(dict(line.split() for line in lines).get("oom_kill", 0))
     except (OSError, ValueError):
         return 0
@@ -122,13 +119,13 @@ def _limit(text: str) -> int | None:
     return int(text)
 
 
-def _least(place: CgroupDirectory, of: Callable[[Path], float | None]) -> float | None:
+def _least(group: CgroupDirectory, of: Callable[[Path], float | None]) -> float | None:
     found = []
-    for group in place.upwards():
+    for path in group.upwards():
         try:
-            limit = of(group)
+            limit = of(path)
         except (OSError, ValueError):
-            continue  # the topmost group has no limits, and controllers need not be everywhere
+            continue  # the root group has no limits, and not every group has every controller
         if limit is not None:
             found.append(limit)
     return min(found, default=None)

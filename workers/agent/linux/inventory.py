@@ -1,27 +1,23 @@
-"""What this node has: cores, memory, GPUs, network. Read once, without opening a device.
+"""The hardware of this node: cores, memory, GPUs, network.
 
-Owns: NodeFacts of this node. Must not: create a CUDA context: the agent would hold device memory
-that belongs to the workers.
+No device is opened: a CUDA context in the agent would hold device memory that belongs to workers.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.hardware import query_gpus, rdma_devices
 
 from . import cgroup
-
-NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
@@ -35,7 +31,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         gpus=gpus(),
         interfaces=interfaces(),
         address_interface=interface_of(address),
-        hcas=hcas(),
+        hcas=rdma_devices(),
         failure_domain=failure_domain,
         torch_version=_torch_version(),
         pid=os.getpid(),
@@ -43,16 +39,16 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
 
 
 def cpus() -> int:
-    """Cores that this process may use at once: a quota counts as whole cores."""
+    """Cores that this process may use at once, whole ones of a CPU quota."""
     quota = cgroup.cpu_limit(cgroup.find("cpu"))
-    there = len(os.sched_getaffinity(0))
-    return there if quota is None else max(1, min(there, int(quota)))
+    cores = len(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def memory_bytes() -> int:
     limit = cgroup.memory_limit_bytes(cgroup.find("memory"))
-    there = psutil.virtual_memory().total
-    return there if limit is None else min(there, limit)
+    total = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
 
 
 def interfaces() -> tuple[str, ...]:
@@ -62,46 +58,25 @@ def interfaces() -> tuple[str, ...]:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """What nvidia-smi lists; nothing where there is no driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or not Path("/proc/driver/nvidia/gpus").exists():
-        return ()
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
+        found = query_gpus()
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"nvidia-smi: {error}; taking this node as one without GPUs", file=sys.stderr)
+        print(f"nvidia-smi: {error}; this node is taken as one without GPUs", file=sys.stderr)
         return ()
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
-    found = tuple(Gpu(name.strip(), int(float(mib)) * 2**20) for name, mib in rows)
     return found[: num_visible(os.environ.get(VISIBLE_DEVICES), len(found))]
 
 
-def num_visible(told: str | None, found: int) -> int:
-    """How many of the GPUs that are there CUDA_VISIBLE_DEVICES leaves."""
-    return found if told is None else sum(bool(name.strip()) for name in told.split(","))
+def num_visible(variable: str | None, found: int) -> int:
+    """Number of GPUs that a value of CUDA_VISIBLE_DEVICES leaves."""
+    return found if variable is None else sum(bool(name.strip()) for name in variable.split(","))
 
 
 def interface_of(address: str) -> str:
-    """The interface that carries an IP address; empty where none does, or a name was given."""
+    """The interface of an IP address; empty for an unknown address or a host name."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return name
     return ""
-
-
-def hcas() -> tuple[str, ...]:
-    """RDMA devices as `name:link layer`, which tells InfiniBand from RoCE and EFA."""
-    root = Path("/sys/class/infiniband")
-    found = []
-    for device in sorted(root.iterdir()) if root.is_dir() else ():
-        layer = device / "ports/1/link_layer"
-        found.append(
-            f"{device.name}:{layer.read_text().strip()}" if layer.exists() else device.name
-        )
-    return tuple(found)
 
 
 def _torch_version() -> str:

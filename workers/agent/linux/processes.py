@@ -1,7 +1,4 @@
-"""The few calls of Linux that Python does not wrap, and facts from /proc.
-
-Owns: prctl, process states, signal names. Must not: know jobs.
-"""
+"""Linux calls that Python does not wrap, and process states from /proc."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends; ends at once if it has already."""
+    """Have the kernel SIGKILL this process when its parent ends; exits if the parent has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(137)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has ended, to be able to end them."""
+    """Become the parent of descendants whose own parent has ended (subreaper), to end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: str) -> None:
-    """What ps and pkill know this process by: `hf-` and at most 12 more characters are kept."""
+    """Set the name that ps and pkill show: `hf-` and at most 12 more characters."""
     _prctl(_PR_SET_NAME, f"hf-{name}".encode())
 
 
@@ -41,17 +38,17 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def state_of(pid: int) -> str:
-    """State letter of a process (R, S, D, T, Z ...), empty when there is none."""
+    """State letter of a process (R, S, D, T, Z ...); empty when it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    # The name in parentheses may contain anything, also parentheses.
+    # The name in parentheses may itself contain parentheses.
     return chr(stat[stat.rindex(b")") + 2])
 
 
 def children() -> list[int]:
-    """Children of this process, zombies included; empty where the kernel does not tell."""
+    """Children of this process, zombies included; empty if the kernel does not list them."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -62,10 +59,10 @@ def children() -> list[int]:
 
 
 def reap_strays(seen: set[int]) -> set[int]:
-    """Wait for zombies that were there the last time (`seen`) too; returns those to ask for again.
+    """Reap zombies that are also in `seen`; returns the other ones, for the next call.
 
-    As process 1 of a container one gets every orphan in it, such as what `kubectl exec` left
-    behind. Whoever waits for a child of its own does so at once, so an old zombie is nobody's."""
+    Process 1 of a container gets all orphans of it, such as those of `kubectl exec`. Code that
+    waits for its own child does so at once, so an old zombie has no other waiter."""
     zombies = {pid for pid in children() if state_of(pid) == "Z"}
     for pid in zombies & seen:
         os.waitpid(pid, os.WNOHANG)

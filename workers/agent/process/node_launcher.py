@@ -30,7 +30,7 @@ LINGER_S = 10.0
 """Time without node and connection after which the launcher ends; a controller may restart."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[p.ToHost] = msgspec.msgpack.Decoder(p.ToHost)
+_DECODER: msgspec.msgpack.Decoder[p.ToLauncher] = msgspec.msgpack.Decoder(p.ToLauncher)
 
 
 class LauncherConnection:
@@ -40,7 +40,7 @@ class LauncherConnection:
         self.sock = sock
         self._frames = FrameReader()
 
-    def messages(self) -> list[p.ToHost] | None:
+    def messages(self) -> list[p.ToLauncher] | None:
         """New messages; None when the backend has closed or does not speak our protocol."""
         try:
             part = self.sock.recv(65536)
@@ -54,7 +54,7 @@ class LauncherConnection:
             print(f"node launcher: {error}", file=sys.stderr)
             return None
 
-    def send(self, message: p.FromHost) -> None:
+    def send(self, message: p.FromLauncher) -> None:
         with contextlib.suppress(OSError):  # the next read notices a closed connection
             self.sock.sendall(frame(_ENCODER.encode(message)))
 
@@ -121,7 +121,7 @@ class NodeLauncher:
                     self._wait_for_orphans()
                     self._leave()
 
-    def _broadcast(self, message: p.FromHost) -> None:
+    def _broadcast(self, message: p.FromLauncher) -> None:
         for connection in self._connections:
             connection.send(message)
 

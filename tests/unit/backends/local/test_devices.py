@@ -1,4 +1,4 @@
-"""Which GPUs of this machine the nodes of a job share out: what the driver and the user say."""
+"""GPUs of this machine for the nodes of a job, from the driver and from the user."""
 
 from __future__ import annotations
 
@@ -46,37 +46,37 @@ def job(gpu: int = 1, **more: Any) -> TrainingJob:
     return make_job(resources={"gpu": gpu}, **more)
 
 
-def test_the_driver_says_which_there_are(three_gpus: None) -> None:
+def test_gpus_are_listed_by_the_driver(three_gpus: None) -> None:
     assert devices.gpus() == (Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20),) * 3
-    assert devices.shared_out(job()) == ("0", "1", "2")
+    assert devices.gpu_names(job()) == ("0", "1", "2")
     assert node_limit(job()) == 1, "of two workers"
 
 
 @pytest.mark.parametrize(
-    ("told", "left"), [("2,GPU-8a, 5", ("2", "GPU-8a", "5")), ("", ()), ("MIG-1", ("MIG-1",))]
+    ("visible", "left"), [("2,GPU-8a, 5", ("2", "GPU-8a", "5")), ("", ()), ("MIG-1", ("MIG-1",))]
 )
-def test_the_environment_says_what_is_left_of_them(
-    three_gpus: None, monkeypatch: pytest.MonkeyPatch, told: str, left: tuple[str, ...]
+def test_cuda_visible_devices_limits_the_gpus(
+    three_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str, left: tuple[str, ...]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-    assert devices.shared_out(job()) == left
-    assert num_visible(told, 3) == len(left)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.gpu_names(job()) == left
+    assert num_visible(visible, 3) == len(left)
 
 
-def test_nothing_is_shared_out_where_the_job_wants_none_or_says_which(three_gpus: None) -> None:
-    assert devices.shared_out(job(gpu=0)) is None
-    assert devices.shared_out(job(env={"CUDA_VISIBLE_DEVICES": "1"})) is None
+def test_no_gpus_are_assigned_if_the_job_needs_none_or_names_them(three_gpus: None) -> None:
+    assert devices.gpu_names(job(gpu=0)) is None
+    assert devices.gpu_names(job(env={"CUDA_VISIBLE_DEVICES": "1"})) is None
 
 
-def test_nothing_is_shared_out_where_nobody_knows_what_there_is(
+def test_no_gpus_are_assigned_if_the_driver_cannot_list_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices.gpus.cache_clear()
     (tmp_path / "kfd").touch()
-    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
-    assert devices.shared_out(job()) is None and node_limit(job()) > 1
+    monkeypatch.setattr(devices, "DEVICE_DIRECTORY", tmp_path)
+    assert devices.gpu_names(job()) is None and node_limit(job()) > 1
     devices.gpus.cache_clear()
 
 
@@ -84,20 +84,22 @@ def test_nothing_is_shared_out_where_nobody_knows_what_there_is(
 def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "DRIVER_FILES", ((tmp_path, "kfd"),))
+    monkeypatch.setattr(devices, "DEVICE_DIRECTORY", tmp_path)
     devices.gpus.cache_clear()
     yield
     devices.gpus.cache_clear()
 
 
 def test_a_machine_without_a_driver_has_no_gpu(no_gpu: None) -> None:
-    assert devices.shared_out(job()) == () and node_limit(job()) == 0
+    assert devices.gpu_names(job()) == () and node_limit(job()) == 0
 
 
-def test_a_machine_that_lost_its_gpus_has_no_room_for_a_node(no_gpu: None, tmp_path: Path) -> None:
+def test_a_machine_that_lost_its_gpus_has_no_capacity_for_a_node(
+    no_gpu: None, tmp_path: Path
+) -> None:
     names = ("nodes", "socket", "token", "endpoint", "logs")
     backend = LocalBackend(job(), LocalPaths(tmp_path, *(tmp_path / name for name in names)))
-    with pytest.raises(NoRoom, match="a node takes 2 GPUs; 0 of this machine can be used"):
+    with pytest.raises(NoRoom, match="a node needs 2 GPUs; this machine has 0 that can be used"):
         asyncio.run(backend.request_nodes(1, ()))
 
 
@@ -106,7 +108,7 @@ def test_a_job_for_gpus_is_refused_where_there_are_none(no_gpu: None) -> None:
         _check_size(job())
 
 
-def test_a_plan_for_the_cpu_says_so_where_there_are_gpus(three_gpus: None) -> None:
+def test_a_plan_without_gpus_warns_on_a_machine_that_has_gpus(three_gpus: None) -> None:
     plan = make_plan(job(gpu=0), local_facts(2))
     assert plan is not None
     assert any("resources.gpu is 0" in text and "3 x NVIDIA" in text for text in plan.warnings)

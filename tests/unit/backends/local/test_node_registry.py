@@ -1,4 +1,4 @@
-"""nodes.json: what of it holds for a new controller."""
+"""nodes.json: what a new controller reads from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_job() -> TrainingJob:
     )
 
 
-def test_what_was_saved_is_found(tmp_path: Path) -> None:
+def test_saved_nodes_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     assert load(path) == LocalNodeRegistry()
     save(path, LocalNodeRegistry(2, {"node-0": AGENT}, {"node-1"}))
@@ -38,10 +38,10 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["nodes.json"]
 
 
-def test_nodes_that_nobody_was_asked_for_are_not_started_by_the_next_controller(
+def test_nodes_whose_request_failed_are_not_started_by_the_next_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record has its name when the directory cannot be made durable."""
+    """The file is replaced before the sync of its directory fails."""
     path = tmp_path / "nodes.json"
     other = tmp_path / "none"
     paths = LocalPaths(tmp_path, path, other, other, other, tmp_path)
@@ -58,13 +58,13 @@ def test_nodes_that_nobody_was_asked_for_are_not_started_by_the_next_controller(
         assert load(path).starting == {"node-0", "node-1"}
         assert await backend.list_nodes() == ()
         await backend.close(release=False)
-        # Their names are not given away again all the same.
+        # Their names are not reused.
         assert (load(path).next_number, load(path).starting) == (2, set())
 
     asyncio.run(scenario())
 
 
-def test_after_a_restart_of_the_machine_no_node_is_left_and_no_name_is_free(
+def test_after_a_reboot_no_node_is_left_and_no_name_is_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot = tmp_path / "boot_id"
@@ -74,18 +74,18 @@ def test_after_a_restart_of_the_machine_no_node_is_left_and_no_name_is_free(
     save(path, LocalNodeRegistry(2, {"node-0": AGENT}, {"node-1"}))
     boot.write_text("second\n")
     found = load(path)
-    # Its pid and start time may be another process' now, which must not be killed.
+    # Another process may have its pid and start time, and must not be killed.
     assert (found.next_number, found.agents, found.starting) == (2, {}, set())
 
 
-def test_a_file_of_an_earlier_version_holds(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     path.write_bytes(b'{"next_number":1,"agents":{"node-0":{"pid":4242,"start_ticks":7}}}')
     assert load(path).agents == {"node-0": AGENT}
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"next_number":"one"}'])
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "nodes.json"
     path.write_bytes(data)
     with pytest.raises(HoldfastError) as raised:

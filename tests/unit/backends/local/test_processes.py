@@ -1,4 +1,4 @@
-"""Processes that are not our children."""
+"""Watching processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from holdfast.orchestrator.backends.local.processes import identify, watch
 
 
-def test_a_pid_that_is_a_thread_by_now_is_no_process() -> None:
+def test_a_pid_that_now_belongs_to_a_thread_is_not_watched() -> None:
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()

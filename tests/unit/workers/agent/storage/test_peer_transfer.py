@@ -1,4 +1,4 @@
-"""Shards between two agents, in clear on loopback and through TLS: whole, and only for the job."""
+"""Transfers of shards between two agents, in clear on loopback and through TLS."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def memory_of(data: bytes) -> int:
 
 
 class Agent:
-    """The serving side: it has one shard and takes any."""
+    """The serving side: it has one shard and accepts any."""
 
     def __init__(self, credentials: peer_transfer.PeerCredentials, address: str = "") -> None:
-        self.taken = b""
+        self.received = b""
         self.ended: list[bool] = []
         self.port = peer_transfer.DataPort(credentials, self._get, self._put, address=address)
 
@@ -47,7 +47,7 @@ class Agent:
         keep = os.dup(fd)
 
         def done(ok: bool) -> None:
-            self.taken = os.pread(keep, put.staged.num_bytes, 0)
+            self.received = os.pread(keep, put.staged.num_bytes, 0)
             os.close(keep)
             self.ended.append(ok)
 
@@ -96,10 +96,10 @@ def test_a_shard_is_pushed_byte_for_byte(credentials: peer_transfer.PeerCredenti
         return agent
 
     agent = with_agent(credentials, scene)
-    assert agent.taken == DATA and agent.ended == [True]
+    assert agent.received == DATA and agent.ended == [True]
 
 
-def test_a_no_says_why(credentials: peer_transfer.PeerCredentials) -> None:
+def test_a_refusal_has_a_reason(credentials: peer_transfer.PeerCredentials) -> None:
     wanted = StagedShard(step=4, generation=2, shard=0, num_shards=2, num_bytes=0)
 
     async def scene(agent: Agent) -> None:
@@ -133,7 +133,7 @@ def test_the_token_alone_is_not_enough(tmp_path: Path) -> None:
         where = ("127.0.0.1", agent.port.port)
         with pytest.raises(peer_transfer.PeerError, match="certificate"):
             await asyncio.to_thread(peer_transfer.fetch, *where, other, SHARD)
-        # A client that believes any server still has to show the job's key itself.
+        # A client that trusts any server still has to present the job's key.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         careless = peer_transfer.PeerCredentials("secret", NAME, context, None)
@@ -144,7 +144,7 @@ def test_the_token_alone_is_not_enough(tmp_path: Path) -> None:
     with_agent(ours, scene)
 
 
-def test_without_tls_nothing_is_served_or_dialled_beyond_loopback() -> None:
+def test_without_tls_the_data_port_uses_loopback_only() -> None:
     plain = peer_transfer.credentials("secret", None, "")
 
     async def scene(agent: Agent) -> tuple[str, int]:

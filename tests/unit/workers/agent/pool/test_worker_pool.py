@@ -1,4 +1,4 @@
-"""The order of news about a worker, with real sockets and a forkserver played by the test."""
+"""The order of a worker's messages and its exit, with real sockets and a fake forkserver."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ASSIGN = worker_protocol.Assign(
 )
 
 
-def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> None:
+def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_socket() -> None:
     """The kernel reports the unread Assign as ECONNRESET ahead of the worker's own messages."""
 
     async def scene() -> list[inputs.Input]:
-        heard: list[inputs.Input] = []
+        received: list[inputs.Input] = []
         ended = asyncio.Event()
 
-        def tell(given: inputs.Input) -> None:
-            heard.append(given)
+        def note(given: inputs.Input) -> None:
+            received.append(given)
             if isinstance(given, inputs.WorkerEnded):
                 ended.set()
 
         ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pool = WorkerPool(asyncio.get_running_loop(), tell)
+        pool = WorkerPool(asyncio.get_running_loop(), note)
         pool.attach(ours)
         pool.assign(ASSIGN, None)
         request, fds = fork_protocol.receive(server)
@@ -53,10 +53,10 @@ def test_what_a_worker_said_is_heard_before_its_end_even_if_it_never_read() -> N
         )
         await asyncio.wait_for(ended.wait(), 30)
         server.close()
-        return heard
+        return received
 
-    heard = asyncio.run(scene())
-    kinds = [x.message if isinstance(x, inputs.FromRank) else x for x in heard]
+    received = asyncio.run(scene())
+    kinds = [x.message if isinstance(x, inputs.FromRank) else x for x in received]
     assert [type(kind) for kind in kinds[-3:]] == [
         worker_protocol.Staged,
         worker_protocol.Progress,

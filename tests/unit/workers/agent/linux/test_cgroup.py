@@ -1,4 +1,4 @@
-"""Limits of a container as its files say them, on both versions of control groups."""
+"""Limits of a container, from control groups of version 1 and 2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_container_on_version_2_sees_its_own_limits(tmp_path: Path) -> None:
     assert cgroup.memory_kills(memory) == 2
 
 
-def test_the_smallest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
+def test_the_smallest_limit_of_a_group_and_its_parents_applies(tmp_path: Path) -> None:
     files = {
         "fs/pods/memory.max": "5000",
         "fs/pods/one/memory.max": "max",
@@ -53,10 +53,10 @@ def test_the_smallest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["/kubepods/pod1/abc", "/"])
-def test_on_version_1_a_container_is_found_under_the_mount_that_it_sees(
+def test_on_version_1_the_group_is_found_below_the_visible_mount(
     tmp_path: Path, inside: str
 ) -> None:
-    """With the group itself mounted, or with the whole hierarchy of which only a part is there."""
+    """With the group itself mounted, or the whole hierarchy of which only a part is visible."""
     files = {
         "fs/memory/memory.limit_in_bytes": "9663676416",
         "fs/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
@@ -76,7 +76,7 @@ def test_on_version_1_a_container_is_found_under_the_mount_that_it_sees(
     assert cgroup.memory_kills(cgroup.find("memory", where)) == 1
 
 
-def test_no_limit_is_no_number(tmp_path: Path) -> None:
+def test_a_group_without_limits_has_none(tmp_path: Path) -> None:
     files = {
         "fs/memory.limit_in_bytes": "9223372036854771712",
         "fs/cpu.cfs_quota_us": "-1",

@@ -1,4 +1,4 @@
-"""The staging rule under any interleaving: what a restore may need is never overwritten."""
+"""The staging rule under any interleaving: a restore always finds its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.workers.agent.machine.staging_buffers import Drop, Give, StagingBu
 SLOTS = 2
 
 
-class Story:
+class StagingRun:
     """Two workers that stage step after step, one at most a step ahead of the other."""
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Story:
 
     def stage(self, slot: int) -> None:
         if self.step[slot] > self.step[1 - slot]:
-            return  # the collectives of the next step hold it back
-        assert self.free[slot], f"slot {slot} waits for a buffer: training stands still"
+            return  # the next step waits for its collectives
+        assert self.free[slot], f"slot {slot} waits for a buffer: training stalls"
         number, step = self.free[slot].pop(0), self.step[slot] + 1
         self.step[slot] = step
         self.buffers.staged(slot, number, StagedShard(step, self.generation, slot, SLOTS, 100))
@@ -56,7 +56,7 @@ class Story:
         self.take(self.buffers.settle())
 
     def pin(self, slot: int) -> None:
-        """An upload of the newest begins; one at a time, as the agent does it."""
+        """An upload of the newest version begins; one at a time, as in the agent."""
         held = [b for b in self.buffers.of_slot(slot) if b.content]
         if held and not self.pins:
             newest = max(held, key=lambda b: version(b.content) if b.content else (0, 0))
@@ -78,9 +78,9 @@ class Story:
 
 
 STALLS = [
-    # Two steps kept, the third buffer still being uploaded: the new worker of slot 1 got none.
+    # Two steps kept, the third buffer being uploaded: the new worker of slot 1 got none.
     ["stage 0", "stage 1", "stage 0", "stage 1", "stage 1", "pin 1", "die", "stage 1"],
-    # A fourth buffer was made for a request, so the old one that came free later was nobody's.
+    # A fourth buffer was made for a request, so no worker got the old one that came free later.
     [
         "stage 0", "stage 1", "die", "stage 1", "pin 1", "stage 0", "stage 1", "stage 0", "stage 0",
         "stage 1", "stage 1",
@@ -92,16 +92,16 @@ STALLS = [
 @example(STALLS[0])
 @example(STALLS[1])
 @given(st.lists(st.sampled_from(["stage 0", "stage 1"] * 6 + ["pin 0", "pin 1", "unpin", "die"])))
-def test_the_two_newest_complete_steps_survive_whatever_happens(acts: list[str]) -> None:
-    story = Story()
+def test_the_two_newest_complete_steps_survive_any_interleaving(acts: list[str]) -> None:
+    run = StagingRun()
     for act in acts:
         match act.split():
             case ["stage", slot]:
-                story.stage(int(slot))
+                run.stage(int(slot))
             case ["pin", slot]:
-                story.pin(int(slot))
+                run.pin(int(slot))
             case ["unpin"]:
-                story.unpin()
+                run.unpin()
             case _:
-                story.launch()
-        story.check()
+                run.launch()
+        run.check()

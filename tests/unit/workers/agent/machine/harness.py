@@ -1,7 +1,4 @@
-"""One agent's machine with two workers, and a clock that only the test moves.
-
-Owns: builders of what the machine is told and the reading of what it wants. Must not: check.
-"""
+"""A harness for the agent's machine: one machine, two workers and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 from holdfast.workers.agent.machine.machine import AgentMachine
 
-NS = 1_000_000_000
+SECOND_NS = 1_000_000_000
 FACTS = NodeFacts(hostname="h", address="127.0.0.1", data_port=1, slots=2)
 
 
 class AgentHarness:
-    """One machine with two workers, and a clock that only the test moves."""
+    """One machine with two workers."""
 
     def __init__(self, *, joined: bool = True) -> None:
         self.machine = AgentMachine(job="j", node="node-0", token="t", slots=2)
@@ -32,12 +29,12 @@ class AgentHarness:
     def give(self, given: inputs.Input) -> tuple[Command, ...]:
         return self.machine.step(self.now_ns, given)
 
-    def tell(self, message: m.ToAgent) -> tuple[Command, ...]:
+    def receive(self, message: m.ToAgent) -> tuple[Command, ...]:
         return self.give(inputs.Received(message))
 
     def join(self) -> tuple[Command, ...]:
         self.give(inputs.LinkUp(FACTS, 29500))
-        return self.tell(
+        return self.receive(
             m.Welcome(
                 spec={},
                 spec_directory="",
@@ -60,7 +57,7 @@ class AgentHarness:
             restore=restore,  # type: ignore[arg-type]
         )
         seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
-        out = self.tell(
+        out = self.receive(
             m.LaunchWorkers(
                 action_id=10 + generation,
                 membership=membership,
@@ -73,25 +70,23 @@ class AgentHarness:
             out += self.give(inputs.WorkerForked(generation, rank, 100 + rank))
         return out
 
-    def says(
+    def from_worker(
         self, rank: int, message: worker_protocol.FromWorker, generation: int = 1
     ) -> tuple[Command, ...]:
         return self.give(inputs.FromRank(generation, rank, message))
 
-    def ends(
+    def worker_ends(
         self, rank: int, code: int | None = None, signal: int | None = None, generation: int = 1
     ) -> tuple[Command, ...]:
         return self.give(inputs.WorkerEnded(generation, rank, code, signal))
 
     def stage(self, step: int, generation: int = 1) -> tuple[Command, ...]:
-        """Both workers stage a step, into whichever buffers they may write."""
+        """Both workers stage a step into buffers that they may write."""
         out: tuple[Command, ...] = ()
         for rank in range(2):
-            free = [
-                b for b in self.machine.tiers.buffers.of_slot(rank) if b.writable
-            ]  # fmt: skip
+            free = [b for b in self.machine.tiers.buffers.of_slot(rank) if b.writable]
             staged = worker_protocol.Staged(buffer=free[0].number, step=step, num_bytes=100)
-            out += self.says(rank, staged, generation)
+            out += self.from_worker(rank, staged, generation)
         return out
 
     def staged(self) -> set[tuple[int, int, int]]:
@@ -106,9 +101,11 @@ def of(kind: type[T], outputs: Iterable[object]) -> list[T]:
     return [o for o in found if isinstance(o, kind)]
 
 
-def request_buffers(bench: AgentHarness, generation: int = 1) -> tuple[Command, ...]:
+def request_buffers(harness: AgentHarness, generation: int = 1) -> tuple[Command, ...]:
     out: tuple[Command, ...] = ()
     for rank in range(2):
         for _ in range(3):
-            out += bench.says(rank, worker_protocol.BufferRequest(num_bytes=100), generation)
+            out += harness.from_worker(
+                rank, worker_protocol.BufferRequest(num_bytes=100), generation
+            )
     return out

@@ -1,4 +1,4 @@
-"""What Linux is asked for directly: zombies that nobody else will wait for."""
+"""Zombies that no other code waits for, and the warning about memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from holdfast.workers.agent.linux import processes
 from holdfast.workers.agent.storage.memfd import MAX_BUFFER_SHARE, memory_warning
 
 
-def test_a_zombie_is_reaped_the_second_time_that_it_is_seen() -> None:
-    """The first time it may still be somebody's who is about to wait for it."""
+def test_a_zombie_is_reaped_when_it_is_seen_twice() -> None:
+    """Other code may be about to wait for a new zombie."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -25,14 +25,14 @@ def test_a_zombie_is_reaped_the_second_time_that_it_is_seen() -> None:
     assert processes.state_of(pid) == ""
 
 
-def test_children_that_live_are_left_alone() -> None:
+def test_live_children_are_not_reaped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert child.pid not in processes.reap_strays({child.pid})
     child.communicate(b"\n")
     assert child.returncode == 0
 
 
-def test_buffers_that_crowd_out_the_workers_are_named_with_the_fix() -> None:
+def test_buffers_that_leave_too_little_memory_are_reported_with_the_fix() -> None:
     limit = 10 * 10**9
     assert memory_warning(int(MAX_BUFFER_SHARE * limit), limit) == ""
     text = memory_warning(9 * 10**9, limit)

@@ -1,4 +1,4 @@
-"""The rehearsal of a first step: whom it is for, and that nothing of it stays behind."""
+"""The warm-up of a standby: for which entrypoints, and that it leaves no state behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.workers.agent.pool.warmup import calls_session
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
@@ -61,25 +61,25 @@ def test_a_script_calls_the_session_when_its_own_file_imports_it(
     assert calls_session(module, str(tmp_path)) is expected
 
 
-def test_a_script_that_is_not_there_does_not_call_the_session(tmp_path: Path) -> None:
+def test_a_missing_script_does_not_call_the_session(tmp_path: Path) -> None:
     assert not calls_session(job({"script": "missing.py"}), str(tmp_path))
 
 
-AROUND_A_REHEARSAL = """
+PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
-from tests.unit.workers.agent.test_warmup import job
-from holdfast.workers.agent.pool import warmup as warm
+from tests.unit.workers.agent.pool.test_warmup import job
+from holdfast.workers.agent.pool import warmup
 
 torch.manual_seed(11)
 threads, expected = torch.get_num_threads(), torch.rand(3)
 torch.manual_seed(11)
 built = []
-make = warm.{counted}
-warm.{counted} = lambda *given: built.append(given) or make(*given)
-warm.warm(job({entrypoint!r}), {directory!r})
-print("rehearsed", len(built))
+make = warmup.{counted}
+warmup.{counted} = lambda *given: built.append(given) or make(*given)
+warmup.warm(job({entrypoint!r}), {directory!r})
+print("warm-ups", len(built))
 assert not dist.is_initialized()
 assert torch.equal(torch.rand(3), expected), "the random state has changed"
 assert torch.get_num_threads() == threads
@@ -88,20 +88,20 @@ torch.set_num_interop_threads(2)  # raises when the pool has started
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "counted", "rehearsals"),
+    ("entrypoint", "counted", "warm_ups"),
     [
         ({"recipe": {"name": "pretrain"}}, "_warm_recipe", 1),
         ({"script": "examples/session_loop.py"}, "_warm_loop", 1),
         ({"script": "tests/unit/workers/training/test_samples.py"}, "_warm_loop", 0),
     ],
 )
-def test_a_rehearsal_leaves_no_group_no_random_numbers_and_no_threads_behind(
-    entrypoint: dict[str, Any], counted: str, rehearsals: int
+def test_a_warm_up_leaves_no_group_no_random_state_and_no_threads_behind(
+    entrypoint: dict[str, Any], counted: str, warm_ups: int
 ) -> None:
-    program = AROUND_A_REHEARSAL.format(entrypoint=entrypoint, counted=counted, directory=str(ROOT))
+    program = PROGRAM.format(entrypoint=entrypoint, counted=counted, directory=str(ROOT))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"rehearsed {rehearsals}"]
+    assert done.stdout.splitlines() == [f"warm-ups {warm_ups}"]
     assert "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Getting to a controller: of several addresses the one that listens, with the right key only."""
+"""Connecting to a controller: the address that listens, with the right key only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND_S = 20.0
 NAME = "job.jobs.holdfast.dev"
 
 
-def drive(scene: Awaitable[Any]) -> Any:
+def run(scene: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
         return await asyncio.wait_for(scene, BOUND_S)
 
@@ -32,7 +32,7 @@ def drive(scene: Awaitable[Any]) -> Any:
 
 @pytest.fixture
 def refusing() -> Iterator[int]:
-    """A port that nobody listens on, and nobody else can get."""
+    """A bound port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]
@@ -47,7 +47,7 @@ async def serve(
     return server, server.sockets[0].getsockname()[1]
 
 
-async def dial(
+async def connect(
     where: tuple[Endpoint, ...], context: ssl.SSLContext | None, name: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await Connector(lambda: where, context, name).connect()
@@ -72,60 +72,62 @@ def test_endpoints_are_names_or_addresses_with_ports(text: str, expected: object
 @pytest.mark.parametrize(
     "text", ["", "host", "host:", ":7077", "host:0", "host:70000", "fd00::1:2"]
 )
-def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_endpoint_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UserError, match=r"--endpoint: got .*; expected HOST:PORT"):
         parse_endpoints(text)
 
 
-def test_addresses_that_refuse_are_passed_over(refusing: int) -> None:
+def test_addresses_that_refuse_are_skipped(refusing: int) -> None:
     async def scene() -> bytes:
         server, port = await serve(greet)
         async with server:
             where = (("127.0.0.1", refusing), ("127.0.0.1", refusing), ("localhost", port))
-            reader, writer = await dial(where, None, "")
-            heard = await reader.read()
+            reader, writer = await connect(where, None, "")
+            received = await reader.read()
             writer.close()
-            return heard
+            return received
 
-    assert drive(scene()) == b"here"
+    assert run(scene()) == b"here"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
-def test_an_ipv6_address_is_an_address_like_others() -> None:
+def test_an_ipv6_address_can_be_connected() -> None:
     async def scene() -> bytes:
         try:
             server, port = await serve(greet, address="::1")
         except OSError as error:
             pytest.skip(f"::1 cannot be used here: {error}")
         async with server:
-            reader, writer = await dial((("::1", port),), None, "")
-            heard = await reader.read()
+            reader, writer = await connect((("::1", port),), None, "")
+            received = await reader.read()
             writer.close()
-            return heard
+            return received
 
-    assert drive(scene()) == b"here"
+    assert run(scene()) == b"here"
 
 
-def test_an_address_that_says_nothing_does_not_hold_up_the_next(tmp_path: Path) -> None:
-    async def silence(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+def test_an_address_that_does_not_finish_the_tls_handshake_does_not_delay_the_next(
+    tmp_path: Path,
+) -> None:
+    async def silent_server(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     async def scene() -> bytes:
         files = make(tmp_path, NAME)
-        silent, silent_port = await serve(silence)
+        silent, silent_port = await serve(silent_server)
         server, port = await serve(greet, tls.server_context(*files))
         async with server:
             where = (("127.0.0.1", silent_port), ("127.0.0.1", port))
-            reader, writer = await dial(where, tls.client_context(*files), NAME)
-            heard = await reader.read()
+            reader, writer = await connect(where, tls.client_context(*files), NAME)
+            received = await reader.read()
             writer.close()
         silent.close()
-        return heard
+        return received
 
-    assert drive(scene()) == b"here"
+    assert run(scene()) == b"here"
 
 
-def test_while_names_cannot_be_resolved_their_last_addresses_are_used() -> None:
+def test_while_dns_is_down_the_last_addresses_of_a_name_are_used() -> None:
     async def scene() -> bytes:
         server, port = await serve(greet)
         answers: list[list[Endpoint]] = [[("127.0.0.1", port)]]
@@ -136,35 +138,35 @@ def test_while_names_cannot_be_resolved_their_last_addresses_are_used() -> None:
             return answers.pop()
 
         connector = Connector(lambda: (("operator", 7077),), resolve=resolve)
-        heard = b""
+        received = b""
         async with server:
             for _ in range(2):
                 reader, writer = await connector.connect()
-                heard += await reader.read()
+                received += await reader.read()
                 writer.close()
-        return heard
+        return received
 
-    assert drive(scene()) == b"herehere"
+    assert run(scene()) == b"herehere"
 
 
-def test_a_name_without_an_address_is_said_to_have_none() -> None:
+def test_a_name_without_an_address_is_named_in_the_error() -> None:
     async def scene() -> None:
         with pytest.raises(OSError, match=r"nowhere\.invalid: .+"):
-            await dial((("nowhere.invalid", 1),), None, "")
+            await connect((("nowhere.invalid", 1),), None, "")
 
-    drive(scene())
+    run(scene())
 
 
 def test_a_failure_names_every_address_and_its_reason(refusing: int) -> None:
     async def scene() -> None:
         with pytest.raises(OSError, match=r"127\.0\.0\.1: .*refused.*127\.0\.0\.1: .*refused"):
-            await dial((("127.0.0.1", refusing), ("127.0.0.1", refusing - 1)), None, "")
+            await connect((("127.0.0.1", refusing), ("127.0.0.1", refusing - 1)), None, "")
 
-    drive(scene())
+    run(scene())
 
 
 @pytest.mark.parametrize("wrong", ["certificate", "name"])
-def test_a_server_without_the_jobs_key_or_name_is_no_controller(tmp_path: Path, wrong: str) -> None:
+def test_a_server_without_the_jobs_key_or_name_is_refused(tmp_path: Path, wrong: str) -> None:
     async def scene() -> None:
         ours = make(tmp_path / "ours", NAME)
         theirs = make(tmp_path / "theirs", NAME) if wrong == "certificate" else ours
@@ -173,32 +175,32 @@ def test_a_server_without_the_jobs_key_or_name_is_no_controller(tmp_path: Path, 
             context = tls.client_context(*ours)
             name = NAME if wrong == "certificate" else "other.jobs.holdfast.dev"
             with pytest.raises(OSError, match="certificate"):
-                await dial((("127.0.0.1", port),), context, name)
+                await connect((("127.0.0.1", port),), context, name)
 
-    drive(scene())
+    run(scene())
 
 
 def test_the_token_never_leaves_the_machine_in_clear() -> None:
     async def scene() -> None:
         with pytest.raises(OSError, match="no connection without TLS"):
-            await dial((("192.0.2.1", 7077),), None, "")
+            await connect((("192.0.2.1", 7077),), None, "")
 
-    drive(scene())
+    run(scene())
 
 
 def test_a_link_follows_the_controller_to_a_new_port(tmp_path: Path) -> None:
-    """Two controllers, one after the other; the file says where each listens."""
+    """Two controllers, one after the other; the file has the address of each."""
     file = tmp_path / "controller.json"
     welcome = m.Welcome(
         spec={}, spec_directory="", checkpoint_path="", log_directory="", heartbeat_interval_s=1.0
     )
 
     async def scene() -> list[str]:
-        news: list[str] = []
+        changes: list[str] = []
         changed = asyncio.Event()
 
-        def tell(text: str) -> None:
-            news.append(text)
+        def note(text: str) -> None:
+            changes.append(text)
             changed.set()
 
         async def controller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,23 +209,23 @@ def test_a_link_follows_the_controller_to_a_new_port(tmp_path: Path) -> None:
 
         link = ControllerLink(
             Connector(endpoint_in(file)),
-            lambda _: tell("up"),
-            lambda _: tell("welcome"),
-            lambda: tell("down"),
+            lambda _: note("up"),
+            lambda _: note("welcome"),
+            lambda: note("down"),
         )
         running = asyncio.create_task(link.run())
         for _ in range(2):
             server, port = await serve(controller)
             file.write_text(f'{{"address": "127.0.0.1", "port": {port}}}')
-            while news[-1:] != ["welcome"]:
+            while changes[-1:] != ["welcome"]:
                 changed.clear()
                 await changed.wait()
             server.close()
-            link.close("the test says so")
-            while news[-1:] != ["down"]:
+            link.close("test")
+            while changes[-1:] != ["down"]:
                 changed.clear()
                 await changed.wait()
         running.cancel()
-        return news
+        return changes
 
-    assert drive(scene()) == ["up", "welcome", "down"] * 2
+    assert run(scene()) == ["up", "welcome", "down"] * 2

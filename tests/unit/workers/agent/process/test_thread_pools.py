@@ -1,4 +1,4 @@
-"""Uploads to a store that does not answer hold up no buddy copy, no restore and no staging."""
+"""Uploads to a store that does not answer delay no buddy copy, no restore and no staging."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
 from holdfast.workers.agent.process.node import AgentProcess, NodeOptions
 from holdfast.workers.agent.process.thread_pools import MIN_THREADS, ThreadPools
-
-from .harness import FACTS
-from .test_data_port import BOUND_S, DATA, SHARD, Agent
-from .test_worker_pool import ASSIGN
+from tests.unit.workers.agent.machine.harness import FACTS
+from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
+from tests.unit.workers.agent.storage.test_peer_transfer import BOUND_S, DATA, SHARD, Agent
 
 SLOTS = 8
 
 
 class StuckStore(MemoryFileSystem):
-    """Uploads wait in it until they may go on."""
+    """Uploads block in it until `may_go_on` is set."""
 
     protocol = "stuck"
     may_go_on = threading.Event()
@@ -49,8 +48,8 @@ def store() -> Iterator[None]:
     StuckStore.may_go_on.set()
 
 
-class Heard:
-    """What the machine of a node is told."""
+class ReceivedInputs:
+    """The inputs of a node's machine."""
 
     def __init__(self, node: AgentProcess) -> None:
         self._queue: asyncio.Queue[inputs.Input] = asyncio.Queue()
@@ -76,11 +75,11 @@ def make_node(directory: Path, server: socket.socket) -> AgentProcess:
     return node
 
 
-def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Path) -> None:
+def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path) -> None:
     async def scene() -> None:
         ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         node = make_node(tmp_path, ours)
-        heard = Heard(node)
+        received = ReceivedInputs(node)
         peer = Agent(node._credentials, "127.0.0.1")
         serving = asyncio.create_task(peer.port.run())
         for number in range(SLOTS + 1):
@@ -94,8 +93,8 @@ def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Pa
             assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
 
         node._carry_out(commands.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
-        assert await heard.wait() == inputs.PushDone(SLOTS, "")
-        assert peer.taken == DATA
+        assert await received.wait() == inputs.PushDone(SLOTS, "")
+        assert peer.received == DATA
 
         node._workers.assign(ASSIGN, None)
         _, fds = fork_protocol.receive(server)
@@ -116,7 +115,7 @@ def test_uploads_that_wait_for_storage_hold_up_no_push_and_no_fetch(tmp_path: Pa
 
         StuckStore.may_go_on.set()
         for _ in range(SLOTS):
-            done = await heard.wait()
+            done = await received.wait()
             assert isinstance(done, inputs.WriteDone) and done.checksum and not done.detail
         serving.cancel()
         server.close()
@@ -140,7 +139,7 @@ def test_no_kind_of_work_waits_for_another(stuck: Any) -> None:
     asyncio.run(scene())
 
 
-def test_all_workers_of_a_large_node_have_their_turn_at_once() -> None:
+def test_all_workers_of_a_large_node_are_served_at_once() -> None:
     async def scene() -> None:
         pools, met = ThreadPools(asyncio.get_running_loop(), slots=16), threading.Barrier(16)
         await asyncio.gather(*(pools.run("fetch", met.wait, BOUND_S) for _ in range(16)))

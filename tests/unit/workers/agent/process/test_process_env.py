@@ -1,4 +1,4 @@
-"""Variables of a job reach libraries that read them once, long before the job is known."""
+"""spec.env reaches libraries that read variables once, before the job is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from holdfast.workers.agent.process import process_env
 
 
-def test_settings_of_stores_reach_an_fsspec_that_is_imported_already(
+def test_settings_of_stores_reach_fsspec_after_its_import(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fsspec.config, "conf", copy.deepcopy(fsspec.config.conf))
@@ -22,8 +22,8 @@ def test_settings_of_stores_reach_an_fsspec_that_is_imported_already(
     assert os.environ["OTHER"] == "x"
 
 
-def test_a_process_with_a_name_and_a_home_is_left_as_it_is() -> None:
-    usable = {"USER": "somebody", "HOME": "/tmp"}
+def test_a_process_with_a_user_and_a_home_is_not_changed() -> None:
+    usable = {"USER": "ada", "HOME": "/tmp"}
     here = dict(usable)
     process_env.complete(here)
     assert here["HOME"] == usable["HOME"] and here["USER"] == usable["USER"]

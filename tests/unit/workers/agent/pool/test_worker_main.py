@@ -1,4 +1,4 @@
-"""What a worker's end means: exit codes, and whether an error is a consequence of another's."""
+"""Whether an error of a worker is secondary, and what its stacks show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DistBackendError(RuntimeError):
         ),
     ],
 )
-def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
+def test_the_loss_of_a_peer_is_secondary(error: Exception) -> None:
     assert is_secondary(error)
 
 
@@ -46,7 +46,7 @@ def test_a_lost_peer_is_a_consequence(error: Exception) -> None:
         DistBackendError("Tensors must be CUDA and dense"),
     ],
 )
-def test_an_error_of_the_code_itself_is_a_cause(error: Exception) -> None:
+def test_an_error_of_the_code_itself_is_not_secondary(error: Exception) -> None:
     assert not is_secondary(error)
 
 
@@ -68,16 +68,16 @@ Thread 14 (idle): "holdfast-pulse"
 """
 
 
-def test_a_main_thread_in_a_collective_is_a_victim() -> None:
+def test_a_main_thread_in_a_collective_is_recognised() -> None:
     assert in_collective(FAULTHANDLER)
 
 
-def test_a_main_thread_elsewhere_is_not_whatever_other_threads_do() -> None:
+def test_only_the_main_thread_counts_as_in_a_collective() -> None:
     assert not in_collective(PY_SPY)
     assert in_collective(PY_SPY.replace("load (train.py:12)", "barrier (torch/distributed/c.py:1)"))
 
 
-def test_a_stack_shows_the_users_frames_and_not_how_the_worker_was_started() -> None:
+def test_a_stack_shows_the_users_frames_without_those_that_start_a_worker() -> None:
     text = PY_SPY.replace(
         "Thread 14",
         "    _run_code (<frozen runpy>:88)\n"

@@ -1,4 +1,4 @@
-"""Where a worker runs its entrypoint on a node that lacks the directory of the spec."""
+"""The working directory of a worker on a node without the directory of the spec."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from holdfast.workers.agent.pool.warmup import calls_session
 from holdfast.workers.agent.process import workdir
 from holdfast.workers.session.core import working_directory
 from holdfast.workers.training.data import load
-
-from .test_worker_pool import ASSIGN
+from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
 
 RECIPE = {"recipe": {"name": "pretrain"}}
 
@@ -35,14 +34,14 @@ def job(entrypoint: dict[str, Any], **spec: Any) -> TrainingJob:
 
 @pytest.fixture
 def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker_protocol.Assign:
-    """Of a spec from elsewhere; this process comes back to its directory."""
+    """For a spec in another directory; the current directory is restored."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     where = {"spec_directory": str(tmp_path / "elsewhere"), "log_file": f"{tmp_path}/logs/rank.log"}
     return msgspec.structs.replace(ASSIGN, **where)
 
 
-def test_the_directory_of_the_spec_is_entered_where_it_is(
+def test_the_directory_of_the_spec_is_entered_if_it_exists(
     assign: worker_protocol.Assign, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere" / "src").mkdir(parents=True)
@@ -52,7 +51,7 @@ def test_the_directory_of_the_spec_is_entered_where_it_is(
     assert Path.cwd() == tmp_path / "elsewhere" / "src"
 
 
-def test_a_recipe_without_it_runs_beside_its_logs_and_takes_no_data_from_there(
+def test_a_recipe_without_that_directory_runs_beside_its_logs_and_reads_no_data_there(
     assign: worker_protocol.Assign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = job(RECIPE)
@@ -66,14 +65,14 @@ def test_a_recipe_without_it_runs_beside_its_logs_and_takes_no_data_from_there(
         load("text", directory)
 
 
-def test_a_directory_that_the_spec_names_is_never_replaced(assign: worker_protocol.Assign) -> None:
+def test_a_working_directory_of_the_spec_is_never_replaced(assign: worker_protocol.Assign) -> None:
     problem = workdir.enter(assign, job(RECIPE, workingDirectory="src"))
     assert problem is not None and problem.field == "spec.workingDirectory"
     assert f"src ({assign.spec_directory}/src: No such file or directory" in problem.got
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["no directory", "no script in it"])
-def test_a_script_that_is_missing_is_named_with_what_is_not_there(
+def test_a_missing_script_is_named_with_the_missing_path(
     assign: worker_protocol.Assign, tmp_path: Path, there: bool
 ) -> None:
     if there:
@@ -85,10 +84,10 @@ def test_a_script_that_is_missing_is_named_with_what_is_not_there(
     assert "holdfast submit" in problem.fix
 
 
-def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
+def test_a_path_may_begin_with_the_home_of_the_user(
     assign: worker_protocol.Assign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check before a job starts takes it so, too."""
+    """The check before a job starts resolves it in the same way."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "src").mkdir()
     (tmp_path / "text").write_text("some text")
@@ -106,11 +105,11 @@ def test_a_path_may_begin_with_the_home_of_whoever_runs_it(
 @pytest.mark.parametrize(
     ("field", "entrypoint", "spec"),
     [
-        ("spec.workingDirectory", RECIPE, {"workingDirectory": "~nobody-here/x"}),
-        ("spec.entrypoint.script", {"script": "~nobody-here/x"}, {}),
+        ("spec.workingDirectory", RECIPE, {"workingDirectory": "~no-such-user/x"}),
+        ("spec.entrypoint.script", {"script": "~no-such-user/x"}, {}),
     ],
 )
-def test_a_home_that_this_node_does_not_know_is_no_traceback(
+def test_an_unknown_home_is_a_problem_and_not_a_traceback(
     field: str,
     entrypoint: dict[str, Any],
     spec: dict[str, Any],
@@ -120,9 +119,11 @@ def test_a_home_that_this_node_does_not_know_is_no_traceback(
     (tmp_path / "elsewhere").mkdir()
     problem = workdir.enter(assign, job(entrypoint, **spec))
     assert problem is not None and problem.field == field
-    assert "~nobody-here/x: no home is known here for its ~ on this node" in problem.got
+    assert "~no-such-user/x: no home is known here for its ~ on this node" in problem.got
 
 
-def test_nor_is_data_there() -> None:
-    with pytest.raises(UserError, match=r"got '~nobody-here/x', .*no home is known here for its ~"):
-        load("~nobody-here/x", "/")
+def test_data_in_an_unknown_home_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"got '~no-such-user/x', .*no home is known here for its ~"
+    ):
+        load("~no-such-user/x", "/")

@@ -1,0 +1,307 @@
+"""The agent's machine: fencing, launch, exits, stop, tiers, standbys."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.limits import CONTROLLER_ABSENCE_S
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, StagedShard
+from holdfast.workers import worker_protocol
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.machine.machine import MachineTiming
+
+from .harness import FACTS, SECOND_NS, AgentHarness, of, request_buffers
+
+
+def test_a_launch_forks_every_seat_and_answers_once_all_are_forked() -> None:
+    harness = AgentHarness()
+    out = harness.launch(1)
+    assert [fork.seat.rank for fork in of(commands.Fork, out)] == [0, 1]
+    assert [(r.action_id, r.ok) for r in of(m.Launched, out)] == [(11, True)]
+
+
+def test_the_same_launch_twice_forks_nothing_more() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    out = harness.launch(1)
+    assert not of(commands.Fork, out)
+    assert [r.ok for r in of(m.Launched, out)] == [True]
+
+
+def test_a_launch_of_an_older_generation_is_refused() -> None:
+    harness = AgentHarness()
+    harness.launch(3)
+    out = harness.launch(2)
+    assert not of(commands.Fork, out)
+    assert [r.ok for r in of(m.Launched, out)] == [False]
+
+
+def test_a_stopped_generation_cannot_be_launched_again() -> None:
+    harness = AgentHarness()
+    harness.receive(m.StopWorkers(action_id=1, generation=4))
+    assert [r.ok for r in of(m.Launched, harness.launch(4))] == [False]
+    assert [r.ok for r in of(m.Launched, harness.launch(5))] == [True]
+
+
+def test_a_newer_launch_first_kills_the_workers_of_the_older_generation() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    out = harness.launch(2)
+    assert [(k.generation, k.signal) for k in of(commands.Kill, out)] == [(1, 9), (1, 9)]
+    assert not of(commands.Fork, out)
+    harness.worker_ends(0, signal=9)
+    out = harness.worker_ends(1, signal=9)
+    assert [fork.membership.generation for fork in of(commands.Fork, out)] == [2, 2]
+
+
+def test_a_stop_kills_at_once_and_reports_when_the_last_worker_is_reaped() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    died = of(m.WorkerExitReport, harness.worker_ends(0, signal=11))
+    assert [(e.exit.rank, e.exit.signal, e.exit.by_us) for e in died] == [(0, 11, False)]
+    out = harness.receive(m.StopWorkers(action_id=7, generation=1))
+    assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
+    assert not of(m.Stopped, out)
+    out = harness.worker_ends(1, signal=9)
+    assert not of(m.WorkerExitReport, out)
+    (stopped,) = of(m.Stopped, out)
+    assert stopped.action_id == 7
+    assert {(e.rank, e.by_us) for e in stopped.exits} == {(0, False), (1, True)}
+
+
+def test_a_repeated_stop_gets_the_same_report() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.receive(m.StopWorkers(action_id=7, generation=1))
+    harness.worker_ends(0, signal=9)
+    harness.worker_ends(1, signal=9)
+    (again,) = of(m.Stopped, harness.receive(m.StopWorkers(action_id=8, generation=1)))
+    assert again.action_id == 8
+    assert len(again.exits) == 2
+
+
+def test_a_stop_with_grace_sends_sigterm_and_then_sigkill() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    out = harness.receive(m.StopWorkers(action_id=7, generation=1, grace_s=2.0))
+    assert {k.signal for k in of(commands.Kill, out)} == {15}
+    harness.worker_ends(0, code=0)
+    harness.now_ns += 2 * SECOND_NS
+    out = harness.give(inputs.ClockTick())
+    assert [(k.rank, k.signal) for k in of(commands.Kill, out)] == [(1, 9)]
+    (stopped,) = of(m.Stopped, harness.worker_ends(1, signal=9))
+    assert all(e.by_us for e in stopped.exits)
+
+
+def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    out = harness.receive(m.StopWorkers(action_id=7, generation=1, stacks=True))
+    assert [t.ranks for t in of(commands.TakeStacks, out)] == [(0, 1)]
+    assert not of(commands.Kill, out)
+    harness.now_ns += 3 * SECOND_NS
+    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+
+
+def test_a_python_error_is_reported_with_the_exit() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.from_worker(1, worker_protocol.Progress(step=4))
+    harness.from_worker(
+        1, worker_protocol.Failed(error_type="ValueError", message="bad", traceback="Traceback ...")
+    )
+    (exited,) = of(m.WorkerExitReport, harness.worker_ends(1, code=1))
+    assert (exited.exit.error_type, exited.exit.step) == ("ValueError", 4)
+
+
+def test_a_worker_that_fails_before_its_first_step_names_the_step_it_resumed_after() -> None:
+    harness = AgentHarness()
+    harness.launch(2, restore=Restore(step=12, generation=1, num_shards=2))
+    (exited,) = of(m.WorkerExitReport, harness.worker_ends(0, code=1, generation=2))
+    assert exited.exit.step == 12
+
+
+def test_the_first_step_of_a_generation_is_sent_at_once_and_later_ones_with_the_heartbeat() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    assert not of(m.Heartbeat, harness.from_worker(0, worker_protocol.Progress(step=0)))
+    (beat,) = of(m.Heartbeat, harness.from_worker(1, worker_protocol.Progress(step=0)))
+    assert [w.step for w in beat.workers] == [0, 0]
+    assert not of(m.Heartbeat, harness.from_worker(0, worker_protocol.Progress(step=1)))
+    deadline = harness.machine.next_deadline_ns()
+    assert deadline is not None
+    harness.now_ns = deadline
+    (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+    assert [w.step for w in beat.workers] == [1, 0]
+
+
+def test_after_a_reconnect_the_exits_of_the_running_generation_are_sent_again() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.give(inputs.LinkDown())
+    assert not of(m.WorkerExitReport, harness.worker_ends(0, signal=9))
+    (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29501)))
+    assert (hello.generation, hello.ranks, hello.offered_port) == (1, (1,), 29501)
+    assert [e.exit.rank for e in of(m.WorkerExitReport, harness.join())] == [0]
+
+
+def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.give(inputs.LinkDown())
+    harness.now_ns += int(CONTROLLER_ABSENCE_S * SECOND_NS)
+    assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+    harness.worker_ends(0, signal=9)
+    assert of(commands.EndNode, harness.worker_ends(1, signal=9))
+
+
+def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    assert len(of(commands.MakeBuffer, request_buffers(harness))) == 6
+    for step in range(5):
+        harness.stage(step)
+    assert harness.staged() == {(1, s, k) for s in (3, 4) for k in (0, 1)}
+
+
+def test_a_torn_step_never_displaces_the_last_complete_one() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    harness.stage(0)
+    harness.stage(1)
+    free = next(b for b in harness.machine.tiers.buffers.of_slot(0) if b.writable)
+    harness.from_worker(0, worker_protocol.Staged(buffer=free.number, step=2, num_bytes=100))
+    assert {(1, 1, 0), (1, 1, 1), (1, 0, 0), (1, 0, 1), (1, 2, 0)} <= harness.staged()
+
+
+def test_buffers_of_the_previous_generation_are_reused_without_loss_of_its_state() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    for step in range(3):
+        harness.stage(step)
+    harness.receive(m.StopWorkers(action_id=7, generation=1))
+    harness.worker_ends(0, signal=9)
+    harness.worker_ends(1, signal=9)
+    harness.launch(2, restore=Restore(step=2, generation=1, num_shards=2))
+    out = request_buffers(harness, 2)
+    assert not of(commands.MakeBuffer, out)
+    assert (
+        len([t for t in of(commands.ToRank, out) if isinstance(t.message, worker_protocol.Buffer)])
+        == 2
+    )
+    answer = of(commands.ToRank, harness.from_worker(0, worker_protocol.FetchShard(shard=0), 2))
+    assert isinstance(answer[0].message, worker_protocol.Shard)
+    harness.stage(3, 2)
+    assert harness.staged() == {(g, s, k) for g, s in ((1, 2), (2, 3)) for k in (0, 1)}
+
+
+def test_steps_after_the_restored_one_are_discarded() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    harness.stage(0)
+    harness.stage(1)
+    harness.receive(m.StopWorkers(action_id=7, generation=1))
+    harness.worker_ends(0, signal=9)
+    harness.worker_ends(1, signal=9)
+    harness.launch(2, restore=Restore(step=0, generation=1, num_shards=2))
+    assert harness.staged() == {(1, 0, 0), (1, 0, 1)}
+
+
+def test_an_upload_keeps_its_buffer_and_training_gets_another_one() -> None:
+    harness = AgentHarness()
+    harness.launch(1, persist_every_steps=2)
+    request_buffers(harness)
+    harness.stage(0)
+    writes = of(commands.WriteStorage, harness.stage(1))
+    assert [w.directory for w in writes] == ["step-00000001.gen-1"] * 2
+    for step in range(2, 7):
+        failed = of(m.ShardPersistFailed, harness.stage(step))
+        assert len(failed) == (2 if step % 2 else 0)  # skipped: the first upload still runs
+        assert all(harness.machine.tiers.buffers.buffers[w.buffer].pins for w in writes)
+        assert {(1, step, 0), (1, step, 1)} <= harness.staged()
+    done = inputs.WriteDone(writes[0].buffer, writes[0].staged, writes[0].file, "ab", 0.1)
+    (persisted,) = of(m.Persisted, harness.give(done))
+    assert (persisted.shard.step, persisted.shard.checksum) == (1, "ab")
+
+
+def test_a_persist_request_writes_the_same_step_on_every_node() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    harness.stage(0)
+    assert not of(
+        commands.WriteStorage, harness.receive(m.Persist(action_id=3, generation=1, step=1))
+    )
+    assert [w.staged.step for w in of(commands.WriteStorage, harness.stage(1))] == [1, 1]
+    harness.stage(2)
+    # A late request: step 1 is still in memory, so step 1 is written, not the newest.
+    harness.receive(m.Persist(action_id=4, generation=1, step=1))
+    assert not of(commands.WriteStorage, harness.stage(3))
+
+
+def test_the_last_step_is_persisted_when_the_training_loop_ends() -> None:
+    harness = AgentHarness()
+    harness.launch(1, persist_every_steps=100)
+    request_buffers(harness)
+    harness.stage(7)
+    writes = of(commands.WriteStorage, harness.from_worker(0, worker_protocol.Finished(step=7)))
+    assert [(w.staged.step, w.staged.shard) for w in writes] == [(7, 0)]
+
+
+def test_a_shard_that_is_not_here_is_fetched_from_a_peer_that_has_it() -> None:
+    harness = AgentHarness()
+    source = ShardLocation(1, "node-1", "127.0.0.1", 9)
+    harness.launch(2, restore=Restore(step=5, generation=1, num_shards=2, sources=(source,)))
+    (fetch,) = of(
+        commands.FetchFromPeer, harness.from_worker(0, worker_protocol.FetchShard(shard=1), 2)
+    )
+    assert fetch.sources == (source,)
+    (answer,) = of(commands.ToRank, harness.from_worker(0, worker_protocol.FetchShard(shard=0), 2))
+    assert isinstance(answer.message, worker_protocol.NoShard)
+
+
+def test_buddy_copies_keep_two_versions_and_refuse_an_older_generation() -> None:
+    harness = AgentHarness()
+    harness.launch(2)
+    for step in range(4):
+        buffer, _ = harness.machine.accept_copy(StagedShard(step, 2, 5, 8, 100))
+        assert isinstance(buffer, int)
+        harness.give(inputs.CopyDone(buffer, ok=True))
+    assert harness.staged() == {(2, 2, 5), (2, 3, 5)}
+    refused, _ = harness.machine.accept_copy(StagedShard(9, 1, 5, 8, 100))
+    assert refused == "generation 1 is over; 2 runs here"
+
+
+def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
+    harness = AgentHarness()
+    harness.launch(2)
+    assert not harness.from_worker(0, worker_protocol.Finished(step=3), generation=1)
+    assert not harness.worker_ends(0, signal=9, generation=1)
+    assert harness.machine.group is not None
+    assert len(harness.machine.group.alive) == 2
+
+
+# -- standbys ---------------------------------------------------------------------------------
+def refills(harness: AgentHarness, until_s: float) -> list[tuple[float, int]]:
+    """(second, count) of the requested standbys, with a tick at each deadline of the machine."""
+    found = []
+    while (due := harness.machine.next_deadline_ns()) is not None and due <= until_s * SECOND_NS:
+        harness.now_ns = due
+        out = harness.give(inputs.ClockTick())
+        found += [(due / SECOND_NS, o.count) for o in of(commands.RefillStandbys, out)]
+    return found
+
+
+def test_a_node_without_ranks_forks_standbys_after_the_start_of_the_others() -> None:
+    assert refills(AgentHarness(), until_s=30) == [(MachineTiming().spare_delay_s, 2)]
+
+
+def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() -> None:
+    harness = AgentHarness()
+    harness.launch()
+    assert refills(harness, until_s=10) == []
+    for rank in range(2):
+        harness.from_worker(rank, worker_protocol.Progress(step=0, step_s=0.1))
+    assert refills(harness, until_s=30) == [(10 + MachineTiming().refill_delay_s, 2)]
