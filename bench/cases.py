@@ -1,7 +1,8 @@
-"""The faults of the recovery table, each as: run, break something at a known step, time the rest.
+"""The faults of the recovery table: each case runs, injects a fault at a known step, and times
+recovery.
 
-Owns: how each case is provoked and timed. A result is the time from the fault to the first step
-that all ranks of the next incarnation have finished, and how many finished steps were redone.
+A result is the time from the fault to the first step that all ranks of the next incarnation finish,
+and the number of finished steps that were trained again.
 """
 
 from __future__ import annotations

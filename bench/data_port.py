@@ -1,8 +1,7 @@
-"""Shards from one agent's memory to another's, in clear and through TLS, on loopback.
+"""Time to fetch shards from another agent's memory, in clear and with TLS, on loopback.
 
-Owns: two processes, one that serves and one that fetches, and the time of a fetch. Prints a table;
-`--out` also writes it. On loopback both sides share the machine's cores, so the ratio is the worst
-case: between machines each side has its own.
+One process serves and one fetches. Prints a table; `--out` also writes it. On loopback both share
+the machine's cores, so the ratio is the worst case: between machines each side has its own.
 """
 
 from __future__ import annotations

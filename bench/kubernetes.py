@@ -1,14 +1,14 @@
-"""What a lost node costs on Kubernetes, by itself and with Holdfast, on the tests' own cluster.
+"""The cost of a lost node on Kubernetes, without and with Holdfast, on the tests' own cluster.
 
-    python -m bench.kubernetes                          # all: some 11 minutes, half of it one wait
+    python -m bench.kubernetes                          # all: 11 minutes, half of it one wait
     python -m bench.kubernetes --only "Holdfast shrink"
 
-Owns: the measurement of the cluster alone, which is the yardstick; node_loss.py and
-operator_loss.py have Holdfast's side, kubernetes_table.py the tables. Alone: two pods of a
-Deployment on three nodes; the node of one of them loses its power or its network. Writes
-bench/results/kubernetes.json and .md after every case, so that a run that is interrupted keeps what
-it has; a case that fails is told and the next one tried. A run with --only writes nothing there
-unless --out says so. Needs root and the binaries of `make kubernetes-binaries`.
+This module measures the cluster alone, which is the yardstick: two pods of a Deployment on three
+nodes; the node of one of them loses its power or its network. node_loss.py and operator_loss.py
+measure Holdfast, kubernetes_table.py makes the tables. Writes bench/results/kubernetes.json and .md
+after every case, so that an interrupted run keeps its results; a failed case is reported and the
+next one runs. A run with --only writes there only with --out. Needs root and the binaries of `make
+kubernetes-binaries`.
 """
 
 from __future__ import annotations

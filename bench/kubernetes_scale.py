@@ -1,18 +1,17 @@
-"""How many jobs and pods one operator carries, on a real control plane with fake nodes.
+"""How many jobs and pods one operator can handle, on a real control plane with fake nodes.
 
     python -m bench.kubernetes_scale                         # both shapes, five minutes
     python -m bench.kubernetes_scale --only "1000 jobs"
     python -m bench.kubernetes_scale --jobs 40 --pods 5 --out /tmp/small
 
-Owns: the shapes, the order of a measurement and the table. Writes bench/results/kubernetes_scale
-.json and .md after every phase; --label keeps the runs of different commits side by side. Needs the
-binaries of `make kubernetes-binaries`, no privileges.
+Writes bench/results/kubernetes_scale.json and .md after every phase; --label keeps the runs of
+different commits side by side. Needs the binaries of `make kubernetes-binaries`, no privileges.
 
-A measurement: all jobs are created as fast as the API server takes them, until all of their pods
-are there and bound by the scheduler; nothing is done for IDLE_S; all are deleted, until nothing is
-left of them. No agent ever dials in: what an operator has to do for jobs that train is measured
-elsewhere. Pods whose agents do not come are replaced after half an hour: on a machine that needs
-longer than that, this is what the idle minute shows.
+A measurement: all jobs are created as fast as the API server accepts them, until all of their pods
+exist and are bound; then the operator idles for IDLE_S; then all jobs are deleted, until no object
+is left. No agent connects: the work for training jobs is measured elsewhere. Pods whose agents do
+not join are replaced after half an hour: on a machine that needs longer, the idle minute shows
+this.
 """
 
 from __future__ import annotations
@@ -295,15 +294,15 @@ def rows_of(one: Result) -> dict[str, str]:
     rows = {what: f"{value:.1f} s" for what, value in one.seconds.items()}
     rows |= {what: f"{value:g}" for what, value in one.rates.items()}
     for phase, cpu_s in one.cpu_s.items():
-        told_all = ", ".join(f"{name} {value:.1f} s" for name, value in cpu_s.items())
-        rows[f"CPU, {phase}"] = told_all
+        readings = ", ".join(f"{name} {value:.1f} s" for name, value in cpu_s.items())
+        rows[f"CPU, {phase}"] = readings
     for phase, requests in one.requests.items():
         count = requests["all but leases"]
         if phase == "idle":
             per = f"{count / one.num_jobs / (IDLE_S / 60):.4f} per job and minute"
         else:
             per = f"{count / one.num_jobs:.2f} per job, {count / one.num_pods:.2f} per pod"
-        rows[f"requests, {phase}"] = f"{per}: {told(requests)}"
+        rows[f"requests, {phase}"] = f"{per}: {listed(requests)}"
     memory = one.memory_mib
     for when in ("before", "idle", "after"):
         if f"peak {when}" in memory:
@@ -320,7 +319,7 @@ def rows_of(one: Result) -> dict[str, str]:
     return rows
 
 
-def told(requests: dict[str, int]) -> str:
+def listed(requests: dict[str, int]) -> str:
     return ", ".join(f"{what} {count}" for what, count in requests.items())
 
 

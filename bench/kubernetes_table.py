@@ -1,7 +1,4 @@
-"""The tables of bench/kubernetes.py: Holdfast beside Kubernetes alone, from one run.
-
-Owns: what was measured so far, its ratios and its two files. Must not: measure.
-"""
+"""The results and tables of bench/kubernetes.py: Holdfast beside Kubernetes alone, from one run."""
 
 from __future__ import annotations
 

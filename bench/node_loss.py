@@ -1,8 +1,8 @@
-"""Holdfast on the cluster of the end-to-end tests: a node loses its power, training goes on.
+"""Holdfast on the cluster of the end-to-end tests: a node loses its power, and training continues.
 
-Owns: the measurement of one job with one fault, at Kubernetes' default settings. Times are those
-that the container runtime gives to the lines of the workers' logs. See bench/kubernetes.py for the
-yardstick and the table.
+One job with one fault, with the default settings of Kubernetes. Times are those that the container
+runtime gives to the lines of the workers' logs. See bench/kubernetes.py for the yardstick and
+table.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def rank_zero(job: Job) -> str:
 
 
 def steps(job: Job, pod: str) -> list[tuple[int, float]]:
-    """(generation, time of the day in seconds) of every step that rank 0 told in its log."""
+    """(generation, time of the day in seconds) of every step in the log of rank 0."""
     found = []
     generation = 0
     for line in job.kubectl.run("logs", pod, "--timestamps").splitlines():

@@ -1,7 +1,7 @@
 """Holdfast on the cluster of the end-to-end tests: the operator is killed and started again.
 
-Owns: the measurement of what a job notices of it. Times are those that the container runtime gives
-to the lines of rank 0's log. See bench/kubernetes.py for the table.
+Measures the effect on a job. Times are those that the container runtime gives to the lines of
+rank 0's log. See bench/kubernetes.py for the table.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def measure() -> Result:
         operator.start()
         back_s = time.time()
         job.wait_steps(STEPS_AFTER)
-        told = steps(job, pod)
+        logged = steps(job, pod)
         incidents = job.incidents_after(before)
-    times = [at for _, at in told]
+    times = [at for _, at in logged]
     gaps = [(later, later - sooner) for sooner, later in pairwise(times[WARM_STEPS:])]
     return Result(
         away_s=round(back_s - fault_s, 2),
@@ -73,6 +73,6 @@ def measure() -> Result:
         gap_s=round(max(gap for at, gap in gaps if at >= fault_s), 2),
         steps_meanwhile=sum(fault_s <= at < back_s for at in times),
         steps_lost=sum(one["stepsLost"] for one in incidents),
-        num_generations=len({generation for generation, _ in told}),
+        num_generations=len({generation for generation, _ in logged}),
         num_incidents=len(incidents),
     )

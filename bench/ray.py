@@ -3,9 +3,9 @@
     python -m bench.ray                        # all, once: about ten minutes
     python -m bench.ray --reps 3 --only "worker killed"
 
-Both sides run on the same cluster, one after the other: the cluster of the tests, where every Ray
-node is a raylet of this machine. bench/results/ray.json and .md are written after every run, so an
-interrupted bench keeps its results.
+Both run on the same cluster, one after the other. Writes bench/results/ray.json and .md after every
+run, so that an interrupted one keeps its results. The cluster is that of the tests: every Ray node
+is a raylet on this machine.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m bench.ray_step                   # four ranks on two nodes: an hour
     python -m bench.ray_step --nodes 1         # on one: half an hour
 
-Jobs with the same workload train on one machine in turns (turns.py): one with the local backend,
-one on a Ray cluster. With two nodes there is a third job: local nodes share the memory that
-importing torch allocates, and nodes of a Ray cluster, like two machines, do not. A local job whose
-nodes do not share it either shows Ray's part of the difference.
+Jobs of the same workload train on one machine in turns (turns.py): one with the local backend and
+one on a Ray cluster. With two nodes there is a third: local nodes share the memory of the import of
+torch, and nodes of a Ray cluster do not, so a local job whose nodes do not share it either shows
+Ray's part of the difference.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def sides(directory: Path, cluster: RayRig, nodes: int) -> dict[str, Holdfast]:
         Workload(directory / name, steps=turns.STEPS) for name in ("local", "apart", "ray")
     )
     found: dict[str, Holdfast] = {
-        LOCAL: Holdfast(local, nodes=nodes, patience_s=turns.PATIENCE_S),
-        APART: HoldfastApart(apart, nodes=nodes, patience_s=turns.PATIENCE_S),
-        RAY: HoldfastOnRay(on_ray, cluster, nodes=nodes, patience_s=turns.PATIENCE_S),
+        LOCAL: Holdfast(local, nodes=nodes, patience_s=turns.MAX_STOPPED_S),
+        APART: HoldfastApart(apart, nodes=nodes, patience_s=turns.MAX_STOPPED_S),
+        RAY: HoldfastOnRay(on_ray, cluster, nodes=nodes, patience_s=turns.MAX_STOPPED_S),
     }
     return {name: job for name, job in found.items() if any(name in pair for pair in PAIRS[nodes])}
 

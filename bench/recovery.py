@@ -1,7 +1,7 @@
 """`make bench`: recovery, launch and step time, Holdfast beside torchrun and bare processes.
 
-Owns: the order of the runs and the table. Contestants take turns within every repetition, so that a
-machine that drifts drifts for all. Writes bench/results/recovery.json and .md after every run.
+Contestants take turns within every repetition, so that a drift of the machine affects all of them.
+Writes bench/results/recovery.json and .md after every run.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def table(results: list[Result]) -> Iterable[str]:
 
 
 FLOORS = {
-    "detect": "49 ms: the kernel tears down a 600 MB process before anybody sees it; a hang: the "
+    "detect": "49 ms: the kernel tears down a 600 MB process before its exit is seen; a hang: the "
     "rule, 3 s and 3 steps",
     "stop": "49 ms: as above, for the survivors",
     "place": "0: a decision and one fsync of the journal",

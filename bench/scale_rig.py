@@ -1,7 +1,5 @@
-"""A control plane with fake nodes and an operator process, and what can be read off them.
-
-Owns: bringing these up, and the readings: CPU, memory, threads, requests, how fast /healthz
-answers. Must not: apply jobs or write results; kubernetes_scale.py does.
+"""A control plane with fake nodes and an operator process, and readings of them: CPU, memory,
+threads, requests, and the response time of /healthz.
 """
 
 from __future__ import annotations

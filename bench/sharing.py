@@ -1,14 +1,12 @@
-"""What it is worth that the ranks of a machine share the memory that the import of torch leaves.
+"""The gain from sharing the memory of the import of torch among the ranks of a machine.
 
     python -m bench.sharing                    # half an hour
 
-Four ranks train for themselves, nobody waits for another: all forked from one process that has
-imported torch, as the local backend has it; two from each of two, as two agents on one machine; or
-each with an import of its own, as torchrun has it. All three kinds are there at once, and one is
-awake at a time (SIGSTOP, SIGCONT) for turns of 1 s in random order. What counts is the CPU time of
-a step: a throttled machine's waiting is no part of it.
-
-Owns: the ranks, the turns and the table.
+Four ranks train independently: all forked from one process that has imported torch, as in the local
+backend; two from each of two, as with two agents on one machine; or each with its own import, as
+with torchrun. All three kinds run at once, and one is awake at a time (SIGSTOP, SIGCONT) for turns
+of 1 s in random order. The result is the CPU time of a step, which excludes the waits of a
+throttled machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stall of a memory-tier checkpoint beside one memory copy of the same bytes and beside DCP.
+"""Delay of a memory-tier checkpoint, beside one memory copy of the same bytes and beside DCP.
 
-Owns: one process's view: state of the given size, FSDP2 on one rank, AdamW moments included. The
-floor is a copy of all tensors into warm memory. Prints a table; `--out` also writes it.
+One process: state of the given size, FSDP2 on one rank, with AdamW moments. The lower bound is a
+copy of all tensors into warm memory. Prints a table; `--out` also writes it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What the ranks of a run wrote down, and the questions a measurement asks of it.
-
-Owns: the format of the step files, the same for every contestant, so that all are timed by the
-same watch. Must not: know who launched the ranks.
+"""The step files of a run, in one format for all contestants, and the evaluation of them.
 
 Each rank appends one line per finished step to `<directory>/<incarnation>.<rank>`:
-`<unix time> <step>`. An incarnation is one launched membership; its name holds the world size.
+`<unix time> <step>`. An incarnation is one launched membership; its name has the world size.
 """
 
 from __future__ import annotations

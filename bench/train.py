@@ -1,9 +1,8 @@
 """The training script of every contestant: the same model, data, mesh and optimizer.
 
-Owns: what is trained, and how each engine keeps its state: `holdfast` through holdfast.session,
-`shards` likewise with `session.shards` under the optimizer, `dcp` as PyTorch's documentation has it
-for torchrun (async_save on a group of its own, dcp.load at start), `none` not at all. Must not:
-time anything but write down finished steps.
+Engines differ in how they keep state: `holdfast` uses holdfast.session; `shards` also uses
+`session.shards` for the optimizer; `dcp` follows PyTorch's documentation for torchrun (async_save
+on its own group, dcp.load at the start); `none` keeps no state. It only records finished steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The workload of bench/train.py under Ray Train v2: TorchTrainer and its training function.
 
 Checkpoints follow Ray Train's documentation for sharded state: dcp.async_save into the run's
-storage, reported at once with an upload function that waits for it. Only the call of fit() and
-finished steps are timed.
+storage, reported at once with an upload function that waits for it. It only records the call of
+fit() and finished steps.
 """
 
 from __future__ import annotations

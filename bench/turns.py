@@ -1,13 +1,11 @@
-"""Jobs on one machine whose own speed drifts, in turns: only one of them is awake.
+"""Runs jobs in turns on one machine whose speed drifts: only one of them is awake.
 
-All processes of the others are stopped (SIGSTOP). The turns of 4 s are in a random order, so that
-all see the same machine. The first second of a turn is not counted: what was stopped catches up on
-its timers. Of the rest the steps are counted, over its time.
+The processes of the others are stopped (SIGSTOP). Turns of 4 s are in random order, so that all
+jobs see the same machine. The first second of a turn does not count, because timers of a stopped
+process catch up. The rate is the number of steps over the rest of the time.
 
-What one start of a job gets, such as its places in memory, makes it faster or slower by percents
-for its whole life. So starts of all jobs are the samples.
-
-Owns: the turns, and whose processes take them.
+Properties of one start, such as memory addresses, change a job's speed by percents for its whole
+life. So the samples are starts of all jobs.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from .contestants.holdfast_ray import HoldfastOnRay
 
 TURN_S = 4.0
 SETTLING_S = 1.0
-PATIENCE_S = 600.0
-"""Nobody is stopped for so long: until the others have started, and then for a few turns."""
+MAX_STOPPED_S = 600.0
+"""No process is stopped for this long: until the others have started, then for a few turns."""
 STEPS = 100_000
 """More than there is time for."""
 WARM_STEPS = 8

@@ -29,7 +29,7 @@ class PhaseChanged(WorkerMessage, frozen=True, kw_only=True, tag="phase"):
     phase: WorkerPhase
 
 
-class Tick(WorkerMessage, frozen=True, kw_only=True, tag="tick"):
+class ProgressTick(WorkerMessage, frozen=True, kw_only=True, tag="tick"):
     """Progress within a step or phase, such as a micro-batch."""
 
 
@@ -126,6 +126,14 @@ class NoShard(WorkerMessage, frozen=True, kw_only=True, tag="no-shard"):
 
 
 FromWorker = (
-    PhaseChanged | Tick | Progress | Pulse | BufferRequest | Staged | FetchShard | Failed | Finished
+    PhaseChanged
+    | ProgressTick
+    | Progress
+    | Pulse
+    | BufferRequest
+    | Staged
+    | FetchShard
+    | Failed
+    | Finished
 )
 ToWorker = Assign | StageAt | Buffer | BufferFree | Shard | NoShard

@@ -1,10 +1,10 @@
-"""Holdfast on this machine, but with nodes that share no memory, as on machines of their own.
+"""Holdfast on this machine, with nodes that share no memory, as on separate machines.
 
     python -m bench.contestants.apart run JOB.yaml       # holdfast's command
-    python -m bench.contestants.apart --socket SOCKET    # the machine host that it starts
+    python -m bench.contestants.apart --socket SOCKET    # the node launcher that it starts
 
 The local backend forks all nodes from one process that has imported torch. Here each node imports
-it after the fork. Owns: that difference, and no other.
+torch after the fork.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a contestant can do, and the processes it is made of.
-
-Owns: the interface and the process bookkeeping. Must not: time anything; recovery.py does.
-"""
+"""The interface of a contestant, and the bookkeeping of its processes."""
 
 from __future__ import annotations
 
@@ -59,18 +56,18 @@ class Contestant(ABC):
         """SIGKILL everything of the node that the worker belongs to, at once."""
 
     def begun(self) -> float | None:
-        """When the launch began, where that is not when start() was called."""
+        """When the launch began; None: when start() was called."""
         return None
 
     def store_host(self) -> int | None:
-        """The process (a node's agent) that everybody's rendezvous hangs on, where there is one."""
+        """The process (a node's agent) that hosts the rendezvous of all nodes, if there is one."""
         return None
 
-    def replace_node(self) -> None:  # noqa: B027 (most need not be told)
-        """Bring a replacement, if this contestant needs to be told."""
+    def replace_node(self) -> None:  # noqa: B027 (optional)
+        """Start a replacement, if the contestant does not do it by itself."""
 
     def phases(self) -> dict[str, float]:
-        """Seconds of the last recovery by phase, where the contestant says."""
+        """Seconds of the last recovery by phase, if the contestant reports them."""
         return {}
 
     def spawn(self, command: list[str], log: str, **env: str) -> subprocess.Popen[bytes]:

@@ -57,7 +57,7 @@ class Torchrun(Contestant):
 
 
 class Bare(Contestant):
-    """Four plain processes with the torchrun environment and nobody to look after them."""
+    """Four plain processes with the torchrun environment without supervision."""
 
     name = "bare processes"
 

@@ -240,7 +240,7 @@ class Session:
     def tick(self) -> None:
         """Reports progress within a long step or phase, such as a finished micro-batch."""
         if self._channel is not None:
-            self._channel.send(worker_protocol.Tick())
+            self._channel.send(worker_protocol.ProgressTick())
 
     def finish(self) -> None:
         """Ends the training loop: stages the last state, which the agent then persists."""

@@ -87,7 +87,7 @@ def test_micro_batches_give_the_same_gradients(whole: Generation) -> None:
     assert set(other.join()) == {0}, other.failures()
     want = whole.losses()
     assert other.losses() == pytest.approx({step: want[step] for step in range(3)}, rel=2e-4)
-    assert any(isinstance(m, worker_protocol.Tick) for _, m in other.messages)
+    assert any(isinstance(m, worker_protocol.ProgressTick) for _, m in other.messages)
 
 
 @pytest.mark.parametrize(

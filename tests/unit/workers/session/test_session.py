@@ -301,7 +301,7 @@ def test_a_closed_connection_raises_agent_gone(ends: tuple[socket.socket, AgentC
     agent, link = ends
     agent.close()
     with pytest.raises(AgentGone, match="the node's agent is gone"):
-        link.send(worker_protocol.Tick())
+        link.send(worker_protocol.ProgressTick())
     with pytest.raises(AgentGone):
         link.take_buffer()
 
