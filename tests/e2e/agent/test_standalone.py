@@ -172,10 +172,11 @@ def pod(tmp_path: Path) -> Iterator[Pod]:
     pod.end()
 
 
-def test_a_drained_pod_hands_over_and_ends_with_code_0(pod: Pod) -> None:
-    pod.start("--grace", "20")
+def test_a_drained_pod_sends_its_address_and_machine_and_ends_with_code_0(pod: Pod) -> None:
+    pod.start("--grace", "20", environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
     hello = pod.controller.wait(m.Hello, "pod-1")
     assert (hello.job, hello.token) == ("ns/test", TOKEN)
+    assert (hello.facts.address, hello.facts.failure_domain) == ("10.1.2.3", "machine-7")
     pod.launch()
     pod.until_printed(r"^\[rank 0\] here 0", r"^\[rank 1\] here 1")
     pod.terminate()
@@ -260,12 +261,6 @@ def test_the_store_is_reached_with_the_variables_of_the_spec(tmp_path: Path) -> 
     finally:
         pod.end()
         server.kill()
-
-
-def test_the_pods_address_and_machine_come_from_its_environment(pod: Pod) -> None:
-    pod.start(environment={"POD_IP": "10.1.2.3", "NODE_NAME": "machine-7"})
-    facts = pod.controller.wait(m.Hello, "pod-1").facts
-    assert (facts.address, facts.failure_domain) == ("10.1.2.3", "machine-7")
 
 
 def test_a_worker_killed_for_lack_of_memory_is_distinguished_from_one_killed_otherwise(

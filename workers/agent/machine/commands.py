@@ -1,4 +1,4 @@
-"""What the agent's machine wants done. The agent process carries commands out in their order."""
+"""Commands of the agent's machine. The agent process carries them out in order."""
 
 from __future__ import annotations
 

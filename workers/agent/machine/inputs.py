@@ -1,4 +1,4 @@
-"""What the agent's machine is given: messages, results of commands and the passing of time."""
+"""Inputs of the agent's machine: messages, results of commands and clock ticks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def _take_one(rank: int, pid: int, stack_fd: int) -> Stack:
     if not text and state not in ("Z", ""):
         text = await _from_py_spy(pid)
     if not text:
-        text = f"no stack could be taken; the kernel says state {state or 'gone'}"
+        text = f"no stack could be taken; the process is in state {state or 'ended'}"
     return Stack(rank, shorten(text)[: limits.MAX_STACK_BYTES], in_collective(text), state)
 
 

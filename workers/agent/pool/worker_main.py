@@ -25,12 +25,12 @@ from typing import NoReturn, TextIO
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport
 
 from ..linux import processes
-from ..process import process_env, workdir
+from ..process import process_env
 
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
@@ -93,7 +93,7 @@ def _set_up(
     _open_streams(assign.log_file, output)
     process_env.adopt(assign.environment)
     os.environ[worker_transport.AGENT_FD] = str(wire_fd)
-    if problem := workdir.enter(assign, job):
+    if problem := enter_directory(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:
         threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -127,6 +127,38 @@ def _open_streams(log_file: str, output: int | None) -> None:
 
 def _stream(fd: int, errors: str) -> TextIO:
     return open(fd, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False)
+
+
+def enter_directory(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
+    """Enter the working directory. Returns the problem if this node lacks it or the script."""
+    entry, written = job.spec.entrypoint, job.spec.working_directory
+    try:
+        directory = files.resolve(assign.spec_directory, written)
+        os.chdir(directory)
+        if entry.script is not None:
+            files.resolve(directory, entry.script).stat()
+        return None
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror} on this node"
+    if entry.recipe is not None and Path(written) == Path():
+        _enter_logs(assign, why)
+        return None
+    if entry.script is None:
+        got, expected = f"{written} ({why})", "a directory of every node"
+        return Problem("spec.workingDirectory", got, expected)
+    got, expected = f"{entry.script} ({why})", "a file of every node"
+    fix = (
+        "on Kubernetes it has to be in the image; on Ray, `holdfast submit` takes along what lies "
+        "beside the spec file"
+    )
+    return Problem("spec.entrypoint.script", got, expected, fix)
+
+
+def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
+    """A recipe needs only the spec, which came with the job."""
+    logs = Path(assign.log_file).parent
+    os.chdir(logs)
+    print(f"not in the spec's directory ({why}), but in {logs.resolve()}", file=sys.stderr)
 
 
 # -- the entrypoint ---------------------------------------------------------------------------
@@ -205,7 +237,7 @@ def _is_ours(begin: TracebackType | None) -> bool:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the error says that a peer or the network went away: a consequence, not a cause."""
+    """Whether the error reports the loss of a peer or of the network: not the root cause."""
     seen: BaseException | None = error
     while seen is not None:
         kind, message = type(seen).__name__, str(seen)

@@ -14,9 +14,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -40,11 +41,16 @@ from ..storage import memfd, peer_transfer, persist
 from . import process_env
 from .connect import Connector, endpoint_in
 from .controller_link import ControllerLink, ReservedPort
-from .thread_pools import ThreadPools
+
+R = TypeVar("R")
+Kind = Literal["upload", "push", "fetch", "touch"]
 
 REAP_INTERVAL_S = 10.0
 MIN_GRACE_S = 5.0
 """Least grace of a node, even for a job whose workers get none."""
+MIN_THREADS = 8
+"""Threads of a kind, which wait for disks and networks, not for cores. A node with more workers has
+that many threads, since all workers stage and restore at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,26 @@ class NodeOptions:
     """Nodes with the same value may be lost together; empty: this node alone."""
     grace_s: float | None = None
     """From SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
+
+
+class ThreadPools:
+    """One pool for each kind of work that waits for a disk, network or memory. Threads start when
+    they are first needed.
+
+    The kinds share no thread: an upload may wait for storage for minutes, and a push to a lost
+    buddy for its timeout, while a restore or an allocation must not wait for either.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
+        self._loop = loop
+        self._pools = {
+            kind: ThreadPoolExecutor(max(MIN_THREADS, slots), thread_name_prefix=f"holdfast-{kind}")
+            for kind in get_args(Kind)
+        }
+
+    async def run(self, kind: Kind, work: Callable[..., R], *arguments: object) -> R:
+        """Run `work` in a thread of this kind's pool; returns or raises what it does."""
+        return await self._loop.run_in_executor(self._pools[kind], work, *arguments)
 
 
 WorkerCommand = (

@@ -13,10 +13,11 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.warmup import calls_session
-from holdfast.workers.agent.process import workdir
+from holdfast.workers.agent.pool.worker_main import enter_directory
 from holdfast.workers.session.core import working_directory
 from holdfast.workers.training.data import load
-from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
+
+from .test_worker_pool import ASSIGN
 
 RECIPE = {"recipe": {"name": "pretrain"}}
 
@@ -45,9 +46,9 @@ def test_the_directory_of_the_spec_is_entered_if_it_exists(
     assign: worker_protocol.Assign, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere" / "src").mkdir(parents=True)
-    assert workdir.enter(assign, job(RECIPE)) is None
+    assert enter_directory(assign, job(RECIPE)) is None
     assert Path.cwd() == tmp_path / "elsewhere"
-    assert workdir.enter(assign, job(RECIPE, workingDirectory="src")) is None
+    assert enter_directory(assign, job(RECIPE, workingDirectory="src")) is None
     assert Path.cwd() == tmp_path / "elsewhere" / "src"
 
 
@@ -56,7 +57,7 @@ def test_a_recipe_without_that_directory_runs_beside_its_logs_and_reads_no_data_
 ) -> None:
     recipe = job(RECIPE)
     (tmp_path / "logs" / "text").write_text("not this one")
-    assert workdir.enter(assign, recipe) is None
+    assert enter_directory(assign, recipe) is None
     assert Path.cwd() == tmp_path / "logs"
     assert str(tmp_path / "elsewhere") in capsys.readouterr().err
     ours, _ = worker_transport.pair()
@@ -66,7 +67,7 @@ def test_a_recipe_without_that_directory_runs_beside_its_logs_and_reads_no_data_
 
 
 def test_a_working_directory_of_the_spec_is_never_replaced(assign: worker_protocol.Assign) -> None:
-    problem = workdir.enter(assign, job(RECIPE, workingDirectory="src"))
+    problem = enter_directory(assign, job(RECIPE, workingDirectory="src"))
     assert problem is not None and problem.field == "spec.workingDirectory"
     assert f"src ({assign.spec_directory}/src: No such file or directory" in problem.got
 
@@ -77,7 +78,7 @@ def test_a_missing_script_is_named_with_the_missing_path(
 ) -> None:
     if there:
         (tmp_path / "elsewhere").mkdir()
-    problem = workdir.enter(assign, job({"script": "train.py"}))
+    problem = enter_directory(assign, job({"script": "train.py"}))
     assert problem is not None and problem.field == "spec.entrypoint.script"
     missing = f"{assign.spec_directory}/train.py" if there else assign.spec_directory
     assert f"train.py ({missing}: No such file" in problem.got
@@ -93,7 +94,7 @@ def test_a_path_may_begin_with_the_home_of_the_user(
     (tmp_path / "text").write_text("some text")
     (tmp_path / "train.py").write_text("import holdfast.session")
     at_home = job({"script": "~/train.py"}, workingDirectory="~/src")
-    assert workdir.enter(assign, at_home) is None
+    assert enter_directory(assign, at_home) is None
     assert Path.cwd() == tmp_path / "src"
     with socket.socket() as link:
         attached = worker_transport.Attached(link, assign, at_home)
@@ -117,7 +118,7 @@ def test_an_unknown_home_is_a_problem_and_not_a_traceback(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    problem = workdir.enter(assign, job(entrypoint, **spec))
+    problem = enter_directory(assign, job(entrypoint, **spec))
     assert problem is not None and problem.field == field
     assert "~no-such-user/x: no home is known here for its ~ on this node" in problem.got
 

@@ -19,8 +19,7 @@ from holdfast.orchestrator.protocol.facts import ShardLocation, StagedShard
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.pool import fork_protocol
-from holdfast.workers.agent.process.node import AgentProcess, NodeOptions
-from holdfast.workers.agent.process.thread_pools import MIN_THREADS, ThreadPools
+from holdfast.workers.agent.process.node import MIN_THREADS, AgentProcess, NodeOptions, ThreadPools
 from tests.unit.workers.agent.machine.harness import FACTS
 from tests.unit.workers.agent.pool.test_worker_pool import ASSIGN
 from tests.unit.workers.agent.storage.test_peer_transfer import BOUND_S, DATA, SHARD, Agent
