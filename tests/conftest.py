@@ -1,5 +1,5 @@
-"""What all tests share. Owns: how the processes that they start end, what they do not take from the
-home of whoever runs them, and which of them may run beside each other (`pytest -n`)."""
+"""What all tests share: signals of the processes that they start, settings that they do not take
+from the user's home, and which tests may run beside each other (`pytest -n`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A shell that puts a command aside has it ignore Ctrl-C, and so has everything that it starts: the
-# tests of Ctrl-C would wait for ever.
+# A shell starts a background command with SIGINT ignored, and its children inherit that: the tests
+# of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A token of some other cluster in ~/.ray would lock the tests' own clusters, for half of Ray only.
+# A token of another cluster in ~/.ray would lock the tests' own clusters.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
-# An example that takes over 0.2 s fails its test otherwise: a limit of time, and no test has one.
+# By default hypothesis fails an example that takes over 0.2 s; no test has a time limit.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

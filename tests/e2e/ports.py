@@ -1,7 +1,7 @@
-"""Ports for servers that must be told theirs before they start.
+"""Free ports for servers that need their port as an argument.
 
-Owns: which ones. They lie below those that the kernel gives away by itself: a server may take
-seconds to bind, and meanwhile no connection of anybody else is given its port.
+They lie below the kernel's ephemeral ports: a server may take seconds to bind, and meanwhile no
+other connection is given its port.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FIRST, LAST = 20_000, 29_999
 
 
 def free_port() -> int:
-    """One that nobody listens on now, at any address of this machine."""
+    """A port without a listener at any address of this machine."""
     while True:
         port = random.randint(FIRST, LAST)
         try:
