@@ -32,7 +32,6 @@ def _train_again(ctx: StepContext, text: str) -> None:
 def end_early(ctx: StepContext, outcome: Outcome, reason: Reason) -> None:
     """End the job before its last step. Its newest state in memory goes to storage first."""
     state = ctx.state
-    drain.end(ctx)
     state.termination_reason, state.outcome = reason, outcome
     state.needs_placement = False
     ctx.disarm(*PLACEMENT, *PLANNED, "rejoin", "deadline", "cadence")
@@ -49,10 +48,7 @@ def end_now(ctx: StepContext, why: str) -> None:
 
 def suspend(ctx: StepContext) -> None:
     """No workers run: write the newest state, then release all nodes."""
-    state = ctx.state
-    state.needs_placement = False
-    if state.phase != "suspending":
-        ctx.move("suspending", "suspend", state.intent_reason)
+    ctx.move("suspending", "suspend", ctx.state.intent_reason)
     start_drain(ctx, DrainKind.SUSPEND)
 
 
@@ -101,7 +97,6 @@ def _drain_another(ctx: StepContext, writing: Drain) -> None:
     if writing.kind == DrainKind.FINISH:
         _train_again(ctx, f"step {writing.step} was lost before it was written")
     else:
-        drain.end(ctx)
         start_drain(ctx, writing.kind)
 
 

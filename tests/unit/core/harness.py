@@ -223,6 +223,14 @@ class Transcript:
         assert len(found) == 1, f"{len(found)} {kind.__name__} in {self.fresh}"
         return found[0]
 
+    def all(self, kind: type[A]) -> list[A]:
+        """All actions of a kind, since the submission."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def one_reason(self, kind: type[A]) -> str:
+        """The reason of the first action of this kind that the last event decided."""
+        return self.of(kind)[0].reason.text
+
     def last(self, kind: type[A]) -> A:
         return [action for action in self.actions if isinstance(action, kind)][-1]
 

@@ -118,6 +118,16 @@ def test_a_last_step_that_storage_has_is_not_written_again() -> None:
     assert not job.of(PersistStep)
     assert job.state.reason.text == "all workers ended with exit code 0"
     assert job.state.phase == "succeeded"
+    assert list(job.state.inflight.values()) == [job.one(FinishJob)]
+
+
+def test_a_lost_node_whose_last_step_storage_has_does_not_matter() -> None:
+    job = Transcript(spec(**PAIR)).started()
+    job.commit(49)
+    done(job, 49)
+    job.stopped("a", None)
+    job.lose("b")
+    assert job.state.phase == "succeeded"
 
 
 def test_a_lost_node_whose_last_step_another_node_has_does_not_matter() -> None:
@@ -126,6 +136,7 @@ def test_a_lost_node_whose_last_step_another_node_has_does_not_matter() -> None:
     job.stopped("a", 49)
     job.lose("b")
     assert job.state.phase == "finishing" and job.one(PersistStep).step == 49
+    assert job.state.reason == Reason("finish", "writing step 49 to storage")
 
 
 def test_a_script_without_any_state_ends_although_a_node_was_lost_with_the_last_step() -> None:
@@ -167,7 +178,7 @@ def test_a_suspend_whose_state_is_lost_falls_back_to_what_storage_has() -> None:
     job.commit(39)
     job.apply(SuspendRequested())
     job.all_stopped(41)
-    assert job.state.reason.text == "writing step 41 to storage"
+    assert job.state.reason == Reason("suspend", "writing step 41 to storage")
     job.lose("b")
     assert job.state.phase == "suspended"
     assert job.state.reason.text == "nothing had to be written"

@@ -122,3 +122,109 @@ def test_the_evidence_has_the_place_and_the_step() -> None:
     failure = attribute(Evidence(exits=exits(error)))
     assert failure.title == "worker 2 on node-1 raised ValueError after step 17"
     assert failure.evidence == 'ValueError: bad at File "/b.py", line 9, in g'
+
+
+@pytest.mark.parametrize(
+    "exit",
+    [
+        Exit(rank=0, code=1, error_type="BrokenPipeError", error_message="odd"),
+        Exit(rank=0, code=1, error_type="RuntimeError", error_message="Socket Timeout (30 s)"),
+        Exit(rank=0, signal=6, secondary=True),
+        Exit(rank=0, code=3, secondary=True),
+    ],
+)
+def test_an_error_of_the_network_is_secondary_by_its_type_its_text_or_its_mark(exit: Exit) -> None:
+    assert attribute(Evidence(exits=exits(exit))).rule == "network"
+
+
+def test_a_network_failure_names_the_rank_and_blames_no_node() -> None:
+    failure = attribute(Evidence(exits=exits(RESET)))
+    assert (failure.culprit_node, failure.culprit_rank) == ("", 0)
+    assert failure.evidence == (
+        "DistBackendError: Connection reset by peer; no worker or node shows another cause"
+    )
+    killed = attribute(Evidence(exits=exits(Exit(rank=0, signal=6, secondary=True))))
+    assert killed.evidence == "SIGABRT; no worker or node shows another cause"
+
+
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        (0, ""),
+        (1, "; 1 peer then lost the connection to it"),
+        (2, "; 2 peers then lost the connection to it"),
+    ],
+)
+def test_the_evidence_counts_the_secondary_failures(peers: int, text: str) -> None:
+    others = [Exit(rank=rank, code=1, secondary=True) for rank in range(1, peers + 1)]
+    killed = Exit(rank=0, signal=9, step=4)
+    failure = attribute(Evidence(exits=exits(*others, killed)))
+    assert failure.evidence == f"SIGKILL after step 4, not sent by Holdfast{text}"
+    assert failure.title == "worker 0 on node-0 was killed by SIGKILL"
+
+
+def test_an_exit_before_the_first_step_has_no_step_in_its_evidence() -> None:
+    failure = attribute(Evidence(exits=exits(Exit(rank=0, signal=35))))
+    assert failure.evidence.startswith("signal 35 before it reported a step")
+
+
+def test_a_lost_node_is_counted_with_the_others() -> None:
+    lost = (("a", "gone", "killed"), ("b", "gone", ""))
+    failure = attribute(Evidence(lost=lost))
+    assert (failure.title, failure.evidence) == ("a and 1 more were lost (gone)", "killed")
+    alone = attribute(Evidence(lost=lost[1:]))
+    assert (alone.title, alone.evidence) == ("b was lost (gone)", "gone")
+
+
+@pytest.mark.parametrize("signal", [9, 15])
+def test_a_worker_killed_on_a_node_with_a_preemption_notice_was_preempted(signal: int) -> None:
+    killed = Exit(rank=1, signal=signal, step=2)
+    leaving = (("node-0", "spot"),)
+    failure = attribute(Evidence(exits=exits(killed), leaving=leaving))
+    assert (failure.rule, failure.culprit_rank) == ("preempted", 1)
+    other = attribute(Evidence(exits=exits(Exit(rank=1, signal=11)), leaving=leaving))
+    assert other.rule == "native-crash"
+    elsewhere = attribute(Evidence(exits=exits(Exit(rank=3, signal=9)), leaving=leaving))
+    assert elsewhere.rule == "outside-signal"
+    ours = attribute(Evidence(exits=exits(Exit(rank=1, signal=9, by_us=True)), leaving=leaving))
+    assert ours.rule == "unknown"
+
+
+def test_a_worker_that_left_early_does_not_explain_a_lost_node_or_another_error() -> None:
+    early = Exit(rank=3, code=0, step=7)
+    left = attribute(Evidence(exits=exits(early), world_size=4))
+    assert left.evidence == "it left after step 7; 3 of 4 workers had not ended"
+    assert left.title == "worker 3 on node-1 ended with exit code 0 while others went on"
+    lost = (("node-0", "gone", ""),)
+    assert attribute(Evidence(exits=exits(early), lost=lost, world_size=4)).rule == "node-lost"
+    error = Exit(rank=0, code=1, **ERROR)
+    assert attribute(Evidence(exits=exits(early, error), world_size=4)).rule == "user-exception"
+    ours = Exit(rank=3, code=0, by_us=True)
+    assert attribute(Evidence(exits=exits(ours), world_size=4)).rule == "unknown"
+
+
+def test_a_hang_without_suspects_names_no_rank() -> None:
+    failure = attribute(Evidence(hang=((), "no rank has reported")))
+    assert (failure.title, failure.culprit_rank) == ("the job made no progress", None)
+    assert failure.culprit_node == ""
+
+
+@pytest.mark.parametrize(
+    ("exit", "rule"),
+    [
+        (Exit(rank=0, code=1, out_of_memory=True, **ERROR), "out-of-memory"),
+        (Exit(rank=0, signal=9, out_of_memory=True), "out-of-memory-kill"),
+        (Exit(rank=0, code=1, error_type="AcceleratorError", error_message="odd"), "device-error"),
+        (Exit(rank=0, code=1, error_type="RuntimeError", error_message="XID 79"), "device-error"),
+        (Exit(rank=0, code=1, **ERROR), "user-exception"),
+        (Exit(rank=0, signal=11, error_type="E"), "user-exception"),
+    ],
+)
+def test_memory_and_device_errors_are_no_errors_of_the_user(exit: Exit, rule: str) -> None:
+    assert attribute(Evidence(exits=exits(exit))).rule == rule
+
+
+def test_only_a_damaged_checkpoint_throws_doubt_on_the_whole_state() -> None:
+    assert attribute(CASES["checkpoint-damaged"]).damaged
+    assert attribute(CASES["checkpoint-refused"]).damaged
+    assert not attribute(CASES["checkpoint-unreadable"]).damaged

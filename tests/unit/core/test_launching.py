@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.orchestrator.core.actions import (
     FinishJob,
     LaunchGroup,
@@ -9,9 +11,18 @@ from holdfast.orchestrator.core.actions import (
     RequestNodes,
     StopGroup,
 )
-from holdfast.orchestrator.core.events import ResumeRequested, SuspendRequested
+from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
+    NodeJoined,
+    ResizeRequested,
+    ResumeRequested,
+    StepCompleted,
+    SuspendRequested,
+    Tick,
+)
+from holdfast.orchestrator.core.launching import MESHES_KEPT
 
-from .harness import Transcript, spec
+from .harness import SECOND, Transcript, facts, spec
 
 
 def test_a_job_requests_nodes_and_spares_and_launches_when_all_have_joined() -> None:
@@ -283,3 +294,223 @@ def test_the_capacity_timeout_does_not_run_while_the_job_is_suspended() -> None:
     job.apply(ResumeRequested())
     job.wait(59)
     assert job.state.phase == "pending", "the wait starts from the beginning"
+
+
+def test_a_recovering_job_waits_for_capacity_with_the_reason_of_the_backend_or_its_own() -> None:
+    job = Transcript(spec(PAIR))
+    job.submit()
+    job.fail(job.one(RequestNodes), "")
+    assert job.state.phase == "pending"
+    assert job.state.reason.text == (
+        "waiting for nodes: 0 usable, at least 2 needed, 0 pending; the backend has no capacity"
+    )
+    assert job.state.notes[-1][1] == "a request for 2 more nodes was refused: no capacity"
+    job.wait(5.0)
+    job.succeed(RequestNodes)
+    job.join("a")
+    assert job.state.reason.text == "waiting for nodes: 1 usable, at least 2 needed, 1 pending"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "joins", "decision"),
+    [
+        (2, (), (), "restart on the same 2 nodes, from memory after step 3"),
+        (2, ("b",), ("c",), "c replaces b, from memory after step 3"),
+        (4, ("a", "b"), ("e", "f"), "e, f replace a, b, from memory after step 3"),
+    ],
+)
+def test_the_decision_says_what_changes(
+    nodes: int, lost: tuple[str, ...], joins: tuple[str, ...], decision: str
+) -> None:
+    job = Transcript(spec({"min": nodes, "max": nodes}))
+    job.started(*"abcd"[:nodes], step=3)
+    if not lost:
+        job.exits(0, signal=9)
+    for name in lost:
+        job.lose(name)
+    job.succeed(RequestNodes)
+    job.all_stopped(3)
+    job.join(*joins)
+    assert job.last(LaunchGroup).reason.text == decision
+    assert job.state.incidents[-1].decision == decision
+
+
+def test_the_decision_says_where_the_state_comes_from() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    assert job.one_reason(LaunchGroup) == "launch on 2 nodes, from the beginning"
+    assert job.state.phase == "starting" and job.state.incidents == []
+    job.succeed(LaunchGroup)
+    job.step(9)
+    job.commit(9)
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    assert job.one_reason(LaunchGroup).endswith(", from storage after step 9")
+    incident = job.state.incidents[0]
+    assert (incident.restored_from, incident.resumed_after_step) == ("storage", 9)
+    fresh = Transcript().started()
+    fresh.exits(0, signal=9)
+    fresh.all_stopped(None)
+    incident = fresh.state.incidents[0]
+    assert (incident.restored_from, incident.resumed_after_step) == ("nothing", -1)
+
+
+def test_a_script_has_no_state_that_holdfast_restores() -> None:
+    job = Transcript(spec({"min": 1, "max": 1}, script=True))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a")
+    assert job.one_reason(LaunchGroup) == "launch on 1 node"
+    job.succeed(LaunchGroup)
+    assert job.state.reason.text == "all workers run, on 1 node"
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    expected = "restart on the same node; Holdfast has no state to restore"
+    assert job.one_reason(LaunchGroup) == expected
+    assert job.state.phase == "recovering"
+    job.succeed(LaunchGroup)
+    assert job.state.phase == "running"
+
+
+def test_the_first_step_of_all_ranks_makes_a_job_run() -> None:
+    job = Transcript().started(step=None)
+    assert job.state.phase == "starting" and not job.state.first_step_done
+    job.apply(StepCompleted(generation=7, step=3, step_s=0.5))
+    assert job.state.phase == "starting" and job.state.step == -1
+    assert job.state.step_s == 0.5
+    job.wait(2)
+    job.apply(StepCompleted(generation=1, step=3))
+    assert job.state.reason.text == "all 4 ranks have finished step 3"
+    assert (job.state.phase, job.state.step, job.state.step_s) == ("running", 3, 0.5)
+    assert job.state.first_step_ns == job.now_ns
+    job.wait(2)
+    job.step(2)
+    assert job.state.step == 3 and job.state.first_step_ns == job.now_ns - 2 * SECOND
+
+
+def test_a_first_step_during_a_stop_does_not_end_it() -> None:
+    job = Transcript(spec(checkpoint={"storage": {"everySeconds": 60}})).started(step=None)
+    job.exits(0, signal=9)
+    job.step(0)
+    assert job.state.phase == "recovering" and job.state.stop is not None
+    assert job.state.first_step_done and job.state.step == 0
+
+
+def test_the_nodes_of_a_generation_are_whole_replica_groups() -> None:
+    """Three shards on two workers per node: a replica covers no whole number of nodes."""
+    job = Transcript(spec({"min": 3, "max": 3}, shard=3)).started("a", "b", "c")
+    assert job.state.mesh is not None and job.state.mesh.describe() == "replicate 2 x shard 3"
+    job.lose("b")
+    job.succeed(RequestNodes)
+    job.all_stopped(3)
+    job.join("d")
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "d", "c"]
+
+
+def test_the_master_is_the_first_member() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.apply(NodeJoined(node="a", facts=facts("a")))
+    job.join("b")
+    membership = job.of(LaunchGroup)[0].membership
+    assert (membership.master_address, membership.master_port) == ("ip-a", 29501)
+    assert (membership.num_nodes, membership.workers_per_node) == (2, 2)
+    assert membership.restart_count == 0
+
+
+def test_a_deadline_starts_with_the_first_launch_and_is_not_extended_by_restarts() -> None:
+    job = Transcript(spec(activeDeadlineSeconds=60))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.wait(30)
+    assert "deadline" not in job.state.timers
+    job.join("a", "b")
+    due_ns = job.now_ns + 60 * SECOND
+    assert job.state.timers["deadline"] == due_ns
+    job.succeed(LaunchGroup)
+    job.step(0)
+    job.wait(20)
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    assert job.state.timers["deadline"] == due_ns
+
+
+def test_old_meshes_are_forgotten() -> None:
+    job = Transcript(spec(recovery={"badNodeStrikes": 100})).started()
+    for _ in range(MESHES_KEPT + 2):
+        job.exits(0, signal=9)
+        job.all_stopped(None)
+        job.succeed(LaunchGroup)
+        job.wait(10)
+    assert list(job.state.meshes) == list(range(4, MESHES_KEPT + 4))
+
+
+def test_a_resize_that_cannot_be_reached_yet_stays_pending() -> None:
+    job = Transcript(spec({"min": 1, "max": 2})).started()
+    job.apply(ResizeRequested(nodes=4))
+    job.succeed(RequestNodes)
+    job.join("c")
+    assert job.state.resize_pending
+    job.wait(5.0)
+    job.all_stopped(3)
+    assert len(job.of(LaunchGroup)) == 3 and job.state.resize_pending
+    job.succeed(LaunchGroup)
+    job.step(4)
+    job.join("d")
+    assert job.one_reason(StopGroup) == "4 nodes are usable, 3 are used", "without the grow delay"
+    job.all_stopped(5)
+    assert len(job.of(LaunchGroup)) == 4 and not job.state.resize_pending
+
+
+def test_a_stale_node_is_awaited_before_a_smaller_launch() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.state.generation = 4
+    job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
+    job.join("b")
+    job.state.pending_nodes.clear()
+    job.apply(Tick())
+    assert not job.of(LaunchGroup), "a stops the workers of an old generation"
+    job.lose("a")
+    job.fail(job.one(RequestNodes))
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["b"]
+
+
+def test_a_launch_is_sent_again_to_the_nodes_that_have_not_answered() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    first, second = job.of(LaunchGroup)
+    job.apply(ActionSucceeded(action_id=first.action_id))
+    job.wait(14.9)
+    assert not job.fresh
+    job.wait(0.2)
+    again = job.one(LaunchGroup)
+    assert again.node == "b" and again.seats == second.seats and again.buddy == second.buddy
+    assert again.membership == second.membership and again.node_rank == 1
+    assert again.persist_every_steps == second.persist_every_steps
+    job.apply(ActionSucceeded(action_id=second.action_id))
+    assert list(job.state.launching) == ["b"], "the answer to the second one counts"
+    job.apply(ActionSucceeded(action_id=again.action_id))
+    assert job.state.launching == {} and not job.wait(60)
+
+
+def test_all_nodes_that_have_started_their_workers_are_a_time_of_the_incident() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    first, second = job.of(LaunchGroup)
+    job.apply(ActionSucceeded(action_id=first.action_id))
+    assert job.state.incidents[0].started_ns is None
+    job.wait(1)
+    job.apply(ActionSucceeded(action_id=second.action_id))
+    assert job.state.incidents[0].started_ns == job.now_ns
+    job.wait(1)
+    job.apply(NodeJoined(node="a", facts=facts("a"), generation=2, ranks=(0, 1)))
+    assert job.state.incidents[0].started_ns == job.now_ns - SECOND
+    assert job.state.phase == "recovering", "a recipe reports its first step"

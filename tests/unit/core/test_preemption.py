@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.actions import (
     CommitManifest,
     LaunchGroup,
@@ -20,7 +21,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.protocol.facts import Exit
 
-from .harness import Transcript, spec
+from .harness import SECOND, Transcript, spec
 
 GRACE_S = 30.0
 
@@ -110,6 +111,10 @@ def test_a_job_that_must_wait_for_nodes_writes_its_newest_step_to_storage_first(
     job.one(CommitManifest)
     job.succeed(CommitManifest)
     assert job.one(ReleaseNode).node == "b", "storage has what it held"
+    assert job.state.drain is None
+    assert (job.now_ns, "step 30 is in storage; the leaving nodes can be released") in (
+        job.state.notes
+    )
     job.join("c")
     launch = job.of(LaunchGroup)[0]
     assert launch.membership.restore is not None
@@ -252,3 +257,91 @@ def test_a_resize_does_not_bring_a_leaving_node_back() -> None:
     assert len(job.of(StopGroup)) == 3
     job.all_stopped(30)
     assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+
+
+def test_a_state_at_risk_that_is_lost_is_not_awaited() -> None:
+    job = Transcript(sharded()).started()
+    leave(job)
+    job.fail(job.one(RequestNodes))
+    job.wait(GRACE_S / 3 + 0.1)
+    job.all_stopped(30)
+    assert job.state.drain is not None
+    text = "writing step 30 to storage: a node that holds a part of it leaves"
+    assert (job.now_ns, text) in job.state.notes
+    job.lose("b")
+    assert job.state.drain is None, "its shards are gone"
+
+
+def test_a_preemption_notice_is_noted_with_the_time_and_the_reason() -> None:
+    job = Transcript(sharded()).started()
+    leave(job)
+    assert job.state.notes[-1][1] == "b will be preempted in 30 s: got SIGTERM"
+    job.apply(PreemptionNoticed(node="a", grace_s=0.0))
+    assert job.state.notes[-1][1] == "a will be preempted: no detail given"
+    assert job.state.nodes["a"].leaves_ns is None
+    assert not job.apply(PreemptionNoticed(node="x", detail="unknown"))
+    assert len(job.state.notes) == 2
+
+
+def test_the_same_reason_is_not_repeated() -> None:
+    job = Transcript(sharded()).started()
+    for _ in range(2):
+        leave(job)
+        job.apply(PreemptionNoticed(node="b"))
+    assert job.state.nodes["b"].leave_reason == "got SIGTERM"
+
+
+def test_the_incident_of_a_preemption_names_all_leaving_nodes() -> None:
+    job = Transcript(spec({"min": 2, "max": 3, "spares": 1}, 2, "auto"))
+    job.started("a", "b", "c", "d", step=5)
+    leave(job, "b", 60)
+    assert job.one_reason(StopGroup) == "b will be preempted (got SIGTERM); 3 nodes are usable"
+    job.all_stopped(5)
+    assert job.state.incidents[0].title == "b will be preempted"
+    assert job.state.reason.code == "preemption"
+    both = Transcript(sharded()).started(step=5)
+    leave(both, "a")
+    leave(both, "b")
+    both.wait(GRACE_S / 3 + 0.1)
+    both.all_stopped(5)
+    incident = both.state.incidents[0]
+    assert incident.title == "a, b will be preempted" and incident.culprit_node == "a"
+    assert incident.evidence == "got SIGTERM"
+    assert both.state.restarts == {"preemption": 1}
+
+
+def test_a_member_lost_before_its_preemption_is_a_preemption() -> None:
+    job = Transcript(sharded()).started(step=5)
+    leave(job)
+    job.lose("b", "disconnected")
+    job.all_stopped(5)
+    incident = job.state.incidents[0]
+    assert (incident.rule, incident.culprit_node) == ("preempted", "b")
+
+
+def test_a_recipe_has_no_grace_period_and_a_script_without_a_known_time_its_own() -> None:
+    recipe = Transcript(sharded(spares=1)).started("a", "b", "c")
+    leave(recipe)
+    assert {stop.grace_s for stop in recipe.of(StopGroup)} == {0.0}
+    recovery = {"terminationGraceSeconds": 7}
+    document = spec({"min": 2, "max": 2, "spares": 1}, 2, 4, script=True, recovery=recovery)
+    script = Transcript(document).started("a", "b", "c")
+    script.apply(PreemptionNoticed(node="b", detail="spot"))
+    assert {stop.grace_s for stop in script.of(StopGroup)} == {7.0}
+    limit_ns = round((7.0 + limits.STOP_TIMEOUT_S) * SECOND)
+    assert script.state.timers["stop"] == script.now_ns + limit_ns
+    late = Transcript(document).started("a", "b")
+    leave(late, grace_s=12.0)
+    late.wait(13)
+    assert {stop.grace_s for stop in late.all(StopGroup)} == {4.0}, "half of what was left"
+
+
+def test_an_idle_leaving_node_is_released_while_nothing_runs_unless_it_holds_the_state() -> None:
+    job = Transcript(spec({"min": 2, "max": 3}, 2, "auto"))
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a")
+    leave(job, "a")
+    release = job.one(ReleaseNode)
+    assert release.reason.code == "preemption"
+    assert release.reason.text == "a will be preempted and is idle"

@@ -12,6 +12,7 @@ from holdfast.orchestrator.core.rank_assignment import (
     best_size,
     buddies,
     mesh_for,
+    nodes_per_group,
     order_newcomers,
     persist_cadence,
     seats_for,
@@ -142,3 +143,49 @@ def test_replicas_need_no_buddy_unless_configured() -> None:
 )
 def test_the_storage_cadence(storage: dict[str, int], every: int) -> None:
     assert persist_cadence(job_from_mapping(spec(checkpoint={"storage": storage}))) == every
+
+
+def test_a_hole_is_filled_by_the_node_with_the_same_position() -> None:
+    assert assign(tuple("abcdef"), tuple("abef"), 3, 3) == ("a", "b", "f")
+    assert assign(tuple("abcdef"), tuple("abdx"), 3, 3) == ("a", "b", "d"), "before a newcomer"
+
+
+def test_a_count_that_is_no_multiple_of_the_group_or_a_double_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 nodes in groups of 2 out of 4"):
+        assign((), ("a", "b", "c", "d"), 3, 2)
+    with pytest.raises(ValueError, match="2 nodes in groups of 2 out of 3"):
+        assign((), ("a", "b", "a"), 2, 2)
+
+
+def test_shards_are_written_by_the_least_loaded_nodes() -> None:
+    """Four nodes of one worker in two replicas of two shards."""
+    seats = seats_for(Mesh(replicate=2, shard=2), 4, 1)
+    assert [seat.persists for node in seats for seat in node] == [True, True, False, False]
+    seats = seats_for(Mesh(replicate=2, shard=2), 2, 2)
+    assert [[seat.persists for seat in node] for node in seats] == [[True, False], [False, True]]
+    assert [[seat.shard for seat in node] for node in seats] == [[0, 1], [0, 1]]
+    assert [[seat.local_rank for seat in node] for node in seats] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("shards", "workers", "nodes"), [(4, 2, 2), (3, 2, 2), (2, 2, 1), (1, 4, 1)]
+)
+def test_a_replica_group_covers_whole_nodes(shards: int, workers: int, nodes: int) -> None:
+    assert nodes_per_group(Mesh(shard=shards), workers) == nodes
+
+
+def test_a_single_node_and_a_job_without_memory_tier_have_no_buddies() -> None:
+    known = {n: facts(n) for n in "ab"}
+    plain = job_from_mapping(spec())
+    assert buddies(plain, Mesh(shard=2), ("a",), known) == {}
+    assert buddies(plain, Mesh(shard=4), ("a", "b"), known) == {"a": "b", "b": "a"}
+    none = job_from_mapping(spec(checkpoint={"memory": {"everySteps": 0}}))
+    assert buddies(none, Mesh(shard=4), ("a", "b"), known) == {}
+
+
+def test_a_node_without_a_failure_domain_is_one_of_its_own() -> None:
+    job = job_from_mapping(spec({"min": 3, "max": 3}, shard=6))
+    known = {n: facts(n, failure_domain=d) for n, d in zip("abc", ("", "z", "z"), strict=True)}
+    assert buddies(job, Mesh(shard=6), ("a", "b", "c"), known) == {"a": "b", "b": "a", "c": "a"}
+    alone = {n: facts(n, failure_domain="z") for n in "abc"}
+    assert buddies(job, Mesh(shard=6), ("a", "b", "c"), alone) == {"a": "b", "b": "c", "c": "a"}

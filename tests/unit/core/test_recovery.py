@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.actions import (
     CommitManifest,
     FinishJob,
     LaunchGroup,
     PersistStep,
+    Reason,
     ReleaseNode,
     RequestNodes,
     StopGroup,
 )
-from holdfast.orchestrator.core.events import HangDetected, PreemptionNoticed, WorkerExited
-from holdfast.orchestrator.protocol.facts import Exit, Stack
+from holdfast.orchestrator.core.events import (
+    FaultInjected,
+    HangDetected,
+    PreemptionNoticed,
+    WorkerExited,
+)
+from holdfast.orchestrator.core.recovery import MAX_USER_ERRORS
+from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
 
-from .harness import Transcript, spec, stack
+from .harness import SECOND, Transcript, spec, stack
 
 
 def test_a_hang_is_stopped_with_stacks_and_names_its_culprit() -> None:
@@ -193,8 +204,6 @@ def test_a_cordoned_node_is_released_once_its_state_is_in_storage() -> None:
 
 
 def test_an_injected_fault_is_neither_charged_nor_a_strike() -> None:
-    from holdfast.orchestrator.core.events import FaultInjected
-
     job = Transcript().started()
     job.apply(FaultInjected(kind="kill-worker", node="b", rank=2))
     job.exits(2, signal=9)
@@ -288,3 +297,222 @@ def test_only_the_newest_interruptions_keep_their_tracebacks() -> None:
     kept = [incident.traceback for incident in job.state.incidents]
     assert kept == [""] * 3 + ["Traceback"] * limits.MAX_INCIDENTS_IN_FULL
     assert all(incident.title for incident in job.state.incidents)
+
+
+def test_the_title_of_an_incident_has_the_signal_or_the_exit_code() -> None:
+    for how, text in (({"signal": 9}, "signal 9"), ({"code": 3}, "exit code 3")):
+        job = Transcript().started()
+        job.exits(2, **how)
+        assert job.one_reason(StopGroup) == f"worker 2 on b ended with {text}"
+        assert job.state.phase == "recovering"
+
+
+def test_only_the_first_exit_of_a_rank_counts() -> None:
+    job = Transcript().started(step=3)
+    job.exits(2, signal=9, step=3)
+    assert not job.exits(2, code=1, error_type="E")
+    exits = (Exit(rank=2, signal=15, by_us=True), Exit(rank=3, signal=9, by_us=True, step=4))
+    job.stopped("a", 3)
+    job.stopped("b", 3, exits=exits)
+    assert job.state.incidents[0].rule == "outside-signal"
+
+
+def test_an_exit_reported_with_the_stop_counts_as_evidence() -> None:
+    job = Transcript().started(step=3)
+    job.exits(2, code=1, secondary=True)
+    job.stopped("a", 3, exits=(Exit(rank=0, signal=9, step=3),))
+    job.stopped("b", 3)
+    incident = job.state.incidents[0]
+    assert incident.rule == "outside-signal"
+    assert (incident.culprit_node, incident.culprit_rank) == ("a", 0)
+
+
+@pytest.mark.parametrize(("after_s", "injected"), [(60.0, True), (60.1, False)])
+def test_a_failure_within_a_minute_after_a_fault_injection_was_caused_by_it(
+    after_s: float, injected: bool
+) -> None:
+    job = Transcript().started()
+    job.apply(FaultInjected(kind="kill-worker", node="b", rank=2))
+    job.wait(after_s)
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    assert job.state.incidents[0].fault_injected == injected
+    assert job.state.restarts == ({} if injected else {"infrastructure": 1})
+    assert job.state.injected_faults == {}
+
+
+def test_a_fault_injection_explains_only_failures_of_its_node() -> None:
+    job = Transcript().started()
+    job.apply(FaultInjected(kind="kill-worker", node="a", rank=0))
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    assert not job.state.incidents[0].fault_injected and job.state.injected_faults
+
+
+@pytest.mark.parametrize(("after_s", "strikes"), [(99.9, 2), (100.0, 1)])
+def test_strikes_are_counted_within_the_window_of_the_budget(after_s: float, strikes: int) -> None:
+    budget = {"infrastructure": {"restarts": 10, "windowSeconds": 100}}
+    job = Transcript(spec(recovery={"budgets": budget, "badNodeStrikes": 5})).started()
+    for step in (3, 4):
+        job.exits(2, signal=9)
+        job.all_stopped(step)
+        job.succeed(LaunchGroup)
+        job.step(step)
+        job.wait(after_s) if step == 3 else None
+    assert len(job.state.strikes["b"]) == strikes
+    assert len(job.state.charges["infrastructure"]) == strikes
+    assert job.state.restarts == {"infrastructure": 2}
+
+
+def test_a_cordon_is_noted_and_a_lost_node_gets_none() -> None:
+    job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    assert job.state.cordoned == {"b": "b caused 1 incident"}
+    assert (job.now_ns, "b caused 1 incident") in job.state.notes
+    assert "replacement" in job.state.timers
+    other = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
+    other.lose("b")
+    other.stopped("a", 3)
+    assert other.state.cordoned == {} and other.state.strikes["b"]
+
+
+def test_failures_of_users_and_of_the_network_are_no_strikes() -> None:
+    job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
+    job.exits(2, code=3)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    job.exits(2, code=1, error_type="ConnectionResetError")
+    job.all_stopped(3)
+    assert [one.rule for one in job.state.incidents] == ["exit-code", "network"]
+    assert job.state.strikes == {} and job.state.cordoned == {}
+
+
+def test_a_hang_is_a_strike_of_the_suspects_node() -> None:
+    job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
+    job.apply(HangDetected(generation=1, ranks=(2,), evidence="rank 2 is stopped"))
+    job.all_stopped(3)
+    assert list(job.state.cordoned) == ["b"]
+
+
+def test_a_hang_is_ignored_while_a_generation_stops() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    assert not job.apply(HangDetected(generation=1, ranks=(2,), evidence="quiet"))
+    job.all_stopped(3)
+    assert job.state.incidents[0].rule == "outside-signal"
+
+
+def test_stacks_extend_the_time_to_stop() -> None:
+    job = Transcript().started()
+    job.apply(HangDetected(generation=1, ranks=(2,), evidence="rank 2 is stopped"))
+    assert job.state.phase == "recovering"
+    assert job.state.reason == Reason("hang", "no progress: rank 2 is stopped")
+    limit_s = limits.STOP_TIMEOUT_S + limits.STACK_TIMEOUT_S
+    assert job.state.timers["stop"] == job.now_ns + round(limit_s * SECOND)
+
+
+def test_the_oldest_of_many_user_errors_is_forgotten() -> None:
+    generous = {"budgets": {"user": {"restarts": 10_000}}}
+    job = Transcript(spec(recovery=generous)).started()
+    for number in range(MAX_USER_ERRORS + 1):
+        job.exits(1, code=1, step=number, error_type="E", error_message="m")
+        job.all_stopped(None)
+        job.succeed(LaunchGroup)
+    assert len(job.state.user_errors) == MAX_USER_ERRORS
+    assert next(key[3] for key in job.state.user_errors) == 1
+    job.exits(1, code=1, step=0, error_type="E", error_message="m")
+    job.all_stopped(None)
+    assert job.state.phase == "recovering", "it counts as the first"
+
+
+def test_a_state_is_distrusted_for_failures_before_the_first_step() -> None:
+    job = Transcript().started(step=3)
+    staged = tuple(StagedShard(3, 1, shard, 2, 1) for shard in range(2))
+
+    def fails(**how: Any) -> dict[tuple[int, int], int]:
+        job.exits(0, **how)
+        for node in ("a", "b"):
+            job.stopped(node, staged=staged)
+        job.succeed(LaunchGroup)
+        return job.state.catalog.distrusted
+
+    crash = {"code": 1, "error_type": "E"}
+    assert fails(step=3, error_message="0", **crash) == {}, "the generation had finished a step"
+    assert fails(signal=9) == {}, "a kill says nothing about the state"
+    assert fails(step=3, error_message="1", **crash) == {(3, 1): 1}
+    assert fails(step=-1, error_message="2", **crash) == {(3, 1): 2}
+
+
+def test_an_incident_keeps_the_facts_of_its_interruption() -> None:
+    job = Transcript().started(step=3)
+    job.wait(1)
+    job.exits(2, signal=9, step=5)
+    began_ns = job.now_ns
+    job.wait(1)
+    job.stopped("a", 4)
+    job.wait(1)
+    job.stopped("b", 4)
+    job.wait(1)
+    job.succeed(LaunchGroup)
+    job.wait(1)
+    job.step(5)
+    (incident,) = job.state.incidents
+    assert (incident.number, incident.at_ns, incident.purpose) == (1, began_ns, "failure")
+    assert (incident.generation_before, incident.generation_after) == (1, 2)
+    assert (incident.world_size_before, incident.world_size_after) == (4, 4)
+    times = (incident.stopped_ns, incident.launched_ns, incident.started_ns, incident.first_step_ns)
+    assert times == tuple(began_ns + after * SECOND for after in (2, 2, 3, 4))
+    assert (incident.step_before, incident.resumed_after_step) == (4, 4)
+    assert incident.decision == "restart on the same 2 nodes, from memory after step 4"
+
+
+def test_an_interruption_before_the_first_step_belongs_to_the_incident_before() -> None:
+    job = Transcript().started(step=3)
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    first, generation = job.state.incidents[0], job.state.incidents[0].generation_after
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    assert first.generation_after == generation == 2
+    assert job.state.num_incidents == 2
+    job.step(4)
+    assert first.first_step_ns is None and job.state.incidents[1].first_step_ns == job.now_ns
+
+
+def test_the_reason_of_a_failure_is_its_title_and_class() -> None:
+    job = Transcript(spec({"min": 2, "max": 2})).started(step=3)
+    job.exits(2, code=3, step=3)
+    job.stopped("a", 3)
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    assert job.state.incidents[0].title == "worker 2 on b ended with exit code 3"
+    assert job.state.incidents[0].failure_class == "user"
+
+
+def test_a_launch_failure_after_another_failure_is_only_added() -> None:
+    job = Transcript().started(step=None)
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    launch = job.of(LaunchGroup)
+    job.fail(launch[0], "first")
+    job.fail(launch[1], "second")
+    job.all_stopped(None)
+    incident = job.state.incidents[-1]
+    assert (incident.culprit_node, incident.evidence) == ("a", "first")
+
+
+def test_a_failed_launch_without_a_detail_says_so_and_a_late_failure_does_not_count() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    launch = job.of(LaunchGroup)[0]
+    job.wait(15.1)
+    assert job.one_reason(LaunchGroup) == "a has not answered its launch within 15 s"
+    again = job.of(LaunchGroup)[0]
+    assert not job.fail(launch, "late"), "it was sent again under another id"
+    job.fail(again, "")
+    assert job.one_reason(StopGroup) == "a could not start its workers: no detail given"
