@@ -48,6 +48,7 @@ def end_now(ctx: StepContext, why: str) -> None:
 
 def suspend(ctx: StepContext) -> None:
     """No workers run: write the newest state, then release all nodes."""
+    ctx.state.needs_placement = False
     ctx.move("suspending", "suspend", ctx.state.intent_reason)
     start_drain(ctx, DrainKind.SUSPEND)
 

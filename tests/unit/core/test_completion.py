@@ -179,6 +179,7 @@ def test_a_suspend_whose_state_is_lost_falls_back_to_what_storage_has() -> None:
     job.apply(SuspendRequested())
     job.all_stopped(41)
     assert job.state.reason == Reason("suspend", "writing step 41 to storage")
+    assert not job.state.needs_placement
     job.lose("b")
     assert job.state.phase == "suspended"
     assert job.state.reason.text == "nothing had to be written"
