@@ -1,7 +1,7 @@
-"""Where agents and the command line dial in: an asyncio server of length-prefixed msgpack frames.
+"""The server that agents and the CLI connect to, with length-prefixed msgpack frames over TCP.
 
-Owns: connections, who may speak (TLS, token, version, job), and one link per node of every job that
-is registered. Must not: decide what a message means; it hands agents' messages and requests on.
+It authenticates connections (TLS, token, version, job), keeps one per node of every registered job,
+and passes messages of agents and requests of the CLI on.
 """
 
 from __future__ import annotations
@@ -18,66 +18,67 @@ from .. import limits
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
+from ..protocol.framing import FrameReader
 from ..protocol.tls import choosing_context
 
 GREETING_TIMEOUT_S = 10.0
-"""A connection that has not said who it is by then is closed."""
+"""A connection without a first message by then is closed."""
 
 
 class Sink(Protocol):
-    """Who gets what arrives. Called from the event loop; must not block."""
+    """Receives what the agents of one job send. Called from the event loop; must not block."""
 
     def refusal(self, hello: wire.Hello) -> str:
-        """Why this node may not join; empty when it may."""
+        """Why this node may not join; empty: it may."""
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
-        """A node said Hello; its Welcome has been sent."""
+        """A node has sent Hello and been sent its Welcome."""
 
     def received(self, node: str, message: wire.Message) -> None:
-        """A node said anything else."""
+        """A node has sent any other message."""
 
     def disconnected(self, node: str) -> None:
-        """The node's link closed and no newer one has replaced it."""
+        """The node's connection closed and no newer one has replaced it."""
 
     def replaced(self, node: str) -> None:
-        """The node dialled in again while its old link was still open."""
+        """The node reconnected while its old connection was open."""
 
 
 Handler = Callable[["ReplyStream", wire.Request], Awaitable[None]]
 
 
 class AgentConnection:
-    """A node that may be spoken to."""
+    """The connection of a node that has joined."""
 
-    def __init__(self, node: str, facts: NodeFacts, peer: Connection) -> None:
+    def __init__(self, node: str, facts: NodeFacts, connection: Connection) -> None:
         self.node, self.facts = node, facts
-        self._peer = peer
+        self._connection = connection
 
     def send(self, message: wire.Message) -> None:
-        """Queue a message; messages arrive in order or the link closes."""
-        self._peer.send(message)
+        """Queue a message; messages arrive in order or the connection closes."""
+        self._connection.send(message)
 
     def close(self) -> None:
-        self._peer.close()
+        self._connection.close()
 
 
 class ReplyStream:
-    """The answering side of one request."""
+    """Sends the replies to one request."""
 
-    def __init__(self, peer: Connection) -> None:
-        self._peer = peer
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     @property
     def closed(self) -> bool:
-        return self._peer.closed
+        return self._connection.closed
 
     def reply(self, reply: wire.Reply) -> None:
-        self._peer.send(reply)
+        self._connection.send(reply)
 
 
 @dataclass(eq=False)
 class JobRoute:
-    """A job that is spoken for here, and its connections."""
+    """A registered job and its connections."""
 
     job: str
     token: bytes
@@ -87,31 +88,31 @@ class JobRoute:
     handler: Handler
     tls_name: str
     context: ssl.SSLContext | None
-    peers: set[Connection] = field(default_factory=set)
+    connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class AgentServer:
-    """The server: one port, however many jobs.
+    """One port for all jobs of a process.
 
-    Without TLS (one job of this machine, on loopback) whoever dials in names its job in the first
-    message. With TLS it has named it in the handshake before (SNI) and has proved that it holds
-    that job's key; the first message must name the same one.
+    Without TLS (one job of this machine, on loopback) the first message of a connection names its
+    job. With TLS the handshake has named the job before (SNI) and proved that the client holds its
+    key; the first message must name the same job.
     """
 
     def __init__(self) -> None:
         self.port = 0
         self.address = ""
-        self._guests: dict[str, JobRoute] = {}
+        self._routes: dict[str, JobRoute] = {}
         self._by_tls_name: dict[str, JobRoute] = {}
-        self._strangers: set[Connection] = set()
-        """Connections that have not said yet who they are."""
+        self._unidentified: set[Connection] = set()
+        """Connections without a first message."""
         self._server: asyncio.Server | None = None
         self._closed = False
 
     async def open(self, address: str = "127.0.0.1", port: int = 0, *, tls: bool = False) -> None:
-        """Listen; with `tls`, only to those who hold the key of a registered job. Raises UserError
-        when the port cannot be had."""
+        """Listen; with `tls`, only for clients that hold the key of a registered job. Raises
+        UserError when the port cannot be opened."""
         loop = asyncio.get_running_loop()
         context = choosing_context(self._context) if tls else None
         try:
@@ -139,134 +140,136 @@ class AgentServer:
         tls_name: str = "",
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """Let the agents of a job in from now on. `links` is kept up to date: its nodes that are
-        connected. `tls_name` and `context` (protocol.tls.server_context) where TLS is spoken."""
-        assert job not in self._guests, f"{job} is registered twice"
-        assert bool(tls_name) == (context is not None), "a context and the name that picks it"
-        guest = JobRoute(job, token.encode(), welcome, links, sink, handler, tls_name, context)
-        self._guests[job] = guest
+        """Accept the agents of a job from now on. `links` is kept up to date with the connected
+        nodes. `tls_name` and `context` (protocol/tls.py): with TLS only."""
+        assert job not in self._routes, f"{job} is registered twice"
+        assert bool(tls_name) == (context is not None), "both or none"
+        route = JobRoute(job, token.encode(), welcome, links, sink, handler, tls_name, context)
+        self._routes[job] = route
         if tls_name:
-            self._by_tls_name[tls_name] = guest
+            self._by_tls_name[tls_name] = route
 
     def unregister(self, job: str) -> None:
-        """Close all connections of a job and let nobody of it in any more. What was sent before
-        still goes out. An unknown job is unregistered already."""
-        guest = self._guests.pop(job, None)
-        if guest is None:
+        """Close all connections of a job, after what was sent has gone out, and accept no more of
+        them. An unknown job counts as unregistered."""
+        route = self._routes.pop(job, None)
+        if route is None:
             return
-        if self._by_tls_name.get(guest.tls_name) is guest:
-            del self._by_tls_name[guest.tls_name]
-        for task in guest.tasks:
+        if self._by_tls_name.get(route.tls_name) is route:
+            del self._by_tls_name[route.tls_name]
+        for task in route.tasks:
             task.cancel()
-        guest.links.clear()
-        for peer in list(guest.peers):
-            peer.close()
+        route.links.clear()
+        for connection in list(route.connections):
+            connection.close()
 
     async def close(self) -> None:
         self._closed = True
         if self._server is not None:
             self._server.close()
-        for job in list(self._guests):
+        for job in list(self._routes):
             self.unregister(job)
-        for peer in list(self._strangers):
-            peer.close()
+        for connection in list(self._unidentified):
+            connection.close()
         if self._server is not None:
             await self._server.wait_closed()
 
     def _context(self, tls_name: str) -> ssl.SSLContext | None:
-        guest = self._by_tls_name.get(tls_name)
-        return guest.context if guest is not None else None
+        route = self._by_tls_name.get(tls_name)
+        return route.context if route is not None else None
 
-    # -- called by peers -----------------------------------------------------------------------
-    def opened(self, peer: Connection) -> None:
-        if self._closed:  # accepted just before: nobody would ever answer it
-            peer.close()
+    # -- called by connections -----------------------------------------------------------------
+    def opened(self, connection: Connection) -> None:
+        if self._closed:  # accepted just before the server was closed
+            connection.close()
         else:
-            self._strangers.add(peer)
+            self._unidentified.add(connection)
 
-    def lost(self, peer: Connection) -> None:
-        self._strangers.discard(peer)
-        guest, link = peer.guest, peer.link
-        if guest is None:
+    def lost(self, connection: Connection) -> None:
+        self._unidentified.discard(connection)
+        route, link = connection.route, connection.link
+        if route is None:
             return
-        guest.peers.discard(peer)
-        if link is not None and guest.links.get(link.node) is link:
-            del guest.links[link.node]
-            guest.sink.disconnected(link.node)
+        route.connections.discard(connection)
+        if link is not None and route.links.get(link.node) is link:
+            del route.links[link.node]
+            route.sink.disconnected(link.node)
 
-    def greeted(self, peer: Connection, message: wire.AnyMessage) -> None:
+    def greeted(self, connection: Connection, message: wire.AnyMessage) -> None:
         """The first message of a connection."""
         if isinstance(message, wire.Hello):
-            self._hello(peer, message)
+            self._hello(connection, message)
         elif isinstance(message, wire.Request):
-            self._request(peer, message)
+            self._request(connection, message)
         else:
-            peer.close()
+            connection.close()
 
-    def _admit(self, peer: Connection, guest: JobRoute) -> None:
-        self._strangers.discard(peer)
-        peer.guest = guest
-        guest.peers.add(peer)
+    def _admit(self, connection: Connection, route: JobRoute) -> None:
+        self._unidentified.discard(connection)
+        connection.route = route
+        route.connections.add(connection)
 
-    def _hello(self, peer: Connection, hello: wire.Hello) -> None:
-        guest = self._guest(peer, hello.job)
-        refusal = self._refusal(guest, hello.version, hello.token, hello.job)
-        if guest is not None and not refusal:
-            refusal = guest.sink.refusal(hello)
-        if guest is None or refusal:
-            # A job that is not known here may be so soon: its controller may just be on its way.
-            peer.send(wire.Refused(detail=refusal, final=guest is not None))
-            peer.close()
+    def _hello(self, connection: Connection, hello: wire.Hello) -> None:
+        route = self._route(connection, hello.job)
+        refusal = self._refusal(route, hello.version, hello.token, hello.job)
+        if route is not None and not refusal:
+            refusal = route.sink.refusal(hello)
+        if route is None or refusal:
+            # The controller of an unknown job may still be starting, so that refusal is not final.
+            connection.send(wire.Refused(detail=refusal, final=route is not None))
+            connection.close()
             return
-        self._admit(peer, guest)
-        old = guest.links.get(hello.node)
-        peer.link = guest.links[hello.node] = AgentConnection(hello.node, hello.facts, peer)
+        self._admit(connection, route)
+        old = route.links.get(hello.node)
+        connection.link = route.links[hello.node] = AgentConnection(
+            hello.node, hello.facts, connection
+        )
         if old is not None:
             old.close()
-            guest.sink.replaced(hello.node)
-        peer.send(guest.welcome())
-        guest.sink.joined(peer.link, hello)
+            route.sink.replaced(hello.node)
+        connection.send(route.welcome())
+        route.sink.joined(connection.link, hello)
 
-    def _request(self, peer: Connection, request: wire.Request) -> None:
-        guest = self._guest(peer, request.job)
-        refusal = self._refusal(guest, request.version, request.token, request.job)
-        if guest is None or refusal:
-            peer.send(wire.Reply(ok=False, detail=refusal))
-            peer.close()
+    def _request(self, connection: Connection, request: wire.Request) -> None:
+        route = self._route(connection, request.job)
+        refusal = self._refusal(route, request.version, request.token, request.job)
+        if route is None or refusal:
+            connection.send(wire.Reply(ok=False, detail=refusal))
+            connection.close()
             return
-        self._admit(peer, guest)
-        task = asyncio.get_running_loop().create_task(self._answer(guest, peer, request))
-        guest.tasks.add(task)
-        task.add_done_callback(guest.tasks.discard)
+        self._admit(connection, route)
+        task = asyncio.get_running_loop().create_task(self._answer(route, connection, request))
+        route.tasks.add(task)
+        task.add_done_callback(route.tasks.discard)
 
-    async def _answer(self, guest: JobRoute, peer: Connection, request: wire.Request) -> None:
+    async def _answer(self, route: JobRoute, connection: Connection, request: wire.Request) -> None:
         try:
-            await guest.handler(ReplyStream(peer), request)
+            await route.handler(ReplyStream(connection), request)
         except HoldfastError as error:
-            peer.send(wire.Reply(ok=False, detail=str(error)))
+            connection.send(wire.Reply(ok=False, detail=str(error)))
         finally:
-            peer.close()
+            connection.close()
 
-    def _guest(self, peer: Connection, job: str) -> JobRoute | None:
-        """The job that a connection is for. Who names none means the only one there is."""
-        if not job and len(self._guests) == 1:
-            job = next(iter(self._guests))
-        guest = self._guests.get(job)
-        if guest is not None and guest.context is not peer.context:
-            return None  # the key of one job does not open another
-        return guest
+    def _route(self, connection: Connection, job: str) -> JobRoute | None:
+        """The job of a connection; without a name, the only registered one."""
+        if not job and len(self._routes) == 1:
+            job = next(iter(self._routes))
+        route = self._routes.get(job)
+        if route is not None and route.context is not connection.context:
+            return None  # the key of one job gives no access to another
+        return route
 
-    def _refusal(self, guest: JobRoute | None, version: int, token: str, job: str) -> str:
+    def _refusal(self, route: JobRoute | None, version: int, token: str, job: str) -> str:
         if version != limits.PROTOCOL_VERSION:
             return (
                 f"protocol version: got {version}; expected {limits.PROTOCOL_VERSION}; use the "
                 f"same Holdfast on both sides"
             )
-        if guest is None:
-            # Strangers do not learn which jobs there are.
+        if route is None:
+            # The reply does not reveal which jobs are registered.
             return f"job: got {job or 'none'}; this is not its controller, or not yet"
-        # Every comparison takes the same time, so that a token cannot be guessed byte by byte.
-        if not hmac.compare_digest(token.encode(), guest.token):
+        # In constant time, so that a token cannot be guessed byte by byte.
+        if not hmac.compare_digest(token.encode(), route.token):
             return "token: not the one of this job"
         return ""
 
@@ -274,66 +277,53 @@ class AgentServer:
 class Connection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, endpoint: AgentServer) -> None:
-        self._endpoint = endpoint
-        self._buffer = bytearray()
+    def __init__(self, server: AgentServer) -> None:
+        self._server = server
+        self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self.closed = False
-        self.guest: JobRoute | None = None
+        self.route: JobRoute | None = None
         self.link: AgentConnection | None = None
         self.context: ssl.SSLContext | None = None
-        """The job's, as the client has named it in the handshake; None: no TLS."""
+        """Of the job that the handshake named; None: no TLS."""
         self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """With TLS: after the handshake."""
+        """Called after the handshake."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        connection = transport.get_extra_info("ssl_object")
-        self.context = connection.context if connection is not None else None
+        tls = transport.get_extra_info("ssl_object")
+        self.context = tls.context if tls is not None else None
         loop = asyncio.get_running_loop()
         self._timeout = loop.call_later(GREETING_TIMEOUT_S, self.close)
-        self._endpoint.opened(self)
+        self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
         try:
-            for message in self._messages():
-                self._receive(message)
+            for body in self._reader.feed(data):
+                self._receive(wire.decode(body))
         except wire.BadFrame:
-            # It does not speak our protocol, so there is nothing to say to it either.
-            self.close()
-
-    def _messages(self) -> list[wire.AnyMessage]:
-        at, found, size = 0, [], len(self._buffer)
-        while size - at >= 4:
-            end = at + 4 + wire.frame_length(bytes(self._buffer[at : at + 4]))
-            if end > size:
-                break
-            found.append(wire.decode(bytes(self._buffer[at + 4 : end])))
-            at = end
-        del self._buffer[:at]
-        return found
+            self.close()  # a client of another protocol
 
     def _receive(self, message: wire.AnyMessage) -> None:
         if self.closed:
             return
         if not self._greeted:
             self._greeted = True
-            self._patience_ends()
-            self._endpoint.greeted(self, message)
-        elif self.guest and self.link and isinstance(message, wire.FromAgent):
-            self.guest.sink.received(self.link.node, message)
+            self._stop_timeout()
+            self._server.greeted(self, message)
+        elif self.route and self.link and isinstance(message, wire.FromAgent):
+            self.route.sink.received(self.link.node, message)
         else:
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        self._patience_ends()
-        self._endpoint.lost(self)
+        self._stop_timeout()
+        self._server.lost(self)
 
-    def _patience_ends(self) -> None:
+    def _stop_timeout(self) -> None:
         if self._timeout is not None:
             self._timeout.cancel()
 
@@ -342,16 +332,16 @@ class Connection(asyncio.Protocol):
             self._transport.write(wire.encode(message))
 
     def close(self) -> None:
-        """Close after what was sent has gone out."""
+        """Close after everything that was sent has gone out."""
         if self._transport is not None and not self.closed:
             self.closed = True
             self._transport.close()
 
 
 def cannot_listen(field: str, address: str, port: int, error: OSError) -> UserError:
-    """Why a server could not be opened, with the fix."""
+    """The error of a server that cannot listen, with the fix."""
     if error.errno == errno.EADDRINUSE:
-        fix = "choose another, or 0 for any free one; `ss -ltnp` shows who has it"
+        fix = "choose another, or 0 for any free one; `ss -ltnp` shows which process uses it"
         return UserError(str(Problem(field, f"{port}, which is in use", "a free port", fix)))
     why = error.strerror or str(error)
     place = f"{address}:{port} ({why})"

@@ -1,15 +1,12 @@
-"""A job's controller as one value: what a journal keeps instead of all the events before it.
+"""Snapshots: the controller's state and the projection's as one value, which replaces all records
+before it in a journal.
 
-Owns: its form and version. Must not: leave anything out that a replay would have known.
+A snapshot with the records after it gives exactly what a replay of all records gives. The monitor
+is not in it: the monitor learns from heartbeats, which no journal holds, and starts again from the
+state with ControllerStarted, the first event of every controller.
 
-It holds the controller's state and the story's memory. It does not hold the monitor's: what that
-knows comes from heartbeats, which no journal has, and the first event after every opening of a
-journal is ControllerStarted, with which the monitor forgets all of it and begins anew from the
-state. So a snapshot with the records after it gives exactly what a replay of every event gives;
-tests/unit/runtime/test_snapshot.py holds it to that.
-
-A snapshot begins with a line that names its version; what follows is msgpack, compressed. All
-nodes of a launch share one membership, whose size grows with the job: it is written once.
+Format: a line with the version, then compressed msgpack. All nodes of a launch share one
+membership, whose size grows with the job, so it is written once.
 """
 
 from __future__ import annotations
@@ -30,19 +27,19 @@ from .observe.projection import ProjectionState
 VERSION = 1
 MAGIC = b"holdfast snapshot "
 COMPRESSION = 3
-"""zlib: inventories and launches repeat themselves, and a recovery must not wait for the rest."""
+"""zlib level: inventories and launches are repetitive, and a recovery waits for the compression."""
 
 
 class SnapshotUnreadable(JournalError):
-    """A journal begins with something that this Holdfast cannot go on from."""
+    """A snapshot that this version of Holdfast cannot read."""
 
 
 class SnapshotDamaged(SnapshotUnreadable, Damaged):
-    """Nor could any other."""
+    """A snapshot that no version can read."""
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="launch"):
-    """A LaunchGroup, its membership by number."""
+    """A LaunchGroup with the number of its membership."""
 
     action_id: int
     generation: int
@@ -58,11 +55,11 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     memberships: list[Membership]
     membership: int | None
-    """The current one, by number."""
+    """Number of the current one."""
     launch: list[_Launch]
     inflight: list[AnyAction | _Launch]
     state: JobState
-    """Without what is above."""
+    """Without the fields above."""
     memory: ProjectionState
 
 
@@ -82,14 +79,14 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_document)
 _DECODER = msgspec.msgpack.Decoder(_Snapshot, dec_hook=_value)
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _CheckpointPath(msgspec.Struct, frozen=True):
     checkpoint_path: str = ""
 
 
-class _Where(msgspec.Struct, frozen=True):
-    """So much of a _Snapshot."""
+class _PathOnly(msgspec.Struct, frozen=True):
+    """The part of a _Snapshot that has the checkpoint path."""
 
-    state: _Place
+    state: _CheckpointPath
 
 
 class _OldPending(msgspec.Struct, frozen=True):
@@ -104,7 +101,7 @@ class _OldSnapshot(msgspec.Struct, frozen=True):
     state: _OldPending
 
 
-_WHERE = msgspec.msgpack.Decoder(_Where)
+_PATH_DECODER = msgspec.msgpack.Decoder(_PathOnly)
 _OLD = msgspec.msgpack.Decoder(_OldSnapshot)
 T = TypeVar("T")
 
@@ -115,9 +112,9 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
     body = _ENCODER.encode(
         _Snapshot(
             membership=table.number(state.membership) if state.membership else None,
-            launch=[table.shorten(action) for action in state.launch_actions.values()],
+            launch=[table.compact(action) for action in state.launch_actions.values()],
             inflight=[
-                table.shorten(action) if isinstance(action, LaunchGroup) else action
+                table.compact(action) if isinstance(action, LaunchGroup) else action
                 for action in state.inflight.values()
             ],
             memberships=table.all,
@@ -129,7 +126,7 @@ def encode(state: JobState, memory: ProjectionState) -> bytes:
 
 
 def decode(data: bytes) -> tuple[JobState, ProjectionState]:
-    """The job again. Raises SnapshotUnreadable, saying why."""
+    """The states in a snapshot. Raises SnapshotUnreadable."""
     found = _read(data, _DECODER)
     state = found.state
     old = _read(data, _OLD).state
@@ -139,24 +136,24 @@ def decode(data: bytes) -> tuple[JobState, ProjectionState]:
     ]
     if found.membership is not None:
         state.membership = found.memberships[found.membership]
-    state.launch_actions = {one.node: _lengthen(one, found.memberships) for one in found.launch}
+    state.launch_actions = {one.node: _expand(one, found.memberships) for one in found.launch}
     state.inflight = {
-        one.action_id: _lengthen(one, found.memberships) if isinstance(one, _Launch) else one
+        one.action_id: _expand(one, found.memberships) if isinstance(one, _Launch) else one
         for one in found.inflight
     }
     return state, found.memory
 
 
 def checkpoint_path(data: bytes) -> str:
-    """Only that of it: it is wanted before the rest is. Raises as `decode`."""
-    return _read(data, _WHERE).state.checkpoint_path
+    """The checkpoint path alone, which is needed before the rest. Raises as `decode`."""
+    return _read(data, _PATH_DECODER).state.checkpoint_path
 
 
 def _read(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     first, newline, body = data[:64].partition(b"\n")
     body = data[len(first) + 1 :]
     if not first.startswith(MAGIC) or not newline:
-        raise SnapshotDamaged("the journal's snapshot is damaged: it does not begin like one")
+        raise SnapshotDamaged("the journal's snapshot is damaged: it has no header")
     version = first.removeprefix(MAGIC).decode("ascii", "replace")
     if version != str(VERSION):
         raise SnapshotUnreadable(
@@ -175,24 +172,24 @@ def _read(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
 
 
 class _Memberships:
-    """Numbers them in the order in which they are met."""
+    """Memberships, numbered in order of appearance."""
 
     def __init__(self) -> None:
         self.all: list[Membership] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, membership: Membership) -> int:
-        # By identity, which is quick; two equal ones that are not the same cost only their bytes.
+        # By identity, which is fast; equal ones that are different objects only cost bytes.
         if id(membership) not in self._numbers:
             self._numbers[id(membership)] = len(self.all)
             self.all.append(membership)
         return self._numbers[id(membership)]
 
-    def shorten(self, action: LaunchGroup) -> _Launch:
+    def compact(self, action: LaunchGroup) -> _Launch:
         fields = msgspec.structs.asdict(action)
         return _Launch(**{**fields, "membership": self.number(action.membership)})
 
 
-def _lengthen(launch: _Launch, memberships: list[Membership]) -> LaunchGroup:
+def _expand(launch: _Launch, memberships: list[Membership]) -> LaunchGroup:
     fields = msgspec.structs.asdict(launch)
     return LaunchGroup(**{**fields, "membership": memberships[launch.membership]})

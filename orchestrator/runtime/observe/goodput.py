@@ -1,11 +1,8 @@
-"""Where the time went: every nanosecond since submission belongs to exactly one cause.
+"""Time accounting: every nanosecond since submission belongs to exactly one cause.
 
-Owns: the accounting. A pure fold over (time, event, state after it). Must not: read a clock.
-
-Training time is settled when a report of progress tells what it bought: steps for the first time
-(productive), steps again after a loss (redone), or waiting for staging (stalled). When a generation
-is interrupted, what exceeds its finished steps (a partial step, the silence before a hang was
-noticed) is part of the recovery.
+Training time is assigned when steps are reported: new steps (productive), steps trained again after
+a loss (redone), or waiting for staging (stalled). What an interrupted generation spent beyond its
+finished steps (a partial step, the time until a hang was detected) belongs to the recovery.
 """
 
 from __future__ import annotations
@@ -13,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import AnyEvent, StepCompleted
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
 
 from .view import LedgerCause
 
-NS = 1_000_000_000
 CAUSES: tuple[LedgerCause, ...] = get_args(LedgerCause)
 CAUSE_OF: dict[JobPhase, LedgerCause] = {
     "pending": "waiting",
@@ -29,20 +26,20 @@ CAUSE_OF: dict[JobPhase, LedgerCause] = {
     "suspending": "suspended",
     "suspended": "suspended",
 }
-"""`running` is split by what it bought; the terminal phases take no time."""
+"""`running` is split by the steps that it trained; terminal phases take no time."""
 
 
 @dataclass(slots=True)
 class TimeTotals:
-    """All that the ledger remembers."""
+    """The state of the accounting. Snapshots hold it by field name."""
 
     ns: dict[LedgerCause, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     phase: JobPhase = "pending"
     at_ns: int | None = None
     open_ns: int = 0
-    """Training time since the last report of progress."""
+    """Training time since the last reported step."""
     interrupted_ns: int = 0
-    """Training time of an interrupted generation since its last report."""
+    """Training time of an interrupted generation since its last reported step."""
     waited_before_launch_ns: int = 0
     launched: bool = False
     step: int = -1
@@ -53,103 +50,103 @@ class TimeTotals:
 
 
 class TimeAccounting:
-    """The accounts of one job, and how events change them."""
+    """The accounting of one job: a pure fold over (time, event, state after it)."""
 
     def __init__(self, accounts: TimeTotals | None = None) -> None:
-        self._books = accounts or TimeTotals()
+        self._totals = accounts or TimeTotals()
 
     def observe(self, now_ns: int, event: AnyEvent, state: JobState) -> None:
         self._elapse(now_ns)
-        if state.generation != self._books.generation:
+        if state.generation != self._totals.generation:
             self._begin(state)
         if isinstance(event, StepCompleted) and event.generation == state.generation:
             self._progress(event)
-        if self._books.phase == "running" and state.phase != "running":
+        if self._totals.phase == "running" and state.phase != "running":
             self._interrupt(state)
-        self._books.phase = state.phase
-        if self._books.interrupted_ns and state.stop is None:
+        self._totals.phase = state.phase
+        if self._totals.interrupted_ns and state.stop is None:
             self._conclude(state)
 
     def _elapse(self, now_ns: int) -> None:
-        if self._books.at_ns is None:
-            self._books.at_ns = now_ns
-        elapsed, self._books.at_ns = (
-            max(0, now_ns - self._books.at_ns),
-            max(now_ns, self._books.at_ns),
-        )
-        if self._books.phase == "running":
-            self._books.open_ns += elapsed
-        elif self._books.phase not in TERMINAL:
-            self._books.ns[CAUSE_OF[self._books.phase]] += elapsed
-            if not self._books.launched:
-                self._books.waited_before_launch_ns += elapsed
+        if self._totals.at_ns is None:
+            self._totals.at_ns = now_ns
+        elapsed = max(0, now_ns - self._totals.at_ns)
+        self._totals.at_ns += elapsed
+        if self._totals.phase == "running":
+            self._totals.open_ns += elapsed
+        elif self._totals.phase not in TERMINAL:
+            self._totals.ns[CAUSE_OF[self._totals.phase]] += elapsed
+            if not self._totals.launched:
+                self._totals.waited_before_launch_ns += elapsed
 
     def _begin(self, state: JobState) -> None:
         restore = state.membership.restore if state.membership else None
-        self._books.generation, self._books.reported, self._books.launched = (
-            state.generation,
-            False,
-            True,
-        )
-        self._books.step = restore.step if restore else -1
+        self._totals.generation = state.generation
+        self._totals.reported = False
+        self._totals.launched = True
+        self._totals.step = restore.step if restore else -1
 
     def _progress(self, event: StepCompleted) -> None:
-        if event.step > self._books.step:
-            self._settle(self._books.open_ns, event.step, event.stall_s)
-            self._books.open_ns = 0
-        self._books.step_s = event.step_s or self._books.step_s
-        self._books.reported = True
+        if event.step > self._totals.step:
+            self._settle(self._totals.open_ns, event.step, event.stall_s)
+            self._totals.open_ns = 0
+        self._totals.step_s = event.step_s or self._totals.step_s
+        self._totals.reported = True
 
     def _settle(self, spent_ns: int, step: int, stall_s: float = 0.0) -> None:
-        """Training time that brought the job from the last known step to `step`."""
-        steps = step - self._books.step
-        redone = min(max(0, self._books.high - self._books.step), steps)
-        stalled_ns = min(spent_ns, int(steps * stall_s * NS))
+        """Assign the training time from the last known step to `step`."""
+        steps = step - self._totals.step
+        redone = min(max(0, self._totals.high - self._totals.step), steps)
+        stalled_ns = min(spent_ns, int(steps * stall_s * SECOND_NS))
         redone_ns = (spent_ns - stalled_ns) * redone // steps
-        self._books.ns["stalled"] += stalled_ns
-        self._books.ns["redone"] += redone_ns
-        self._books.ns["productive"] += spent_ns - stalled_ns - redone_ns
-        self._books.step, self._books.high = step, max(self._books.high, step)
+        self._totals.ns["stalled"] += stalled_ns
+        self._totals.ns["redone"] += redone_ns
+        self._totals.ns["productive"] += spent_ns - stalled_ns - redone_ns
+        self._totals.step, self._totals.high = step, max(self._totals.high, step)
 
     def _interrupt(self, state: JobState) -> None:
-        if not self._books.reported or state.phase not in ("recovering", "suspending"):
-            # A script that says nothing of its steps, or a job that is through.
-            again = self._books.reported and self._books.step < self._books.high
-            self._books.ns["redone" if again else "productive"] += self._books.open_ns
+        if not self._totals.reported or state.phase not in ("recovering", "suspending"):
+            # A script that reports no steps, or a job that has trained all its steps.
+            again = self._totals.reported and self._totals.step < self._totals.high
+            self._totals.ns["redone" if again else "productive"] += self._totals.open_ns
         else:
-            self._books.interrupted_ns += self._books.open_ns
-        self._books.open_ns = 0
+            self._totals.interrupted_ns += self._totals.open_ns
+        self._totals.open_ns = 0
 
     def _conclude(self, state: JobState) -> None:
-        """All nodes have stopped, so the last step that all ranks finished is known."""
-        last = state.incidents[-1].step_before if state.incidents else self._books.step
-        spent_ns, self._books.interrupted_ns = self._books.interrupted_ns, 0
+        """All nodes have stopped, so the last step of all ranks is known."""
+        last = state.incidents[-1].step_before if state.incidents else self._totals.step
+        spent_ns, self._totals.interrupted_ns = self._totals.interrupted_ns, 0
         useful_ns = 0
-        if last > self._books.step:
-            useful_ns = min(spent_ns, int((last - self._books.step) * self._books.step_s * NS))
+        if last > self._totals.step:
+            useful_ns = min(
+                spent_ns, int((last - self._totals.step) * self._totals.step_s * SECOND_NS)
+            )
             self._settle(useful_ns, last)
-        self._books.ns["recovering"] += spent_ns - useful_ns
+        self._totals.ns["recovering"] += spent_ns - useful_ns
 
     # -- reading -------------------------------------------------------------------------------
     def seconds(self, now_ns: int) -> dict[str, float]:
-        """By cause, up to now; they add up to the time since submission."""
-        return {cause: ns / NS for cause, ns in self._until(now_ns).items()}
+        """Seconds by cause until now; their sum is the time since submission."""
+        return {cause: ns / SECOND_NS for cause, ns in self._until(now_ns).items()}
 
     def goodput(self, now_ns: int) -> float:
-        """Productive time over time since the first launch."""
+        """Productive time divided by the time since the first launch."""
         until = self._until(now_ns)
-        if not self._books.launched:
+        if not self._totals.launched:
             return 0.0
-        total = sum(until.values()) - self._books.waited_before_launch_ns
+        total = sum(until.values()) - self._totals.waited_before_launch_ns
         return until["productive"] / total if total > 0 else 0.0
 
     def _until(self, now_ns: int) -> dict[LedgerCause, int]:
-        ns = dict(self._books.ns)
-        elapsed = max(0, now_ns - self._books.at_ns) if self._books.at_ns is not None else 0
-        again = self._books.reported and self._books.step < self._books.high
-        ns["redone" if again else "productive"] += self._books.open_ns + self._books.interrupted_ns
-        if self._books.phase == "running":
+        ns = dict(self._totals.ns)
+        elapsed = max(0, now_ns - self._totals.at_ns) if self._totals.at_ns is not None else 0
+        again = self._totals.reported and self._totals.step < self._totals.high
+        ns["redone" if again else "productive"] += (
+            self._totals.open_ns + self._totals.interrupted_ns
+        )
+        if self._totals.phase == "running":
             ns["redone" if again else "productive"] += elapsed
-        elif self._books.phase not in TERMINAL:
-            ns[CAUSE_OF[self._books.phase]] += elapsed
+        elif self._totals.phase not in TERMINAL:
+            ns[CAUSE_OF[self._totals.phase]] += elapsed
         return ns

@@ -1,10 +1,8 @@
-"""What there is to see of interruptions: the newest ones in full, and counters over all of them.
+"""Views of incidents: the newest ones in full, and counters over all of them.
 
-Owns: Incident views and the Tally. Must not: decide what an interruption is; the core's records
-say so.
-
-The core keeps a bounded list of records. A counter that counted them would fall when the oldest is
-forgotten, so each is counted in for good when it can change no more: when the next one has begun.
+The core keeps a bounded list of records, so counting that list would make a counter fall. Each
+incident is therefore added to the counters once, when it cannot change any more: when the next one
+has begun.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.state import IncidentRecord, JobState
 
-from .goodput import NS
 from .view import Incident, IncidentCount, JobView, PhaseTotal
 
 KINDS = (
@@ -24,16 +22,16 @@ KINDS = (
     ("hang", "worker"), ("hang", "node"),
     ("resize", "job"), ("suspend", "job"), ("cancel", "job"), ("deadline", "job"),
 )  # fmt: skip
-"""(class, what was lost) that there can be: an error of the user is always that of a worker, and
-what is planned happens to the whole job."""
+"""The possible pairs of (class, what was lost): a user error is always that of a worker, and a
+planned interruption is one of the whole job."""
 
 
 @dataclass(slots=True)
 class IncidentCounter:
-    """Counters over the interruptions of a job."""
+    """Counters over the incidents of a job. Snapshots hold it by field name."""
 
     through: int = 0
-    """Number of the last one that is counted in."""
+    """Number of the last incident that was added."""
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     """(class, what was lost: worker, node or job)."""
     phases: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -41,7 +39,7 @@ class IncidentCounter:
     steps_lost: int = 0
 
     def settle(self, state: JobState, *, no_steps: bool) -> None:
-        """Count in those that can change no more."""
+        """Add the incidents that cannot change any more."""
         if state.num_incidents - 1 <= self.through:
             return
         for record in state.incidents:
@@ -51,7 +49,7 @@ class IncidentCounter:
 
     def _count(self, record: IncidentRecord, *, no_steps: bool) -> None:
         one = incident(record, no_steps=no_steps)
-        if record.stopped_ns is not None:  # before, nobody knows what it was
+        if record.stopped_ns is not None:  # until then its class is unknown
             scope = "worker" if one.culprit_rank is not None else "node"
             if record.failure_class is None:
                 scope = "job"
@@ -63,7 +61,7 @@ class IncidentCounter:
         self.steps_lost += one.steps_lost or 0
 
     def fill(self, view: JobView, state: JobState, *, no_steps: bool) -> None:
-        """The counters as of now, the newest interruption included as far as it is known."""
+        """The counters of now, with what is known of the newest incident."""
         now = IncidentCounter(self.through, dict(self.counts), dict(self.phases), self.steps_lost)
         if state.incidents and state.incidents[-1].number > self.through:
             now._count(state.incidents[-1], no_steps=no_steps)
@@ -79,7 +77,7 @@ class IncidentCounter:
 
 
 def incident_views(state: JobState, *, no_steps: bool) -> list[Incident]:
-    """Those that are remembered, oldest first."""
+    """The incidents that the core still has, oldest first."""
     found = [incident(one, no_steps=no_steps) for one in state.incidents]
     for one, after in pairwise(found):
         if "total" not in one.seconds:
@@ -117,7 +115,7 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
 
 
 def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
-    """By phase, in order; the phases so far add up to the time so far."""
+    """By phase, in order; their sum is the time until now."""
     ends = {
         "stop": record.stopped_ns,
         "place": record.launched_ns,
@@ -128,9 +126,9 @@ def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
     at_ns = record.at_ns
     for phase, end_ns in ends.items():
         if end_ns is not None:
-            seconds[phase] = max(0, end_ns - at_ns) / NS
+            seconds[phase] = max(0, end_ns - at_ns) / SECOND_NS
             at_ns = max(at_ns, end_ns)
     over_ns = record.started_ns if no_steps else record.first_step_ns
     if over_ns is not None:
-        seconds["total"] = (over_ns - record.at_ns) / NS
+        seconds["total"] = (over_ns - record.at_ns) / SECOND_NS
     return seconds

@@ -1,19 +1,20 @@
-"""The one fold from a job's events to what there is to see of it.
+"""The read model of a job: folds its events, and the newest heartbeats, into a JobView.
 
-Owns: the JobView. Display, report, status, metrics and the listing of events read it, so they
-cannot disagree. Must not: read a clock or decide. It is a pure function of the journal: the
-controller's state it reads is a function of the journal too. Only what comes from heartbeats
-(`beat`) is live and not in a replay; it never reaches the ledger or the incidents.
+Display, report, status, metrics and the listing of events all read that view, so they agree. The
+projection is a pure function of the journal; only heartbeats (`beat`) come on top, and they change
+neither the time accounting nor the incidents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.checkpoints import in_memory
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import (
     ActionFailed,
     ActionSucceeded,
@@ -23,22 +24,43 @@ from holdfast.orchestrator.core.events import (
     ShardPersisted,
     StepCompleted,
 )
-from holdfast.orchestrator.core.state import JobState
-from holdfast.orchestrator.protocol.facts import StepReport, largest, report_fields
+from holdfast.orchestrator.core.state import JobState, NodeRecord
+from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 
-from .device_flops import peak_flops
-from .goodput import NS, TimeAccounting, TimeTotals
+from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .node_views import NodeBeat, node_views, reports_of_all_ranks
-from .view import CheckpointView, JobView
+from .view import CheckpointView, JobView, NodeView, WorkerView
 
-PASSED_OVER_LIMIT = 3
-"""Checkpoints in a row that were not tried because an older one was still being written."""
+SKIPPED_LIMIT = 3
+"""So many checkpoints in a row, skipped because an older one was being written, are a problem."""
+PEAK_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("V100", 125e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 383e12),
+)
+"""Dense bfloat16 FLOP/s of devices, for the MFU; the first entry whose name is part of the device's
+name counts. Source: the vendors' data sheets, without sparsity (half of a figure with sparsity).
+V100: float16, it has no bfloat16. A device that is not in the table has no MFU."""
+
+
+class NodeBeat(NamedTuple):
+    at_ns: int
+    heartbeat: HeartbeatReceived
 
 
 @dataclass(slots=True)
 class ProjectionState:
-    """All that the fold remembers; with the controller's state, all that a view needs."""
+    """What the projection keeps beside the controller's state. Snapshots hold it by field name."""
 
     now_ns: int = 0
     """Time of the newest event."""
@@ -49,26 +71,26 @@ class ProjectionState:
     first_step_ns: int | None = None
     commits: int = 0
     committing: dict[int, float] = field(default_factory=dict)
-    """CommitManifest under way -> the longest write among its shards."""
+    """CommitManifest under way -> longest write of one of its shards."""
     writes: dict[tuple[int, int], float] = field(default_factory=dict)
     durable_s: float = 0.0
     storage_problem: str = ""
     storage_failures: int = 0
     storage_skipped: int = 0
     passed_over: dict[int, None] = field(default_factory=dict)
-    """Steps that were not written, since the last commit, because others were."""
+    """Steps skipped since the last commit because an older one was being written."""
     finished_ns: int | None = None
 
 
 class JobProjection:
-    """What a job's events add up to. With `memory` and `state` it goes on where another ended."""
+    """Folds events into a view. With `memory` and `state` it continues where another one ended."""
 
     def __init__(
         self, job: TrainingJob, memory: ProjectionState | None = None, state: JobState | None = None
     ) -> None:
         self._job = job
         self.memory = memory or ProjectionState()
-        self._ledger = TimeAccounting(self.memory.accounts)
+        self._accounting = TimeAccounting(self.memory.accounts)
         self._state = state
         self._beats: dict[str, NodeBeat] = {}
 
@@ -80,7 +102,7 @@ class JobProjection:
     def observe(
         self, now_ns: int, event: AnyEvent, actions: Iterable[AnyAction], state: JobState
     ) -> None:
-        """A durable event, after the controller has seen it."""
+        """An event of the journal, after the controller has taken it in."""
         self._state = state
         kept = self.memory
         kept.now_ns = now_ns
@@ -108,14 +130,14 @@ class JobProjection:
                 key = (action.step, action.generation)
                 kept.committing[action.action_id] = kept.writes.get(key, 0.0)
                 kept.writes = {k: v for k, v in kept.writes.items() if k > key}
-        self._ledger.observe(now_ns, event, state)
-        kept.tally.settle(state, no_steps=self._silent)
+        self._accounting.observe(now_ns, event, state)
+        kept.tally.settle(state, no_steps=self._no_steps)
         if state.terminal and kept.finished_ns is None:
             kept.finished_ns = now_ns
 
     @property
-    def _silent(self) -> bool:
-        """A script that has not reported a step, and may never."""
+    def _no_steps(self) -> bool:
+        """A script that has not reported a step and may never do so."""
         return self._job.spec.entrypoint.recipe is None and self.memory.first_step_ns is None
 
     def _advance(self, now_ns: int, event: StepCompleted, state: JobState) -> None:
@@ -134,16 +156,16 @@ class JobProjection:
         self.memory.storage_failures += 1
 
     def _skip(self, event: PersistFailed) -> None:
-        """Once or twice is a slow store; more often, one that may not answer at all."""
+        """Once or twice is a slow store; more often, a store that may not answer at all."""
         kept = self.memory
         kept.storage_skipped += event.shard >= 0
         kept.passed_over[event.step] = None
         many = len(kept.passed_over)
-        if many >= PASSED_OVER_LIMIT and not kept.storage_problem:
-            kept.storage_problem = f"{many} checkpoints were passed over: {event.detail}"
+        if many >= SKIPPED_LIMIT and not kept.storage_problem:
+            kept.storage_problem = f"{many} checkpoints were skipped: {event.detail}"
 
     def beat(self, now_ns: int, heartbeat: HeartbeatReceived) -> None:
-        """A heartbeat: newer than any event, and forgotten with this process."""
+        """A heartbeat: newer than any event, and not in the journal."""
         self._beats[heartbeat.node] = NodeBeat(now_ns, heartbeat)
 
     # -- the view ------------------------------------------------------------------------------
@@ -155,7 +177,7 @@ class JobProjection:
         checkpoint_path: str = "",
         metrics_port: int = 0,
     ) -> JobView:
-        """Everything there is to see at this time."""
+        """The view at this time. `live`: with the newest heartbeats."""
         state = self._state
         if state is None:
             return JobView(name=self._job.name, now_ns=now_ns, checkpoint_path=checkpoint_path)
@@ -188,9 +210,9 @@ class JobProjection:
                 if not one.refused and one.key not in state.catalog.deleting
             ],
             checkpoint_path=checkpoint_path,
-            incidents=incident_views(state, no_steps=self._silent),
-            ledger=self._ledger.seconds(until),
-            goodput=self._ledger.goodput(until),
+            incidents=incident_views(state, no_steps=self._no_steps),
+            ledger=self._accounting.seconds(until),
+            goodput=self._accounting.goodput(until),
             traceback=state.traceback,
             metrics_port=metrics_port,
             controller_restarts=max(0, state.incarnation - 1),
@@ -201,12 +223,12 @@ class JobProjection:
         view.storage_failures = kept.storage_failures
         view.storage_skipped = kept.storage_skipped
         if kept.first_step_ns is not None:
-            view.first_step_s = (kept.first_step_ns - state.submitted_ns) / NS
+            view.first_step_s = (kept.first_step_ns - state.submitted_ns) / SECOND_NS
         beats = self._current_beats(state) if live and not state.terminal else {}
         self._fill_progress(view, state, reports_of_all_ranks(state, beats))
-        kept.tally.fill(view, state, no_steps=self._silent)
+        kept.tally.fill(view, state, no_steps=self._no_steps)
         if state.terminal:
-            return view  # its nodes are given back, and their memory with them
+            return view  # nodes and their memory have been released
         view.nodes = node_views(state, beats, now_ns)
         return view
 
@@ -241,9 +263,74 @@ class JobProjection:
 
 
 def _peak(state: JobState) -> float:
-    """FLOP/s of one worker's device; 0: not known."""
+    """FLOP/s of one worker's device; 0: unknown."""
     node = state.nodes.get(state.members[0]) if state.members else None
-    return peak_flops(node.facts.gpus[0].name) if node and node.facts.gpus else 0.0
+    if node is None or not node.facts.gpus:
+        return 0.0
+    name = node.facts.gpus[0].name.replace("-", " ")
+    return next((peak for part, peak in PEAK_FLOPS if part in name), 0.0)
 
 
-__all__ = ["JobProjection", "NodeBeat", "ProjectionState"]
+# -- nodes and workers -------------------------------------------------------------------------
+def node_views(state: JobState, beats: dict[str, NodeBeat], now_ns: int) -> list[NodeView]:
+    views = [_node(state, node, beats.get(name), now_ns) for name, node in state.nodes.items()]
+    if state.phase in ("recovering", "pending"):
+        views += [
+            NodeView(name=name, state="lost")
+            for name in state.members
+            if name not in state.nodes and name in state.released_nodes
+        ]
+    order = {name: index for index, name in enumerate(state.members)}
+    return sorted(views, key=lambda view: order.get(view.name, len(order)))
+
+
+def _node(state: JobState, node: NodeRecord, beat: NodeBeat | None, now_ns: int) -> NodeView:
+    member = state.active and node.name in state.members
+    view = NodeView(
+        name=node.name,
+        state="cordoned" if node.name in state.cordoned else "member" if member else "spare",
+        address=node.facts.address,
+        strikes=len(state.strikes.get(node.name, [])),
+    )
+    if beat is not None:
+        view.heartbeat_age_s = max(0, now_ns - beat.at_ns) / SECOND_NS
+    if member and node.name in state.launch_actions:
+        workers = {}
+        if beat is not None and beat.heartbeat.generation == state.generation:
+            workers = {worker.rank: worker for worker in beat.heartbeat.workers}
+        view.workers = [
+            _worker(state, seat.rank, seat.local_rank, workers.get(seat.rank))
+            for seat in state.launch_actions[node.name].seats
+        ]
+    return view
+
+
+def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None) -> WorkerView:
+    view = WorkerView(rank=rank, local_rank=local_rank)
+    running = state.phase in ("running", "finishing")
+    view.state = "running" if running else "starting"
+    view.step = state.step
+    if beat is not None:
+        # A script that does not use holdfast.session has neither phases nor a pulse.
+        reports = beat.ticks > 0
+        view.phase, view.step = beat.phase if reports else "", beat.step
+        view.state = "running" if beat.phase == "train" or running else "starting"
+        limit_s = state.job.spec.recovery.heartbeat_timeout_s
+        if beat.stopped or (reports and beat.pulse_age_s > limit_s):
+            view.state = "suspect"
+    hang = state.stop.hang if state.stop is not None else None
+    if hang is not None and rank in hang[0]:
+        view.state = "hung"
+    if rank in state.exits:
+        view.state = "exited"
+        view.step = state.exits[rank][1].step
+    return view
+
+
+def reports_of_all_ranks(state: JobState, beats: dict[str, NodeBeat]) -> list[HeartbeatReceived]:
+    """The newest heartbeats of the current generation, if they report every rank of it."""
+    current = [beats[name].heartbeat for name in state.members if name in beats]
+    current = [beat for beat in current if beat.generation == state.generation]
+    size = state.membership.world_size if state.membership else 0
+    complete = state.stop is None and sum(len(beat.workers) for beat in current) == size
+    return current if complete else []

@@ -1,7 +1,7 @@
 """The /metrics endpoint: a JobView in Prometheus' text format.
 
-Owns: names, types and labels, in one table; metrics.md is generated from it. Does not count;
-every number is in the view, so a counter survives the controller and agrees with the report.
+One table holds all names, types and labels; docs/operations/metrics.md is generated from it. All
+numbers come from the view, so a counter survives its controller and agrees with the report.
 
 Naming: https://prometheus.io/docs/practices/naming/ (base units, `_total` for counters). Labels are
 few and bounded; series per rank only when spec.metrics.perRank asks for them.
@@ -193,8 +193,8 @@ METRICS: tuple[Family, ...] = (
          "Shards and manifests that could not be written to storage.",
          lambda v: _one(v.storage_failures)),
     Family("holdfast_checkpoint_skipped_total", "counter",
-         "Shards passed over because an older one was still being written: storage is slower than "
-         "the cadence.", lambda v: _one(v.storage_skipped)),
+         "Shards skipped because an older one was still being written: storage is slower than "
+         "the checkpoint interval.", lambda v: _one(v.storage_skipped)),
     Family("holdfast_checkpoint_age_seconds", "gauge",
          "Since the newest checkpoint was committed to storage; before there is one, since the "
          "first step of all ranks.", _age),
@@ -212,7 +212,7 @@ class JobCollector(Collector):
         self._job, self._view = job, view
 
     def describe(self) -> list[Metric]:
-        # Without it the registry would scrape once to learn the names, before there is a view.
+        # Otherwise the registry would scrape once for the names, before there is a view.
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -251,7 +251,7 @@ class MetricsServer:
         self._registry.register(JobCollector(job, view))
 
     def open(self, port: int) -> int:
-        """Listen; returns the port. Raises UserError when it cannot be had."""
+        """Listen; returns the port. Raises UserError when it cannot be opened."""
         try:
             self._server, _thread = start_http_server(port, ADDRESS, self._registry)
         except OSError as error:
@@ -259,7 +259,7 @@ class MetricsServer:
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop, without waiting for the server's thread: it looks up twice a second only."""
+        """Stop, without waiting for the server's thread, which polls twice a second."""
         threading.Thread(target=self._end, daemon=True).start()
 
     def _end(self) -> None:

@@ -1,7 +1,6 @@
-"""What there is to see of a job: one value that display, report, status and metrics all read.
+"""The view of a job: what display, report, status, metrics and `--output json` show.
 
-Owns: its shape. story.py folds it from the journal's events (and, live, from heartbeats), so no two
-outputs can disagree. Must not: compute.
+projection.py fills it. Its field names are public.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ NodeState = Literal["joining", "member", "spare", "lost", "cordoned"]
 LedgerCause = Literal[
     "productive", "starting", "recovering", "redone", "stalled", "waiting", "suspended", "finishing"
 ]
-"""Where the time went; the seconds of all causes add up to the time since start. `redone`: steps
-that were computed again after a loss; `stalled`: staging of checkpoints; `waiting`: for nodes."""
+"""Causes of time; their sum is the time since submission. `redone`: steps trained again after a
+loss; `stalled`: staging of checkpoints; `waiting`: for nodes."""
 
 
 class WorkerView(msgspec.Struct, kw_only=True):
@@ -54,7 +53,7 @@ class Incident(msgspec.Struct, kw_only=True):
     decision: str = ""
     """What was done and why, with the numbers."""
     rehearsal: bool = False
-    """Somebody asked for it with `holdfast chaos`."""
+    """The fault was injected with `holdfast chaos`."""
     generation_before: int = 0
     generation_after: int | None = None
     world_size_before: int = 0
@@ -62,20 +61,20 @@ class Incident(msgspec.Struct, kw_only=True):
     resumed_after_step: int | None = None
     restored_from: Literal["memory", "storage", "nothing", ""] = ""
     steps_lost: int | None = None
-    """Finished steps that have to be computed again."""
+    """Finished steps that have to be trained again."""
     seconds: dict[str, float] = {}
     """By phase: stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None
-    """The next incident, where it came before all ranks had finished a step."""
+    """Number of the next incident, if it began before all ranks had finished a step."""
     no_steps: bool = False
-    """The workers report no steps (a script that does not use the session): it is over once
-    all of them run again, and nobody here knows what was lost."""
+    """The workers report no steps (a script that does not use the session): the incident is over
+    when all of them run again, and the number of lost steps is unknown."""
     traceback: str = ""
     stacks: dict[str, str] = {}
 
 
 class IncidentCount(msgspec.Struct, kw_only=True):
-    """Interruptions of one class, since the job was submitted."""
+    """Incidents of one class since submission."""
 
     failure_class: str
     scope: str
@@ -84,7 +83,7 @@ class IncidentCount(msgspec.Struct, kw_only=True):
 
 
 class PhaseTotal(msgspec.Struct, kw_only=True):
-    """One phase of all interruptions, since the job was submitted."""
+    """One phase of all incidents since submission."""
 
     count: int
     seconds: float
@@ -119,9 +118,9 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     total_steps: int | None = None
     tokens_per_s: float = 0.0
     mfu: float | None = None
-    """Where the peak FLOP/s of the device is known."""
+    """None where the peak FLOP/s of the device is unknown."""
     tokens_total: int = 0
-    """Trained on so far, steps done twice counted twice."""
+    """Trained so far; steps that were trained twice count twice."""
     first_step_s: float | None = None
     """From submission to the first step of all ranks."""
     commits: int = 0
@@ -129,11 +128,11 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     durable_s: float = 0.0
     """Longest write of a shard of the newest checkpoint, from memory to durable."""
     storage_problem: str = ""
-    """Why the newest checkpoint that was tried is not in storage; empty when it is."""
+    """Why the newest checkpoint could not be written to storage; empty: it is there."""
     storage_failures: int = 0
     """Shards and manifests that could not be written so far."""
     storage_skipped: int = 0
-    """Shards passed over so far because an older one was still being written."""
+    """Shards skipped so far because an older one was still being written."""
     memory_step: int = -1
     """Newest step complete in the memory tier."""
     checkpoints: list[CheckpointView] = []
@@ -141,13 +140,13 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     checkpoint_path: str = ""
     nodes: list[NodeView] = []
     incidents: list[Incident] = []
-    """The newest ones, oldest first; the counters below are over all."""
+    """The newest ones, oldest first; the counters below cover all."""
     num_incidents: int = 0
     incident_counts: list[IncidentCount] = []
     recovery: dict[str, PhaseTotal] = {}
     """By phase, and total."""
     steps_lost: int = 0
-    """Finished steps that had to be done again."""
+    """Finished steps that had to be trained again."""
     ledger: dict[str, float] = {}
     goodput: float = 0.0
     """productive / time since the first launch, 0 to 1."""

@@ -7,7 +7,7 @@ from holdfast.orchestrator.core.events import AnyEvent, StepCompleted, Tick
 from holdfast.orchestrator.core.state import IncidentRecord, JobState
 from holdfast.orchestrator.protocol.facts import Membership, Restore
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.orchestrator.runtime.observe.goodput import NS, TimeAccounting
+from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
 
 from .harness import make_job
 
