@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
-from ..runtime.test_checkpoint_store import MESH, put
+from ..runtime.checkpoint_store.test_store import MESH, put
 from .conftest import Holdfast
 
 

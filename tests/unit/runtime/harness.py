@@ -1,4 +1,4 @@
-"""A world of agents that train nothing: they speak the real protocol over real sockets.
+"""Agents that train nothing and speak the real protocol over real sockets.
 
 A FakeAgent does what its controller says and reports a step at every `advance`. A FakeBackend
 starts them in this process. Nothing here waits for real time.
@@ -27,7 +27,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from .frames import Frames
 
 BOUND_S = 20.0
-"""No wait of a test is longer; a test that needs it has failed."""
+"""The longest wait of a test; one that reaches it has failed."""
 SHARD_BYTES = 100
 
 
@@ -52,7 +52,7 @@ def make_job(name: str = "tiny", **spec: Any) -> TrainingJob:
 
 
 def drive(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run a scenario, within a bound."""
+    """Run a scenario with a time limit."""
     asyncio.run(asyncio.wait_for(scenario, 2 * BOUND_S))
 
 
@@ -76,13 +76,13 @@ class FakeAgent:
     answers: bool = True
     """Launch and Stop are answered."""
     auto: bool = False
-    """Every launch goes on to its first step by itself."""
+    """Every launch continues to its first step by itself."""
     last_beat: wire.Heartbeat = field(default_factory=lambda: wire.Heartbeat(generation=0))
     exits: list[wire.WorkerExitReport] = field(default_factory=list)
-    """Of the current generation; told again after every reconnect."""
+    """Of the current generation; sent again after every reconnect."""
 
     async def live(self) -> None:
-        """Dial in, and again after every loss of the link, until killed."""
+        """Connect, and reconnect after every lost connection, until killed."""
         while self.alive:
             place = self.directory.controller()
             if place is None:
@@ -98,7 +98,7 @@ class FakeAgent:
             await asyncio.sleep(0.01)
 
     async def _beat(self) -> None:
-        """It lives, also where a test takes longer than the heartbeat timeout."""
+        """Heartbeats for tests that last longer than the heartbeat timeout."""
         while True:
             await asyncio.sleep(0.5)
             self.say(self.last_beat)
@@ -114,7 +114,7 @@ class FakeAgent:
                 offered_port=4000,
             )
         )  # fmt: skip
-        # As the real agent: who is not welcomed soon dials again.
+        # As the real agent does: reconnect if no Welcome comes soon.
         patience_s: float | None = 1.0
         while (message := await asyncio.wait_for(self.frames.receive(), patience_s)) is not None:
             patience_s = None
@@ -166,7 +166,7 @@ class FakeAgent:
         self.advance(restore.step + 1 if restore else 0)
 
     def say(self, message: wire.Message) -> None:
-        """Lost when the link is down, as with a real agent."""
+        """Lost without a connection, as with a real agent."""
         if self.frames is not None and not self.frames.writer.is_closing():
             self.frames.send(message)
 
@@ -304,13 +304,13 @@ class World:
         self.task = asyncio.create_task(self.service.run())
 
     async def kill_controller(self) -> None:
-        """Everything of it is gone at once; nothing is said to anybody."""
+        """SIGKILL: no message is sent."""
         self.task.cancel()
         await asyncio.wait([self.task])
         self._lock.__exit__(None, None, None)
 
     async def until(self, condition: Callable[[JobView], bool]) -> JobView:
-        """Wait for something to be true of the job, looking after every change."""
+        """Wait until the view fulfils a condition."""
         async with asyncio.timeout(BOUND_S):
             while True:
                 if self.task.done():
@@ -343,7 +343,7 @@ class World:
         return sum(isinstance(message, wire.Welcome) for message in agent.received)
 
     async def back(self, agent: FakeAgent, welcomes: int) -> None:
-        """Wait until an agent has been welcomed this often."""
+        """Wait until an agent has received so many Welcomes."""
         async with asyncio.timeout(BOUND_S):
             while self.welcomes(agent) < welcomes:
                 await asyncio.sleep(0)

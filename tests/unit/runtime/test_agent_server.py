@@ -1,4 +1,4 @@
-"""One port for many jobs: each is let in with its own key and token, and with nothing else."""
+"""One port for many jobs: clients of each need its own key and token."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from .harness import BOUND_S, Frames, drive, node_facts
 
 @dataclass
 class Sink:
-    """Notes what comes."""
+    """Records what arrives."""
 
-    news: list[tuple[str, str]] = field(default_factory=list)
+    log: list[tuple[str, str]] = field(default_factory=list)
 
     def refusal(self, hello: wire.Hello) -> str:
         return "it was given up" if hello.node == "given-up" else ""
 
     def joined(self, link: AgentConnection, hello: wire.Hello) -> None:
-        self.news.append(("joined", hello.node))
+        self.log.append(("joined", hello.node))
 
     def received(self, node: str, message: wire.Message) -> None:
-        self.news.append((type(message).__name__, node))
+        self.log.append((type(message).__name__, node))
 
     def disconnected(self, node: str) -> None:
-        self.news.append(("disconnected", node))
+        self.log.append(("disconnected", node))
 
     def replaced(self, node: str) -> None:
-        self.news.append(("replaced", node))
+        self.log.append(("replaced", node))
 
 
 @dataclass
 class Job:
-    """A job as the endpoint is told of it."""
+    """A job as it is registered."""
 
     name: str
     directory: Path
@@ -127,9 +127,9 @@ def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> No
             frames.send(job.hello())
             assert (await frames.receive()).spec == {"name": job.name}
             frames.send(wire.Heartbeat(generation=0))
-            await until(lambda job=job: ("Heartbeat", "n") in job.sink.news)
+            await until(lambda job=job: ("Heartbeat", "n") in job.sink.log)
             assert list(job.links) == ["n"] and not other.links
-            assert sum(kind == "Heartbeat" for kind, _node in other.sink.news) <= heard
+            assert sum(kind == "Heartbeat" for kind, _node in other.sink.log) <= heard
             frames.close()
             await until(lambda job=job: not job.links)
         await endpoint.close()
@@ -137,7 +137,7 @@ def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> No
     drive(scenario())
 
 
-def test_without_the_jobs_key_there_is_no_connection(tmp_path: Path) -> None:
+def test_a_client_without_the_key_of_the_job_cannot_connect(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = two_jobs(tmp_path)
         endpoint = AgentServer()
@@ -148,15 +148,15 @@ def test_without_the_jobs_key_there_is_no_connection(tmp_path: Path) -> None:
         with pytest.raises(OSError):  # ssl.SSLError is one
             await one.dial(endpoint, name=two.tls_name)
         with pytest.raises(OSError):  # ssl.SSLError is one
-            await one.dial(endpoint, name="nobody.jobs.holdfast.dev")
-        # One that trusts everybody and has no certificate, or another job's.
+            await one.dial(endpoint, name="unknown.jobs.holdfast.dev")
+        # A client that trusts every server, without a certificate or with that of another job.
         for certificate in (None, tls.files(one.directory)):
             careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
             if certificate:
                 careless.load_cert_chain(*certificate)
             assert await refused_in_the_handshake(endpoint, careless, two)
-        assert one.sink.news == [] and two.sink.news == []
+        assert one.sink.log == [] and two.sink.log == []
         await endpoint.close()
 
     drive(scenario())
@@ -165,7 +165,7 @@ def test_without_the_jobs_key_there_is_no_connection(tmp_path: Path) -> None:
 async def refused_in_the_handshake(
     endpoint: AgentServer, context: ssl.SSLContext, job: Job
 ) -> bool:
-    """In TLS 1.3 a client hears of it when it reads for the first time."""
+    """In TLS 1.3 a client gets the error with its first read."""
     try:
         opening = asyncio.open_connection(
             endpoint.address, endpoint.port, ssl=context, server_hostname=job.tls_name
@@ -179,7 +179,7 @@ async def refused_in_the_handshake(
     return answer is None
 
 
-def test_a_client_that_names_no_server_or_speaks_plainly_is_turned_away(tmp_path: Path) -> None:
+def test_a_client_without_a_server_name_or_without_tls_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, _two = two_jobs(tmp_path)
         endpoint = AgentServer()
@@ -194,14 +194,14 @@ def test_a_client_that_names_no_server_or_speaks_plainly_is_turned_away(tmp_path
         frames = await Frames.dial(endpoint.address, endpoint.port)
         frames.send(one.hello())
         assert await frames.receive() is None
-        assert one.sink.news == []
+        assert one.sink.log == []
         frames.close()
         await endpoint.close()
 
     drive(scenario())
 
 
-def test_the_key_of_one_job_does_not_open_another_even_with_its_token(tmp_path: Path) -> None:
+def test_the_key_of_one_job_gives_no_access_to_another_even_with_its_token(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = two_jobs(tmp_path)
         endpoint = AgentServer()
@@ -212,7 +212,7 @@ def test_the_key_of_one_job_does_not_open_another_even_with_its_token(tmp_path: 
         frames.send(two.hello())
         refused = await frames.receive()
         assert "space/two" in refused.detail and await frames.receive() is None
-        assert two.sink.news == []
+        assert two.sink.log == []
         frames.close()
         frames = await one.dial(endpoint)
         frames.send(wire.Request(token=two.token, job=two.name, verb="cancel"))
@@ -223,7 +223,7 @@ def test_the_key_of_one_job_does_not_open_another_even_with_its_token(tmp_path: 
     drive(scenario())
 
 
-def test_a_job_that_is_not_known_yet_is_asked_to_come_again(tmp_path: Path) -> None:
+def test_an_agent_of_an_unknown_job_may_reconnect(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = two_jobs(tmp_path, with_tls=False)
         endpoint = AgentServer()
@@ -245,7 +245,7 @@ def test_a_job_that_is_not_known_yet_is_asked_to_come_again(tmp_path: Path) -> N
     drive(scenario())
 
 
-def test_a_request_without_a_job_is_for_the_only_one_there_is(tmp_path: Path) -> None:
+def test_a_request_without_a_job_goes_to_the_only_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = two_jobs(tmp_path, with_tls=False)
         endpoint = AgentServer()
@@ -269,7 +269,7 @@ def test_a_request_without_a_job_is_for_the_only_one_there_is(tmp_path: Path) ->
     drive(scenario())
 
 
-def test_a_job_that_leaves_takes_its_connections_with_it_and_no_others(tmp_path: Path) -> None:
+def test_unregistering_a_job_closes_its_connections_and_no_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = two_jobs(tmp_path)
         endpoint = AgentServer()
@@ -283,11 +283,11 @@ def test_a_job_that_leaves_takes_its_connections_with_it_and_no_others(tmp_path:
         endpoint.unregister(one.name)
         endpoint.unregister(one.name)
         assert await frames[one.name].receive() is None
-        assert ("disconnected", "n") not in one.sink.news, "it left, the node did not"
+        assert ("disconnected", "n") not in one.sink.log, "it left, the node did not"
         with pytest.raises(OSError):  # ssl.SSLError is one
             await one.dial(endpoint)
         frames[two.name].send(wire.Heartbeat(generation=0))
-        await until(lambda: ("Heartbeat", "n") in two.sink.news)
+        await until(lambda: ("Heartbeat", "n") in two.sink.log)
         for one_side in frames.values():
             one_side.close()
         await endpoint.close()
@@ -295,7 +295,7 @@ def test_a_job_that_leaves_takes_its_connections_with_it_and_no_others(tmp_path:
     drive(scenario())
 
 
-def test_contexts_can_be_made_from_what_a_secret_holds(tmp_path: Path) -> None:
+def test_tls_contexts_are_made_from_the_contents_of_a_secret(tmp_path: Path) -> None:
     certificate, key = certificates.make(tmp_path, "x.jobs.holdfast.dev")
     pem = certificate.read_bytes(), key.read_bytes()
     for context in (tls.server_context_from_pem(*pem), tls.client_context_from_pem(*pem)):

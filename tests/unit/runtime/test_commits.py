@@ -1,4 +1,4 @@
-"""A journal whose commits take their time, fail or are refused: what the loop does meanwhile."""
+"""The loop while commits of the journal are slow, fail or are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="
 
 
 class HandClock(Clock):
-    """Stands still until it is moved."""
+    """Stands still until a test sets it."""
 
     def __init__(self) -> None:
         self.at_ns = 1_000_000_000
@@ -90,12 +90,12 @@ class MemoryJournal:
             raise self.failure
 
     def reopened(self) -> MemoryJournal:
-        """As the next controller finds it."""
+        """What the next controller reads."""
         return MemoryJournal(snapshot=self.snapshot, records=list(self.kept))
 
 
-class Rig:
-    """A driver whose actions are only noted."""
+class MemoryDriver:
+    """A driver whose actions are only recorded."""
 
     def __init__(self, journal: MemoryJournal | None = None) -> None:
         self.journal = journal or MemoryJournal()
@@ -110,18 +110,18 @@ class Rig:
     async def run(self) -> None:
         await self.driver.run(self.actions.append)
 
-    async def tell(self, *events: AnyEvent) -> None:
+    async def handle(self, *events: AnyEvent) -> None:
         for event in events:
             self.driver.submit(event)
         await self.turn()
 
-    async def with_nodes(self) -> Rig:
+    async def with_nodes(self) -> MemoryDriver:
         """Two nodes have joined and are launched."""
-        await self.tell(SUBMITTED, ControllerStarted(incarnation=1))
+        await self.handle(SUBMITTED, ControllerStarted(incarnation=1))
         (request,) = self.actions
         assert isinstance(request, RequestNodes)
-        await self.tell(ActionSucceeded(action_id=request.action_id, detail="a b"))
-        await self.tell(*(joined(name) for name in ("a", "b")))
+        await self.handle(ActionSucceeded(action_id=request.action_id, detail="a b"))
+        await self.handle(*(joined(name) for name in ("a", "b")))
         assert any(isinstance(action, LaunchGroup) for action in self.actions)
         return self
 
@@ -131,130 +131,132 @@ def joined(name: str) -> NodeJoined:
     return NodeJoined(node=name, facts=facts, offered_port=4000)
 
 
-def test_nothing_is_done_or_answered_before_the_commit_is_through() -> None:
+def test_actions_and_replies_wait_for_the_commit() -> None:
     async def scenario() -> None:
-        rig = Rig()
-        rig.journal.may_commit.clear()
-        rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.run())
-        asked = asyncio.create_task(rig.driver.submit_durable(ResizeRequested(nodes=1)))
-        await rig.journal.committing.wait()
+        harness = MemoryDriver()
+        harness.journal.may_commit.clear()
+        harness.driver.submit(SUBMITTED)
+        running = asyncio.create_task(harness.run())
+        asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=1)))
+        await harness.journal.committing.wait()
         for _ in range(20):
             await asyncio.sleep(0)
-        assert rig.actions == [] and not asked.done()
-        rig.journal.may_commit.set()
+        assert harness.actions == [] and not asked.done()
+        harness.journal.may_commit.set()
         await asked
-        assert rig.actions and rig.journal.kept
-        rig.driver.stop()
+        assert harness.actions and harness.journal.kept
+        harness.driver.stop()
         await running
 
     drive(scenario())
 
 
-def test_what_comes_during_a_commit_is_the_next_turns() -> None:
+def test_events_during_a_commit_belong_to_the_next_turn() -> None:
     async def scenario() -> None:
-        rig = Rig()
-        rig.journal.may_commit.clear()
-        rig.driver.submit(SUBMITTED)
-        running = asyncio.create_task(rig.run())
-        await rig.journal.committing.wait()
-        rig.driver.submit(ControllerStarted(incarnation=1))
+        harness = MemoryDriver()
+        harness.journal.may_commit.clear()
+        harness.driver.submit(SUBMITTED)
+        running = asyncio.create_task(harness.run())
+        await harness.journal.committing.wait()
+        harness.driver.submit(ControllerStarted(incarnation=1))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert [event for _, event in rig.journal.pending] == [SUBMITTED]
-        rig.journal.may_commit.set()
+        assert [event for _, event in harness.journal.pending] == [SUBMITTED]
+        harness.journal.may_commit.set()
         async with asyncio.timeout(BOUND_S):
-            while len(rig.journal.kept) + len(rig.journal.pending) < 2:
+            while len(harness.journal.kept) + len(harness.journal.pending) < 2:
                 await asyncio.sleep(0)
-        rig.driver.stop()
+        harness.driver.stop()
         await running
 
     drive(scenario())
 
 
 @pytest.mark.parametrize("failure", [JournalLost("another one"), JournalError("no room")])
-def test_a_commit_that_fails_ends_the_loop_and_nothing_is_done(failure: JournalError) -> None:
+def test_a_commit_that_fails_ends_the_loop_without_actions(failure: JournalError) -> None:
     async def scenario() -> None:
-        rig = await Rig().with_nodes()
-        before = list(rig.actions)
-        rig.journal.failure = failure
-        running = asyncio.create_task(rig.run())
+        harness = await MemoryDriver().with_nodes()
+        before = list(harness.actions)
+        harness.journal.failure = failure
+        running = asyncio.create_task(harness.run())
         with pytest.raises(asyncio.CancelledError):
-            await rig.driver.submit_durable(ResizeRequested(nodes=1))
+            await harness.driver.submit_durable(ResizeRequested(nodes=1))
         with pytest.raises(type(failure)):
             await running
-        assert rig.actions == before
+        assert harness.actions == before
         with pytest.raises(asyncio.CancelledError):
-            await rig.driver.submit_durable(ResizeRequested(nodes=2))
+            await harness.driver.submit_durable(ResizeRequested(nodes=2))
 
     drive(scenario())
 
 
-def test_a_commit_of_a_minute_is_no_silence_of_the_nodes() -> None:
-    """What came meanwhile is taken in with the times at which it came."""
+def test_nodes_are_not_lost_because_a_commit_takes_a_minute() -> None:
+    """Events that arrived meanwhile count from their times of arrival."""
 
     async def scenario() -> None:
-        rig = await Rig().with_nodes()
-        rig.journal.may_commit.clear()
-        running = asyncio.create_task(rig.run())
-        asked = asyncio.create_task(rig.driver.submit_durable(ResizeRequested(nodes=2)))
-        await rig.journal.committing.wait()
+        harness = await MemoryDriver().with_nodes()
+        harness.journal.may_commit.clear()
+        running = asyncio.create_task(harness.run())
+        asked = asyncio.create_task(harness.driver.submit_durable(ResizeRequested(nodes=2)))
+        await harness.journal.committing.wait()
         for _half_second in range(120):
-            rig.clock.at_ns += 500_000_000
+            harness.clock.at_ns += 500_000_000
             for node in ("a", "b"):
-                rig.driver.submit(HeartbeatReceived(node=node, generation=1))
-        rig.journal.may_commit.set()
+                harness.driver.submit(HeartbeatReceived(node=node, generation=1))
+        harness.journal.may_commit.set()
         await asked
-        await rig.driver.submit_durable(ResizeRequested(nodes=2))
-        assert list(rig.driver.state.nodes) == ["a", "b"]
-        assert not rig.driver.state.released_nodes
-        rig.driver.stop()
+        await harness.driver.submit_durable(ResizeRequested(nodes=2))
+        assert list(harness.driver.state.nodes) == ["a", "b"]
+        assert not harness.driver.state.released_nodes
+        harness.driver.stop()
         await running
 
     drive(scenario())
 
 
-def test_a_node_that_was_silent_during_a_long_commit_is_lost() -> None:
+def test_a_node_without_heartbeats_during_a_long_commit_is_lost() -> None:
     async def scenario() -> None:
-        rig = await Rig().with_nodes()
+        harness = await MemoryDriver().with_nodes()
         for _half_second in range(12):
-            rig.clock.at_ns += 500_000_000
-            rig.driver.submit(HeartbeatReceived(node="a", generation=1))
-        await rig.turn()
-        assert list(rig.driver.state.nodes) == ["a"]
-        assert "no heartbeat" in rig.driver.state.released_nodes["b"]
+            harness.clock.at_ns += 500_000_000
+            harness.driver.submit(HeartbeatReceived(node="a", generation=1))
+        await harness.turn()
+        assert list(harness.driver.state.nodes) == ["a"]
+        assert "no heartbeat" in harness.driver.state.released_nodes["b"]
 
     drive(scenario())
 
 
-def test_a_full_journal_is_compacted_and_the_next_controller_goes_on_from_there() -> None:
+def test_a_full_journal_is_compacted_and_the_next_controller_restores_the_snapshot() -> None:
     async def scenario() -> None:
-        rig = Rig(MemoryJournal(bound=3))
-        await rig.with_nodes()
-        assert rig.journal.compactions >= 1
-        before = rig.driver.state
-        nxt = Rig(rig.journal.reopened())
-        await nxt.tell()
-        # What was appended and not committed decides nothing, and is told again.
+        harness = MemoryDriver(MemoryJournal(bound=3))
+        await harness.with_nodes()
+        assert harness.journal.compactions >= 1
+        before = harness.driver.state
+        nxt = MemoryDriver(harness.journal.reopened())
+        await nxt.handle()
+        # Records that were appended and not committed decide nothing and are sent again.
         assert nxt.driver.state.members == before.members
         assert nxt.driver.state.inflight.keys() == before.inflight.keys()
         assert nxt.actions == [], "what was under way is not said again by itself"
-        state, memory = snapshot.decode(snapshot.encode(before, rig.driver.loop.projection.memory))
-        assert state == before and memory == rig.driver.loop.projection.memory
+        state, memory = snapshot.decode(
+            snapshot.encode(before, harness.driver.loop.projection.memory)
+        )
+        assert state == before and memory == harness.driver.loop.projection.memory
 
     drive(scenario())
 
 
-def test_what_people_are_told_is_committed_also_without_a_decision() -> None:
+def test_a_new_phase_is_committed_also_without_an_action() -> None:
     async def scenario() -> None:
-        rig = await Rig().with_nodes()
-        launches = [one for one in rig.actions if isinstance(one, LaunchGroup)]
+        harness = await MemoryDriver().with_nodes()
+        launches = [one for one in harness.actions if isinstance(one, LaunchGroup)]
         for launch in launches:
-            await rig.tell(ActionSucceeded(action_id=launch.action_id, generation=1))
-        assert rig.journal.pending, "facts alone can wait"
-        phase = rig.driver.state.phase
-        await rig.tell(StepCompleted(generation=1, step=0))
-        assert rig.driver.state.phase != phase
-        assert not rig.journal.pending
+            await harness.handle(ActionSucceeded(action_id=launch.action_id, generation=1))
+        assert harness.journal.pending, "facts alone can wait"
+        phase = harness.driver.state.phase
+        await harness.handle(StepCompleted(generation=1, step=0))
+        assert harness.driver.state.phase != phase
+        assert not harness.journal.pending
 
     drive(scenario())

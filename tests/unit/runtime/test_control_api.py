@@ -1,4 +1,4 @@
-"""Verbs whose answer depends on what the job is about to do."""
+"""Verbs whose reply depends on what the job does next."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from holdfast.orchestrator.protocol import messages as wire
 from .harness import World, drive, make_job
 
 
-def test_a_suspension_can_be_taken_back_before_anything_has_stopped(tmp_path: Path) -> None:
+def test_a_suspend_can_be_withdrawn_before_workers_stop(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job(checkpoint={"memory": {"everySteps": 50}}))
         world.start()
         await world.running()
-        assert not (await world.ask("resume")).ok, "nobody has asked for a suspension"
+        assert not (await world.ask("resume")).ok, "no suspend was requested"
         assert (await world.ask("suspend")).ok
-        taken_back = await world.ask("resume")
-        assert taken_back.ok and taken_back.detail == "training goes on"
-        await asyncio.sleep(PACE_S + 0.2)  # then it would have begun
-        story = world.service.assembly.driver.loop.projection
-        view = story.view(story.now_ns)
+        withdrawn = await world.ask("resume")
+        assert withdrawn.ok and withdrawn.detail == "training goes on"
+        await asyncio.sleep(PACE_S + 0.2)  # by then it would have begun
+        projection = world.service.assembly.driver.loop.projection
+        view = projection.view(projection.now_ns)
         assert (view.state, view.generation) == ("running", 1)
         assert not any(
             isinstance(m, wire.StopWorkers) for one in world.members() for m in one.received
@@ -33,7 +33,7 @@ def test_a_suspension_can_be_taken_back_before_anything_has_stopped(tmp_path: Pa
     drive(scenario())
 
 
-def test_agents_beat_as_a_running_job_is_adjusted(tmp_path: Path) -> None:
+def test_agents_follow_an_adjusted_heartbeat_interval(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(tmp_path, make_job(recovery={"heartbeatIntervalSeconds": 1.0}))
         world.start()
@@ -42,14 +42,14 @@ def test_agents_beat_as_a_running_job_is_adjusted(tmp_path: Path) -> None:
         assert (await world.ask("adjust", min_nodes=1, spares=0, recovery=recovery)).ok
         agent = world.members()[0]
 
-        def told() -> list[float]:
+        def intervals() -> list[float]:
             return [m.heartbeat_interval_s for m in agent.received if isinstance(m, wire.Welcome)]
 
-        await world.until(lambda view: told()[-1] == 0.7)
+        await world.until(lambda view: intervals()[-1] == 0.7)
         assert agent.frames is not None
         agent.frames.close()
         await world.back(agent, 3)
-        assert told() == [1.0, 0.7, 0.7], "also who dials in anew"
+        assert intervals() == [1.0, 0.7, 0.7], "also after a reconnect"
         await world.finish()
 
     drive(scenario())

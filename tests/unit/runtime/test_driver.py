@@ -1,4 +1,4 @@
-"""The order of things in the loop: the journal first, then the actions."""
+"""The order in the loop: the journal first, then the actions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DriverHarness:
         self.journal.sync = self._count  # type: ignore[method-assign]
         loop = JobLoop.restore(JOB, self.journal.snapshot, self.journal.records)
         self.records: list[int] = []
-        """How many each turn had."""
+        """Number of records of each turn."""
         self.driver = Driver(
             loop, self.journal, Clock(), lambda ready: self.records.append(len(ready.records))
         )
@@ -73,7 +73,7 @@ def test_decisions_are_durable_before_they_are_carried_out(tmp_path: Path) -> No
     assert harness.events() == [SUBMITTED, ControllerStarted(incarnation=1)]
 
 
-def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
+def test_events_that_are_queued_together_share_one_sync(tmp_path: Path) -> None:
     harness = DriverHarness(tmp_path / "journal")
     harness.driver.submit(SUBMITTED)
     for incarnation in range(1, 5):
@@ -82,7 +82,7 @@ def test_what_is_queued_together_shares_one_sync(tmp_path: Path) -> None:
     assert harness.syncs == 1 and len(harness.events()) == 5
 
 
-def test_heartbeats_are_not_journaled_and_no_events(tmp_path: Path) -> None:
+def test_heartbeats_are_not_written_to_the_journal(tmp_path: Path) -> None:
     harness = DriverHarness(tmp_path / "journal")
     harness.driver.submit(SUBMITTED)
     asyncio.run(harness.turn())
@@ -92,7 +92,7 @@ def test_heartbeats_are_not_journaled_and_no_events(tmp_path: Path) -> None:
     assert harness.records == [1, 0]
 
 
-def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
+def test_no_action_is_carried_out_when_the_journal_fails(tmp_path: Path) -> None:
     harness = DriverHarness(tmp_path / "journal")
 
     def fail() -> None:
@@ -105,7 +105,7 @@ def test_without_a_journal_nothing_is_carried_out(tmp_path: Path) -> None:
     assert harness.actions == []
 
 
-def test_a_durable_request_is_answered_when_it_is_in_the_journal(tmp_path: Path) -> None:
+def test_a_durable_request_returns_when_it_is_in_the_journal(tmp_path: Path) -> None:
     async def scenario() -> None:
         harness = DriverHarness(tmp_path / "journal")
         harness.driver.submit(SUBMITTED)
@@ -118,7 +118,7 @@ def test_a_durable_request_is_answered_when_it_is_in_the_journal(tmp_path: Path)
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_request_that_comes_too_late_is_not_answered(tmp_path: Path) -> None:
+def test_a_request_after_the_end_of_the_loop_is_cancelled(tmp_path: Path) -> None:
     async def scenario() -> None:
         harness = DriverHarness(tmp_path / "journal")
         harness.driver.submit(SUBMITTED)
@@ -131,7 +131,7 @@ def test_a_request_that_comes_too_late_is_not_answered(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
+def test_timers_of_the_core_fire_as_ticks_in_the_journal(tmp_path: Path) -> None:
     async def scenario() -> None:
         harness = DriverHarness(tmp_path / "journal")
         harness.driver.submit(SUBMITTED)
@@ -147,7 +147,7 @@ def test_deadlines_of_the_core_come_as_journaled_ticks(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_time_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
+def test_time_continues_after_the_last_record(tmp_path: Path) -> None:
     far = Clock().now_ns() + 3_600_000_000_000
     journal = FileJournal(tmp_path / "journal")
     journal.append(far, SUBMITTED)

@@ -1,4 +1,4 @@
-"""What a thousand ranks say of one failure stays small enough for a journal."""
+"""What a thousand ranks report of one failure fits into a journal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from holdfast.orchestrator.runtime.evidence_budget import EvidenceBudget
 KB = 1024
 
 
-def test_stacks_of_a_small_job_are_kept_whole() -> None:
+def test_all_stacks_of_a_small_job_are_kept() -> None:
     stacks = [Stack(rank, "x" * 20 * KB, in_collective=rank > 0) for rank in range(6)]
     assert EvidenceBudget().stacks(1, stacks) == tuple(stacks)
 
 
-def test_of_many_ranks_that_wait_a_few_show_where_and_the_others_stay_named() -> None:
+def test_a_few_stacks_of_waiting_ranks_are_kept_and_all_ranks_are_named() -> None:
     room = EvidenceBudget()
     kept = [
         stack
@@ -28,7 +28,7 @@ def test_of_many_ranks_that_wait_a_few_show_where_and_the_others_stay_named() ->
     assert culprit.text == "y" * 20 * KB, "it has a room of its own"
 
 
-def test_of_many_tracebacks_the_first_are_whole_and_the_others_keep_their_last_frame() -> None:
+def test_the_first_tracebacks_are_whole_and_the_others_keep_their_last_frame() -> None:
     room = EvidenceBudget()
     traceback = "Traceback\n" + "frame\n" * 2000 + "last frame\nValueError: x"
     ends = [
@@ -44,7 +44,7 @@ def test_of_many_tracebacks_the_first_are_whole_and_the_others_keep_their_last_f
     )
 
 
-def test_the_next_generation_has_room_again() -> None:
+def test_the_bound_holds_for_each_generation() -> None:
     room = EvidenceBudget()
     for generation in (1, 2):
         first, *_rest = room.stacks(

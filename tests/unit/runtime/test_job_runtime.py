@@ -1,4 +1,4 @@
-"""Many controllers in one process: each has its own job, and none costs anything while it waits."""
+"""Many controllers in one process; none costs anything while its job waits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from .test_commits import MemoryJournal
 
 @dataclass
 class Cluster:
-    """One endpoint, and what a job needs of its place: it is what a FakeAgent takes for the
-    directory of its job."""
+    """One agent server and the jobs behind it."""
 
     path: Path
     endpoint: AgentServer = field(default_factory=AgentServer)
@@ -52,7 +51,7 @@ class Cluster:
 
 
 class Hosted:
-    """A job of the cluster; agents see its name, token and where to dial."""
+    """A job of the cluster. A FakeAgent takes it for the directory of its job."""
 
     def __init__(self, cluster: Cluster, job: TrainingJob, name: str) -> None:
         self.cluster, self.name, self._job = cluster, name, job
@@ -76,7 +75,7 @@ class Hosted:
     async def start(self, journal: MemoryJournal) -> None:
         self.journal = journal
         storage = CheckpointStore(self.checkpoint_path(self._job), self.name)
-        self.assembly = JobRuntime(
+        self.runtime = JobRuntime(
             self._job,
             key=self.name,
             job_id=self.name,
@@ -90,27 +89,27 @@ class Hosted:
             timing=self.timing,
         )
         fresh = journal.snapshot is None and not journal.records
-        await self.assembly.prepare(fresh=fresh)
-        await self.assembly.begin(journal)
-        self.task = asyncio.create_task(self.assembly.run())
+        await self.runtime.prepare(fresh=fresh)
+        await self.runtime.begin(journal)
+        self.task = asyncio.create_task(self.runtime.run())
 
     async def stop(self) -> None:
-        """As an operator that ends: nobody is told anything."""
+        """As an operator that ends: agents get no message."""
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait([self.task])
             self.task = None
-        await self.assembly.close()
+        await self.runtime.close()
 
     async def until(self, condition: Any) -> Any:
         async with asyncio.timeout(BOUND_S):
-            while not condition(view := self.assembly.view()):
-                seen = self.assembly.changes.count
-                await self.assembly.changes.after(seen)
+            while not condition(view := self.runtime.view()):
+                seen = self.runtime.changes.count
+                await self.runtime.changes.after(seen)
         return view
 
 
-def test_jobs_of_one_name_in_two_namespaces_train_and_end_apart(tmp_path: Path) -> None:
+def test_jobs_of_one_name_in_two_namespaces_are_independent(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)
         await cluster.endpoint.open()
@@ -118,17 +117,17 @@ def test_jobs_of_one_name_in_two_namespaces_train_and_end_apart(tmp_path: Path) 
         two = await cluster.host("blue/tiny")
         for hosted in (one, two):
             view = await hosted.until(lambda view: view.state == "running")
-            assert view.world_size == 4 and len(hosted.assembly.links) == 2
+            assert view.world_size == 4 and len(hosted.runtime.links) == 2
         one.backend.kill("node-0")
         await one.until(lambda view: view.state == "running" and view.num_incidents == 1)
-        assert two.assembly.view().num_incidents == 0
-        reply = await two.assembly.control.perform("cancel", {"by": "test"})
+        assert two.runtime.view().num_incidents == 0
+        reply = await two.runtime.control.perform("cancel", {"by": "test"})
         assert reply.ok
         await two.until(lambda view: view.state == "cancelled")
         assert two.task is not None
         await two.task
         assert two.backend.agents == {} and len(one.backend.agents) == 2
-        assert one.assembly.view().state == "running"
+        assert one.runtime.view().state == "running"
         await cluster.close()
 
     drive(scenario())
@@ -149,23 +148,23 @@ def test_the_next_operator_takes_every_job_over_from_its_journal(tmp_path: Path)
         for hosted in jobs:
             await hosted.until(lambda view: view.state == "running" and view.controller_restarts)
             async with asyncio.timeout(BOUND_S):
-                while len(hosted.assembly.links) < 2:
+                while len(hosted.runtime.links) < 2:
                     await asyncio.sleep(0)
-            assert hosted.assembly.view().num_incidents == 0
+            assert hosted.runtime.view().num_incidents == 0
         await cluster.close()
 
     drive(scenario())
 
 
-def test_who_waits_for_events_is_told_of_them(tmp_path: Path) -> None:
+def test_watchers_of_events_are_woken(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)
         await cluster.endpoint.open()
         job = await cluster.host("a/x")
         await job.until(lambda view: view.state == "running")
-        events = job.assembly.events
+        events = job.runtime.events
         seen = events.count
-        await job.assembly.control.perform("cancel", {"by": "test"})
+        await job.runtime.control.perform("cancel", {"by": "test"})
         async with asyncio.timeout(BOUND_S):
             await events.after(seen)
         await cluster.close()
@@ -184,7 +183,7 @@ def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
             cluster.jobs.append(hosted)
             await hosted.start(MemoryJournal())
         for hosted in cluster.jobs:
-            state = hosted.assembly.state
+            state = hosted.runtime.state
             async with asyncio.timeout(BOUND_S):
                 while any(isinstance(one, RequestNodes) for one in state.inflight.values()):
                     await asyncio.sleep(0)
@@ -199,14 +198,14 @@ def test_waiting_jobs_cost_one_task_and_no_thread(tmp_path: Path) -> None:
     drive(scenario())
 
 
-def test_a_controller_whose_journal_is_taken_ends_and_does_nothing_more(tmp_path: Path) -> None:
+def test_a_controller_that_lost_its_journal_ends_without_further_actions(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)
         await cluster.endpoint.open()
         hosted = await cluster.host("space/x")
         await hosted.until(lambda view: view.state == "running")
         hosted.journal.failure = JournalLost("another controller writes it")
-        hosted.assembly.submit(CancelRequested(by="test"))
+        hosted.runtime.submit(CancelRequested(by="test"))
         assert hosted.task is not None
         with pytest.raises(JournalLost):
             await hosted.task
@@ -219,7 +218,7 @@ def test_a_controller_whose_journal_is_taken_ends_and_does_nothing_more(tmp_path
     drive(scenario())
 
 
-def test_a_store_that_does_not_answer_does_not_hold_up_a_takeover(
+def test_a_store_that_does_not_answer_does_not_delay_a_takeover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -239,7 +238,7 @@ def test_a_store_that_does_not_answer_does_not_hold_up_a_takeover(
     drive(scenario())
 
 
-def test_what_a_user_got_wrong_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_user_errors_are_raised_before_anything_is_written(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)
         await cluster.endpoint.open()

@@ -1,4 +1,4 @@
-"""Watchers miss nothing."""
+"""A watcher misses no change."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import asyncio
 from holdfast.orchestrator.runtime.notifier import ChangeNotifier
 
 
-def test_a_change_that_comes_while_the_watcher_is_busy_is_not_missed() -> None:
-    async def story() -> None:
+def test_a_change_while_the_watcher_is_busy_is_not_missed() -> None:
+    async def scenario() -> None:
         changes = ChangeNotifier()
         seen = changes.count
         changes.notify()
         await asyncio.wait_for(changes.after(seen), 5)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_change_wakes_everybody_who_waits_and_nobody_before() -> None:
-    async def story() -> None:
+def test_a_change_wakes_all_waiting_watchers_at_once() -> None:
+    async def scenario() -> None:
         changes = ChangeNotifier()
         waiting = [asyncio.create_task(changes.after(changes.count)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -26,4 +26,4 @@ def test_a_change_wakes_everybody_who_waits_and_nobody_before() -> None:
         changes.notify()
         await asyncio.wait_for(asyncio.gather(*waiting), 5)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -28,28 +28,33 @@ SEEDS = range(0, 40, 3)
 
 
 class Folded:
-    """A journal's fold: controller, monitor and story."""
+    """The state after some records: controller, monitor and projection."""
 
     def __init__(self, job: TrainingJob, data: bytes | None = None) -> None:
         state, memory = snapshot.decode(data) if data is not None else (None, None)
         self.job, self.controller = job, Controller(state)
         self.monitor = ProgressMonitor(job, self.controller)
-        self.story = JobProjection(job, memory, state)
+        self.projection = JobProjection(job, memory, state)
 
     def take(self, records: list[Record]) -> Folded:
         for now_ns, event in records:
             actions = self.controller.step(now_ns, event)
-            self.story.observe(now_ns, event, actions, self.controller.state)
+            self.projection.observe(now_ns, event, actions, self.controller.state)
             self.monitor.observe(now_ns, event)
         return self
 
-    def again(self) -> Folded:
-        """Through a snapshot."""
-        return Folded(self.job, snapshot.encode(self.controller.state, self.story.memory))
+    def restored(self) -> Folded:
+        """Restored from a snapshot."""
+        return Folded(self.job, snapshot.encode(self.controller.state, self.projection.memory))
 
     def known(self) -> Any:
-        view = self.story.view(self.story.now_ns + 1_234_567, live=False)
-        return self.controller.state, self.story.memory, view, self.controller.next_deadline_ns()
+        view = self.projection.view(self.projection.now_ns + 1_234_567, live=False)
+        return (
+            self.controller.state,
+            self.projection.memory,
+            view,
+            self.controller.next_deadline_ns(),
+        )
 
 
 @functools.cache
@@ -60,11 +65,11 @@ def journal_of(seed: int) -> tuple[TrainingJob, list[Record]]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_record_may_be_the_last_before_a_snapshot(seed: int) -> None:
-    """At every record a snapshot is taken and gone on from for a while; some go on to the end."""
+    """A snapshot after every record gives the same state; some are continued to the end."""
     job, records = journal_of(seed)
     straight = Folded(job).take(records[:1])
     for at in range(1, len(records)):
-        restored = straight.again()
+        restored = straight.restored()
         assert restored.known() == straight.known(), f"after record {at}"
         if at % 40 == 0:
             whole = Folded(job).take(records).known()
@@ -80,18 +85,18 @@ def test_snapshots_of_snapshots_lose_nothing(seed: int, data: st.DataObject) -> 
     folded, at = Folded(job), 0
     for cut in [*sorted(cuts), len(records)]:
         folded.take(records[at:cut])
-        folded, at = folded.again(), cut
+        folded, at = folded.restored(), cut
     assert folded.known() == Folded(job).take(records).known()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_does(
+def test_a_monitor_that_starts_from_a_snapshot_equals_one_that_starts_from_records(
     seed: int,
 ) -> None:
     job, records = journal_of(seed)
     for at in range(1, len(records), 17):
         straight = Folded(job).take(records[:at])
-        restored = straight.again()
+        restored = straight.restored()
         if straight.controller.state.terminal:
             continue
         now_ns = records[at - 1].now_ns + 1
@@ -106,7 +111,7 @@ def test_a_monitor_that_starts_from_a_snapshot_knows_what_any_new_controllers_do
 
 
 def transcripts() -> Iterator[core.Transcript]:
-    """What the simulation seldom meets: hangs with stacks, tracebacks, suspension, no steps."""
+    """Rare in the simulation: hangs with stacks, tracebacks, scripts without steps."""
     hung = core.Transcript().started(step=5)
     hung.apply(core_hang(hung))
     yield hung
@@ -126,24 +131,24 @@ def transcripts() -> Iterator[core.Transcript]:
     yield resized
 
 
-def core_hang(story: core.Transcript) -> Any:
+def core_hang(projection: core.Transcript) -> Any:
     from holdfast.orchestrator.core.events import HangDetected
 
-    return HangDetected(generation=story.state.generation, ranks=(2, 1), evidence="quiet")
+    return HangDetected(generation=projection.state.generation, ranks=(2, 1), evidence="quiet")
 
 
-def test_transcripts_of_rare_things_survive_a_snapshot() -> None:
+def test_rare_states_survive_a_snapshot() -> None:
     for transcript in transcripts():
         job = job_from_mapping(transcript.document)
         folded = Folded(job).take([Record(*one) for one in transcript.journal])
-        assert folded.again().known() == folded.known()
+        assert folded.restored().known() == folded.known()
 
 
-def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
+def test_a_snapshot_of_another_version_is_refused_with_the_reason() -> None:
     transcript = core.Transcript().started(step=5)
     folded = Folded(job_from_mapping(transcript.document))
     folded.take([Record(*one) for one in transcript.journal])
-    data = snapshot.encode(folded.controller.state, folded.story.memory)
+    data = snapshot.encode(folded.controller.state, folded.projection.memory)
     newer = data.replace(b"holdfast snapshot 1\n", b"holdfast snapshot 2\n", 1)
     with pytest.raises(
         snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"
@@ -160,27 +165,27 @@ def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
 
 
 def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
-    """Else its size would grow with the square of the job's."""
+    """Otherwise the snapshot would grow with the square of the number of nodes."""
     sizes = {}
     for nodes in (8, 64):
         names = [f"node-{number}" for number in range(nodes)]
         transcript = core.Transcript(core.spec({"min": nodes, "max": nodes})).started(*names)
         folded = Folded(job_from_mapping(transcript.document))
         folded.take([Record(*one) for one in transcript.journal])
-        state = folded.again().controller.state
+        state = folded.restored().controller.state
         launched = state.launch_actions.values()
         assert {id(one.membership) for one in launched} == {id(state.membership)}
-        sizes[nodes] = len(snapshot.encode(state, folded.story.memory))
+        sizes[nodes] = len(snapshot.encode(state, folded.projection.memory))
     assert sizes[64] < 10 * sizes[8]
 
 
-def test_where_checkpoints_are_can_be_read_alone_and_is_not_in_snapshots_of_before() -> None:
+def test_the_checkpoint_path_can_be_read_alone_and_may_be_missing_in_old_snapshots() -> None:
     submitted, *_ = core.Transcript().started(step=5).journal
     event = msgspec.structs.replace(submitted[1], checkpoint_path="s3://bucket/x")
     folded = Folded(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
-    data = snapshot.encode(folded.controller.state, folded.story.memory)
+    data = snapshot.encode(folded.controller.state, folded.projection.memory)
     assert snapshot.checkpoint_path(data) == "s3://bucket/x"
-    assert folded.again().known() == folded.known()
+    assert folded.restored().known() == folded.known()
     head = len(snapshot.MAGIC) + 2
     document = msgspec.msgpack.decode(zlib.decompress(data[head:]))
     del document["state"]["checkpoint_path"]

@@ -135,7 +135,7 @@ class FakeOperator:
 
     def welcome(self, name: str, namespace: str = "team") -> wire.Welcome:
         """What an agent of the job receives first."""
-        return self.context.agent_server._guests[f"{namespace}/{name}"].welcome()
+        return self.context.agent_server._routes[f"{namespace}/{name}"].welcome()
 
     async def status_when(
         self, name: str, what: str, condition: Callable[[Document], bool]

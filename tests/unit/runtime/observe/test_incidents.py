@@ -1,4 +1,4 @@
-"""Counters over interruptions are those of all of them, also of those whose records are gone."""
+"""Counters cover all incidents, also those whose records were dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.sim.run_seed import play
 
-from ..core import harness as core
+from ...core import harness as core
 
 
 def counted(view: JobView) -> dict[tuple[str, str], int]:
@@ -24,11 +24,11 @@ def counted(view: JobView) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("seed", [3, 8, 21, 44])
-def test_while_all_records_are_there_the_counters_agree_with_them(seed: int) -> None:
+def test_the_counters_agree_with_the_records_while_none_was_dropped(seed: int) -> None:
     world = play(seed)
     records = world.host.history()
-    story = replay(world.host.job, records)
-    view = story.view(story.now_ns, live=False)
+    projection = replay(world.host.job, records)
+    view = projection.view(projection.now_ns, live=False)
     assert view.num_incidents == len(view.incidents) > 0
     assert sum(counted(view).values()) == len(view.incidents)
     assert view.steps_lost == sum(one.steps_lost or 0 for one in view.incidents)
@@ -38,13 +38,13 @@ def test_while_all_records_are_there_the_counters_agree_with_them(seed: int) -> 
         assert total.seconds == pytest.approx(sum(seconds))
 
 
-def test_only_the_kinds_that_are_listed_happen() -> None:
-    """Those that a person cannot cause in a simulation are in the table by its types."""
+def test_every_incident_is_of_a_listed_kind() -> None:
+    """Kinds that the simulation does not cause are in the table by type."""
     for seed in range(60, 72):
         world = play(seed)
         records = world.host.history()
-        story = replay(world.host.job, records)
-        assert set(counted(story.view(story.now_ns, live=False))) <= set(KINDS), seed
+        projection = replay(world.host.job, records)
+        assert set(counted(projection.view(projection.now_ns, live=False))) <= set(KINDS), seed
     failures = {name for name, scope in KINDS if scope != "job"}
     planned = {name for name, scope in KINDS if scope == "job"}
     assert failures == set(get_args(FailureClass))
@@ -52,23 +52,23 @@ def test_only_the_kinds_that_are_listed_happen() -> None:
 
 
 def test_counters_never_fall() -> None:
-    """Looked at after every event, past the point where the oldest records are forgotten."""
+    """Checked after every event, beyond the number of records that are kept."""
     budgets = {"infrastructure": {"restarts": 10_000}}
     recovery = {"budgets": budgets, "badNodeStrikes": 10_000}
     transcript = core.Transcript(core.spec(recovery=recovery)).started(step=0)
-    story = JobProjection(job_from_mapping(transcript.document))
-    told, before, seen = 0, dict[tuple[str, str], int](), 0
+    projection = JobProjection(job_from_mapping(transcript.document))
+    num_observed, before, seen = 0, dict[tuple[str, str], int](), 0
     for number in range(1, MAX_INCIDENTS + 10):
         transcript.exits(2, signal=9)
         transcript.all_stopped(10 * number)
         transcript.succeed(LaunchGroup)
         transcript.step(10 * number + 1)
-        for now_ns, event in transcript.journal[told:]:
-            # The state runs ahead of the story by up to one interruption, as it never does.
-            story.observe(now_ns, event, (), transcript.state)
-        told = len(transcript.journal)
+        for now_ns, event in transcript.journal[num_observed:]:
+            # Here, unlike in production, the state is up to one incident ahead of the projection.
+            projection.observe(now_ns, event, (), transcript.state)
+        num_observed = len(transcript.journal)
         if number % 50 == 0 or number > MAX_INCIDENTS - 2:
-            view = story.view(transcript.now_ns, live=False)
+            view = projection.view(transcript.now_ns, live=False)
             now = counted(view)
             assert all(now[key] >= count for key, count in before.items())
             assert view.recovery["total"].count >= seen

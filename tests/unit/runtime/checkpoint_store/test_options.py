@@ -1,4 +1,4 @@
-"""A job's keys reach its store's driver without this process' environment."""
+"""The credentials of a job reach its storage driver without the environment of this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import (
 )
 from tests.e2e.storage.server import BUCKET, KEY, S3, SECRET
 
-from .harness import make_job
+from ..harness import make_job
 
 S3_ENV = {
     "AWS_ENDPOINT_URL": "http://store",
@@ -41,7 +41,7 @@ def s3() -> Iterator[S3]:
     server.kill()
 
 
-def test_what_amazons_variables_say_becomes_options_of_the_driver() -> None:
+def test_aws_variables_become_options_of_the_driver() -> None:
     options, left = access("s3://bucket/x", S3_ENV)
     assert left == ()
     assert options == {
@@ -56,13 +56,13 @@ def test_what_amazons_variables_say_becomes_options_of_the_driver() -> None:
     assert options["endpoint_url"] == "http://s3" and options["secret"] == "better"
 
 
-def test_a_directory_needs_nothing_and_other_stores_what_fsspec_is_told() -> None:
+def test_a_directory_needs_no_options_and_other_stores_get_those_of_fsspec() -> None:
     assert access("/checkpoints/x", S3_ENV) == ({}, ())
     assert access("gs://bucket/x", {"FSSPEC_GS_TOKEN": "anon", **S3_ENV}) == ({"token": "anon"}, ())
     assert access("gcs://b/x", {"FSSPEC_GS_TOKEN": "anon"}).options == {"token": "anon"}
 
 
-def test_the_local_controller_keeps_the_environment_where_options_do_not_say_all() -> None:
+def test_the_local_controller_applies_spec_env_where_options_are_not_enough() -> None:
     job = make_job(env=S3_ENV)
     assert own_options(job, "/somewhere") == {}
     assert own_options(job, "s3://bucket/x") is not None
@@ -83,7 +83,7 @@ def test_the_local_controller_keeps_the_environment_where_options_do_not_say_all
         ),
     ],
 )
-def test_what_cannot_be_had_for_one_job_alone_is_refused_with_the_way_out(
+def test_a_setting_that_cannot_be_applied_to_one_job_is_refused_with_the_fix(
     path: str, env: dict[str, str], text: str
 ) -> None:
     with pytest.raises(SpecError, match=text):
@@ -91,7 +91,7 @@ def test_what_cannot_be_had_for_one_job_alone_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("asked", ["1000000", "0", "-1"])
-def test_a_job_cannot_make_a_process_of_many_wait_for_ever(asked: str) -> None:
+def test_retries_of_a_job_are_bounded_in_a_process_of_many_jobs(asked: str) -> None:
     kwargs = {"read_timeout": None, "connect_timeout": 1e9, "retries": {"max_attempts": 1e9}}
     longer = {"FSSPEC_S3": json.dumps({"config_kwargs": kwargs})}
     for env in ({"AWS_MAX_ATTEMPTS": asked}, longer):
@@ -103,8 +103,8 @@ def test_a_job_cannot_make_a_process_of_many_wait_for_ever(asked: str) -> None:
     assert less.config_kwargs["retries"] == {"total_max_attempts": 1}
 
 
-def test_two_jobs_use_their_own_keys_in_one_process(s3: S3, tmp_path: Path) -> None:
-    """Against a real S3 server; nothing of it is in this process' environment."""
+def test_two_jobs_in_one_process_use_their_own_credentials(s3: S3, tmp_path: Path) -> None:
+    """With a real S3 server; the environment of this process has none of its settings."""
     before = dict(os.environ)
     first, second = (
         storage_of(make_job(env=env), f"s3://{BUCKET}/{name}", f"space/{name}")

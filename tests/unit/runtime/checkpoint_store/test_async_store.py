@@ -1,4 +1,4 @@
-"""Blocking calls of one job keep their order, and wait for nobody else's."""
+"""Blocking calls of one job keep their order and do not wait for those of other jobs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     SerialExecutor,
 )
 
-from .harness import BOUND_S, drive
+from ..harness import BOUND_S, drive
 
 
-def test_calls_of_one_job_never_overtake_each_other() -> None:
+def test_calls_of_one_job_run_in_order() -> None:
     async def scenario() -> None:
-        strand, done, running = SerialExecutor(), [], threading.Lock()
+        executor, done, running = SerialExecutor(), [], threading.Lock()
 
         def work(number: int) -> int:
             assert running.acquire(blocking=False), "two at once"
@@ -25,14 +25,14 @@ def test_calls_of_one_job_never_overtake_each_other() -> None:
             running.release()
             return number
 
-        assert await asyncio.gather(*(strand.call(work, n) for n in range(50))) == list(range(50))
+        assert await asyncio.gather(*(executor.call(work, n) for n in range(50))) == list(range(50))
         assert done == list(range(50))
 
     drive(scenario())
 
 
-def test_calls_that_hang_hold_up_their_own_jobs_only_and_leave_no_thread_behind() -> None:
-    """However many, and whether or not anybody still waits for them."""
+def test_calls_that_hang_delay_only_their_own_jobs_and_leave_no_thread() -> None:
+    """Any number of them, awaited or not."""
 
     async def scenario() -> None:
         release, free = threading.Event(), SerialExecutor()
@@ -55,9 +55,9 @@ def test_calls_that_hang_hold_up_their_own_jobs_only_and_leave_no_thread_behind(
     drive(scenario())
 
 
-def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
+def test_the_next_call_waits_for_one_that_was_cancelled_while_it_ran() -> None:
     async def scenario() -> None:
-        strand, begun, release = SerialExecutor(), asyncio.Event(), threading.Event()
+        executor, begun, release = SerialExecutor(), asyncio.Event(), threading.Event()
         loop, over = asyncio.get_running_loop(), []
 
         def work() -> None:
@@ -65,13 +65,13 @@ def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
             release.wait()
             over.append("work")
 
-        task = asyncio.create_task(strand.call(work))
+        task = asyncio.create_task(executor.call(work))
         await begun.wait()
         task.cancel()
         await asyncio.wait([task])
-        following = asyncio.create_task(strand.call(lambda: over.append("next")))
-        never = asyncio.create_task(strand.call(lambda: over.append("never")))
-        settled = asyncio.create_task(strand.settle())
+        following = asyncio.create_task(executor.call(lambda: over.append("next")))
+        never = asyncio.create_task(executor.call(lambda: over.append("never")))
+        settled = asyncio.create_task(executor.settle())
         await asyncio.sleep(0)
         never.cancel()
         assert not settled.done() and over == []
@@ -83,15 +83,15 @@ def test_what_is_cancelled_while_it_runs_is_still_waited_for() -> None:
     drive(scenario())
 
 
-def test_an_error_reaches_the_one_who_called() -> None:
+def test_an_error_is_raised_to_the_caller() -> None:
     async def scenario() -> None:
-        strand = SerialExecutor()
+        executor = SerialExecutor()
 
         def fail() -> None:
             raise OSError("no")
 
         with pytest.raises(OSError, match="no"):
-            await strand.call(fail)
-        assert await strand.call(len, "abc") == 3
+            await executor.call(fail)
+        assert await executor.call(len, "abc") == 3
 
     drive(scenario())

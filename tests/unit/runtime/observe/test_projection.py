@@ -1,4 +1,4 @@
-"""The fold from a journal to what there is to see: transcripts in, views out."""
+"""The projection of a job's events into views."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers import worker_protocol
 
-from ..core import harness as core
+from ...core import harness as core
 
 
-def told(transcript: core.Transcript) -> JobProjection:
+def projected(transcript: core.Transcript) -> JobProjection:
     return replay(job_from_mapping(transcript.document), transcript.journal)
 
 
-def seen(transcript: core.Transcript) -> JobView:
-    return told(transcript).view(transcript.now_ns)
+def view_of(transcript: core.Transcript) -> JobView:
+    return projected(transcript).view(transcript.now_ns)
 
 
-def test_an_incident_that_the_next_one_overtakes_names_it() -> None:
+def test_an_incident_names_the_one_that_overtakes_it() -> None:
     transcript = core.Transcript().started(step=5)
     transcript.exits(3, signal=9)
     transcript.all_stopped(5)
@@ -30,35 +30,35 @@ def test_an_incident_that_the_next_one_overtakes_names_it() -> None:
     transcript.exits(2, signal=9)
     transcript.all_stopped(5)
     transcript.succeed(LaunchGroup)
-    assert [one.overtaken_by for one in seen(transcript).incidents] == [2, None]
+    assert [one.overtaken_by for one in view_of(transcript).incidents] == [2, None]
     transcript.step(6)
-    first, second = seen(transcript).incidents
+    first, second = view_of(transcript).incidents
     assert first.overtaken_by == 2 and "total" not in first.seconds
     assert second.overtaken_by is None and "total" in second.seconds
 
 
-def test_of_a_script_that_reports_no_steps_nobody_claims_to_know_them() -> None:
+def test_lost_steps_of_a_script_that_reports_none_are_unknown() -> None:
     transcript = core.Transcript(core.spec(script=True)).started(step=None)
     transcript.exits(3, signal=9)
     transcript.all_stopped()
     transcript.wait(0.5)
     transcript.succeed(LaunchGroup)
-    (incident,) = seen(transcript).incidents
+    (incident,) = view_of(transcript).incidents
     assert incident.no_steps and incident.steps_lost is None
     assert incident.seconds["total"] == 0.5, "it is over when all workers run again"
     assert "Holdfast has no state to restore" in incident.decision
     assert "before it reported a step" in incident.evidence
 
 
-def test_a_script_without_a_pulse_is_no_suspect() -> None:
+def test_a_script_without_a_pulse_is_not_suspect() -> None:
     transcript = core.Transcript(core.spec(script=True)).started(step=None)
-    story = told(transcript)
+    projection = projected(transcript)
     silent = WorkerBeat(rank=0, pulse_age_s=99)
     paused = WorkerBeat(rank=1, ticks=7, pulse_age_s=99)
-    story.beat(
+    projection.beat(
         transcript.now_ns, HeartbeatReceived(node="a", generation=1, workers=(silent, paused))
     )
-    workers = story.view(transcript.now_ns).nodes[0].workers
+    workers = projection.view(transcript.now_ns).nodes[0].workers
     assert [worker.state for worker in workers] == ["running", "suspect"]
 
 
@@ -66,9 +66,9 @@ def test_a_job_that_has_ended_has_no_nodes_and_nothing_in_memory() -> None:
     transcript = core.Transcript().started(step=5)
     transcript.apply(CancelRequested(by="bob"))
     transcript.all_stopped(6)
-    assert seen(transcript).memory_step == 6 and seen(transcript).nodes
+    assert view_of(transcript).memory_step == 6 and view_of(transcript).nodes
     transcript.commit(6)
-    view = seen(transcript)
+    view = view_of(transcript)
     assert (view.state, view.memory_step, view.nodes) == ("cancelled", -1, [])
     assert view.checkpoints[-1].step == 6
 

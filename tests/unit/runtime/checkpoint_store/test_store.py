@@ -1,4 +1,4 @@
-"""The storage tier: nothing counts before its manifest, and nothing incomplete gets one."""
+"""The storage tier: a checkpoint exists with its manifest, which only complete ones get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESH = Mesh(replicate=2, shard=2)
 
 @pytest.fixture(params=["local", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    """A directory, and fsspec's memory file system in the part of an object store."""
+    """A directory, and fsspec's memory file system as an object store."""
     path = str(tmp_path / "tier") if request.param == "local" else f"memory://{tmp_path.name}"
     storage = CheckpointStore(path, "tiny")
     storage.prepare()
@@ -61,7 +61,7 @@ def test_a_commit_with_a_file_of_another_size_is_refused(storage: CheckpointStor
         storage.commit(5, MESH, files)
 
 
-def test_files_of_several_attempts_are_never_one_checkpoint(storage: CheckpointStore) -> None:
+def test_files_of_several_generations_are_never_one_checkpoint(storage: CheckpointStore) -> None:
     first, second = put(storage, 5), put(storage, 5, generation=2)
     with pytest.raises(CommitRefused, match="several generations"):
         storage.commit(5, MESH, (first[0], second[1]))
@@ -69,7 +69,7 @@ def test_files_of_several_attempts_are_never_one_checkpoint(storage: CheckpointS
         storage.commit(5, MESH, first[:1])
 
 
-def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_does_no_harm(
+def test_a_deleted_checkpoint_is_gone_and_can_be_deleted_again(
     storage: CheckpointStore,
 ) -> None:
     storage.commit(5, MESH, put(storage, 5))
@@ -80,7 +80,7 @@ def test_a_deleted_checkpoint_is_gone_and_deleting_it_again_does_no_harm(
     assert not storage.fs.exists(f"{storage.root}/{directory_name(5, 1)}")
 
 
-def test_a_manifest_that_cannot_be_read_commits_nothing(storage: CheckpointStore) -> None:
+def test_a_damaged_manifest_is_ignored(storage: CheckpointStore) -> None:
     storage.commit(5, MESH, put(storage, 5))
     put(storage, 6)
     storage.fs.pipe_file(f"{storage.root}/{directory_name(6, 1)}/{MANIFEST_NAME}", b"{half")
@@ -88,7 +88,7 @@ def test_a_manifest_that_cannot_be_read_commits_nothing(storage: CheckpointStore
 
 
 def test_a_directory_that_is_not_shared_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """A node wrote its shard to a disk of its own: the controller must not commit it."""
+    """A node wrote its shard to its own disk, so the controller must not commit it."""
     storage = CheckpointStore(str(tmp_path / "here"), "job")
     with pytest.raises(CommitRefused, match="a directory must be one volume that all nodes and"):
         storage.commit(5, Mesh(), (ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 3, "00"),))

@@ -19,7 +19,7 @@ from holdfast.orchestrator.runtime.observe.view import (
     WorkerView,
 )
 
-from .harness import make_job
+from ..harness import make_job
 
 
 def make_view() -> JobView:
@@ -56,7 +56,7 @@ def scrape(view: JobView, *, per_rank: bool = False) -> dict[tuple[str, tuple[st
     return found
 
 
-def test_the_numbers_are_those_of_the_view() -> None:
+def test_the_metrics_have_the_numbers_of_the_view() -> None:
     found = scrape(make_view())
     expected = {
         ("holdfast_job_steps", ()): 10,
@@ -93,13 +93,13 @@ def test_every_kind_of_incident_is_counted_from_zero_on() -> None:
     assert len([key for key in after if key[0] == name]) == len(KINDS), "none is there twice"
 
 
-def test_an_incident_of_a_kind_that_nobody_has_thought_of_is_counted_too() -> None:
+def test_an_incident_of_an_unlisted_kind_is_counted_too() -> None:
     odd = IncidentCount(failure_class="user", scope="node", count=3)
     found = scrape(JobView(name="tiny", incident_counts=[odd]))
     assert found["holdfast_job_incidents_total", ("user", "node")] == 3
 
 
-def test_the_age_of_a_checkpoint_begins_with_the_first_step_where_there_is_none() -> None:
+def test_without_a_checkpoint_its_age_is_the_time_since_the_first_step() -> None:
     age = ("holdfast_checkpoint_age_seconds", ())
     waiting = JobView(name="tiny", submitted_ns=1_000_000_000, now_ns=90_000_000_000)
     assert age not in scrape(waiting), "nothing is at stake yet"
@@ -114,7 +114,7 @@ def test_series_per_rank_are_opt_in() -> None:
     assert scrape(make_view(), per_rank=True)["holdfast_worker_step", ("node-0", "0")] == 9
 
 
-def test_what_is_not_known_has_no_series() -> None:
+def test_unknown_values_have_no_series() -> None:
     names = {name for name, _ in scrape(JobView(name="tiny"))}
     assert "holdfast_job_loss" not in names
     assert "holdfast_model_flops_utilization_ratio" not in names

@@ -1,0 +1,112 @@
+"""Time accounting against sums that were computed by hand."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.core.actions import Reason
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.events import AnyEvent, StepCompleted, Tick
+from holdfast.orchestrator.core.state import IncidentRecord, JobState
+from holdfast.orchestrator.protocol.facts import Membership, Restore
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.orchestrator.runtime.observe.goodput import TimeAccounting
+
+from ..harness import make_job
+
+
+class Accounted:
+    """A TimeAccounting and its state, changed by hand. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.state = JobState(make_job(), "id", 0, 0)
+        self.accounting = TimeAccounting()
+        self.at(0)
+
+    def at(self, second: float, event: AnyEvent | None = None, **changes: object) -> None:
+        for name, value in changes.items():
+            setattr(self.state, name, value)
+        self.accounting.observe(int(second * SECOND_NS), event or Tick(), self.state)
+
+    def launch(self, second: float, generation: int, after_step: int = -1) -> None:
+        restore = None
+        if after_step >= 0:
+            restore = Restore(step=after_step, generation=generation - 1, num_shards=1)
+        membership = Membership(
+            generation=generation, mesh=Mesh(), num_nodes=1, workers_per_node=1,
+            master_address="", master_port=0, restart_count=0, restore=restore,
+        )  # fmt: skip
+        phase = "starting" if generation == 1 else "recovering"
+        self.at(second, generation=generation, membership=membership, phase=phase)
+
+    def step(self, second: float, step: int, stall_s: float = 0.0) -> None:
+        advanced = StepCompleted(
+            generation=self.state.generation, step=step, step_s=1.0, stall_s=stall_s
+        )
+        self.at(second, advanced, phase="running")
+
+    def fail(self, second: float, step_before: int) -> None:
+        incident = IncidentRecord(
+            number=1, at_ns=int(second * SECOND_NS), purpose="failure", generation_before=1,
+            world_size_before=1, step_before=step_before,
+        )  # fmt: skip
+        self.state.incidents.append(incident)
+        self.at(second, phase="recovering", reason=Reason("infrastructure", "a test"))
+
+    def seconds(self, second: float) -> dict[str, float]:
+        seconds = self.accounting.seconds(int(second * SECOND_NS))
+        assert abs(sum(seconds.values()) - second) < 1e-9, "the causes add up"
+        return {cause: round(value, 6) for cause, value in seconds.items() if value}
+
+
+def test_waiting_starting_and_training_are_counted_separately() -> None:
+    job = Accounted()
+    job.launch(3, 1)
+    job.step(5, 0)
+    assert job.seconds(9) == {"waiting": 3, "starting": 2, "productive": 4}
+    assert job.accounting.goodput(9 * SECOND_NS) == 4 / 6
+
+
+def test_staging_that_blocks_training_counts_as_stalled() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.step(5, 4, stall_s=0.25)
+    assert job.seconds(5) == {"starting": 1, "productive": 3, "stalled": 1}
+
+
+def test_steps_that_are_trained_again_count_as_redone() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.step(5, 4)
+    job.fail(5, step_before=4)
+    job.launch(6, 2, after_step=1)
+    job.step(7, 2)  # part of the recovery
+    job.step(11, 6)  # 3 and 4 again, 5 and 6 new
+    assert job.seconds(11) == {"starting": 1, "productive": 4 + 2, "recovering": 2, "redone": 2}
+
+
+def test_the_time_of_an_unfinished_step_belongs_to_the_recovery() -> None:
+    """A hang: the last step was finished at 3 s, the hang detected at 10 s."""
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.fail(10, step_before=2)
+    assert job.seconds(12) == {"starting": 1, "productive": 2, "recovering": 7 + 2}
+
+
+def test_a_script_that_reports_no_steps_is_productive_while_it_runs() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.at(1, phase="running")
+    job.fail(9, step_before=-1)
+    assert job.seconds(10) == {"starting": 1, "productive": 8, "recovering": 1}
+
+
+def test_after_the_end_no_time_passes() -> None:
+    job = Accounted()
+    job.launch(0, 1)
+    job.step(1, 0)
+    job.at(3, phase="finishing")
+    job.at(4, phase="succeeded")
+    seconds = job.accounting.seconds(99 * SECOND_NS)
+    assert sum(seconds.values()) == 4 and seconds["finishing"] == 1
