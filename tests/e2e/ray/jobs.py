@@ -130,6 +130,16 @@ class Job:
         )
         return next(one for one in view.incidents if one.number > number)
 
+    def events_until(self, pattern: str) -> str:
+        """The job's events up to a line that matches, from one command that follows them."""
+        self.until(lambda view: True)  # the job has a record
+        follower = started("events", self.name, "-f", "--ray", self.cluster.address)
+        try:
+            return says(follower, pattern)
+        finally:
+            follower.kill()
+            follower.communicate()
+
     def facts(self, node: str) -> dict[str, Any]:
         import ray
 

@@ -145,13 +145,9 @@ def test_a_script_that_the_nodes_lack_fails_the_job_with_its_name(tmp_path: Path
 def test_a_job_that_needs_missing_gpus_reports_it_and_waits(tmp_path: Path) -> None:
     job = Job(tmp_path, "no-gpus", 10, resources={"cpu": 1, "gpu": 1})
     try:
-        view = job.until(
-            lambda view: "GPU" in holdfast(
-                "events", job.name, "--ray", job.cluster.address
-            ).stdout
-        )  # fmt: skip
+        events = job.events_until("GPU")
+        view = job.view()
         assert view.state == "pending" and view.generation == 0
-        events = holdfast("events", job.name, "--ray", job.cluster.address).stdout
         assert "2 CPU + 2 GPU" in events and "0 of 0 GPU" in events
     finally:
         job.end()

@@ -89,7 +89,8 @@ def test_a_job_that_the_cluster_has_no_room_for_waits_and_starts_nothing(
     cluster_rig.connected()
     job = Job(tmp_path, "too-large", 10, resources={"cpu": 64})
     try:
-        view = job.until(lambda view: "128 CPU" in view.reason or "CPU" in _notes("too-large", job))
+        job.events_until("128 CPU")
+        view = job.view()
         assert view.state == "pending" and view.generation == 0
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         assert "too-large-node-0" not in names
@@ -112,10 +113,6 @@ def test_a_job_with_a_capacity_timeout_fails_and_leaves_nothing(tmp_path: Path) 
         assert not [name for name in names if "impatient" in name]
     finally:
         job.end()
-
-
-def _notes(name: str, job: Job) -> str:
-    return holdfast("events", name, "--ray", job.cluster.address).stdout
 
 
 def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import cluster_rig
-from .jobs import BOUND_S, Job, holdfast
+from .jobs import BOUND_S, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SCRIPT = """
@@ -59,9 +59,7 @@ def test_gangs_without_room_hold_nothing_and_start_one_after_the_other(place: Pa
         waiting = [start(place, name, 3) for name in ("first", "second")]
         jobs += waiting
         for job in waiting:
-            events = ""
-            while "free are 4 of 8 CPU" not in events:  # the test's time limit is the bound
-                events = holdfast("events", job.name, "--ray", job.cluster.address).stdout
+            events = job.events_until("free are 4 of 8 CPU")
             assert "3 more nodes of 2 CPU each on a Ray node of its own: the cluster has" in events
             view = job.view()
             assert view.state == "pending" and view.generation == 0

@@ -19,6 +19,9 @@ import psutil
 import pytest
 import yaml
 
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.runtime.observe.view import JobView
+
 from ..local.local_rig import spec
 from . import cluster_rig
 from .jobs import BOUND_S, holdfast
@@ -126,25 +129,30 @@ def test_stopping_the_ray_job_cancels_the_training_job(client: Any, tmp_path: Pa
 def test_training_goes_on_when_the_driver_of_the_ray_job_is_killed(
     client: Any, tmp_path: Path
 ) -> None:
+    from holdfast.orchestrator.cli.targets.ray.target import RayTarget
+
     done = submit(tmp_path, "orphaned", 1_000_000)
     name = done.stdout.split("Ray job ")[1].split(";")[0]
     address = cluster_rig.connected().address
 
-    def view() -> dict[str, Any]:
-        shown = holdfast("status", "orphaned", "--json", "--ray", address)
-        return dict(json.loads(shown.stdout)) if shown.returncode == 0 else {"step": -1}
+    def view() -> JobView:
+        try:
+            return RayTarget(address).find("orphaned").view()
+        except HoldfastError:
+            return JobView(name="orphaned", step=-1)
 
-    def trained(beyond: int) -> dict[str, Any]:
+    def trained(beyond: int) -> JobView:
         give_up = time.monotonic() + BOUND_S
-        while (seen := view())["step"] <= beyond:
+        while (seen := view()).step <= beyond:
             assert time.monotonic() < give_up, f"{seen}\n{client.get_job_logs(name)}"
+            time.sleep(0.1)
         return seen
 
     before = trained(1)
     os.kill(driver_of(name), signal.SIGKILL)
     assert until(client, name, ("SUCCEEDED", "FAILED", "STOPPED")).status == "FAILED"
-    after = trained(view()["step"] + 5)
-    assert after["generation"] == before["generation"] and after["num_incidents"] == 0
+    after = trained(view().step + 5)
+    assert after.generation == before.generation and after.num_incidents == 0
     assert holdfast("cancel", "orphaned", "--ray", address).returncode == 0
     assert holdfast("delete", "orphaned", "--yes", "--ray", address).returncode == 0
 
