@@ -279,7 +279,7 @@ class Rig:
         self.controller.close()
 
 
-def receive_from_launcher(sock: socket.socket) -> h.FromHost:
+def receive_from_launcher(sock: socket.socket) -> h.FromLauncher:
     def exactly(count: int) -> bytes:
         data = b""
         while len(data) < count:
@@ -289,7 +289,7 @@ def receive_from_launcher(sock: socket.socket) -> h.FromHost:
         return data
 
     body = exactly(int.from_bytes(exactly(4), "big"))
-    return msgspec.msgpack.decode(body, type=h.FromHost)
+    return msgspec.msgpack.decode(body, type=h.FromLauncher)
 
 
 def send_to_launcher(sock: socket.socket, message: h.LauncherMessage) -> None:
