@@ -132,7 +132,7 @@ def test_without_capacity_no_node_is_started(target: ContractTarget) -> None:
     async def scenario(controller: Controller) -> None:
         before = await controller.backend.list_nodes()
         controller.backend.withhold(60.0)  # type: ignore[attr-defined]
-        with pytest.raises(NoRoom, match="rehearsal"):
+        with pytest.raises(NoRoom, match="fault injection"):
             await controller.backend.request_nodes(1, ())
         assert await controller.backend.list_nodes() == before
 

@@ -254,7 +254,7 @@ class KubernetesBackend:
     # -- beyond the contract -------------------------------------------------------------------
     def withhold(self, seconds: float) -> None:
         """Fault injection: report no capacity for this long."""
-        self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (rehearsal)")
+        self._hold_off(seconds, f"replacements are withheld for {seconds:g} s (fault injection)")
 
     def problems(self) -> list[pod_conditions.PodProblem]:
         """Why pods do not start or are not created, without duplicates."""
