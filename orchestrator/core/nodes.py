@@ -10,7 +10,7 @@ from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
 from .context import StepContext, seconds
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .provisioning import release
-from .rank_assignment import best_size, mesh_for
+from .rank_assignment import best_size
 from .state import JobState, NodeRecord, PendingNode
 
 MAX_DETAIL = 500
@@ -37,9 +37,7 @@ def members_here(state: JobState) -> list[NodeRecord]:
 
 def possible_size(state: JobState) -> int:
     """Nodes of the largest generation that could be launched now; 0: none."""
-    limit = min(state.target_nodes, len(usable(state)))
-    size = best_size(lambda n: mesh_for(state.job, n), limit)
-    return size if size >= state.min_nodes else 0
+    return best_size(state.job, min(state.target_nodes, len(usable(state))))
 
 
 def any_to_be_stopped(state: JobState) -> bool:

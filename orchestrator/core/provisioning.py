@@ -12,7 +12,7 @@ from .actions import Reason, ReasonCode, ReleaseNode, RequestNodes
 from .checkpoints import in_memory, newest_committed
 from .context import SECOND_NS, StepContext, seconds
 from .events import ActionSucceeded
-from .rank_assignment import best_size, mesh_for
+from .rank_assignment import best_size
 from .state import JobState, NodeRecord, PendingNode
 
 REQUEST_RETRY_S = 5.0
@@ -32,7 +32,7 @@ a replacement takes."""
 # -- queries ----------------------------------------------------------------------------------
 def full_size(state: JobState) -> int:
     """Nodes of the largest generation that the job wants."""
-    return best_size(lambda n: mesh_for(state.job, n), state.target_nodes)
+    return best_size(state.job, state.target_nodes)
 
 
 def awaiting_rejoin(state: JobState) -> bool:

@@ -4,16 +4,13 @@ of nodes. Pure functions over plain values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
 from ..planner.choose import choose_mesh
 from ..protocol.facts import NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
-
-MeshOf = Callable[[int], Mesh | None]
-"""Number of nodes -> mesh, None where no whole replica groups fit exactly."""
 
 
 def mesh_for(job: TrainingJob, num_nodes: int) -> Mesh | None:
@@ -32,12 +29,10 @@ def resized(job: TrainingJob, num_nodes: int) -> TrainingJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"nodes": changed})})
 
 
-def best_size(mesh_of: MeshOf, limit: int) -> int:
-    """The largest number of nodes <= limit that whole replica groups fill exactly; 0: none."""
-    for num_nodes in range(limit, 0, -1):
-        if mesh_of(num_nodes) is not None:
-            return num_nodes
-    return 0
+def best_size(job: TrainingJob, limit: int) -> int:
+    """The largest number of nodes <= limit that has a mesh; 0: none."""
+    fits = (num_nodes for num_nodes in range(limit, 0, -1) if mesh_for(job, num_nodes) is not None)
+    return next(fits, 0)
 
 
 def check_resize(job: TrainingJob, num_nodes: int) -> str:

@@ -109,7 +109,7 @@ def test_only_whole_replica_groups_make_a_mesh(nodes: int, expected: Mesh | None
 
 def test_the_best_size_is_the_largest_that_fits() -> None:
     job = job_from_mapping(spec({"min": 2, "max": 4}, shard=4))
-    assert [best_size(lambda n: mesh_for(job, n), limit) for limit in (1, 2, 3, 4)] == [0, 2, 2, 4]
+    assert [best_size(job, limit) for limit in (1, 2, 3, 4)] == [0, 2, 2, 4]
 
 
 def test_newcomers_are_ordered_by_topology() -> None:
