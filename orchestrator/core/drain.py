@@ -97,12 +97,6 @@ def check_at_risk(ctx: StepContext, drain: Drain) -> None:
         end(ctx)
 
 
-def cancel_persist(ctx: StepContext) -> None:
-    """The next generation starts from memory."""
-    if ctx.state.drain is not None and ctx.state.drain.kind == DrainKind.AT_RISK:
-        end(ctx)
-
-
 # -- requests to nodes ------------------------------------------------------------------------
 def request_persist(ctx: StepContext) -> None:
     """Have nodes write the shards that are missing: as few nodes as hold them all, and others with
@@ -161,8 +155,7 @@ def cadence_due(ctx: StepContext) -> None:
     """storage.everySeconds: all nodes write the same step, a little ahead of where they are."""
     state = ctx.state
     every_s = state.job.spec.checkpoint.storage.every_s
-    if every_s is None:
-        return
+    assert every_s is not None, "the timer is armed with it"
     age_s = (ctx.now_ns - state.catalog.last_commit_ns) / SECOND_NS
     why = f"the last checkpoint is {age_s:.0f} s old; one is wanted every {every_s:g} s"
     # A node that does not stage this step writes the first one after it, as all do.

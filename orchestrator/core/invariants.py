@@ -13,11 +13,6 @@ class Broken(AssertionError):
     """The state contradicts itself; the message says how."""
 
 
-def _require(holds: bool, text: str) -> None:
-    if not holds:
-        raise Broken(text)
-
-
 def check(state: JobState) -> None:
     """Raises Broken, naming what does not hold."""
     _membership(state)
@@ -26,20 +21,19 @@ def check(state: JobState) -> None:
 
 
 def _membership(state: JobState) -> None:
-    # Checked after every event, for every node: texts are only made when something is wrong.
     members, wanted = dict.fromkeys(state.members), state.membership
     if len(members) != len(state.members):
         raise Broken(f"a node is a member twice: {state.members}")
     if wanted is not None and state.active:
-        workers = state.job.spec.workers_per_node
-        _require(wanted.generation == state.generation, "the membership is of another generation")
+        if wanted.generation != state.generation:
+            raise Broken(f"the membership is of generation {wanted.generation}")
         if len(members) != wanted.num_nodes:
             raise Broken(f"{state.members}: {wanted.num_nodes} nodes wanted")
-        _require(wanted.world_size == wanted.num_nodes * workers, f"world {wanted.world_size}")
-        if state.launch_actions:
-            ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
-            if ranks != list(range(wanted.world_size)):
-                raise Broken(f"ranks are no bijection: {ranks}")
+        if wanted.world_size != wanted.num_nodes * state.job.spec.workers_per_node:
+            raise Broken(f"a world of {wanted.world_size} on {wanted.num_nodes} nodes")
+        ranks = [seat.rank for name in members for seat in state.launch_actions[name].seats]
+        if ranks != list(range(wanted.world_size)):
+            raise Broken(f"ranks are no bijection: {ranks}")
     pending = dict.fromkeys(promise.name for promise in state.pending_nodes)
     for name, node in state.nodes.items():
         if name in pending:
@@ -57,34 +51,35 @@ def _membership(state: JobState) -> None:
 
 
 def _phases(state: JobState) -> None:
-    _require(
-        not (state.active and state.needs_placement),
-        "a generation runs while the next one is placed",
-    )
-    _require(state.stop is None or state.active, "a stop without a generation")
-    if state.phase in ("pending", "suspended"):
-        _require(not state.active, f"workers run in phase {state.phase}")
-    if state.phase in ("starting", "running"):
-        _require(state.active and state.stop is None, f"no generation runs in phase {state.phase}")
-    if state.phase == "pending":
-        _require(state.needs_placement, "a pending job wants no generation")
-    if state.terminal:
-        _require(state.outcome is not None, "a terminal phase without an outcome")
-        _require(
-            not state.needs_placement and state.stop is None, "a job that has ended is still busy"
-        )
+    phase, runs = state.phase, state.active and state.stop is None
+    if state.active and state.needs_placement:
+        raise Broken("a generation runs while the next one is placed")
+    if state.stop is not None and not state.active:
+        raise Broken("a stop without a generation")
+    if phase in ("pending", "suspended") and state.active:
+        raise Broken(f"workers run in phase {phase}")
+    if phase in ("starting", "running") and not runs:
+        raise Broken(f"no generation runs in phase {phase}")
+    if phase == "pending" and not state.needs_placement:
+        raise Broken("a pending job wants no generation")
+    if state.terminal and state.outcome is None:
+        raise Broken("a terminal phase without an outcome")
+    if state.terminal and (state.needs_placement or state.stop is not None):
+        raise Broken("a job that has ended is still busy")
 
 
 def _checkpoints(state: JobState) -> None:
     catalog = state.catalog
     keys = [known.key for known in catalog.committed]
-    _require(len(dict.fromkeys(keys)) == len(keys), f"committed twice: {keys}")
+    if len(dict.fromkeys(keys)) != len(keys):
+        raise Broken(f"committed twice: {keys}")
     for pending in catalog.pending.values():
-        _require(pending.generation <= state.generation, "a shard of a future generation")
+        if pending.generation > state.generation:
+            raise Broken(f"a shard of generation {pending.generation}, which is in the future")
         # Only the newest one: there may be thousands, and the others were checked before.
         last = next(reversed(pending.files), 0)
         if last >= pending.mesh.num_shards:
             raise Broken(f"shard {last} of {pending.mesh.num_shards}")
     good = [known.key for known in catalog.committed if not known.refused]
-    if good:
-        _require(max(good) not in catalog.deleting, "the newest good checkpoint is being deleted")
+    if good and max(good) in catalog.deleting:
+        raise Broken("the newest good checkpoint is being deleted")

@@ -127,7 +127,7 @@ def _launch(ctx: StepContext, size: int) -> None:
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:
     state = ctx.state
-    drain.cancel_persist(ctx)
+    drain.end(ctx)  # of a state at risk: the new generation takes it over
     state.num_launches += 1
     state.membership, state.members = membership, members
     state.meshes[state.generation] = membership.mesh

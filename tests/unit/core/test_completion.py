@@ -234,6 +234,21 @@ def test_the_last_write_is_requested_from_another_holder_each_time() -> None:
     assert asked == ["a", "b", "a"]
 
 
+def test_the_node_whose_seat_writes_a_shard_is_asked_first() -> None:
+    job = Transcript(spec(workers=1, shard=1)).started("a", "b", step=3)
+    job.lose("a")
+    job.succeed(RequestNodes)
+    job.stopped("b", 3)
+    job.join("c")
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["c", "b"]
+    job.succeed(LaunchGroup)
+    job.step(4)
+    job.apply(SuspendRequested())
+    for node in ("c", "b"):
+        job.stopped(node, staged=job.inventory(node, 5)[-1:])
+    assert (job.one(PersistStep).node, job.one(PersistStep).step) == ("c", 5)
+
+
 def test_a_failed_write_is_requested_again_soon_and_explains_a_failed_end() -> None:
     job = Transcript().started(step=3)
     done(job, 3, 4)

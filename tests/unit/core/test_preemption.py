@@ -14,6 +14,7 @@ from holdfast.orchestrator.core.actions import (
     StopGroup,
 )
 from holdfast.orchestrator.core.events import (
+    ControllerStarted,
     PreemptionNoticed,
     ResizeRequested,
     SuspendRequested,
@@ -270,6 +271,18 @@ def test_a_state_at_risk_that_is_lost_is_not_awaited() -> None:
     assert (job.now_ns, text) in job.state.notes
     job.lose("b")
     assert job.state.drain is None, "its shards are gone"
+    assert not any("is in storage" in text for _at, text in job.state.notes)
+
+
+def test_a_new_controller_continues_to_write_a_state_at_risk_without_a_time_limit() -> None:
+    job = Transcript(sharded()).started()
+    leave(job)
+    job.fail(job.one(RequestNodes))
+    job.wait(GRACE_S / 3 + 0.1)
+    job.all_stopped(30)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    assert "persist" not in job.state.timers and "drain" in job.state.timers
 
 
 def test_a_preemption_notice_is_noted_with_the_time_and_the_reason() -> None:
