@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from holdfast.orchestrator.core.actions import LaunchGroup, ReleaseNode, RequestNodes
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.core.actions import (
+    AnyAction,
+    LaunchGroup,
+    Reason,
+    ReleaseNode,
+    RequestNodes,
+)
 from holdfast.orchestrator.core.context import seconds
-from holdfast.orchestrator.core.events import ActionSucceeded, ControllerStarted
+from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
+    CancelRequested,
+    ControllerStarted,
+    ResizeRequested,
+    SuspendRequested,
+    Tick,
+)
+from holdfast.orchestrator.core.state import PendingNode
 
 from .harness import Transcript, spec
 
@@ -198,3 +216,217 @@ def test_a_node_that_joins_ends_the_pauses() -> None:
     job.join("a")
     assert (job.state.num_failed_starts, job.state.failed_starts) == (0, {})
     assert "ended before" not in job.state.reason.text
+
+
+def promise(job: Transcript, *names: str, **more: Any) -> list[AnyAction]:
+    """The backend promises nodes."""
+    (request,) = [a for a in job.state.inflight.values() if isinstance(a, RequestNodes)]
+    return job.apply(ActionSucceeded(action_id=request.action_id, nodes=names, **more))
+
+
+def test_a_replacement_expected_exactly_at_the_end_of_the_wait_is_awaited() -> None:
+    job = started(2.0)
+    lose(job)
+    assert not job.of(LaunchGroup)
+    job.wait(1.9)
+    assert not job.of(LaunchGroup)
+    job.wait(0.1)
+    assert job.one(LaunchGroup).node == "a"
+
+
+@pytest.mark.parametrize(("after_s", "awaited"), [(3.0, True), (3.1, False)])
+def test_a_node_is_overdue_after_the_longest_start_and_the_replacement_wait(
+    after_s: float, awaited: bool
+) -> None:
+    job = started(1.0, "a", "b", "c", nodes={"min": 1, "max": 2, "spares": 1})
+    job.lose("c")
+    job.succeed(RequestNodes)
+    job.wait(after_s)
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", 5)
+    assert (not job.of(LaunchGroup)) == awaited
+
+
+def test_a_request_says_how_many_nodes_have_joined_and_are_pending() -> None:
+    job = Transcript(spec({"min": 1, "max": 3}, shard="auto"))
+    job.submit()
+    request = job.one(RequestNodes)
+    assert request.reason == Reason("submitted", "0 of 3 nodes have joined, 0 are pending")
+    promise(job, "a", "b", "c")
+    job.join("a", "b", "c")
+    job.succeed(LaunchGroup)
+    job.step(0)
+    job.lose("c")
+    assert job.one(RequestNodes).reason == Reason(
+        "capacity", "2 of 3 nodes have joined, 0 are pending"
+    )
+    job.lose("b")
+    assert not job.of(RequestNodes) or job.one(RequestNodes).count == 1
+
+
+def test_fewer_promised_nodes_than_requested_are_requested_again() -> None:
+    job = Transcript()
+    job.submit()
+    promise(job, "a")
+    again = job.one(RequestNodes)
+    assert (again.count, again.reason.text) == (1, "0 of 2 nodes have joined, 1 are pending")
+
+
+def test_a_promise_of_nodes_that_are_known_counts_once() -> None:
+    job = Transcript(spec({"min": 4, "max": 4}, shard="auto"))
+    job.submit()
+    promise(job, "a", "a", "b")
+    job.join("b")
+    job.lose("c")
+    job.wait(1.0)
+    promise(job, "b", "c", "d")
+    assert [one.name for one in job.state.pending_nodes] == ["a", "d"]
+
+
+def test_a_promised_node_without_a_name_stands_for_any_node() -> None:
+    job = Transcript()
+    job.submit()
+    promise(job)
+    assert [one.name for one in job.state.pending_nodes] == [None, None]
+    job.wait(1)
+    job.join("a")
+    assert len(job.state.pending_nodes) == 1
+    assert job.state.start_durations_ns == [seconds(1.0)]
+    job.step(0)
+    job.succeed(LaunchGroup)
+    job.wait(298.9)
+    assert len(job.state.pending_nodes) == 1
+    job.wait(0.1)
+    assert job.state.pending_nodes == [] and not job.of(ReleaseNode)
+    assert job.state.notes[-1][1] == "a node did not join within 300 s"
+
+
+def test_promises_without_a_name_cannot_be_recalled() -> None:
+    job = Transcript()
+    job.submit()
+    promise(job)
+    job.apply(SuspendRequested())
+    assert not job.of(ReleaseNode) and len(job.state.pending_nodes) == 2
+    assert job.state.phase == "suspended"
+
+
+def test_a_named_promise_is_fulfilled_before_one_without_a_name() -> None:
+    job = Transcript()
+    job.submit()
+    job.state.pending_nodes += [PendingNode(None, 0), PendingNode("a", job.now_ns)]
+    job.join("a")
+    assert [one.name for one in job.state.pending_nodes] == [None]
+
+
+def test_a_promised_node_that_does_not_join_is_released_with_the_reason_and_others_later() -> None:
+    job = Transcript(spec({"min": 3, "max": 3}, shard="auto"))
+    job.submit()
+    promise(job, "x", start_limit_s=100.0)
+    job.wait(40)
+    promise(job, "y", start_limit_s=100.0)
+    job.wait(59.9)
+    assert not job.of(ReleaseNode)
+    job.wait(0.1)
+    assert job.one_reason(ReleaseNode) == "x did not join within 100 s"
+    assert job.one(ReleaseNode).reason.code == "capacity"
+    assert (job.now_ns, "x did not join within 100 s") in job.state.notes
+    job.wait(39.9)
+    assert not job.of(ReleaseNode)
+    job.wait(0.1)
+    assert job.one(ReleaseNode).node == "y"
+
+
+def test_recalled_promises_have_a_reason() -> None:
+    job = Transcript(spec({"min": 1, "max": 3}, shard="auto"))
+    job.submit()
+    promise(job, "a", "b", "c")
+    job.apply(ResizeRequested(nodes=2))
+    assert job.one(ReleaseNode).reason == Reason(
+        "resize", "c has not joined, and only 2 nodes are wanted now"
+    )
+    job.apply(SuspendRequested())
+    assert [release.reason for release in job.of(ReleaseNode)] == [
+        Reason("suspend", f"{name} has not joined, and the job needs no nodes") for name in "ba"
+    ]
+
+
+def test_a_job_that_ends_requests_and_keeps_no_nodes() -> None:
+    job = Transcript(spec({"min": 2, "max": 2, "spares": 1})).started("a", "b")
+    job.apply(CancelRequested())
+    assert not job.wait(5)
+    job.lose("b")
+    assert not job.of(RequestNodes)
+    done = Transcript(spec({"min": 2, "max": 2})).started()
+    for rank in range(4):
+        done.exits(rank, code=0, step=9)
+    assert done.state.phase == "finishing"
+    done.lose("b")
+    assert not done.of(RequestNodes)
+
+
+def test_a_refused_request_is_repeated_after_a_pause() -> None:
+    job = Transcript()
+    job.submit()
+    job.fail(job.one(RequestNodes), "quota")
+    assert job.state.capacity_denied and job.state.capacity_detail == "quota"
+    assert job.state.notes[-1][1] == "a request for 2 more nodes was refused: quota"
+    job.wait(4.9)
+    assert not job.of(RequestNodes)
+    job.wait(0.1)
+    assert job.one(RequestNodes).count == 2
+    job.succeed(RequestNodes)
+    job.join("a")
+    assert not job.state.capacity_denied
+
+
+def test_surplus_nodes_are_released_after_the_first_step_the_newest_first() -> None:
+    job = Transcript(spec({"min": 1, "max": 3, "spares": 1}, shard="auto"))
+    job.started("a", "b", "c", "d", step=None)
+    job.apply(ResizeRequested(nodes=2))
+    assert not job.of(ReleaseNode), "the generation still starts"
+    job.step(0)
+    job.all_stopped(3)
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "b"]
+    job.succeed(LaunchGroup)
+    assert not job.of(ReleaseNode), "idle nodes may hold the restore point"
+    job.step(4)
+    assert job.one(ReleaseNode).node == "d"
+    assert job.one_reason(ReleaseNode) == "4 nodes, 3 wanted"
+    assert list(job.state.nodes) == ["a", "b", "c"]
+
+
+def test_a_job_that_may_grow_keeps_its_idle_nodes() -> None:
+    """Three of four nodes are a whole number of replicas of one node, five of six are not."""
+    job = Transcript(spec({"min": 2, "max": 4}, workers=2, shard=4)).started(
+        "a", "b", "c", step=None
+    )
+    job.wait(5)
+    job.succeed(LaunchGroup)
+    job.step(0)
+    assert len(job.state.members) == 2 and not job.of(ReleaseNode)
+    assert list(job.state.nodes) == ["a", "b", "c"]
+
+
+def test_a_suspended_job_releases_nodes_that_join_and_that_are_promised() -> None:
+    job = Transcript(spec(suspend=True))
+    job.submit()
+    job.join("a")
+    assert job.one_reason(ReleaseNode) == "the job is suspended"
+    job.state.pending_nodes.append(PendingNode("b", job.now_ns))
+    job.apply(Tick())
+    assert job.one(ReleaseNode).node == "b" and job.state.pending_nodes == []
+
+
+def test_a_cordoned_node_is_kept_until_its_state_is_not_needed() -> None:
+    job = Transcript(spec({"min": 2, "max": 2}, recovery={"badNodeStrikes": 1})).started()
+    job.exits(2, signal=9)
+    job.all_stopped(3)
+    assert not job.of(ReleaseNode), "the next generation may start from its memory"
+    job.succeed(RequestNodes)
+    job.join("c")
+    assert [launch.node for launch in job.of(LaunchGroup)] == ["a", "c"]
+    job.succeed(LaunchGroup)
+    assert not job.of(ReleaseNode)
+    job.step(4)
+    assert job.one(ReleaseNode).reason == Reason("bad-node", "b caused 1 incident")

@@ -1,0 +1,211 @@
+"""Nodes that join, rejoin and are lost: what counts, and what is sent again."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.core.actions import (
+    LaunchGroup,
+    ReleaseNode,
+    RequestNodes,
+    StopGroup,
+)
+from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
+    ControllerStarted,
+    GroupStopped,
+    NodeJoined,
+    NodeLost,
+)
+from holdfast.orchestrator.core.nodes import MAX_DETAIL, possible_size, usable
+from holdfast.orchestrator.protocol.facts import StagedShard
+
+from .harness import Transcript, facts, spec
+
+
+def test_only_free_nodes_with_enough_slots_are_usable() -> None:
+    job = Transcript(spec({"min": 1, "max": 8}, shard="auto"))
+    job.submit()
+    job.state.generation = 3
+    job.join("a", "b", "c", "d", "e")
+    nodes = job.state.nodes
+    nodes["b"].confirmed = False
+    nodes["c"].preempting = True
+    job.state.cordoned["d"] = "bad"
+    nodes["e"].generation = 3
+    assert [node.name for node in usable(job.state)] == ["a"]
+    job.apply(NodeJoined(node="f", facts=facts("f", 1)))
+    assert [node.name for node in usable(job.state)] == ["a"], "f has one slot, two are needed"
+    job.apply(NodeJoined(node="g", facts=facts("g", 3)))
+    assert [node.name for node in usable(job.state)] == ["a", "g"]
+
+
+def test_members_are_usable_while_their_generation_runs_and_others_once_they_have_stopped() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(3)
+    job.apply(NodeJoined(node="c", facts=facts("c"), generation=1, ranks=(0, 1)))
+    stop = job.one(StopGroup)
+    assert (stop.node, stop.generation) == ("c", 1)
+    assert stop.reason.text == "c still runs generation 1; the current one is 2"
+    assert [node.name for node in usable(job.state)] == ["a", "b"]
+    job.apply(GroupStopped(action_id=stop.action_id, node="c", generation=1))
+    assert [node.name for node in usable(job.state)] == ["a", "b", "c"]
+    job.exits(0, signal=9)
+    job.stopped("a", 3)
+    assert [node.name for node in usable(job.state)] == ["a", "b", "c"]
+
+
+def test_the_possible_size_is_bounded_by_the_wanted_size_and_the_minimum() -> None:
+    job = Transcript(spec({"min": 2, "max": 3}, shard="auto"))
+    job.submit()
+    job.join("a")
+    assert possible_size(job.state) == 0
+    job.join("b")
+    assert possible_size(job.state) == 2
+
+
+def test_a_rejoin_replaces_the_facts_and_keeps_the_port_that_is_not_offered_again() -> None:
+    job = Transcript().started()
+    port = job.state.nodes["a"].offered_port
+    staged = (StagedShard(3, 1, 0, 2, 1),)
+    again = facts("a", 4)
+    job.apply(NodeJoined(node="a", facts=again, generation=1, ranks=(0, 1), staged=staged))
+    node = job.state.nodes["a"]
+    assert (node.facts, node.staged, node.offered_port) == (again, staged, port)
+    assert (node.join_order, node.generation) == (1, 1)
+    job.apply(NodeJoined(node="a", facts=again, generation=1, ranks=(0, 1), offered_port=9))
+    assert node.offered_port == 9 and not job.fresh
+
+
+def test_the_port_that_a_stopped_node_offers_is_used_next() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    port = job.state.nodes["a"].offered_port
+    job.stopped("b", 3)
+    assert job.state.stop is not None
+    event = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
+    job.apply(event)
+    assert job.of(LaunchGroup)[0].membership.master_port == port, "none was offered"
+
+
+def test_a_member_that_rejoins_before_its_launch_was_answered_gets_it_again() -> None:
+    job = Transcript()
+    job.submit()
+    job.succeed(RequestNodes)
+    job.join("a", "b")
+    first = job.of(LaunchGroup)[1]
+    job.apply(NodeJoined(node="b", facts=facts("b")))
+    again = job.one(LaunchGroup)
+    assert (again.node, again.seats) == ("b", first.seats)
+    assert again.reason.text == "b may not have received its launch"
+    assert again.reason.code == "controller-restart"
+    assert job.state.launching["b"] == again.action_id
+    assert job.state.nodes["b"].generation == 1
+    job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
+    assert not job.fresh and list(job.state.launching) == ["a"], "it runs the generation"
+
+
+def test_a_member_without_its_workers_breaks_the_generation_with_the_reason() -> None:
+    job = Transcript().started()
+    job.apply(NodeJoined(node="b", facts=facts("b"), offered_port=9))
+    assert job.one_reason(StopGroup) == "b rejoined without its workers of generation 1"
+    job.all_stopped(3)
+    incident = job.state.incidents[0]
+    assert (incident.rule, incident.culprit_node) == ("launch-failed", "b")
+    assert incident.evidence == "b rejoined without its workers of generation 1"
+
+
+def test_a_member_that_rejoins_during_a_stop_gets_the_stop_again_until_it_has_stopped() -> None:
+    job = Transcript(spec(script=True, recovery={"terminationGraceSeconds": 7}))
+    job.started(step=None)
+    job.exits(0, signal=9)
+    job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
+    again = job.one(StopGroup)
+    assert again.reason.text == "b may not have received the request to stop"
+    assert (again.node, again.grace_s, again.stacks) == ("b", 0.0, False)
+    assert job.state.stop is not None and job.state.stop.waiting["b"] == again.action_id
+    job.stopped("b")
+    job.apply(NodeJoined(node="b", facts=facts("b")))
+    assert not job.fresh
+
+
+def test_a_released_node_that_connects_is_released_again_with_the_reason() -> None:
+    job = Transcript().started()
+    job.lose("b", "silent", "no heartbeat")
+    job.succeed(ReleaseNode)
+    job.apply(NodeJoined(node="b", facts=facts("b")))
+    assert job.one_reason(ReleaseNode) == "b was released: lost (silent): no heartbeat"
+
+
+def test_a_release_under_way_is_not_requested_twice() -> None:
+    job = Transcript().started()
+    job.lose("b")
+    job.apply(NodeJoined(node="b", facts=facts("b")))
+    assert not job.of(ReleaseNode)
+    assert job.state.released_nodes == {"b": "lost (gone): gone"}, "the first reason stays"
+
+
+def test_a_node_lost_before_it_joined_is_a_failed_start_with_a_short_detail() -> None:
+    job = Transcript()
+    job.submit()
+    request = job.one(RequestNodes)
+    job.apply(ActionSucceeded(action_id=request.action_id, nodes=("x", "y")))
+    job.lose("x", "gone", "e" * (MAX_DETAIL + 9))
+    assert job.state.failed_starts == {"x": "e" * MAX_DETAIL}
+    assert job.state.released_nodes == {"x": "lost before it joined (gone)"}
+    assert [one.name for one in job.state.pending_nodes] == ["y"]
+    job.lose("x", "gone", "again")
+    assert job.state.num_failed_starts == 1
+    job.lose("y", "withdrawn")
+    assert job.state.failed_starts["y"] == "withdrawn"
+
+
+def test_a_lost_spare_interrupts_nothing() -> None:
+    job = Transcript(spec({"min": 1, "max": 2, "spares": 1})).started("a", "b", "c")
+    job.lose("c")
+    assert not job.of(StopGroup) and job.state.phase == "running"
+    assert job.one(RequestNodes).count == 1
+
+
+def test_a_node_lost_between_two_generations_is_no_member_that_was_lost() -> None:
+    job = Transcript(spec({"min": 3, "max": 3}, shard="auto")).started("a", "b", "c")
+    job.lose("c")
+    job.succeed(RequestNodes)
+    job.all_stopped(3)
+    assert not job.state.active
+    job.lose("b")
+    assert job.state.num_incidents == 1 and job.state.stop is None
+
+
+def test_a_new_controller_loses_only_nodes_that_did_not_reconnect() -> None:
+    job = Transcript().started()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    job.apply(NodeJoined(node="a", facts=facts("a"), generation=1, ranks=(0, 1)))
+    job.wait(8.0)
+    text = "lost (silent): did not reconnect within 8 s of the controller's start"
+    assert job.state.released_nodes == {"b": text}
+
+
+def test_what_ended_without_a_controller_is_lost_with_that_reason() -> None:
+    job = Transcript().started()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, nodes=("a",)))
+    assert job.one_reason(ReleaseNode) == "lost (gone): ended while no controller was running"
+    assert not job.state.nodes["a"].confirmed
+
+
+def test_a_new_controller_keeps_promises_that_the_backend_still_has() -> None:
+    job = Transcript(spec({"min": 4, "max": 4}, shard="auto"))
+    job.submit()
+    request = job.one(RequestNodes)
+    job.apply(ActionSucceeded(action_id=request.action_id, nodes=("w", "x")))
+    job.wait(2)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, nodes=("x", "y")))
+    assert [(one.name, one.recovered) for one in job.state.pending_nodes] == [
+        ("x", False),
+        ("y", True),
+    ]
+    assert job.one(RequestNodes).count == 2
+    job.apply(NodeLost(node="y", cause="gone"))
+    assert [one.name for one in job.state.pending_nodes] == ["x"]
