@@ -10,8 +10,9 @@ from holdfast.orchestrator.core.events import (
     NodeLost,
     Tick,
 )
+from holdfast.orchestrator.core.liveness import FailureDetector
 
-from .harness import SECOND
+from .harness import SECOND, Transcript, spec
 from .test_progress_monitor import Watch
 
 
@@ -155,3 +156,99 @@ def test_a_shorter_heartbeat_interval_makes_no_earlier_heartbeat_late() -> None:
     watch.beat(1)  # at the new interval
     wait(watch, 10.0, beats="b")
     assert set(lost(watch)) == {"a"}, "the new timeout is three seconds"
+
+
+RECOVERY = Recovery()
+"""A heartbeat every 0.5 s, a timeout of 3 s."""
+
+
+def test_a_new_detector_has_seen_no_time_without_heartbeats() -> None:
+    detector = FailureDetector()
+    detector.begin(100 * SECOND)
+    detector.heard(100 * SECOND + 1, "a", RECOVERY)
+    assert detector.ended_ns == 0
+    assert detector.last_ns("a") == 100 * SECOND + 1 and detector.last_ns("b") == 0
+
+
+def test_a_detector_that_begins_again_watches_no_node() -> None:
+    detector = FailureDetector()
+    detector.heard(100 * SECOND, "a", RECOVERY)
+    assert detector.ended_ns == 100 * SECOND
+    detector.begin(101 * SECOND)
+    assert detector.ended_ns == 0 and detector.next_ns(["a"], RECOVERY) is None
+    assert detector.judge(999 * SECOND, ["a"], RECOVERY) == []
+
+
+def silent(*nodes: str) -> FailureDetector:
+    """Every node has sent a heartbeat at 100 s."""
+    detector = FailureDetector()
+    detector.begin(100 * SECOND)
+    for node in nodes:
+        detector.heard(100 * SECOND, node, RECOVERY)
+    return detector
+
+
+def test_the_deadlines_of_a_time_without_heartbeats() -> None:
+    detector = silent("a", "b")
+    assert detector.next_ns(["a", "b"], RECOVERY) == 103 * SECOND
+    assert detector.judge(103 * SECOND - 1, ["a", "b"], RECOVERY) == []
+    (all_lost,) = detector.judge(103 * SECOND, ["a", "b"], RECOVERY)
+    assert all_lost == HeartbeatsLost(nodes=2, seconds=3.0, patience_s=12.0)
+    assert detector.judge(103 * SECOND, ["a", "b"], RECOVERY) == [], "once"
+    assert detector.next_ns(["a", "b"], RECOVERY) == 112 * SECOND
+    assert detector.judge(112 * SECOND - 1, ["a", "b"], RECOVERY) == []
+    lost = detector.judge(112 * SECOND, ["a", "b"], RECOVERY)
+    assert [(one.node, one.cause) for one in lost if isinstance(one, NodeLost)] == [
+        ("a", "silent"),
+        ("b", "silent"),
+    ]
+    assert detector.next_ns(["a", "b"], RECOVERY) is None
+
+
+def test_heartbeats_that_resume_are_reported_once_with_the_time() -> None:
+    detector = silent("a", "b")
+    detector.judge(103 * SECOND, ["a", "b"], RECOVERY)
+    detector.heard(107 * SECOND, "a", RECOVERY)
+    assert detector.judge(107 * SECOND, ["a", "b"], RECOVERY) == [HeartbeatsRestored(seconds=7.0)]
+    assert detector.judge(107 * SECOND, ["a", "b"], RECOVERY) == []
+    assert detector.ended_ns == 107 * SECOND
+    assert detector.next_ns(["a", "b"], RECOVERY) == 108_500_000_000, "half a timeout more for b"
+    detector.heard(108 * SECOND, "a", RECOVERY)
+    assert detector.judge(108_499_999_999, ["a", "b"], RECOVERY) == []
+    (lost,) = detector.judge(108_500_000_000, ["a", "b"], RECOVERY)
+    assert isinstance(lost, NodeLost) and lost.node == "b"
+
+
+def test_a_node_that_is_gone_is_not_watched_any_more() -> None:
+    detector = silent("a", "b")
+    assert detector.judge(101 * SECOND, ["a"], RECOVERY) == []
+    assert detector.last_ns("b") == 0
+    assert detector.judge(103 * SECOND, ["a"], RECOVERY) == [
+        HeartbeatsLost(nodes=1, seconds=3.0, patience_s=12.0)
+    ]
+    assert detector.judge(104 * SECOND, [], RECOVERY) == []
+    detector.heard(105 * SECOND, "c", RECOVERY)
+    assert detector.judge(105 * SECOND, ["c"], RECOVERY) == [], "no node was left to restore"
+
+
+def test_a_message_that_waits_keeps_its_node_alive() -> None:
+    detector = silent("a", "b")
+    detector.arrived(102 * SECOND, "b", RECOVERY)
+    detector.heard(102 * SECOND, "a", RECOVERY)
+    assert detector.next_ns(["a", "b"], RECOVERY) == 105 * SECOND
+    assert detector.last_ns("b") == 100 * SECOND, "it is not observed yet"
+
+
+def test_the_only_node_is_named_as_such() -> None:
+    job = Transcript(spec({"min": 1, "max": 1})).started("a")
+    job.apply(HeartbeatsLost(nodes=1, seconds=3.0, patience_s=12.0))
+    text = (
+        "no heartbeat from the only node for 3.0 s: this machine may be overloaded or "
+        "disconnected; it is declared lost after 12 s"
+    )
+    assert job.state.reason.text == text and job.state.notes[-1][1] == text
+    job.exits(0, signal=9)
+    job.apply(HeartbeatsRestored(seconds=4.0))
+    assert job.state.phase == "recovering"
+    assert job.state.reason.text == "worker 0 on a ended with signal 9"
+    assert job.state.notes[-1][1] == "heartbeats arrive again, after 4.0 s without any"

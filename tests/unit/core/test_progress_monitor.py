@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import (
     AnyEvent,
+    CancelRequested,
     ControllerStarted,
     HangDetected,
     HeartbeatReceived,
@@ -341,3 +345,233 @@ def test_the_exit_of_a_worker_reports_steps_that_were_not_checked_yet() -> None:
     seen = job.monitor.observe(job.now_ns, job.transcript.journal[-1][1])
     assert [one.step for one in seen if isinstance(one, StepCompleted)] == [1]
     assert not any(isinstance(action, LaunchGroup) for action in reported)
+
+
+def test_a_hang_is_reported_once() -> None:
+    watch = Watch()
+    watch.train(10)
+    watch.job.now_ns += 60 * SECOND
+    for node in ("a", "b"):
+        watch.monitor.arrived(watch.job.now_ns, node)
+    watch.beat(9, quiet_s=60.0)
+    assert len(watch.hangs) == 1
+    hung = watch.monitor.observe(watch.job.now_ns, Tick())
+    assert not hung and watch.monitor._hang_limit() is None
+
+
+def test_a_heartbeat_that_overtook_another_counts() -> None:
+    watch = Watch()
+    watch.train(4)
+    late = WorkerBeat(rank=0, phase="train", step=1, ticks=4)
+    watch.give(HeartbeatReceived(node="a", generation=1, workers=(late,)))
+    assert watch.monitor._current.ranks[0].beat.step == 3
+    same = WorkerBeat(rank=0, phase="save", step=3, ticks=8)
+    watch.give(HeartbeatReceived(node="a", generation=1, workers=(same,)))
+    assert watch.monitor._current.ranks[0].beat.phase == "save"
+
+
+def test_a_rank_is_reported_only_by_its_own_node() -> None:
+    watch = Watch()
+    foreign = WorkerBeat(rank=0, phase="train", step=3, ticks=8)
+    watch.give(HeartbeatReceived(node="b", generation=1, workers=(foreign,)))
+    assert watch.monitor._current.ranks == {}
+    watch.give(HeartbeatReceived(node="x", generation=1, workers=(foreign,)))
+    assert watch.monitor._detector.last_ns("x") == 0
+
+
+def test_the_first_step_does_not_count_for_the_step_time() -> None:
+    watch = Watch()
+    watch.beat(0, step_s=60.0)
+    assert list(watch.monitor._current.step_s) == []
+    watch.job.now_ns += SECOND
+    watch.beat(1, step_s=0.0)
+    assert list(watch.monitor._current.step_s) == [], "not reported"
+    watch.job.now_ns += SECOND
+    watch.beat(2, step_s=0.5)
+    assert list(watch.monitor._current.step_s) == [0.5]
+    assert watch.monitor._current.num_steps == 3
+
+
+def test_a_step_reports_the_largest_numbers_and_the_loss_of_a_rank_at_the_step() -> None:
+    watch = Watch()
+    ahead = tuple(
+        WorkerBeat(rank=rank, phase="train", step=1, ticks=4, step_s=0.5, loss=0.25, tokens=64)
+        for rank in (0, 1)
+    )
+    watch.give(HeartbeatReceived(node="a", generation=1, workers=ahead))
+    watch.beat(0, node="b", step_s=0.75)
+    (event,) = [v for v in watch.verdicts if isinstance(v, StepCompleted)]
+    assert (event.step, event.loss, event.tokens, event.step_s) == (0, 1.5, 64, 0.75)
+
+
+def test_the_hang_limit_is_learned_from_enough_steps() -> None:
+    watch = Watch(recovery={"startupTimeoutSeconds": 100})
+    assert watch.monitor.hang_limit_s() == 100
+    watch.train(limits.HANG_SAMPLES - 1)
+    assert watch.monitor.hang_limit_s() == 100
+    watch.train(1, first=limits.HANG_SAMPLES - 1)
+    assert watch.monitor.hang_limit_s() == limits.HANG_FLOOR_S + limits.HANG_STEP_FACTOR * 0.5
+
+
+def test_the_start_up_limit_runs_from_the_end_of_the_start_phase() -> None:
+    watch = Watch(recovery={"startupTimeoutSeconds": 20})
+    launched_ns = watch.job.state.launched_ns
+    watch.beat(-1, phase="start")
+    limit = watch.monitor._hang_limit()
+    assert limit is not None
+    assert (limit.due_ns, limit.limit_s, limit.name) == (launched_ns + 20 * SECOND, 20, "start-up")
+    watch.job.now_ns += 5 * SECOND
+    watch.beat(-1, phase="build", node="a")
+    limit = watch.monitor._hang_limit()
+    assert limit is not None and limit.due_ns == launched_ns + 25 * SECOND
+    watch.job.now_ns = limit.due_ns - 1
+    assert not [v for v in watch.give(Tick()) if isinstance(v, HangDetected)]
+
+
+def test_a_script_that_reports_ticks_has_a_start_up_limit() -> None:
+    watch = Watch(script=True, recovery={"startupTimeoutSeconds": 20})
+    assert watch.monitor._hang_limit() is None
+    beats = (WorkerBeat(rank=0), WorkerBeat(rank=1, ticks=1))
+    watch.give(HeartbeatReceived(node="a", generation=1, workers=beats))
+    limit = watch.monitor._hang_limit()
+    assert limit is not None and limit.name == "start-up"
+
+
+def test_a_phase_without_training_has_a_limit_from_its_newest_progress() -> None:
+    watch = Watch()
+    watch.train(10)
+    watch.job.now_ns += SECOND
+    watch.beat(9, node="a", phase="save", quiet_s=3.0)
+    watch.beat(9, node="b", quiet_s=1.0)
+    limit = watch.monitor._hang_limit()
+    assert limit is not None and limit.name == "save"
+    newest_ns = watch.job.now_ns - SECOND
+    assert limit.due_ns == newest_ns + round(limits.SAVE_TIMEOUT_S * SECOND)
+
+
+def test_ranks_that_have_ended_are_neither_awaited_nor_suspected() -> None:
+    watch = Watch()
+    watch.train(10)
+    watch.job.exits(0, code=0, step=9)
+    watch.quiet(4.0, step=9)
+    limit = watch.monitor._hang_limit()
+    assert limit is not None and limit.name == "hang"
+    suspects = watch.monitor._suspects(watch.job.now_ns)
+    assert [rank for rank, _why in suspects] == [1, 2, 3]
+    for rank in (1, 2, 3):
+        watch.job.state.exits[rank] = watch.job.state.exits[0]
+    assert watch.monitor._hang_limit() is None
+
+
+def test_the_evidence_names_what_the_first_suspect_shows() -> None:
+    watch = Watch()
+    watch.beat(0, node="a")
+    suspects = watch.monitor._suspects(watch.job.now_ns + 2 * SECOND)
+    assert suspects[0] == (2, "rank 2 has never reported")
+    assert suspects[2] == (0, "rank 0 is at step 0 (phase train), 2.0 s ago")
+    watch.job.now_ns += SECOND
+    watch.beat(1, stopped=(1,), stale=(3,))
+    found = dict(watch.monitor._suspects(watch.job.now_ns))
+    assert list(found) == [1, 3, 0, 2]
+    assert found[1] == "rank 1 is stopped (state T), last progress 0.0 s ago"
+    assert found[3] == "rank 3 has not shown a pulse for 9.0 s"
+
+
+def test_the_evidence_explains_the_limit() -> None:
+    watch = Watch(recovery={"hangTimeoutSeconds": 12})
+    watch.train(12)
+    watch.quiet(14, step=11)
+    assert watch.hangs[0].evidence.endswith(
+        "; the hang limit is 12.0 s; all ranks had finished step 11"
+    )
+    start = Watch(recovery={"startupTimeoutSeconds": 20})
+    start.quiet(30, step=-1, phase="start")
+    assert "; the start-up limit is 20.0 s; all ranks had finished step -1" in (
+        start.hangs[0].evidence
+    )
+
+
+@pytest.mark.parametrize(("samples", "found"), [(9, 0), (10, 1), (11, 1)])
+def test_a_straggler_is_slow_in_ten_samples_in_a_row(samples: int, found: int) -> None:
+    watch = Watch()
+    for step in range(samples):
+        watch.job.now_ns += SECOND
+        watch.beat(step, node="a", step_s=0.4)
+        watch.beat(step, node="b", step_s=0.7)
+    slow = [v for v in watch.verdicts if isinstance(v, StragglerDetected)]
+    assert len(slow) == found
+    if slow:
+        assert slow[0].evidence == "0.70 s a step, 0.40 s on the others, in 10 samples in a row"
+
+
+def test_a_straggler_is_half_slower_than_the_others() -> None:
+    watch = Watch()
+    for step in range(30):
+        watch.job.now_ns += SECOND
+        watch.beat(step, node="a", step_s=0.5)
+        watch.beat(step, node="b", step_s=0.75 if step % 10 else 0.1)
+    assert not [v for v in watch.verdicts if isinstance(v, StragglerDetected)]
+
+
+def test_a_single_node_has_no_straggler_and_no_report_no_step() -> None:
+    job = Transcript(spec({"min": 1, "max": 1}, workers=1, shard=1)).started("a", step=None)
+    monitor = ProgressMonitor(job.state.job, job.controller)
+    found: list[AnyEvent] = []
+    for step in range(30):
+        job.now_ns += SECOND
+        beat = WorkerBeat(rank=0, phase="train", step=step, ticks=step, step_s=0.5 + step)
+        found += monitor.observe(
+            job.now_ns, HeartbeatReceived(node="a", generation=1, workers=(beat,))
+        )
+    assert not [one for one in found if isinstance(one, StragglerDetected)]
+
+
+def test_a_new_controller_knows_the_progress_from_its_state() -> None:
+    watch = Watch()
+    watch.train(12)
+    watch.job.step(11)
+    monitor = ProgressMonitor(watch.job.state.job, watch.job.replayed())
+    monitor.observe(watch.job.now_ns, Tick())
+    current = monitor._current
+    assert (current.done, current.first, current.reported) == (11, 11, 11)
+    assert (current.num_steps, list(current.step_s)) == (12, [0.4])
+    assert monitor.next_deadline_ns() is None, "no heartbeat yet"
+
+
+def test_a_new_controller_forgets_the_heartbeats_before_it() -> None:
+    watch = Watch()
+    watch.train(12)
+    started = ControllerStarted(incarnation=2)
+    watch.job.apply(started)
+    watch.monitor.observe(watch.job.now_ns, started)
+    assert watch.monitor._current.ranks == {} and watch.monitor._current.number == 1
+    assert watch.monitor.next_deadline_ns() is None
+
+
+def test_a_job_that_has_ended_has_no_deadline_and_no_loss() -> None:
+    watch = Watch()
+    watch.train(3)
+    watch.job.apply(CancelRequested())
+    watch.job.all_stopped(None)
+    assert watch.job.state.terminal
+    watch.job.now_ns += 60 * SECOND
+    assert watch.monitor.observe(watch.job.now_ns, Tick()) == ()
+    assert watch.monitor.next_deadline_ns() is None
+
+
+def test_a_monitor_before_the_submission_has_nothing_to_watch() -> None:
+    job = Transcript()
+    monitor = ProgressMonitor(job_from_mapping(job.document), job.controller)
+    monitor.arrived(job.now_ns, "a")
+    assert monitor.next_deadline_ns() is None
+
+
+def test_a_reported_step_is_not_reported_again() -> None:
+    watch = Watch()
+    watch.train(2)
+    assert watch.steps == [0]
+    watch.give(StepCompleted(generation=1, step=1))
+    watch.give(NodeLost(node="x", cause="gone"))
+    assert watch.steps == [0]
+    watch.give(StepCompleted(generation=7, step=99))
+    assert watch.monitor._current.reported == 1

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StageStep, StopGroup
+from holdfast.orchestrator.core.context import seconds
 from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
     ActionUnknown,
     CancelRequested,
     ControllerStarted,
@@ -18,9 +20,10 @@ from holdfast.orchestrator.core.events import (
     ResumeRequested,
     StepCompleted,
     SuspendRequested,
+    Tick,
 )
 from holdfast.orchestrator.core.provisioning import REQUEST_RETRY_S
-from holdfast.orchestrator.core.quiesce import PACE_S, step_ahead
+from holdfast.orchestrator.core.quiesce import PACE_S, SLACK_S, pace_left_s, step_ahead
 
 from .harness import Transcript, facts, spec
 
@@ -249,3 +252,94 @@ def test_a_request_lost_with_its_connection_ends_the_wait() -> None:
     ask(job, "resize")
     job.apply(ActionUnknown(action_id=job.of(StageStep)[0].action_id))
     assert len(job.of(StopGroup)) == 2
+
+
+def test_the_step_lies_ahead_by_the_margin_over_the_step_time() -> None:
+    job = trained()
+    assert step_ahead(job.state) == 30 + 2 + 10
+    job.state.step_s = 0.0
+    assert step_ahead(job.state) == 32
+
+
+def test_the_pace_is_known_two_seconds_after_the_first_step() -> None:
+    job = Transcript(spec(checkpoint=RARELY)).started()
+    assert pace_left_s(job.state) == PACE_S
+    job.wait(0.5)
+    job.step(1)
+    assert pace_left_s(job.state) == PACE_S - 0.5
+    job.wait(5)
+    job.step(2)
+    assert pace_left_s(job.state) == 0.0
+
+
+@pytest.mark.parametrize(("grace_s", "waits"), [(6.0, False), (6.1, True)])
+def test_a_leaving_node_needs_three_times_the_time_to_learn_the_pace(
+    grace_s: float, waits: bool
+) -> None:
+    job = Transcript(spec({"min": 2, "max": 2, "spares": 1}, checkpoint=RARELY))
+    job.started("a", "b", "c")
+    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=grace_s))
+    assert (not job.of(StopGroup)) == waits
+
+
+@pytest.mark.parametrize(("grace_s", "waits"), [(14.5, True), (14.3, False)])
+def test_a_leaving_node_needs_three_times_the_time_of_the_step(grace_s: float, waits: bool) -> None:
+    """Twelve steps of 0.4 s are 4.8 s."""
+    job = trained(nodes={"min": 2, "max": 2, "spares": 1})
+    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=grace_s))
+    assert bool(job.of(StageStep)) == waits and bool(job.of(StopGroup)) != waits
+
+
+def test_a_wait_for_a_step_ends_after_its_time_and_some_slack() -> None:
+    job = trained()
+    ask(job, "resize")
+    assert job.state.timers["stage"] == job.now_ns + seconds(SLACK_S + 1.5 * 12 * 0.4)
+    assert job.one_reason(StageStep) == "from 2 to 1 nodes, as requested; step 42 is staged first"
+    assert job.state.quiesce is not None and job.state.quiesce.requested_ns == job.now_ns
+    job.wait(1)
+    job.step(32)
+    assert job.state.quiesce.requested_ns == job.now_ns, "the request still stands"
+    late = job.all(StageStep)
+    job.apply(ActionSucceeded(action_id=late[0].action_id))
+    assert list(job.state.quiesce.waiting) == ["b"] and not job.of(StopGroup)
+    job.apply(ActionSucceeded(action_id=late[1].action_id))
+    assert len(job.of(StopGroup)) == 2 and job.state.quiesce is None
+    assert "stage" not in job.state.timers
+
+
+def test_an_answer_to_an_earlier_request_does_not_count() -> None:
+    job = trained()
+    ask(job, "suspend")
+    old = job.of(StageStep)[0]
+    job.now_ns += 1
+    job.apply(ResumeRequested())
+    job.wait(1)
+    ask(job, "suspend")
+    assert len(job.of(StageStep)) == 2
+    job.apply(ActionSucceeded(action_id=old.action_id))
+    assert job.state.quiesce is not None and len(job.state.quiesce.waiting) == 2
+    job.fail(job.all(StageStep)[-1], "past it")
+    assert len(job.of(StopGroup)) == 2
+
+
+def test_a_new_controller_awaits_members_only_while_they_may_reconnect() -> None:
+    job = trained()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    ask(job, "suspend")
+    assert not job.fresh, "b and a may reconnect"
+    job.state.timers.pop("rejoin")
+    job.apply(Tick())
+    assert len(job.of(StopGroup)) == 2
+
+
+def test_a_preemption_does_not_wait_for_members_that_reconnect() -> None:
+    job = trained(nodes={"min": 2, "max": 2, "spares": 1})
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    for node in ("a", "c"):
+        ranks = tuple(s.rank for s in job.state.launch_actions[node].seats) if node == "a" else ()
+        generation = 1 if node == "a" else 0
+        job.apply(NodeJoined(node=node, facts=facts(node), generation=generation, ranks=ranks))
+    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=60.0))
+    assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)

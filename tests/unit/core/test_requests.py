@@ -12,6 +12,7 @@ from holdfast.orchestrator.core.actions import (
     FinishJob,
     LaunchGroup,
     PersistStep,
+    Reason,
     ReleaseNode,
     RequestNodes,
     StopGroup,
@@ -21,6 +22,7 @@ from holdfast.orchestrator.core.events import (
     AdjustRequested,
     CancelRequested,
     HeartbeatReceived,
+    PreemptionNoticed,
     ResizeRequested,
     ResumeRequested,
     SuspendRequested,
@@ -349,3 +351,121 @@ def test_storage_by_time_requests_a_step_ahead_of_the_training() -> None:
 def test_a_size_with_fewer_workers_than_replicas_is_refused() -> None:
     job = make_job(nodes=(2, 2), workers=1, parallelism={"replicate": 2})
     assert "nodes: got 1; expected whole replica groups" in check_resize(job, 1)
+
+
+def test_a_suspend_of_a_finishing_job_is_noted_only() -> None:
+    job = Transcript().started()
+    for rank in range(4):
+        job.exits(rank, code=0, step=9)
+    job.apply(SuspendRequested(by="ann"))
+    assert job.state.intent == "run"
+    assert job.state.notes[-1][1] == "suspend: the job is finishing already"
+
+
+def test_the_first_suspend_gives_the_reason_and_a_cancel_overrides_it() -> None:
+    job = Transcript().started()
+    job.apply(SuspendRequested(by="ann"))
+    job.apply(SuspendRequested(by="bob"))
+    assert job.state.intent_reason == "suspend requested by ann"
+    assert job.state.reason.text == "suspend requested by ann"
+    job.apply(CancelRequested())
+    assert (job.state.intent, job.state.intent_reason) == ("cancel", "cancel requested")
+    job.apply(SuspendRequested(by="ann"))
+    job.apply(ResumeRequested(by="ann"))
+    assert job.state.intent == "cancel"
+    job.all_stopped(3)
+    job.commit(3)
+    assert job.state.phase == "cancelled"
+
+
+def test_a_resize_to_the_present_size_is_not_pending() -> None:
+    job = Transcript().started()
+    job.apply(ResizeRequested(nodes=2))
+    assert not job.state.resize_pending
+    job.apply(ResizeRequested(nodes=3))
+    assert job.state.resize_pending and job.state.target_nodes == 3
+
+
+def test_some_workers_that_are_done_do_not_finish_the_job() -> None:
+    job = Transcript().started()
+    for rank in range(3):
+        job.exits(rank, code=0, step=9)
+    assert job.state.phase == "running"
+    job.exits(3, code=1, step=9)
+    assert job.state.phase == "recovering"
+
+
+def test_all_workers_that_are_done_finish_the_job_with_the_reason() -> None:
+    job = Transcript().started()
+    for rank in range(4):
+        job.exits(rank, code=0, step=9)
+    assert job.one_reason(StopGroup) == "all 4 workers ended with exit code 0"
+    assert job.state.incidents == [] and job.state.reason.code == "finish"
+
+
+def test_a_job_that_grows_gathers_nodes_and_forgets_them_when_they_leave() -> None:
+    job = Transcript(spec({"min": 1, "max": 4}, shard="auto")).started("a", "b", step=None)
+    job.wait(5)
+    job.succeed(LaunchGroup)
+    job.step(0)
+    job.join("c")
+    assert "grow" in job.state.timers
+    job.lose("c")
+    assert "grow" not in job.state.timers
+    job.wait(20)
+    job.join("d")
+    job.wait(4.9)
+    assert not job.of(StopGroup)
+    job.wait(0.1)
+    assert job.one_reason(StopGroup) == "3 nodes are usable, 2 are used"
+
+
+def test_no_size_is_changed_before_the_first_step() -> None:
+    job = Transcript(spec({"min": 1, "max": 3}, shard="auto")).started("a", "b", step=None)
+    job.wait(5)
+    job.join("c")
+    job.apply(ResizeRequested(nodes=1))
+    assert not job.of(StopGroup) and job.state.phase == "starting"
+    job.succeed(LaunchGroup)
+    job.step(0)
+    assert job.one_reason(StopGroup) == "from 2 to 1 nodes, as requested"
+
+
+def test_a_deadline_gives_its_length_as_the_reason() -> None:
+    job = Transcript(spec(activeDeadlineSeconds=60)).started()
+    job.wait(60)
+    reason = "the job has run for its activeDeadlineSeconds of 60 s"
+    assert job.state.reason == Reason("deadline", reason)
+    job.all_stopped(None)
+    assert job.state.phase == "failed" and job.state.reason.text == reason
+
+
+def test_a_deadline_that_passes_during_a_suspend_counts_after_a_resume() -> None:
+    job = Transcript(spec(activeDeadlineSeconds=60)).started()
+    job.wait(59)
+    job.apply(SuspendRequested())
+    job.wait(2)
+    assert job.state.intent == "suspend"
+    job.apply(ResumeRequested())
+    assert job.state.intent == "deadline"
+
+
+def test_a_deadline_between_two_generations_ends_the_job_at_once() -> None:
+    document = spec({"min": 2, "max": 2}, activeDeadlineSeconds=60)
+    job = Transcript(document).started()
+    job.wait(55)
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", None)
+    assert job.state.phase == "pending"
+    job.wait(5)
+    assert job.state.phase == "failed" and job.state.reason.code == "deadline"
+
+
+def test_a_third_of_a_leaving_nodes_time_is_for_training() -> None:
+    job = Transcript(spec({"min": 2, "max": 2}, 2, 4)).started()
+    job.apply(PreemptionNoticed(node="b", detail="spot", grace_s=30.0))
+    assert job.state.timers["preempt"] == job.now_ns + 10 * SECOND
+    unknown = Transcript(spec({"min": 2, "max": 2}, 2, 4)).started()
+    unknown.apply(PreemptionNoticed(node="b", detail="spot"))
+    assert unknown.state.timers["preempt"] == unknown.now_ns + 2 * SECOND
