@@ -40,7 +40,8 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     SerialExecutor,
     ThreadedCheckpointStore,
 )
-from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once, storage_of
+from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once
+from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView

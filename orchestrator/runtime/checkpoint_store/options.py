@@ -2,7 +2,7 @@
 
 A process of one job applies spec.env to its environment (job_environment), and every driver finds
 its settings there. A process of many jobs must not, or jobs would use each other's credentials: it
-passes options to each driver (storage_of) and refuses variables that have no option.
+passes options to each driver (options_of_one_job) and refuses variables that have no option.
 
 Sources: the parameters of s3fs.S3FileSystem, the environment variables of botocore
 (https://docs.aws.amazon.com/sdkref/latest/guide/environment-variables.html) and fsspec's FSSPEC_*
@@ -16,14 +16,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, SpecError
 from holdfast.orchestrator.protocol import files
-
-if TYPE_CHECKING:
-    from .store import CheckpointStore
 
 CHECKPOINT_FIELD = "spec.checkpoint.path"
 LOCAL_SCHEMES = ("file", "local")
@@ -193,17 +190,9 @@ def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str,
     return merged
 
 
-def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
-    """The storage tier of one of many jobs in this process, with retries bounded by MOST_ATTEMPTS
-    and MOST_WAIT_S. `path` has its checkpoints, `key` is the job's name in manifests.
-
-    Raises SpecError for settings in spec.env that cannot be applied to one job alone, UserError as
-    CheckpointStore does.
-    """
-    from .store import (
-        CheckpointStore,  # imports fsspec, which the CLI does not need for every command
-    )
-
+def options_of_one_job(job: TrainingJob, path: str) -> dict[str, Any]:
+    """Driver options from spec.env, in a process of many jobs, with retries bounded by
+    MOST_ATTEMPTS and MOST_WAIT_S. Raises SpecError for settings that cannot be applied to one job alone."""
     options, left = access(path, job.spec.env)
     if left:
         expected = "settings of the store that can be given to one job alone"
@@ -214,7 +203,7 @@ def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
         )  # fmt: skip
     if SCHEMES.get(path.partition("://")[0]) == "s3":
         _bound(options.get("config_kwargs"))
-    return CheckpointStore(path, key, options)
+    return options
 
 
 def _bound(config: Any) -> None:

@@ -16,6 +16,7 @@ import fsspec
 import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.files import make_directory, replace, sync_directory
@@ -29,7 +30,7 @@ from holdfast.orchestrator.protocol.manifest import (
 )
 from holdfast.orchestrator.protocol.mesh import Mesh
 
-from .options import CHECKPOINT_FIELD, missing_driver
+from .options import CHECKPOINT_FIELD, missing_driver, options_of_one_job
 
 
 class CommitRefused(HoldfastError):
@@ -175,3 +176,9 @@ class CheckpointStore:
 
 def _why(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def storage_of(job: TrainingJob, path: str, key: str) -> CheckpointStore:
+    """The storage tier of one of many jobs in this process. `path` has its checkpoints, `key` is
+    the job's name in manifests. Raises as options_of_one_job and CheckpointStore."""
+    return CheckpointStore(path, key, options_of_one_job(job, path))

@@ -18,8 +18,8 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import (
     MOST_WAIT_S,
     access,
     own_options,
-    storage_of,
 )
+from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
 from tests.e2e.storage.server import BUCKET, KEY, S3, SECRET
 
 from ..harness import make_job
