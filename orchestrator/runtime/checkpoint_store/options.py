@@ -192,7 +192,7 @@ def _fsspec_options(scheme: str, kind: str, env: Mapping[str, str]) -> dict[str,
 
 def options_of_one_job(job: TrainingJob, path: str) -> dict[str, Any]:
     """Driver options from spec.env, in a process of many jobs, with retries bounded by
-    MOST_ATTEMPTS and MOST_WAIT_S. Raises SpecError for settings that cannot be applied to one job alone."""
+    MOST_ATTEMPTS and MOST_WAIT_S. Raises SpecError for settings that are not for one job alone."""
     options, left = access(path, job.spec.env)
     if left:
         expected = "settings of the store that can be given to one job alone"
