@@ -52,6 +52,7 @@ class SimJournal:
         """Since the snapshot."""
         self.all: list[bytes] = []
         """Since the beginning; no controller reads it."""
+        self.num_compactions = 0
         self._num_durable = 0
 
     @property
@@ -67,6 +68,7 @@ class SimJournal:
 
     def compact(self, snapshot: bytes) -> None:
         self.snapshot = snapshot
+        self.num_compactions += 1
         self.records.clear()
         self._num_durable = 0
 
@@ -92,6 +94,7 @@ class Host:
         self.links: dict[str, Link] = {}
         self.crash_at: CrashPoint | None = None
         self.crashes = 0
+        self.num_snapshots_restored = 0
         self.loop: JobLoop
         self._awaited = translate.AwaitedAnswers()
         self._committing = False
@@ -132,7 +135,8 @@ class Host:
         loop = self._restore(journal.snapshot, journal.records)
         if journal.snapshot is not None:
             known, expected = _known(loop), _known(self._restore(None, journal.all))
-            self.world.oracle.require(known == expected, "a snapshot lacks something")
+            self.world.oracle.require(known == expected, "snapshot and replay differ")
+            self.num_snapshots_restored += 1
         return loop
 
     def _restore(self, snapshot: bytes | None, records: list[bytes]) -> JobLoop:
@@ -142,7 +146,7 @@ class Host:
 
     def crash(self) -> None:
         """SIGKILL."""
-        self.world.tell("** the controller dies")
+        self.world.log("** the controller dies")
         self.journal.crash()
         self.up = False
         self.crashes += 1
@@ -194,7 +198,7 @@ class Host:
             if crash == "between-actions" and index == (len(ready.actions) + 1) // 2:
                 self.crash()
                 return
-            self.world.tell(f"    -> {_short(action)}")
+            self.world.log(f"    -> {_short(action)}")
             self._carry_out(action)
         if crash:
             self.crash()
@@ -205,7 +209,7 @@ class Host:
 
     def _decided(self, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
         if not isinstance(event, e.Tick | e.ActionSucceeded | e.StepCompleted) or actions:
-            self.world.tell(f"{_short(event)}  [{self.state.phase}]")
+            self.world.log(f"{_short(event)}  [{self.state.phase}]")
         self.world.oracle.decided(self.state, event, actions)
 
     def _sleep(self) -> None:
@@ -324,7 +328,7 @@ class Host:
 
 
 def _known(loop: JobLoop) -> Any:
-    """What a restored loop must agree on; the monitor learns from heartbeats anew."""
+    """What a restored loop must agree on; the monitor starts again from heartbeats."""
     projection = loop.projection
     view = projection.view(projection.now_ns + 1_234_567, live=False)
     return loop.state, projection.memory, view, loop.controller.next_deadline_ns()

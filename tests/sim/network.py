@@ -1,7 +1,7 @@
-"""Links between agents and the controller: in order on one link, lost when it breaks.
+"""Simulated connections between agents and the controller, with latency and partitions.
 
-Owns: latency, order, partitions. What TCP promises is kept and nothing more: messages of one link
-arrive in order or not at all, different links overtake each other at will. Must not: read messages.
+They guarantee what TCP does: messages of one link arrive in order or not at all. Messages of
+different links may overtake each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Link:
         self._last = {"up": 0, "down": 0}
 
     def _arrival(self, way: str) -> int:
-        """Not before what was sent earlier, and not while the node is cut off."""
+        """Not before earlier messages, and not while the node is disconnected."""
         due = self.world.now + round(self.world.between(0.0002, 0.02) * 1e9)
         due = max(due, self._last[way] + 1, self.world.healed_ns(self.node))
         self._last[way] = due
         return due
 
     def to_controller(self, message: m.FromAgent) -> None:
-        # Through the real codec: what cannot be said must not be simulated.
+        # Through the real codec, so that only valid messages are simulated.
         copy = m.decode(m.encode(message)[4:])
         self.world.at(self._arrival("up"), lambda: self._up(copy))
 
@@ -50,7 +50,7 @@ class Link:
             self.node.feed(inputs.Received(message))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Either side may; what is under way is lost."""
+        """Either side may close; messages under way are lost."""
         if not self.open:
             return
         self.open = False

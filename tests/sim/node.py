@@ -1,7 +1,4 @@
-"""One simulated node: the real agent machine over fake workers, memory and network.
-
-Owns: carrying out the machine's commands in virtual time. Must not: decide anything of its own.
-"""
+"""One simulated node: the production agent machine over simulated workers, memory and network."""
 
 from __future__ import annotations
 
@@ -124,9 +121,9 @@ class SimNode:
     def stop_worker(self, worker: Worker) -> None:
         """SIGSTOP."""
         worker.stopped = True
-        self.world.after(self.world.between(0.1, 0.5), self._tell_stopped)
+        self.world.after(self.world.between(0.1, 0.5), self._report_stopped)
 
-    def _tell_stopped(self) -> None:
+    def _report_stopped(self) -> None:
         ranks = sorted(w.rank for w in self.workers.values() if w.alive and w.stopped)
         self.feed(inputs.StoppedRanks(tuple(ranks)))
 
@@ -159,7 +156,12 @@ class SimNode:
 
     def _push(self, out: commands.PushToBuddy, payload: Payload | None) -> None:
         peer = self.world.nodes.get(out.node)
-        if peer is None or not peer.alive or self.world.cut_off(self) or self.world.cut_off(peer):
+        if (
+            peer is None
+            or not peer.alive
+            or self.world.disconnected(self)
+            or self.world.disconnected(peer)
+        ):
             self.feed(inputs.PushDone(out.buffer, "the buddy cannot be reached"))
             return
         buffer, before = peer.machine.accept_copy(out.staged)
@@ -174,6 +176,10 @@ class SimNode:
             lambda: peer._copied(buffer, self, out.buffer, payload),
         )
 
+    def _reaches(self, peer: SimNode) -> bool:
+        cut_off = self.world.disconnected(self) or self.world.disconnected(peer)
+        return peer.alive and not cut_off
+
     def _fetch(self, out: commands.FetchFromPeer, index: int) -> None:
         if not self.alive:
             return
@@ -185,7 +191,12 @@ class SimNode:
                 )
             return
         peer = self.world.nodes.get(out.sources[index].node)
-        if peer is None or not peer.alive or self.world.cut_off(self) or self.world.cut_off(peer):
+        if (
+            peer is None
+            or not peer.alive
+            or self.world.disconnected(self)
+            or self.world.disconnected(peer)
+        ):
             self.world.after(0.05, lambda: self._fetch(out, index + 1))
             return
         wanted = out.wanted
@@ -219,13 +230,13 @@ class SimNode:
             )
 
     # -- the link -----------------------------------------------------------------------------
-    def dial(self) -> None:
-        """Until it has a link, with back-off."""
+    def connect(self) -> None:
+        """Connect, with back-off until it succeeds."""
         if not self.alive or self.link is not None:
             return
         self.link = self.world.connect(self)
         if self.link is None:
-            self.world.after(self._backoff_s, self.dial)
+            self.world.after(self._backoff_s, self.connect)
             self._backoff_s = min(self._backoff_s * 2, limits.RECONNECT_MAX_S)
             return
         self._backoff_s = limits.RECONNECT_MIN_S
@@ -236,10 +247,10 @@ class SimNode:
         if self.link is link:
             self.link = None
             self.feed(inputs.LinkDown())
-            self.world.after(self._backoff_s, self.dial)
+            self.world.after(self._backoff_s, self.connect)
 
     def die(self) -> None:
-        """All processes and all memory of the node are gone, at once."""
+        """All processes and memory of the node are lost at once."""
         self.alive = False
         for worker in self.workers.values():
             if worker.alive:

@@ -161,13 +161,13 @@ def _judged(state: JobState) -> set[int]:
 
 
 class Storage:
-    """The storage tier: shared, durable, and it may rot."""
+    """The storage tier: shared, durable, and a checkpoint may be damaged."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.files: dict[str, dict[str, Payload | None]] = {}
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
-        self.rotten: dict[str, None] = {}
+        self.damaged: dict[str, None] = {}
 
     def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
         self.files.setdefault(directory, {})[file] = payload
@@ -195,4 +195,4 @@ class Storage:
         """What a reader finds wrong; empty: nothing."""
         if directory not in self.manifests:
             return f"{directory} has no manifest"
-        return f"{directory}: a checksum differs" if directory in self.rotten else ""
+        return f"{directory}: a checksum differs" if directory in self.damaged else ""

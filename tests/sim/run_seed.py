@@ -1,8 +1,10 @@
-"""One seed from submission to the end: run, then look at what is left."""
+"""Runs one seed to the end and checks what is left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from holdfast.orchestrator.core.context import SECOND_NS
 
 from .world import BOUND_S, World
 
@@ -31,6 +33,11 @@ def play(
     require(not world.backend_nodes(), f"nodes are left: {world.backend_nodes()}")
     left = [w.rank for n in world.nodes.values() for w in n.workers.values() if w.alive]
     require(not left, f"workers are left: {left}")
+    view = host.loop.view(world.now)
+    require(view.state == state.phase and view.step == state.step, f"the view has {view.state}")
+    took_s = ((view.finished_ns or world.now) - view.submitted_ns) / SECOND_NS
+    accounted_s = sum(view.ledger.values())
+    require(abs(accounted_s - took_s) < 1e-6, f"{accounted_s} s of {took_s} s are accounted for")
     expected = ["failed" if world.poison is not None else "succeeded"]
     expected += ["cancelled"] if world.cancelled else []
     require(state.phase in expected, f"{state.phase}: {state.reason.text}")
@@ -42,5 +49,5 @@ def play(
         require(final in steps, f"step {final} is not committed; {steps} are")
     else:
         require("twice" in state.reason.text and bool(state.traceback), state.reason.text)
-    world.tell(f"{state.phase}: {state.reason.text}")
+    world.log(f"{state.phase}: {state.reason.text}")
     return world

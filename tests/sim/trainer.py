@@ -1,8 +1,8 @@
-"""Fake training: the workers of one generation step together or not at all.
+"""Simulated training: the workers of one generation step together or not at all.
 
-Owns: gang semantics. A step ends when every rank takes part; a dead rank leaves its peers with a
-broken connection or blocked, a stopped one leaves them blocked. What a rank stages is a pure
-function of (step, shard), so a restore of anything else is caught. Must not: know the controller.
+A step ends when every rank takes part. A dead rank leaves its peers with a broken connection or
+blocked, a stopped one leaves them blocked. What a rank stages is a pure function of (step, shard),
+so that a wrong restore is detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARD_BYTES = 1000
 
 
 class Worker:
-    """One process."""
+    """One worker process."""
 
     def __init__(self, node: SimNode, membership: Membership, seat: WorkerSeat) -> None:
         self.node, self.world = node, node.world
@@ -37,30 +37,30 @@ class Worker:
         """It waits for its peers at the next collective."""
         self.writable: list[int] = []
         self.wants_to_stage: int | None = None
-        self.ordered = -1
+        self.requested = -1
         self.gang = self.world.gang(membership)
 
     # -- to the agent -------------------------------------------------------------------------
-    def say(self, message: worker_protocol.FromWorker) -> None:
+    def send(self, message: worker_protocol.FromWorker) -> None:
         if self.alive and not self.stopped:
             self.node.from_worker(self, message)
 
     # -- life ---------------------------------------------------------------------------------
     def begin(self) -> None:
-        if not self._free(self.begin):
+        if not self._runs(self.begin):
             return
         self.gang.workers[self.rank] = self
-        self.say(worker_protocol.PhaseChanged(phase="build"))
+        self.send(worker_protocol.PhaseChanged(phase="build"))
         for _ in range(3):
-            self.say(worker_protocol.BufferRequest(num_bytes=SHARD_BYTES))
+            self.send(worker_protocol.BufferRequest(num_bytes=SHARD_BYTES))
         restore = self.membership.restore
         if restore is None:
             self._restored(None)
         elif restore.directory:
-            self.say(worker_protocol.PhaseChanged(phase="restore"))
+            self.send(worker_protocol.PhaseChanged(phase="restore"))
             self.world.after(self.world.between(0.02, 0.1), self._read_storage)
         else:
-            self.say(worker_protocol.PhaseChanged(phase="restore"))
+            self.send(worker_protocol.PhaseChanged(phase="restore"))
             self.missing = self._needed(restore.num_shards)
             self._fetch_next()
 
@@ -70,16 +70,16 @@ class Worker:
 
     def _fetch_next(self) -> None:
         if self.missing:
-            self.say(worker_protocol.FetchShard(shard=self.missing[0]))
+            self.send(worker_protocol.FetchShard(shard=self.missing[0]))
         else:
             self._restored(None)
 
     def received(self, message: worker_protocol.ToWorker, payload: Payload | None) -> None:
-        if not self._free(lambda: self.received(message, payload)):
+        if not self._runs(lambda: self.received(message, payload)):
             return
         match message:
             case worker_protocol.StageAt():
-                self.ordered = message.step
+                self.requested = message.step
             case worker_protocol.Buffer():
                 self.writable.append(message.buffer)
                 self._stage()
@@ -100,7 +100,7 @@ class Worker:
                 self.fail("UnreadableCheckpoint", f"shard {message.shard}: {message.detail}")
 
     def _read_storage(self) -> None:
-        if not self._free(self._read_storage):
+        if not self._runs(self._read_storage):
             return
         restore = self.membership.restore
         assert restore is not None
@@ -112,12 +112,12 @@ class Worker:
             self._restored(None)
 
     def _restored(self, _payload: None) -> None:
-        self.say(worker_protocol.PhaseChanged(phase="train"))
+        self.send(worker_protocol.PhaseChanged(phase="train"))
         self._next()
 
     def _next(self) -> None:
         if self.step >= self.world.total_steps - 1:
-            self.say(worker_protocol.Finished(step=self.step))
+            self.send(worker_protocol.Finished(step=self.step))
             self.world.after(self.world.between(0.0, 0.1), lambda: self.end(0, None))
         elif self.world.poison == self.step and self.rank == 0:
             self.fail("ValueError", f"the data of step {self.step + 1} is bad", secondary=False)
@@ -126,13 +126,13 @@ class Worker:
             self.gang.arrive()
 
     def advance(self) -> None:
-        """The collective of a step is through on this rank."""
-        if not self._free(self.advance):
+        """This rank has finished the collective of a step."""
+        if not self._runs(self.advance):
             return
         self.step += 1
         every = self.world.host.job.spec.checkpoint.staging_interval
         last = self.step == self.world.total_steps - 1
-        if last or self.step == self.ordered or (self.step + 1) % every == 0:
+        if last or self.step == self.requested or (self.step + 1) % every == 0:
             self.wants_to_stage = self.step
             self._stage()
         else:
@@ -145,28 +145,28 @@ class Worker:
         number = self.writable.pop(0)
         shards = self.membership.mesh.num_shards
         self.node.contents[number] = (step, self.seat.shard, shards)
-        self.say(worker_protocol.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
+        self.send(worker_protocol.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
         self._report()
 
     def _report(self) -> None:
         progress = worker_protocol.Progress(
             step=self.step, loss=1.0 / (self.step + 1), step_s=self.world.step_s
         )
-        self.say(progress)
-        held_s = limits.HOLD_S if self.step == self.ordered else 0.0
+        self.send(progress)
+        held_s = limits.HOLD_S if self.step == self.requested else 0.0
         if held_s:
-            self.say(worker_protocol.PhaseChanged(phase="save"))
+            self.send(worker_protocol.PhaseChanged(phase="save"))
         self.world.after(held_s + self.world.between(0.0, 0.02), self._after_step)
 
     def _after_step(self) -> None:
-        if not self._free(self._after_step):
+        if not self._runs(self._after_step):
             return
-        if self.step == self.ordered:
-            self.say(worker_protocol.PhaseChanged(phase="train"))
+        if self.step == self.requested:
+            self.send(worker_protocol.PhaseChanged(phase="train"))
         self._next()
 
-    def _free(self, again: object) -> bool:
-        """Runs: neither dead nor stopped."""
+    def _runs(self, again: object) -> bool:
+        """Neither dead nor stopped."""
         return self.alive and not self.stopped
 
     # -- death --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Worker:
         if not self.alive or self.stopped:
             return
         trace = f'Traceback:\n  File "train.py", line 1, in step\n{error_type}: {message}'
-        self.say(
+        self.send(
             worker_protocol.Failed(
                 error_type=error_type, message=message, traceback=trace, secondary=secondary
             )
@@ -192,7 +192,7 @@ class Worker:
 
 
 class Gang:
-    """All workers of a generation, wherever they run."""
+    """All workers of a generation."""
 
     def __init__(self, world: World, membership: Membership) -> None:
         self.world, self.membership = world, membership
@@ -221,7 +221,7 @@ class Gang:
             self.world.after(self.world.between(0.0, 0.03), worker.advance)
 
     def broken(self, dead: Worker) -> None:
-        """Some peers see the connection break, others wait in vain."""
+        """Some peers get an error, others block."""
         for worker in self.workers.values():
             if worker.alive and worker is not dead and self.world.chance(0.7):
                 self.world.after(

@@ -1,7 +1,7 @@
-"""Virtual time and the trace: a priority queue, one seeded source of chance, and a running hash.
+"""Virtual time, the random numbers of one seed, and the transcript with its hash.
 
-Owns: order. Two things due at the same moment happen in the order in which they were asked for, so
-a seed names one history. Must not: know jobs.
+Two acts that are due at the same time happen in the order in which they were scheduled, so that a
+seed has exactly one history.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import heapq
 import random
 from collections.abc import Callable
 
-NS = 1_000_000_000
+from holdfast.orchestrator.core.context import SECOND_NS
 
 
 class VirtualTime:
     def __init__(self, seed: int, verbose: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.now = 1_000 * NS
+        self.now = 1_000 * SECOND_NS
         self.lines: list[str] = []
         self._verbose = verbose
         self._hash = hashlib.blake2b(digest_size=16)
@@ -26,19 +26,19 @@ class VirtualTime:
 
     @property
     def time_s(self) -> float:
-        """Since the beginning of the story."""
-        return self.now / NS - 1_000
+        """Since the start of the simulation."""
+        return self.now / SECOND_NS - 1_000
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.at(self.now + round(delay_s * NS), act)
+        self.at(self.now + round(delay_s * SECOND_NS), act)
 
     def at(self, due_ns: int, act: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._queue, (max(due_ns, self.now), self._count, act))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> bool:
-        """Until `done` or the time is up; returns whether it is done."""
-        limit = round((1_000 + until_s) * NS)
+        """Run until `done` or the time limit; returns `done()`."""
+        limit = round((1_000 + until_s) * SECOND_NS)
         while self._queue and not done():
             due, _count, act = self._queue[0]
             if due > limit:
@@ -54,8 +54,8 @@ class VirtualTime:
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
-    def tell(self, text: str) -> None:
-        """One line of the transcript; all of them make the hash."""
+    def log(self, text: str) -> None:
+        """Add a line to the transcript and its hash."""
         line = f"{self.time_s:9.3f} {text}"
         self._hash.update(line.encode())
         self.lines.append(line)

@@ -1,7 +1,4 @@
-"""The world of one seed: nodes, backend, network, storage, controller, and what goes wrong.
-
-Owns: the draw of a job and of its faults from the seed. Must not: hold properties (oracle.py).
-"""
+"""The world of one seed: a job, nodes, backend, network, storage, controller, and random faults."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.protocol.facts import Membership
 from holdfast.workers.agent.machine import inputs
 
@@ -17,14 +15,14 @@ from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
 from .trainer import Gang
-from .virtual_time import NS, VirtualTime
+from .virtual_time import VirtualTime
 
 FAULTS_S = 60.0
-"""Faults strike until then; afterwards everything heals."""
+"""Faults happen until then; afterwards everything recovers."""
 BOUND_S = 900.0
-"""By then the job is over, or it never will be."""
+"""The job must have ended by then."""
 STAGE_EVERY = 6
-"""Steps, in a third of the worlds; in the others every step is staged."""
+"""Steps between stagings in a third of the worlds; in the others every step is staged."""
 
 # (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
 SHAPES = (
@@ -102,11 +100,11 @@ class World(VirtualTime):
         return self.write_failures > 0 and self.chance(self.write_failures)
 
     def connect(self, node: SimNode) -> Link | None:
-        if not self.host.up or self.cut_off(node):
+        if not self.host.up or self.disconnected(node):
             return None
         return Link(self, node, self.host)
 
-    def cut_off(self, node: SimNode) -> bool:
+    def disconnected(self, node: SimNode) -> bool:
         return self.healed_ns(node) > self.now
 
     def healed_ns(self, node: SimNode) -> int:
@@ -117,7 +115,7 @@ class World(VirtualTime):
         return [n.name for n in self.nodes.values() if n.alive or n.name in self.hidden]
 
     def request_nodes(self, count: int) -> list[str]:
-        """Their names; none where there is no room."""
+        """Names of the new nodes; none without capacity."""
         if len(self.backend_nodes()) + count > self.capacity:
             return []
         names = []
@@ -126,7 +124,7 @@ class World(VirtualTime):
             node = SimNode(self, f"n{self._named}", slots)
             self._named += 1
             self.nodes[node.name] = node
-            self.after(self.between(0.1, 1.5), node.dial)
+            self.after(self.between(0.1, 1.5), node.connect)
             names.append(node.name)
         return names
 
@@ -141,10 +139,10 @@ class World(VirtualTime):
             self.release(name)
 
     def node_dies(self, node: SimNode, visible: bool, why: str) -> None:
-        """`visible`: its kernel closes its connections and the backend sees it end."""
+        """`visible`: the connections close and the backend reports the end."""
         if not node.alive:
             return
-        self.tell(f"** {node.name} dies ({why})")
+        self.log(f"** {node.name} dies ({why})")
         node.die()
         if not visible:
             self.hidden[node.name] = None
@@ -161,7 +159,7 @@ class World(VirtualTime):
         while at < FAULTS_S:
             self.after(at, self._fault)
             if self.chance(0.3):
-                # Troubles come in company, and the second hits while the first is dealt with.
+                # Often a second fault comes while the first is being handled.
                 self.after(at + self.rng.expovariate(5.0), self._fault)
             at += self.rng.expovariate(1 / calm)
         self.after(FAULTS_S, self._heal)
@@ -173,24 +171,24 @@ class World(VirtualTime):
             (5, self._crash_node),
             (2, self._power_loss),
             (4, self._partition),
-            (1, self._silence),
+            (1, self._lose_heartbeats),
             (0.3, self._blackout),
             (3, self._break_link),
             (6, self._crash_controller),
             (1, self._forks_fail),
             (2, self._writes_fail),
-            (2, self._no_room),
+            (2, self._lose_capacity),
             (3, self._preempt),
             (2, self._resize),
             (1, self._suspend),
-            (1, self._rot),
+            (1, self._damage_checkpoint),
             (0.1, self._cancel),
         ]
         act = self.rng.choices([k for _w, k in kinds], [w for w, _k in kinds])[0]
         text = act()
         if text:
             self.num_faults += 1
-            self.tell(f"** fault: {text}")
+            self.log(f"** fault: {text}")
 
     def _live(self) -> SimNode | None:
         live = [node for node in self.nodes.values() if node.alive]
@@ -231,17 +229,19 @@ class World(VirtualTime):
         node, seconds = self._live(), self.between(0.3, 8.0)
         if node is None:
             return ""
-        self._healed[node.name] = self.now + round(seconds * NS)
-        return f"{node.name} is cut off for {seconds:.1f} s"
+        self._healed[node.name] = self.now + round(seconds * SECOND_NS)
+        return f"{node.name} is disconnected for {seconds:.1f} s"
 
-    def _silence(self) -> str:
-        """The controller hears nobody: its machine is starved, or its own cable is out."""
-        return self.silence(self.between(0.5, 14.0))
+    def _lose_heartbeats(self) -> str:
+        """The controller gets no heartbeat: its machine is overloaded or disconnected."""
+        return self.lose_heartbeats(self.between(0.5, 14.0))
 
-    def silence(self, seconds: float) -> str:
+    def lose_heartbeats(self, seconds: float) -> str:
         for node in self.nodes.values():
-            self._healed[node.name] = max(self.healed_ns(node), self.now + round(seconds * NS))
-        return f"nobody is heard for {seconds:.1f} s"
+            self._healed[node.name] = max(
+                self.healed_ns(node), self.now + round(seconds * SECOND_NS)
+            )
+        return f"no heartbeat arrives for {seconds:.1f} s"
 
     def _blackout(self) -> str:
         return self.blackout()
@@ -280,11 +280,11 @@ class World(VirtualTime):
         self.after(6.0, lambda: setattr(self, "write_failures", 0.0))
         return "storage fails for 6 s"
 
-    def _no_room(self) -> str:
+    def _lose_capacity(self) -> str:
         self.capacity = 0
         room = self.document["spec"]["nodes"]["max"] + 3
         self.after(self.between(2.0, 15.0), lambda: setattr(self, "capacity", room))
-        return "the backend has no room"
+        return "the backend has no capacity"
 
     def _preempt(self) -> str:
         node = self._live()
@@ -297,7 +297,7 @@ class World(VirtualTime):
         return f"{node.name} gets SIGTERM and has {grace_s:.1f} s"
 
     def _taken_away(self, node: SimNode) -> None:
-        """Nothing but a worker that the kernel cannot end may keep a node until the last moment."""
+        """A node with a preemption notice ends within its grace period."""
         self.oracle.require(not node.alive, f"{node.name} has not ended within its grace")
 
     def _resize(self) -> str:
@@ -317,25 +317,25 @@ class World(VirtualTime):
             self.host.handle(e.CancelRequested(by="sim"))
         return "cancel" if self.cancelled else ""
 
-    def _rot(self) -> str:
+    def _damage_checkpoint(self) -> str:
         if not self.storage.manifests:
             return ""
         directory = list(self.storage.manifests)[-1]
-        self.storage.rotten[directory] = None
-        return f"{directory} rots"
+        self.storage.damaged[directory] = None
+        return f"{directory} is damaged"
 
     def _heal(self) -> None:
-        self.tell("** all is well from here on")
+        self.log("** no faults from here on")
         self.capacity = self.document["spec"]["nodes"]["max"] + 3
         self.fork_failures = self.write_failures = 0.0
         self.host.crash_at = None
         self._healed = dict.fromkeys(self._healed, self.now)
-        self._resume_until_heard()
+        self._resume_until_received()
 
-    def _resume_until_heard(self) -> None:
-        """A person repeats a wish that a dead controller did not hear."""
+    def _resume_until_received(self) -> None:
+        """A user repeats a resume that a dead controller did not receive."""
         if self.oracle.finished:
             return
         if self.host.up and self.host.state.intent == "suspend":
             self.host.handle(e.ResumeRequested(by="sim"))
-        self.after(5.0, self._resume_until_heard)
+        self.after(5.0, self._resume_until_received)
