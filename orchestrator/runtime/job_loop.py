@@ -34,9 +34,6 @@ from . import snapshot
 from .observe.projection import JobProjection
 from .observe.view import JobView
 
-SPIN_GUARD_NS = 10_000_000
-"""A deadline that stays in the past after its Tick would keep the loop busy without end."""
-
 
 class Ready(NamedTuple):
     """What has to be done now, in this order: append the records and make them durable, call
@@ -58,7 +55,7 @@ class JobLoop:
         self.projection = projection or JobProjection(job)
         self._monitor = ProgressMonitor(job, controller)
         self._queue: deque[Record] = deque()
-        self._last_ns = self._quiet_until_ns = 0
+        self._last_ns = 0
         self._advanced = True
 
     @classmethod
@@ -143,8 +140,7 @@ class JobLoop:
     def next_deadline_ns(self) -> int | None:
         """When `ready` has something to do although no event comes; None: never."""
         times = (self.controller.next_deadline_ns(), self._monitor.next_deadline_ns())
-        first = min((time for time in times if time is not None), default=None)
-        return None if first is None else max(first, self._quiet_until_ns)
+        return min((time for time in times if time is not None), default=None)
 
     def ready(self, now_ns: int) -> Ready:
         """Take in everything that is queued or due."""
@@ -193,9 +189,8 @@ class JobLoop:
     def _tick(self, now_ns: int, records: list[Record], actions: list[AnyAction]) -> None:
         due = self.controller.next_deadline_ns()
         if due is not None and due <= now_ns:
+            # A timer that is due cannot delay the loop twice: deadlines are later than this Tick.
             self._absorb(now_ns, Tick(), records, actions)
-            if self.controller.next_deadline_ns() == due:
-                self._quiet_until_ns = now_ns + SPIN_GUARD_NS
             return
         due = self._monitor.next_deadline_ns()
         if due is not None and due <= now_ns:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.core.journal import JournalError, Record
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Damaged, HoldfastError, Problem, UserError
-from holdfast.orchestrator.runtime import snapshot
+from holdfast.orchestrator.runtime.job_loop import JobLoop
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -26,12 +25,7 @@ def replay(
     job: TrainingJob, records: Iterable[Record], start: bytes | None = None
 ) -> JobProjection:
     """The read model after these records, which follow the snapshot `start` if there is one."""
-    state, memory = snapshot.decode(start) if start is not None else (None, None)
-    controller, projection = Controller(state), JobProjection(job, memory, state)
-    for now_ns, event in records:
-        actions = controller.step(now_ns, event)
-        projection.observe(now_ns, event, actions, controller.state)
-    return projection
+    return JobLoop.restore(job, start, records).projection
 
 
 def read_view(directory: JobDirectory) -> JobView:

@@ -1,0 +1,119 @@
+"""The loop without IO: what is ready when, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.events import (
+    ActionSucceeded,
+    ActionUnknown,
+    ControllerStarted,
+    HeartbeatReceived,
+    JobSubmitted,
+    NodeJoined,
+    NodeLost,
+    Tick,
+)
+from holdfast.orchestrator.core.state import TimerName
+from holdfast.orchestrator.protocol.facts import NodeFacts
+from holdfast.orchestrator.runtime.job_loop import JobLoop, Ready
+
+from .harness import make_job
+
+JOB = make_job()
+SUBMITTED = JobSubmitted(job_id="id", spec=job_to_mapping(JOB), spec_directory="/")
+NODES = ("a", "b")
+
+
+def joined(node: str) -> NodeJoined:
+    facts = NodeFacts(hostname=node, address=node, data_port=1, slots=2)
+    return NodeJoined(node=node, facts=facts, offered_port=4000)
+
+
+def take(loop: JobLoop, now_ns: int) -> Ready:
+    ready = loop.ready(now_ns)
+    loop.advance()
+    return ready
+
+
+def launched() -> tuple[JobLoop, Ready]:
+    """At one second: two nodes have joined, and their launch is decided."""
+    loop = JobLoop.restore(JOB, None, [])
+    loop.start(SECOND_NS, SUBMITTED, (), None)
+    (request,) = take(loop, SECOND_NS).actions
+    assert isinstance(request, RequestNodes)
+    loop.feed(SECOND_NS, ActionSucceeded(action_id=request.action_id, nodes=NODES))
+    for node in NODES:
+        loop.feed(SECOND_NS, joined(node))
+    return loop, take(loop, SECOND_NS)
+
+
+def test_records_come_in_order_of_arrival_with_their_times_and_before_the_actions() -> None:
+    loop = JobLoop.restore(JOB, None, [])
+    assert loop.start(1, SUBMITTED, (), None) == 1
+    loop.feed(3, joined("a"))
+    loop.feed(2, joined("b"))
+    ready = loop.ready(9)
+    assert [type(record.event) for record in ready.records] == [
+        JobSubmitted, ControllerStarted, NodeJoined, NodeJoined,
+    ]  # fmt: skip
+    assert [record.now_ns for record in ready.records] == [1, 1, 3, 3], "time never goes back"
+    assert ready.actions and ready.must_commit and loop.idle
+
+
+def test_nothing_more_is_ready_before_the_last_records_are_durable() -> None:
+    loop = JobLoop.restore(JOB, None, [])
+    loop.start(1, SUBMITTED, (), None)
+    loop.ready(1)
+    loop.feed(2, joined("a"))
+    with pytest.raises(AssertionError, match="not durable"):
+        loop.ready(2)
+    loop.advance()
+    assert len(loop.ready(2).records) == 1
+
+
+def test_heartbeats_are_no_records_and_need_no_commit() -> None:
+    loop, _ = launched()
+    loop.feed(2 * SECOND_NS, HeartbeatReceived(node="a", generation=1))
+    ready = take(loop, 2 * SECOND_NS)
+    assert ready == ((), (), False)
+    (seen,) = [one for one in loop.view(3 * SECOND_NS).nodes if one.name == "a"]
+    assert seen.heartbeat_age_s == 1.0
+
+
+def test_heartbeats_that_wait_count_from_their_arrival() -> None:
+    """A commit takes longer than the heartbeat timeout, and one node is silent meanwhile."""
+    loop, _ = launched()
+    loop.ready(SECOND_NS)
+    for second in range(2, 30):
+        loop.feed(second * SECOND_NS, HeartbeatReceived(node="a", generation=0))
+    loop.advance()
+    events = [record.event for record in take(loop, 30 * SECOND_NS).records]
+    assert [event.node for event in events if isinstance(event, NodeLost)] == ["b"]
+
+
+@pytest.mark.parametrize("timer", ["request", "gather"])
+def test_a_timer_fires_one_tick_also_if_it_stays_armed(timer: TimerName) -> None:
+    loop, _ = launched()
+    loop.state.timers[timer] = loop.state.now_ns + 5
+    assert loop.next_deadline_ns() == SECOND_NS + 5
+    ready = take(loop, SECOND_NS + 5)
+    assert [record.event for record in ready.records] == [Tick()]
+    due = loop.next_deadline_ns()
+    assert due is None or due > SECOND_NS + 5
+
+
+def test_the_next_controller_continues_from_records_or_from_a_snapshot() -> None:
+    loop, decided = launched()
+    again = JobLoop.restore(JOB, loop.snapshot(), [])
+    assert again.state == loop.state and again.last_ns == SECOND_NS
+    assert again.start(2 * SECOND_NS, SUBMITTED, (), NODES) == 2
+    events = [record.event for record in take(again, 2 * SECOND_NS).records]
+    assert events[0] == ControllerStarted(incarnation=2, nodes=NODES)
+    launches = [one.action_id for one in decided.actions if isinstance(one, LaunchGroup)]
+    assert [one.action_id for one in events if isinstance(one, ActionUnknown)] == launches
+    view, known = again.view(3 * SECOND_NS, live=False), loop.view(3 * SECOND_NS, live=False)
+    assert (view.generation, view.state) == (known.generation, known.state)
