@@ -122,12 +122,12 @@ def test_a_suspended_job_resumes_from_s3(make: Make) -> None:
     job = make("s3-pause", ENDLESS, everySteps=1000)
     job.run()
     job.running(incidents=0)
-    assert job.ask("suspend").ok
+    assert job.request("suspend").ok
     held = job.until(lambda v: v.state == "suspended")
     (written,) = held.checkpoints
     assert written.step >= held.step
     assert held.nodes == [], "no memory is left to restore from"
-    assert job.ask("resume").ok
+    assert job.request("resume").ok
     after = job.until(lambda v: v.state == "running" and v.step > written.step)
     assert after.incidents[-1].restored_from == "storage"
     assert after.incidents[-1].steps_lost == 0

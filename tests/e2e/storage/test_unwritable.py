@@ -60,7 +60,7 @@ def test_training_and_recovery_go_on_without_storage_and_use_it_when_it_is_back(
     healed = job.until(lambda v: not v.storage_problem)
     assert healed.checkpoints[-1].generation == after.generation
     assert healed.storage_failures > 0
-    assert job.ask("cancel").ok
+    assert job.request("cancel").ok
     assert job.wait().state == "cancelled"
 
 
