@@ -24,7 +24,7 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class AgentGateway:
-    """The agent_server.Sink of one job."""
+    """The agent_server.AgentSink of one job."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AgentGateway:
         self._submit(NodeLost(node=node, cause=cause, detail=detail))
         self._executor.forget(node, f"{node} was lost")
 
-    # -- agent_server.Sink ---------------------------------------------------------------------
+    # -- AgentSink -----------------------------------------------------------------------------
     def refusal(self, hello: wire.Hello) -> str:
         return translate.refusal(self._loop.state, hello.node, self._gone)
 

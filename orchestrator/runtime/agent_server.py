@@ -25,7 +25,7 @@ GREETING_TIMEOUT_S = 10.0
 """A connection without a first message by then is closed."""
 
 
-class Sink(Protocol):
+class AgentSink(Protocol):
     """Receives what the agents of one job send. Called from the event loop; must not block."""
 
     def refusal(self, hello: wire.Hello) -> str:
@@ -84,7 +84,7 @@ class JobRoute:
     token: bytes
     welcome: Callable[[], wire.Welcome]
     links: dict[str, AgentConnection]
-    sink: Sink
+    sink: AgentSink
     handler: Handler
     tls_name: str
     context: ssl.SSLContext | None
@@ -135,7 +135,7 @@ class AgentServer:
         token: str,
         welcome: Callable[[], wire.Welcome],
         links: dict[str, AgentConnection],
-        sink: Sink,
+        sink: AgentSink,
         handler: Handler,
         tls_name: str = "",
         context: ssl.SSLContext | None = None,

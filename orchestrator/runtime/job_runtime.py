@@ -38,7 +38,7 @@ from .observe.view import JobView
 
 
 @dataclass(frozen=True)
-class Timing:
+class JobRuntimeTiming:
     """Bounds of a JobRuntime."""
 
     storage_listing_s: float = 15.0
@@ -48,7 +48,7 @@ class Timing:
     """How long the end of the job, or of its controller, waits for storage calls under way."""
 
 
-class JobLog(logging.LoggerAdapter[logging.Logger]):
+class JobLogAdapter(logging.LoggerAdapter[logging.Logger]):
     """Adds the job to every record (`record.job`), for formatters that print it."""
 
     def process(
@@ -108,17 +108,17 @@ class JobRuntime:
         clock: Clock | None = None,
         on_change: Callable[[], None] = lambda: None,
         on_note: Callable[[str], None] = lambda text: None,
-        timing: Timing | None = None,
+        timing: JobRuntimeTiming | None = None,
     ) -> None:
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentConnection] = {}
         """Connected nodes."""
         self.changes, self.events = ChangeNotifier(), ChangeNotifier()
         """Of everything that a view shows, heartbeats included; and of the journal's events."""
-        self.log = JobLog(logging.getLogger("holdfast"), {"job": key})
+        self.log = JobLogAdapter(logging.getLogger("holdfast"), {"job": key})
         self._token, self._tls_name, self._tls_context = token, tls_name, tls_context
         self._endpoint, self._storage = endpoint, storage
-        self._clock, self._timing = clock or Clock(), timing or Timing()
+        self._clock, self._timing = clock or Clock(), timing or JobRuntimeTiming()
         self._on_change, self._on_note = on_change, on_note
         self._manifests: list[Manifest] = []
         self._backend_open = False

@@ -11,7 +11,7 @@ from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
 from holdfast.workers.agent.machine.machine import AgentMachine
 
-from .trainer import Payload, Worker
+from .trainer import Payload, SimWorker
 
 if TYPE_CHECKING:
     from .network import Link
@@ -22,7 +22,7 @@ class SimNode:
     def __init__(self, world: World, name: str, slots: int) -> None:
         self.world, self.name, self.slots = world, name, slots
         self.machine = AgentMachine(job=world.job_name, node=name, token="t", slots=slots)
-        self.workers: dict[tuple[int, int], Worker] = {}
+        self.workers: dict[tuple[int, int], SimWorker] = {}
         self.contents: dict[int, Payload | None] = {}
         self.facts = NodeFacts(hostname=name, address=f"ip-{name}", data_port=1, slots=slots)
         self.alive = True
@@ -104,7 +104,7 @@ class SimNode:
             self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
             return
         self._pid += 1
-        worker = Worker(self, out.membership, out.seat)
+        worker = SimWorker(self, out.membership, out.seat)
         self.workers[(generation, rank)] = worker
         self.feed(inputs.WorkerForked(generation, rank, self._pid))
         self.world.after(self.world.between(0.1, 0.4), worker.begin)
@@ -118,7 +118,7 @@ class SimNode:
         else:
             self.world.after(self.world.between(0.005, 0.06), lambda: worker.end(None, out.signal))
 
-    def stop_worker(self, worker: Worker) -> None:
+    def stop_worker(self, worker: SimWorker) -> None:
         """SIGSTOP."""
         worker.stopped = True
         self.world.after(self.world.between(0.1, 0.5), self._report_stopped)
@@ -127,10 +127,10 @@ class SimNode:
         ranks = sorted(w.rank for w in self.workers.values() if w.alive and w.stopped)
         self.feed(inputs.StoppedRanks(tuple(ranks)))
 
-    def from_worker(self, worker: Worker, message: worker_protocol.FromWorker) -> None:
+    def from_worker(self, worker: SimWorker, message: worker_protocol.FromWorker) -> None:
         self.feed(inputs.FromRank(worker.generation, worker.rank, message))
 
-    def worker_ended(self, worker: Worker, code: int | None, signal: int | None) -> None:
+    def worker_ended(self, worker: SimWorker, code: int | None, signal: int | None) -> None:
         self.feed(
             inputs.WorkerEnded(worker.generation, worker.rank, code, signal, wall_ns=self.world.now)
         )

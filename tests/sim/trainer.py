@@ -23,7 +23,7 @@ Payload = tuple[int, int, int]
 SHARD_BYTES = 1000
 
 
-class Worker:
+class SimWorker:
     """One worker process."""
 
     def __init__(self, node: SimNode, membership: Membership, seat: WorkerSeat) -> None:
@@ -191,12 +191,12 @@ class Worker:
             self.gang.broken(self)
 
 
-class Gang:
+class SimGang:
     """All workers of a generation."""
 
     def __init__(self, world: World, membership: Membership) -> None:
         self.world, self.membership = world, membership
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, SimWorker] = {}
         self.busy = False
 
     def arrive(self) -> None:
@@ -220,7 +220,7 @@ class Gang:
         for worker in workers:
             self.world.after(self.world.between(0.0, 0.03), worker.advance)
 
-    def broken(self, dead: Worker) -> None:
+    def broken(self, dead: SimWorker) -> None:
         """Some peers get an error, others block."""
         for worker in self.workers.values():
             if worker.alive and worker is not dead and self.world.chance(0.7):

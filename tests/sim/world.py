@@ -14,7 +14,7 @@ from .host import Host
 from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
-from .trainer import Gang
+from .trainer import SimGang
 from .virtual_time import VirtualTime
 
 FAULTS_S = 60.0
@@ -53,7 +53,7 @@ class World(VirtualTime):
         self.hidden: dict[str, None] = {}
         """Dead nodes that the backend still lists."""
         self._named = 0
-        self._gangs: dict[int, Gang] = {}
+        self._gangs: dict[int, SimGang] = {}
         self._healed: dict[str, int] = {}
         self._leaving: dict[str, None] = {}
         self.write_failures = 0.0
@@ -90,8 +90,8 @@ class World(VirtualTime):
         }
 
     # -- for trainers and nodes ---------------------------------------------------------------
-    def gang(self, membership: Membership) -> Gang:
-        return self._gangs.setdefault(membership.generation, Gang(self, membership))
+    def gang(self, membership: Membership) -> SimGang:
+        return self._gangs.setdefault(membership.generation, SimGang(self, membership))
 
     def fork_fails(self) -> bool:
         return self.fork_failures > 0 and self.chance(self.fork_failures)

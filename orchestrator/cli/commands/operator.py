@@ -109,7 +109,7 @@ def operator(
     """
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
-    from holdfast.orchestrator.hosts.kubernetes.reconciler import Timing
+    from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
     from holdfast.orchestrator.hosts.kubernetes.run import (
         OperatorProcess,
         log_to_stderr,
@@ -148,7 +148,7 @@ def operator(
         namespaces=tuple(namespace or ()),
         listen_address=address,
         listen_port=port,
-        timing=Timing(status_interval_s=status_interval_s),
+        timing=ReconcilerTiming(status_interval_s=status_interval_s),
     )
     asyncio.run(run_operator(process, options))
 

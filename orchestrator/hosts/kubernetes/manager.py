@@ -21,7 +21,7 @@ from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.informer import Change, Informer, Key, key_of
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 
-from .reconciler import JobReconciler, ReconcilerContext, Timing
+from .reconciler import JobReconciler, ReconcilerContext, ReconcilerTiming
 
 CANCEL_AGAIN_S = 30.0
 """A replica that stands down cannot lead again before all its reconcilers have ended. A task whose
@@ -40,7 +40,7 @@ class Options:
     listen_address: str = ""
     """Empty: all addresses of this pod, IPv4 and IPv6."""
     listen_port: int = 7077
-    timing: Timing = field(default_factory=Timing)
+    timing: ReconcilerTiming = field(default_factory=ReconcilerTiming)
 
 
 class Manager:

@@ -63,7 +63,7 @@ log = logging.getLogger("holdfast.operator")
 
 
 @dataclass(frozen=True)
-class Timing:
+class ReconcilerTiming:
     """Pauses and bounds of a reconciler."""
 
     retry_min_s: float = 1.0
@@ -83,7 +83,7 @@ class ReconcilerContext:
 
     shared: OperatorContext
     agent_server: AgentServer
-    timing: Timing = field(default_factory=Timing)
+    timing: ReconcilerTiming = field(default_factory=ReconcilerTiming)
     journal_compact_at_bytes: int = COMPACT_AT_BYTES
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(32))
     """Bounds how many jobs are set up at once, so that the restart of an operator with a thousand

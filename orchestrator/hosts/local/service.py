@@ -45,7 +45,7 @@ log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True)
-class Timing:
+class LocalHostTiming:
     view_interval_s: float = 0.25
     """At least this long between two views for the display."""
     forced_end_s: float = 10.0
@@ -146,7 +146,7 @@ class LocalJobHost:
         on_note: Callable[[str], None] = lambda text: None,
         make_backend: Callable[[TrainingJob, JobDirectory], Backend] = local_backend,
         open_journal: Callable[[Path], FileJournal] = FileJournal,
-        timing: Timing = Timing(),
+        timing: LocalHostTiming = LocalHostTiming(),
     ) -> None:
         self.job = job
         self.metrics_port = 0
@@ -162,7 +162,7 @@ class LocalJobHost:
         self.endpoint = AgentServer()
         path = directory.checkpoint_path(job)
         storage = CheckpointStore(path, job.name, own_options(job, path))
-        self.assembly = JobRuntime(
+        self.runtime = JobRuntime(
             job,
             key=job.name,
             job_id=directory.job_id,
@@ -178,7 +178,7 @@ class LocalJobHost:
         )
 
     def view(self, *, live: bool = True) -> JobView:
-        return self.assembly.view(live=live, metrics_port=self.metrics_port)
+        return self.runtime.view(live=live, metrics_port=self.metrics_port)
 
     async def run(self) -> JobView:
         """Returns when the job has ended. Raises UserError when the job cannot start (then nothing
@@ -190,14 +190,14 @@ class LocalJobHost:
                 await self._open(stack)
             except BaseException:
                 # A user error, or Ctrl-C before the journal exists: leave nothing running.
-                await self.assembly.close(release=not self._directory.journal.exists())
+                await self.runtime.close(release=not self._directory.journal.exists())
                 raise
-            stack.push_async_callback(self.assembly.close)
+            stack.push_async_callback(self.runtime.close)
             # Closed first: an agent that reconnects now must not learn that the job is unknown.
             stack.push_async_callback(self.endpoint.close)
             self._handle_signals(stack)
             stack.callback(asyncio.create_task(self._show_views()).cancel)
-            await self.assembly.run()
+            await self.runtime.run()
         view = self.view(live=False)
         self._on_view(view)
         return view
@@ -207,14 +207,14 @@ class LocalJobHost:
         metrics = MetricsServer(self.job, self._metrics_view)
         self.metrics_port = metrics.open(self.job.spec.metrics.port)
         stack.callback(metrics.close)
-        await self.assembly.prepare(fresh=not self._directory.journal.exists())
+        await self.runtime.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
         journal = self._open_journal(self._directory.journal)
         stack.callback(journal.close)
         if journal.cut_bytes:
             log.warning("cut off an incomplete record of %d bytes", journal.cut_bytes)
-        await self.assembly.begin(journal)
+        await self.runtime.begin(journal)
         # From here on agents find this controller.
         stack.callback(self._directory.remove_controller)
         self._directory.write_controller(
@@ -270,14 +270,14 @@ class LocalJobHost:
         by = "Ctrl-C" if number == signal.SIGINT else number.name
         if self._num_signals == 1:
             self._on_note(f"{by}: cancelling the job; press Ctrl-C again to kill all nodes at once")
-            self.assembly.submit(CancelRequested(by=by))
+            self.runtime.submit(CancelRequested(by=by))
         elif self._num_signals == 2:
             self._on_note(f"{by}: killing all nodes")
             self._forced = asyncio.get_running_loop().create_task(self._force())
 
     async def _force(self) -> None:
         """Kill every node, so that the controller has nothing left to wait for."""
-        backend = self.assembly.backend
+        backend = self.runtime.backend
         for node in await backend.list_nodes():
             await backend.release_node(node)
         await asyncio.sleep(self._timing.forced_end_s)
@@ -287,4 +287,4 @@ class LocalJobHost:
         except HoldfastError as error:
             self._on_note(str(error))
         finally:
-            self.assembly.stop()
+            self.runtime.stop()

@@ -87,7 +87,7 @@ class RayHost:
         self._logs = logs or ray_nodes.log_directory(job.name, order.job_id)
         path = checkpoint_path(order, job.spec.checkpoint.path)
         storage = CheckpointStore(path, job.name)
-        self.assembly = JobRuntime(
+        self.runtime = JobRuntime(
             job,
             key=job.name,
             job_id=order.job_id,
@@ -123,31 +123,31 @@ class RayHost:
                 log.error("%s", error)
                 self._refusal = str(error)
                 self._serving.set()
-                await self._finish(refused(self.assembly.view(live=False), str(error)), error)
+                await self._finish(refused(self.runtime.view(live=False), str(error)), error)
 
     async def _run(self) -> None:
         journal = await open_journal(self._store, self.job.name)
         self._fresh = not journal.records and journal.snapshot is None
         try:
-            await self.assembly.prepare(fresh=self._fresh)
+            await self.runtime.prepare(fresh=self._fresh)
             await self._endpoint.open("0.0.0.0", tls=True)
             address = ray_nodes.own_node()["address"]
             self._backend.set_endpoint(address, self._endpoint.port)
-            await self.assembly.begin(journal)
+            await self.runtime.begin(journal)
             self._fresh = False
             log.info("agents connect to %s:%d", address, self._endpoint.port)
             self._serving.set()
             loop = asyncio.get_running_loop()
             background = [loop.create_task(self._export()), loop.create_task(self._trim())]
             try:
-                await self.assembly.run()
+                await self.runtime.run()
             finally:
                 for task in background:
                     task.cancel()
         finally:
-            await self.assembly.close()
+            await self.runtime.close()
             await self._endpoint.close()
-        await self._finish(self.assembly.view(live=False))
+        await self._finish(self.runtime.view(live=False))
 
     async def _finish(self, view: JobView, refusal: HoldfastError | None = None) -> None:
         """Write the end record, which replaces the controller for commands."""
@@ -163,7 +163,7 @@ class RayHost:
         if self._refusal:
             return {"ok": False, "detail": self._refusal, "body": {}}
         try:
-            reply = await self.assembly.control.perform(verb, arguments)
+            reply = await self.runtime.control.perform(verb, arguments)
         except HoldfastError as error:
             return {"ok": False, "detail": str(error), "body": {}}
         except asyncio.CancelledError:
@@ -177,11 +177,11 @@ class RayHost:
     def _on_preemption(self, node: str, detail: str, grace_s: float) -> None:
         if self._serving.is_set():  # the backend reports it again when the node joins
             event = PreemptionNoticed(node=node, detail=detail, grace_s=grace_s)
-            self.assembly.submit(event)
+            self.runtime.submit(event)
 
     async def watch(self, seen: Any) -> dict[str, Any]:
         await self._serving.wait()
-        changes, events = self.assembly.changes, self.assembly.events
+        changes, events = self.runtime.changes, self.runtime.events
         known = isinstance(seen, tuple) and seen[0] == self._id
         changes_seen, events_seen = seen[1:] if known else (-1, -1)
         with contextlib.suppress(TimeoutError):
@@ -192,16 +192,16 @@ class RayHost:
             async with asyncio.timeout(self._timing.progress_s - WATCH_INTERVAL_S):
                 await events.after(events_seen)
         seen = self._id, changes.count, events.count
-        return {"seen": seen, "view": view_body(self.assembly.view())}
+        return {"seen": seen, "view": view_body(self.runtime.view())}
 
     async def _trim(self) -> None:
         """Keep a suspended or smaller job from requesting nodes that it would not use."""
         seen = -1
         while True:
-            await self.assembly.events.after(seen)
-            seen = self.assembly.events.count
+            await self.runtime.events.after(seen)
+            seen = self.runtime.events.count
             try:
-                await self._backend.trim(lambda: num_missing(self.assembly.state))
+                await self._backend.trim(lambda: num_missing(self.runtime.state))
             except Exception as error:  # Ray's own RpcError or a plain RuntimeError
                 log.warning("unwanted nodes stay requested for now: %s", error)
                 await asyncio.sleep(self._timing.trim_retry_s)
@@ -212,9 +212,9 @@ class RayHost:
         """The metrics that a local job serves at /metrics, to Ray's exporter."""
         metrics, seen = RayMetrics(), -1
         while True:
-            await self.assembly.changes.after(seen)
-            seen = self.assembly.changes.count
-            metrics.export(self.job.name, self.assembly.view())
+            await self.runtime.changes.after(seen)
+            seen = self.runtime.changes.count
+            metrics.export(self.job.name, self.runtime.view())
             await asyncio.sleep(self._timing.metrics_s)
 
     def _log_to_file(self) -> None:

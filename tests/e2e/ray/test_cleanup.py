@@ -349,7 +349,7 @@ def test_a_request_that_a_controller_could_not_record_is_refused(
         async def perform(verb: str, arguments: dict[str, Any]) -> Any:
             return await done
 
-        host.assembly.control.perform = perform  # type: ignore[method-assign]
+        host.runtime.control.perform = perform  # type: ignore[method-assign]
         return await host.perform("suspend", {})
 
     answer = asyncio.run(scenario())

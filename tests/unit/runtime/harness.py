@@ -18,7 +18,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.base import NodeGone, NoRoom, Starts
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
-from holdfast.orchestrator.hosts.local.service import LocalJobHost, Timing
+from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile, StagedShard, WorkerBeat
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
@@ -235,7 +235,7 @@ class FakeBackend:
 
     async def request_nodes(self, count: int, avoid: tuple[str, ...]) -> tuple[str, ...]:
         if not self.room:
-            raise NoRoom("the world is full")
+            raise NoRoom("the harness is full")
         assert self.directory is not None
         names = []
         for _ in range(count):
@@ -273,7 +273,7 @@ class FakeBackend:
         self.room = False
 
 
-class World:
+class JobHarness:
     """A job, its agents, and a controller that may be killed."""
 
     def __init__(
@@ -281,7 +281,7 @@ class World:
         tmp_path: Path,
         job: TrainingJob,
         open_journal: Callable[[Path], FileJournal] = FileJournal,
-        timing: Timing = Timing(),  # noqa: B008 - frozen
+        timing: LocalHostTiming = LocalHostTiming(),  # noqa: B008 - frozen
     ) -> None:
         self.job, self.open_journal, self.timing = job, open_journal, timing
         self.directory = Home(tmp_path).create(job, tmp_path)
@@ -317,7 +317,7 @@ class World:
                     view = self.task.result()
                     assert condition(view), f"the job ended: {view.state}, {view.reason}"
                     return view
-                if self.service.assembly.begun:
+                if self.service.runtime.begun:
                     view = self.service.view()
                     if condition(view):
                         return view
@@ -355,7 +355,7 @@ class World:
                 await asyncio.sleep(0)
 
     def members(self) -> list[FakeAgent]:
-        names = self.service.assembly.state.members
+        names = self.service.runtime.state.members
         return [self.backend.agents[name] for name in names if name in self.backend.agents]
 
     def restored_step(self) -> int:

@@ -22,7 +22,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     ThreadedCheckpointStore,
 )
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
-from holdfast.orchestrator.runtime.job_runtime import JobRuntime, Timing
+from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTiming
 
 from .harness import BOUND_S, FakeBackend, drive, make_job
 from .test_commits import MemoryJournal
@@ -58,7 +58,7 @@ class Hosted:
         self.backend = FakeBackend()
         self.backend.directory = self  # type: ignore[assignment]
         self.task: asyncio.Task[None] | None = None
-        self.timing = Timing()
+        self.timing = JobRuntimeTiming()
 
     def job(self) -> TrainingJob:
         return self._job
@@ -228,7 +228,7 @@ def test_a_store_that_does_not_answer_does_not_delay_a_takeover(
         await hosted.until(lambda view: view.state == "running")
         await hosted.stop()
         answers = threading.Event()
-        hosted.timing = Timing(storage_listing_s=0.05)
+        hosted.timing = JobRuntimeTiming(storage_listing_s=0.05)
         monkeypatch.setattr(CheckpointStore, "prepare", lambda self: answers.wait(BOUND_S))
         await hosted.start(hosted.journal.reopened())
         await hosted.until(lambda view: view.state == "running" and view.controller_restarts == 1)

@@ -27,7 +27,7 @@ from ..core import harness as core
 SEEDS = range(0, 40, 3)
 
 
-class Folded:
+class Replay:
     """The state after some records: controller, monitor and projection."""
 
     def __init__(self, job: TrainingJob, data: bytes | None = None) -> None:
@@ -36,16 +36,16 @@ class Folded:
         self.monitor = ProgressMonitor(job, self.controller)
         self.projection = JobProjection(job, memory, state)
 
-    def take(self, records: list[Record]) -> Folded:
+    def take(self, records: list[Record]) -> Replay:
         for now_ns, event in records:
             actions = self.controller.step(now_ns, event)
             self.projection.observe(now_ns, event, actions, self.controller.state)
             self.monitor.observe(now_ns, event)
         return self
 
-    def restored(self) -> Folded:
+    def restored(self) -> Replay:
         """Restored from a snapshot."""
-        return Folded(self.job, snapshot.encode(self.controller.state, self.projection.memory))
+        return Replay(self.job, snapshot.encode(self.controller.state, self.projection.memory))
 
     def known(self) -> Any:
         view = self.projection.view(self.projection.now_ns + 1_234_567, live=False)
@@ -67,12 +67,12 @@ def journal_of(seed: int) -> tuple[TrainingJob, list[Record]]:
 def test_any_record_may_be_the_last_before_a_snapshot(seed: int) -> None:
     """A snapshot after every record gives the same state; some are continued to the end."""
     job, records = journal_of(seed)
-    straight = Folded(job).take(records[:1])
+    straight = Replay(job).take(records[:1])
     for at in range(1, len(records)):
         restored = straight.restored()
         assert restored.known() == straight.known(), f"after record {at}"
         if at % 40 == 0:
-            whole = Folded(job).take(records).known()
+            whole = Replay(job).take(records).known()
             assert restored.take(records[at:]).known() == whole, f"from record {at} to the end"
         straight.take(records[at : at + 1])
 
@@ -82,11 +82,11 @@ def test_any_record_may_be_the_last_before_a_snapshot(seed: int) -> None:
 def test_snapshots_of_snapshots_lose_nothing(seed: int, data: st.DataObject) -> None:
     job, records = journal_of(seed)
     cuts = data.draw(st.lists(st.integers(1, len(records)), min_size=1, max_size=6))
-    folded, at = Folded(job), 0
+    replay, at = Replay(job), 0
     for cut in [*sorted(cuts), len(records)]:
-        folded.take(records[at:cut])
-        folded, at = folded.restored(), cut
-    assert folded.known() == Folded(job).take(records).known()
+        replay.take(records[at:cut])
+        replay, at = replay.restored(), cut
+    assert replay.known() == Replay(job).take(records).known()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -95,14 +95,14 @@ def test_a_monitor_that_starts_from_a_snapshot_equals_one_that_starts_from_recor
 ) -> None:
     job, records = journal_of(seed)
     for at in range(1, len(records), 17):
-        straight = Folded(job).take(records[:at])
+        straight = Replay(job).take(records[:at])
         restored = straight.restored()
         if straight.controller.state.terminal:
             continue
         now_ns = records[at - 1].now_ns + 1
         started = [Record(now_ns, ControllerStarted(incarnation=99, nodes=()))]
-        for folded in (straight, restored):
-            folded.take(started)
+        for replay in (straight, restored):
+            replay.take(started)
         assert restored.monitor._current == straight.monitor._current
         assert vars(restored.monitor._detector) == vars(straight.monitor._detector)
         assert restored.monitor.next_deadline_ns() == straight.monitor.next_deadline_ns()
@@ -140,15 +140,15 @@ def core_hang(projection: core.Transcript) -> Any:
 def test_rare_states_survive_a_snapshot() -> None:
     for transcript in transcripts():
         job = job_from_mapping(transcript.document)
-        folded = Folded(job).take([Record(*one) for one in transcript.journal])
-        assert folded.restored().known() == folded.known()
+        replay = Replay(job).take([Record(*one) for one in transcript.journal])
+        assert replay.restored().known() == replay.known()
 
 
 def test_a_snapshot_of_another_version_is_refused_with_the_reason() -> None:
     transcript = core.Transcript().started(step=5)
-    folded = Folded(job_from_mapping(transcript.document))
-    folded.take([Record(*one) for one in transcript.journal])
-    data = snapshot.encode(folded.controller.state, folded.projection.memory)
+    replay = Replay(job_from_mapping(transcript.document))
+    replay.take([Record(*one) for one in transcript.journal])
+    data = snapshot.encode(replay.controller.state, replay.projection.memory)
     newer = data.replace(b"holdfast snapshot 1\n", b"holdfast snapshot 2\n", 1)
     with pytest.raises(
         snapshot.SnapshotUnreadable, match="got version 2; expected 1; use the"
@@ -170,28 +170,28 @@ def test_all_nodes_of_a_launch_share_one_membership_in_a_snapshot() -> None:
     for nodes in (8, 64):
         names = [f"node-{number}" for number in range(nodes)]
         transcript = core.Transcript(core.spec({"min": nodes, "max": nodes})).started(*names)
-        folded = Folded(job_from_mapping(transcript.document))
-        folded.take([Record(*one) for one in transcript.journal])
-        state = folded.restored().controller.state
+        replay = Replay(job_from_mapping(transcript.document))
+        replay.take([Record(*one) for one in transcript.journal])
+        state = replay.restored().controller.state
         launched = state.launch_actions.values()
         assert {id(one.membership) for one in launched} == {id(state.membership)}
-        sizes[nodes] = len(snapshot.encode(state, folded.projection.memory))
+        sizes[nodes] = len(snapshot.encode(state, replay.projection.memory))
     assert sizes[64] < 10 * sizes[8]
 
 
 def test_the_checkpoint_path_can_be_read_alone_and_may_be_missing_in_old_snapshots() -> None:
     submitted, *_ = core.Transcript().started(step=5).journal
     event = msgspec.structs.replace(submitted[1], checkpoint_path="s3://bucket/x")
-    folded = Folded(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
-    data = snapshot.encode(folded.controller.state, folded.projection.memory)
+    replay = Replay(job_from_mapping(event.spec)).take([Record(submitted[0], event)])
+    data = snapshot.encode(replay.controller.state, replay.projection.memory)
     assert snapshot.checkpoint_path(data) == "s3://bucket/x"
-    assert folded.restored().known() == folded.known()
+    assert replay.restored().known() == replay.known()
     head = len(snapshot.MAGIC) + 2
     document = msgspec.msgpack.decode(zlib.decompress(data[head:]))
     del document["state"]["checkpoint_path"]
     before = data[:head] + zlib.compress(msgspec.msgpack.encode(document))
     assert snapshot.checkpoint_path(before) == ""
     state, _memory = snapshot.decode(before)
-    assert state.job == folded.controller.state.job and state.checkpoint_path == ""
+    assert state.job == replay.controller.state.job and state.checkpoint_path == ""
     with pytest.raises(snapshot.SnapshotDamaged, match="is damaged"):
         snapshot.checkpoint_path(data[:-9])

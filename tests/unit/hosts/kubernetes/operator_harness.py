@@ -21,7 +21,7 @@ from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.hosts.kubernetes.reconciler import (
     JobReconciler,
     ReconcilerContext,
-    Timing,
+    ReconcilerTiming,
 )
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS
@@ -33,7 +33,7 @@ from tests.unit.kube.fake_api import FakeApi, cluster_of, eventually, status
 Request = tuple[str, str]
 """(verb, path)"""
 BUSY = status(429, "TooManyRequests", "too many requests, please try again later")
-QUICK = Timing(retry_min_s=0.01)
+QUICK = ReconcilerTiming(retry_min_s=0.01)
 
 
 @dataclass

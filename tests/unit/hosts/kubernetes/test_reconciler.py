@@ -22,7 +22,7 @@ from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
 from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.core.journal import decode_records, encode_record
 from holdfast.orchestrator.hosts.kubernetes.configmap_journal import WRITER
-from holdfast.orchestrator.hosts.kubernetes.reconciler import PRIOR_FIELDS, Timing
+from holdfast.orchestrator.hosts.kubernetes.reconciler import PRIOR_FIELDS, ReconcilerTiming
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, SECRETS
@@ -392,7 +392,7 @@ def test_a_job_reports_that_its_storage_does_not_answer(
 ) -> None:
     async def scenario() -> None:
         async with running_operator(StatefulFakeApi(), f"{tmp_path}/hangs") as operator:
-            operator.context.timing = Timing(storage_notice_s=0.01)
+            operator.context.timing = ReconcilerTiming(storage_notice_s=0.01)
             job = operator.start(training_job("llm"))
             found = await operator.status_when(
                 "llm", "to wait", lambda s: "has not answered" in s["reason"]

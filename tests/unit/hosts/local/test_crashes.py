@@ -12,7 +12,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal, JournalReader
 from holdfast.orchestrator.hosts.local.job_records import read_view
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.unit.runtime.harness import BOUND_S, World, make_job
+from tests.unit.runtime.harness import BOUND_S, JobHarness, make_job
 
 CRASHES = range(3, 28)
 """Events of the story without a crash are fewer than the last. A request for nodes whose result was
@@ -20,10 +20,10 @@ lost is repeated only once its nodes had the time to come by themselves (8 s), s
 places with one is here."""
 
 
-def num_events(world: World) -> int:
-    if not world.directory.journal.exists():
+def num_events(harness: JobHarness) -> int:
+    if not harness.directory.journal.exists():
         return 0
-    reader = JournalReader(world.directory.journal)
+    reader = JournalReader(harness.directory.journal)
     for _ in reader.read():
         pass
     reader.close()
@@ -31,42 +31,42 @@ def num_events(world: World) -> int:
 
 
 class Crashing:
-    """A world whose controller is killed once, when the journal has `after` events."""
+    """A harness whose controller is killed once, when the journal has `after` events."""
 
-    def __init__(self, world: World, after: int) -> None:
-        self.world, self.after, self.crashed = world, after, False
+    def __init__(self, harness: JobHarness, after: int) -> None:
+        self.harness, self.after, self.crashed = harness, after, False
 
     async def until(self, condition: object) -> JobView:
         while True:
-            if not self.crashed and num_events(self.world) >= self.after:
+            if not self.crashed and num_events(self.harness) >= self.after:
                 self.crashed = True
-                await self.world.kill_controller()
-                self.world.start()
-            if self.world.service.assembly.begun:
-                view = self.world.service.view()
+                await self.harness.kill_controller()
+                self.harness.start()
+            if self.harness.service.runtime.begun:
+                view = self.harness.service.view()
                 if condition(view):  # type: ignore[operator]
                     return view
-            assert not self.world.task.done(), self.world.task.result()
+            assert not self.harness.task.done(), self.harness.task.result()
             await asyncio.sleep(0)
 
 
 async def tell(tmp_path: Path, crash_after: int, bound_bytes: int) -> JobView:
     """Start a job, kill a worker, kill a node, finish."""
     open_journal = functools.partial(FileJournal, bound_bytes=bound_bytes)
-    world = World(tmp_path, make_job(), open_journal)
-    world.backend.auto = True
-    crashing = Crashing(world, crash_after)
-    world.start()
+    harness = JobHarness(tmp_path, make_job(), open_journal)
+    harness.backend.auto = True
+    crashing = Crashing(harness, crash_after)
+    harness.start()
     await crashing.until(lambda v: v.state == "running" and v.generation == 1)
-    world.members()[1].exit_worker(0)
+    harness.members()[1].exit_worker(0)
     await crashing.until(lambda v: v.state == "running" and v.generation > 1)
-    world.backend.kill(world.members()[0].name)
+    harness.backend.kill(harness.members()[0].name)
     # If the request for a node was lost with the controller, the job shrinks first.
     await crashing.until(
         lambda v: v.state == "running" and len(v.incidents) >= 2 and v.world_size == 4
     )
-    await world.finish()
-    return read_view(world.directory)
+    await harness.finish()
+    return read_view(harness.directory)
 
 
 @pytest.mark.parametrize("crash_after", CRASHES)

@@ -55,7 +55,7 @@ def without_sentences(value: Any) -> Any:
     return value
 
 
-class Folded:
+class OldReplay:
     """Controller and view of an old journal, through today's code."""
 
     def __init__(self, name: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ class Folded:
     def state(self) -> JobState:
         return self.controller.state
 
-    def take(self, count: int | None = None) -> Folded:
+    def take(self, count: int | None = None) -> OldReplay:
         for now_ns, event in self.later[:count]:
             actions = self.controller.step(now_ns, event)
             self.projection.observe(now_ns, event, actions, self.controller.state)
@@ -99,7 +99,7 @@ def _views() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NUM_EVENTS)
 def test_an_old_journal_gives_the_same_view(name: str, tmp_path: Path) -> None:
-    whole = Folded("whole", tmp_path)
+    whole = OldReplay("whole", tmp_path)
     assert len(whole.later) == NUM_EVENTS["end"]
     assert whole.take(NUM_EVENTS[name]).view() == views()[name]
 
@@ -108,8 +108,8 @@ def test_an_old_journal_gives_the_same_view(name: str, tmp_path: Path) -> None:
 def test_an_old_snapshot_gives_the_state_and_view_that_a_replay_gives(
     name: str, tmp_path: Path
 ) -> None:
-    whole = Folded("whole", tmp_path).take(NUM_EVENTS[name])
-    compacted = Folded(name, tmp_path)
+    whole = OldReplay("whole", tmp_path).take(NUM_EVENTS[name])
+    compacted = OldReplay(name, tmp_path)
     assert len(compacted.later) == NUM_EVENTS["end"] - NUM_EVENTS[name]
     assert compacted.view() == whole.view() == views()[name]
     # That Holdfast armed the timer of a last checkpoint for a state at risk too.
@@ -122,7 +122,7 @@ def test_an_old_snapshot_gives_the_state_and_view_that_a_replay_gives(
 
 
 def test_an_old_snapshot_keeps_what_an_incident_has_under_way(tmp_path: Path) -> None:
-    state = Folded("incident", tmp_path).state
+    state = OldReplay("incident", tmp_path).state
     assert state.phase == "recovering" and state.needs_placement
     unnamed, named = state.pending_nodes
     assert unnamed == PendingNode(None, 1_007_500_000_000)
@@ -138,13 +138,13 @@ def test_an_old_snapshot_keeps_what_an_incident_has_under_way(tmp_path: Path) ->
 
 
 def test_an_old_snapshot_keeps_nodes_that_a_new_controller_found(tmp_path: Path) -> None:
-    state = Folded("restarted", tmp_path).state
+    state = OldReplay("restarted", tmp_path).state
     assert [(one.name, one.recovered) for one in state.pending_nodes] == [("f", False), ("x", True)]
     assert not state.nodes["c"].confirmed and state.incarnation == 2
 
 
 def test_an_old_snapshot_keeps_a_step_that_is_staged_before_a_suspension(tmp_path: Path) -> None:
-    state = Folded("staging", tmp_path).state
+    state = OldReplay("staging", tmp_path).state
     assert state.intent == "suspend" and state.intent_reason == "suspend was asked for by ada"
     assert state.quiesce is not None and state.quiesce.step == 22
     assert state.quiesce.requested_ns == 1_060_000_000_000 and state.first_step_done

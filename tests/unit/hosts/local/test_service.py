@@ -21,14 +21,14 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.hosts.local.file_journal import JournalReader
 from holdfast.orchestrator.hosts.local.job_records import read_view, replay
-from holdfast.orchestrator.hosts.local.service import Timing
+from holdfast.orchestrator.hosts.local.service import LocalHostTiming
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.observe.view import JobView
-from tests.unit.runtime.harness import BOUND_S, Frames, World, drive, make_job, node_facts
+from tests.unit.runtime.harness import BOUND_S, Frames, JobHarness, drive, make_job, node_facts
 
 
-def journal(world: World) -> list[Any]:
-    return [event for _, event in JournalReader(world.directory.journal).read()]
+def journal(harness: JobHarness) -> list[Any]:
+    return [event for _, event in JournalReader(harness.directory.journal).read()]
 
 
 def without_clock(view: JobView) -> dict[str, Any]:
@@ -41,92 +41,92 @@ def without_clock(view: JobView) -> dict[str, Any]:
 
 def test_a_job_runs_to_its_end_and_its_record_has_the_same_view(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        view = await world.finish()
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        view = await harness.finish()
         assert view.state == "succeeded" and view.step == 0
         assert [one.step for one in view.checkpoints] == [0]
         assert sum(view.ledger.values()) == pytest.approx(
             (view.finished_ns - view.submitted_ns) / 1e9  # type: ignore[operator]
         )
-        assert without_clock(read_view(world.directory)) == without_clock(view)
-        assert world.directory.controller() is None
-        assert world.backend.agents == {}
+        assert without_clock(read_view(harness.directory)) == without_clock(view)
+        assert harness.directory.controller() is None
+        assert harness.backend.agents == {}
 
     drive(scenario())
 
 
 def test_a_killed_worker_is_an_incident_with_its_phases(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        world.members()[1].exit_worker(0)
-        view = await world.running(generation=2)
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        harness.members()[1].exit_worker(0)
+        view = await harness.running(generation=2)
         incident = view.incidents[0]
         assert incident.culprit_rank == 2 and incident.steps_lost == 0
         assert incident.restored_from == "memory"
         phases = dict(incident.seconds)
         assert phases.pop("total") == pytest.approx(sum(phases.values()))
         assert list(phases) == ["stop", "place", "launch", "first-step"]
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_a_killed_node_is_lost_at_once_and_replaced(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        world.backend.kill("node-1")
-        view = await world.running(generation=2)
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        harness.backend.kill("node-1")
+        view = await harness.running(generation=2)
         assert [node.name for node in view.nodes] == ["node-0", "node-2"]
-        lost = [event for event in journal(world) if isinstance(event, NodeLost)]
+        lost = [event for event in journal(harness) if isinstance(event, NodeLost)]
         assert [(event.node, event.cause) for event in lost] == [("node-1", "gone")]
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_a_closed_connection_of_an_existing_node_is_not_a_loss(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        agent = world.members()[0]
-        welcomes = world.welcomes(agent)
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        agent = harness.members()[0]
+        welcomes = harness.welcomes(agent)
         assert agent.frames is not None
         agent.frames.writer.transport.abort()
-        await world.back(agent, welcomes + 1)
+        await harness.back(agent, welcomes + 1)
         agent.advance(1)
-        world.members()[1].advance(1)
-        view = await world.until(lambda view: view.step == 1)
+        harness.members()[1].advance(1)
+        view = await harness.until(lambda view: view.step == 1)
         assert view.generation == 1 and view.incidents == []
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_a_new_controller_takes_over_without_disturbing_training(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        await world.kill_controller()
-        assert world.directory.controller() is None
-        dead = read_view(world.directory)
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        await harness.kill_controller()
+        assert harness.directory.controller() is None
+        dead = read_view(harness.directory)
         assert (dead.state, dead.controller_alive) == ("running", False)
-        world.start()
-        await world.until(lambda view: len(world.service.assembly.links) == 2)
-        for agent in world.members():
+        harness.start()
+        await harness.until(lambda view: len(harness.service.runtime.links) == 2)
+        for agent in harness.members():
             agent.advance(7)
-        view = await world.until(lambda view: view.step == 7)
+        view = await harness.until(lambda view: view.step == 7)
         assert (view.generation, view.incidents, view.controller_restarts) == (1, [], 1)
-        for agent in world.members():
+        for agent in harness.members():
             assert not any(isinstance(message, wire.StopWorkers) for message in agent.received)
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
@@ -135,36 +135,36 @@ def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_kille
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job(), timing=Timing(forced_end_s=0.0))
-        world.start()
-        await world.running()
+        harness = JobHarness(tmp_path, make_job(), timing=LocalHostTiming(forced_end_s=0.0))
+        harness.start()
+        await harness.running()
 
         async def close(*, release: bool) -> None:
             if release:
                 raise HoldfastError("node-0: still there")
 
-        monkeypatch.setattr(world.backend, "close", close)
+        monkeypatch.setattr(harness.backend, "close", close)
         for _ in range(2):
-            world.service._on_signal(signal.SIGINT)
+            harness.service._on_signal(signal.SIGINT)
         async with asyncio.timeout(BOUND_S):
-            view = await world.task
-        assert view.state == "cancelled" and world.service.interrupted
+            view = await harness.task
+        assert view.state == "cancelled" and harness.service.interrupted
 
     drive(scenario())
 
 
 def test_a_node_that_ends_while_no_controller_runs_is_detected_as_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        await world.kill_controller()
-        world.backend.on_node_gone = lambda gone: None
-        world.backend.kill("node-0")
-        world.start()
-        view = await world.running(generation=2)
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        await harness.kill_controller()
+        harness.backend.on_node_gone = lambda gone: None
+        harness.backend.kill("node-0")
+        harness.start()
+        view = await harness.running(generation=2)
         assert view.incidents[0].culprit_node == "node-0"
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
@@ -173,26 +173,26 @@ def test_every_action_ends_in_exactly_one_result(tmp_path: Path) -> None:
     """Also an action whose result arrives after its controller was killed."""
 
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        world.members()[1].answers = False
-        world.members()[0].exit_worker(0)
-        await world.until(lambda view: view.state == "recovering")
-        stopping = world.members()[1]
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        harness.members()[1].answers = False
+        harness.members()[0].exit_worker(0)
+        await harness.until(lambda view: view.state == "recovering")
+        stopping = harness.members()[1]
         async with asyncio.timeout(BOUND_S):
             while not any(isinstance(message, wire.StopWorkers) for message in stopping.received):
                 await asyncio.sleep(0)
-        await world.kill_controller()
+        await harness.kill_controller()
         stopping.answers = True
-        world.start()
-        await world.running(generation=2)
-        await world.finish()
+        harness.start()
+        await harness.running(generation=2)
+        await harness.finish()
         results = (ActionSucceeded, ActionFailed, ActionUnknown, GroupStopped)
-        ended = [event.action_id for event in journal(world) if isinstance(event, results)]
+        ended = [event.action_id for event in journal(harness) if isinstance(event, results)]
         assert len(ended) == len(set(ended))
         assert set(ended) == set(range(1, max(ended) + 1))
-        starts = [e.incarnation for e in journal(world) if isinstance(e, ControllerStarted)]
+        starts = [e.incarnation for e in journal(harness) if isinstance(e, ControllerStarted)]
         assert starts == [1, 2]
 
     drive(scenario())
@@ -200,97 +200,97 @@ def test_every_action_ends_in_exactly_one_result(tmp_path: Path) -> None:
 
 def test_the_live_view_and_the_replayed_view_agree(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        world.members()[0].exit_worker(1)
-        await world.running(generation=2)
-        reply = await world.ask("suspend", by="test")
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        harness.members()[0].exit_worker(1)
+        await harness.running(generation=2)
+        reply = await harness.ask("suspend", by="test")
         assert reply.ok
-        await world.until(lambda view: view.state == "suspended")
-        await world.ask("resume")
-        await world.running(generation=3)
-        world.backend.kill(world.members()[0].name)
-        await world.running(generation=4)
-        story = world.service.assembly.driver.loop.projection
-        other = replay(world.job, JournalReader(world.directory.journal).read())
+        await harness.until(lambda view: view.state == "suspended")
+        await harness.ask("resume")
+        await harness.running(generation=3)
+        harness.backend.kill(harness.members()[0].name)
+        await harness.running(generation=4)
+        story = harness.service.runtime.driver.loop.projection
+        other = replay(harness.job, JournalReader(harness.directory.journal).read())
         now_ns = story.now_ns + 5_000_000_000
         assert other.view(now_ns, live=False) == story.view(now_ns, live=False)
         view = story.view(now_ns, live=False)
         assert sum(view.ledger.values()) == pytest.approx((now_ns - view.submitted_ns) / 1e9)
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_requests_are_answered_and_carried_out(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        status = await world.ask("status")
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        status = await harness.ask("status")
         assert msgspec.convert(status.body, JobView).state == "running"
-        world.backend.node_limit = lambda: 4
-        refused = await world.ask("resize", nodes=99)
+        harness.backend.node_limit = lambda: 4
+        refused = await harness.ask("resize", nodes=99)
         assert not refused.ok and "nodes: got 99; expected at most 4" in refused.detail
-        refused = await world.ask("resize", nodes=0)
+        refused = await harness.ask("resize", nodes=0)
         assert not refused.ok and "expected" in refused.detail
         assert (
-            await world.ask("resize", nodes="2")
+            await harness.ask("resize", nodes="2")
         ).detail == "nodes: got '2'; expected an integer"
-        assert not (await world.ask("resume")).ok
-        assert "expected one of" in (await world.ask("dance")).detail
-        assert (await world.ask("resize", nodes=1)).ok
-        view = await world.running(generation=2)
+        assert not (await harness.ask("resume")).ok
+        assert "expected one of" in (await harness.ask("dance")).detail
+        assert (await harness.ask("resize", nodes=1)).ok
+        view = await harness.running(generation=2)
         assert view.world_size == 2 and view.incidents[0].failure_class == "resize"
-        assert (await world.ask("cancel", by="test")).ok
+        assert (await harness.ask("cancel", by="test")).ok
         async with asyncio.timeout(BOUND_S):
-            view = await world.task
-        assert view.state == "cancelled" and world.backend.agents == {}
+            view = await harness.task
+        assert view.state == "cancelled" and harness.backend.agents == {}
 
     drive(scenario())
 
 
 def test_an_injected_fault_is_recorded_before_it_happens(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
         bad = [
-            await world.ask("chaos", kind="explode"),
-            await world.ask("chaos", kind="kill-worker", rank=9),
-            await world.ask("chaos", kind="kill-node", node="node-7"),
+            await harness.ask("chaos", kind="explode"),
+            await harness.ask("chaos", kind="kill-worker", rank=9),
+            await harness.ask("chaos", kind="kill-node", node="node-7"),
         ]
         assert [reply.detail.split(";")[0] for reply in bad] == [
             "kind: got explode", "rank: got 9", "node: got node-7",
         ]  # fmt: skip
-        reply = await world.ask("chaos", kind="kill-worker", rank=2)
-        assert reply.ok and reply.body["node"] == world.members()[1].name
-        await world.wait_received(world.members()[1], wire.Chaos(kind="kill-worker", rank=2))
-        world.members()[1].exit_worker(0)
-        view = await world.running(generation=2)
+        reply = await harness.ask("chaos", kind="kill-worker", rank=2)
+        assert reply.ok and reply.body["node"] == harness.members()[1].name
+        await harness.wait_received(harness.members()[1], wire.Chaos(kind="kill-worker", rank=2))
+        harness.members()[1].exit_worker(0)
+        view = await harness.running(generation=2)
         assert view.incidents[0].rehearsal
-        held = await world.ask("chaos", kind="kill-node", node="node-0", hold_s=60)
+        held = await harness.ask("chaos", kind="kill-node", node="node-0", hold_s=60)
         assert held.ok
-        world.backend.kill("node-0")
-        view = await world.running(generation=3)
+        harness.backend.kill("node-0")
+        view = await harness.running(generation=3)
         assert view.world_size == 2
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_a_watcher_sees_views_until_the_job_ends(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        place = world.read_place()
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        place = harness.read_place()
         frames = await Frames.dial(place["address"], place["port"])
-        frames.send(wire.Request(token=world.directory.token(), verb="watch"))
+        frames.send(wire.Request(token=harness.directory.token(), verb="watch"))
         first = await frames.receive()
         assert first.body["state"] == "running"
-        await world.finish()
+        await harness.finish()
         while (reply := await frames.receive()) is not None:
             assert reply.ok
         frames.close()
@@ -300,15 +300,15 @@ def test_a_watcher_sees_views_until_the_job_ends(tmp_path: Path) -> None:
 
 def test_a_checkpoint_can_be_requested(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        assert (await world.ask("checkpoint")).ok
-        view = await world.until(lambda view: bool(view.checkpoints))
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        assert (await harness.ask("checkpoint")).ok
+        view = await harness.until(lambda view: bool(view.checkpoints))
         assert view.checkpoints[0].step == 0 and view.commits == 1 and view.durable_s == 0.5
-        for agent in world.members():
-            await world.wait_received(agent, wire.Committed(generation=1, step=0))
-        await world.finish()
+        for agent in harness.members():
+            await harness.wait_received(agent, wire.Committed(generation=1, step=0))
+        await harness.finish()
 
     drive(scenario())
 
@@ -318,27 +318,27 @@ def test_a_requested_checkpoint_is_staged_also_if_not_every_step_is(
     tmp_path: Path, every: int
 ) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job(checkpoint={"memory": {"everySteps": every}}))
-        world.start()
-        await world.running()
-        step = (await world.ask("checkpoint")).body["step"]
-        for agent in world.members():
-            await world.wait_received(agent, wire.Persist(action_id=0, generation=1, step=step))
+        harness = JobHarness(tmp_path, make_job(checkpoint={"memory": {"everySteps": every}}))
+        harness.start()
+        await harness.running()
+        step = (await harness.ask("checkpoint")).body["step"]
+        for agent in harness.members():
+            await harness.wait_received(agent, wire.Persist(action_id=0, generation=1, step=step))
             orders = [m for m in agent.received if isinstance(m, wire.Stage)]
             wanted = [] if every == 1 else [wire.Stage(action_id=0, generation=1, step=step)]
             assert orders == wanted
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_connections_without_valid_credentials_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        place = world.read_place()
-        token = world.directory.token()
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        place = harness.read_place()
+        token = harness.directory.token()
 
         async def hello(**fields: Any) -> Any:
             frames = await Frames.dial(place["address"], place["port"])
@@ -360,38 +360,38 @@ def test_connections_without_valid_credentials_are_refused(tmp_path: Path) -> No
         frames.writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
         assert await frames.receive() is None
         frames.close()
-        world.backend.kill("node-1")
-        await world.until(lambda view: "node-1" not in [node.name for node in view.nodes[:1]])
+        harness.backend.kill("node-1")
+        await harness.until(lambda view: "node-1" not in [node.name for node in view.nodes[:1]])
         assert "node-1 was lost" in (await hello(node="node-1")).detail
-        view = await world.running(generation=2)
+        view = await harness.running(generation=2)
         assert view.state == "running"
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())
 
 
 def test_a_node_that_connects_twice_keeps_its_newest_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, make_job())
-        world.start()
-        await world.running()
-        agent = world.members()[0]
-        welcomes = world.welcomes(agent)
-        place = world.read_place()
+        harness = JobHarness(tmp_path, make_job())
+        harness.start()
+        await harness.running()
+        agent = harness.members()[0]
+        welcomes = harness.welcomes(agent)
+        place = harness.read_place()
         frames = await Frames.dial(place["address"], place["port"])
         frames.send(
             wire.Hello(
-                token=world.directory.token(), job="tiny", node=agent.name, facts=node_facts(),
+                token=harness.directory.token(), job="tiny", node=agent.name, facts=node_facts(),
                 generation=1, ranks=(0, 1),
             )
         )  # fmt: skip
         assert isinstance(await frames.receive(), wire.Welcome)
         # The agent whose connection was replaced connects again and replaces the other one.
-        await world.back(agent, welcomes + 1)
+        await harness.back(agent, welcomes + 1)
         assert await frames.receive() is None
-        view = world.service.view()
+        view = harness.service.view()
         assert view.generation == 1 and view.incidents == []
         frames.close()
-        await world.finish()
+        await harness.finish()
 
     drive(scenario())

@@ -121,9 +121,9 @@ def test_a_watcher_gets_events_at_once_and_progress_later(serving: Serving) -> N
         host = serving(RayHostTiming(progress_s=1e6))
         async with asyncio.timeout(BOUND_S):
             watching = asyncio.create_task(host.watch((await host.watch(-1))["seen"]))
-            host.assembly.changes.notify()
+            host.runtime.changes.notify()
             assert not (await asyncio.wait([watching], timeout=2 * WATCH_INTERVAL_S))[0]
-            host.assembly.events.notify()
+            host.runtime.events.notify()
             await watching
 
     asyncio.run(scenario())
