@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -349,7 +350,7 @@ def test_a_request_that_a_controller_could_not_record_is_refused(
         async def perform(verb: str, arguments: dict[str, Any]) -> Any:
             return await done
 
-        host.runtime.control.perform = perform  # type: ignore[method-assign]
+        host.runtime.control = SimpleNamespace(perform=perform)  # type: ignore[assignment]
         return await host.perform("suspend", {})
 
     answer = asyncio.run(scenario())
