@@ -202,10 +202,10 @@ def test_a_missing_queue_is_named_with_the_existing_ones(
     wanted = training_job("kueue", queue="team-b")
     text = complaint(control_plane, wanted, namespace.namespace)
     assert f"got team-b; expected a LocalQueue of namespace {namespace.namespace}" in text
-    assert "(there: none)" in text
+    assert "(existing: none)" in text
     local = next(one for one in documents() if one["kind"] == "LocalQueue")
     namespace.create(local)
-    assert "(there: team-a)" in complaint(control_plane, wanted, namespace.namespace)
+    assert "(existing: team-a)" in complaint(control_plane, wanted, namespace.namespace)
     assert not complaint(control_plane, training_job("kueue", queue="team-a"), namespace.namespace)
 
 
