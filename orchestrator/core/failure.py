@@ -213,25 +213,29 @@ def _outside_signal(facts: FailureEvidence) -> Failure | None:
     return Failure("infrastructure", "outside-signal", title, evidence, node, exit.rank, exit)
 
 
-def _raised(
-    rule: str, failure_class: FailureClass, wanted: Callable[[Exit], bool], damaged: bool = False
-) -> Match:
+@dataclass(frozen=True, slots=True)
+class _Raised:
     """A rule about exceptions."""
 
-    def match(facts: FailureEvidence) -> Failure | None:
-        found = _first(facts, lambda e: bool(e.error_type) and not is_secondary(e) and wanted(e))
+    rule: str
+    failure_class: FailureClass
+    wanted: Callable[[Exit], bool]
+    damaged: bool = False
+
+    def __call__(self, facts: FailureEvidence) -> Failure | None:
+        found = _first(
+            facts, lambda e: bool(e.error_type) and not is_secondary(e) and self.wanted(e)
+        )
         if found is None:
             return None
         node, exit = found
         title = f"{_where(exit, node)} raised {exit.error_type} {when(exit)}"
         frame = last_frame(exit.traceback)
         evidence = f"{exit.error_type}: {exit.error_message}" + (f" at {frame}" if frame else "")
+        evidence += _others(facts, exit)
         return Failure(
-            failure_class, rule, title, evidence + _others(facts, exit), node, exit.rank, exit,
-            damaged,
-        )  # fmt: skip
-
-    return match
+            self.failure_class, self.rule, title, evidence, node, exit.rank, exit, self.damaged
+        )
 
 
 def _device_error(exit: Exit) -> bool:
@@ -283,15 +287,15 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("hang", _hang),
     ("out-of-memory-kill", _oom_kill),
     ("outside-signal", _outside_signal),
-    ("checkpoint-damaged", _raised(
+    ("checkpoint-damaged", _Raised(
         "checkpoint-damaged", "infrastructure", lambda e: e.error_type in DAMAGED_TYPES, True)),
-    ("checkpoint-unreadable", _raised(
+    ("checkpoint-unreadable", _Raised(
         "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
-    ("out-of-memory", _raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
-    ("device-missing", _raised(
+    ("out-of-memory", _Raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),
+    ("device-missing", _Raised(
         "device-missing", "infrastructure", lambda e: e.error_type in MISSING_DEVICE_TYPES)),
-    ("device-error", _raised("device-error", "infrastructure", _device_error)),
-    ("user-exception", _raised("user-exception", "user", lambda e: True)),
+    ("device-error", _Raised("device-error", "infrastructure", _device_error)),
+    ("user-exception", _Raised("user-exception", "user", lambda e: True)),
     ("exit-code", _exit_code),
     ("native-crash", _crash),
     ("node-lost", _lost),
