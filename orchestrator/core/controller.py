@@ -316,17 +316,16 @@ def _rejoin_expired(ctx: StepContext) -> None:
 
 
 def _stop_expired(ctx: StepContext) -> None:
-    ctx.disarm("stop")
     stop = ctx.state.stop
-    for name in list(stop.waiting) if stop is not None else ():
+    assert stop is not None, "its timer is disarmed with the stop"
+    for name in list(stop.waiting):
         detail = f"did not stop its workers in {limits.STOP_TIMEOUT_S:g} s"
         _lost(ctx, e.NodeLost(node=name, cause="no-stop", detail=detail))
 
 
 def _launch_expired(ctx: StepContext) -> None:
-    ctx.disarm("launch-again")
-    if ctx.state.launching:
-        _launch_failed(ctx, next(iter(ctx.state.launching)), "it did not answer")
+    for node in list(ctx.state.launching)[:1]:
+        _launch_failed(ctx, node, "it did not answer")
 
 
 def _deadline_passed(ctx: StepContext) -> None:

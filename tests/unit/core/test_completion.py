@@ -26,7 +26,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.protocol.facts import StagedShard
 
-from .harness import Transcript, spec
+from .harness import SECOND, Transcript, spec
 
 
 def test_the_last_step_is_committed_before_the_job_has_succeeded() -> None:
@@ -200,12 +200,23 @@ def test_after_a_resume_during_the_drain_the_state_may_still_be_at_risk() -> Non
     job.apply(SuspendRequested())
     job.all_stopped(41)
     job.fail(job.of(PersistStep)[0])
+    assert job.state.timers["drain"] == job.now_ns + SECOND
     assert "could not be asked for step 41: no room" in job.state.notes[-1][1]
     job.apply(PreemptionNoticed(node="b", detail="spot"))
     job.apply(ResumeRequested())
     assert job.state.phase == "pending"
     assert job.state.drain is not None and job.state.drain.kind == "at-risk"
     assert job.one(RequestNodes).count == 1
+
+
+def test_after_the_end_no_other_action_is_decided() -> None:
+    job = Transcript(spec(recovery={"badNodeStrikes": 1})).started()
+    job.exits(2, signal=9)
+    job.stopped("a")
+    job.apply(CancelRequested())
+    job.stopped("b")
+    assert list(job.state.cordoned) == ["b"]
+    assert job.fresh == [job.one(FinishJob)]
 
 
 def test_the_reason_of_a_job_that_ends_early_stays_while_it_writes() -> None:

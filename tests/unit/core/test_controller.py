@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.orchestrator.core.actions import (
     DeleteCheckpoint,
     LaunchGroup,
@@ -197,6 +199,7 @@ def test_a_launch_without_a_result_is_not_in_flight_any_more() -> None:
     assert not job.apply(ActionUnknown(action_id=launch.action_id))
     assert launch.action_id not in job.state.inflight
     assert launch.node in job.state.launching, "it is sent again after a timeout"
+    assert "request" not in job.state.timers
 
 
 def test_a_release_without_a_result_is_repeated() -> None:
@@ -231,8 +234,16 @@ def test_a_stop_that_is_reported_twice_changes_nothing() -> None:
     assert job.state.stop is not None
     event = GroupStopped(action_id=job.state.stop.waiting["a"], node="a", generation=1)
     job.apply(event)
-    assert not job.apply(event)
-    assert list(job.state.stop.waiting) == ["b"]
+    assert event.action_id not in job.state.inflight
+    again = msgspec.structs.replace(event, staged=job.inventory("a", 9))
+    assert not job.apply(again)
+    assert list(job.state.stop.waiting) == ["b"] and job.state.nodes["a"].staged == ()
+
+
+def test_a_stop_that_was_not_requested_changes_nothing() -> None:
+    job = Transcript().started(step=3)
+    assert not job.apply(GroupStopped(action_id=99, node="a", generation=1))
+    assert job.state.nodes["a"].generation == 1 and job.state.phase == "running"
 
 
 def test_a_new_controller_continues_the_last_write() -> None:

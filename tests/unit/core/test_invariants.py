@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.orchestrator.core import invariants
 from holdfast.orchestrator.core.actions import Reason
+from holdfast.orchestrator.core.events import Tick
 from holdfast.orchestrator.core.state import JobState, PendingCheckpoint, PendingNode, PendingStop
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -136,6 +137,13 @@ def test_a_state_that_can_occur_is_accepted(change: Callable[[JobState], None]) 
     state = training()
     change(state)
     invariants.check(state)
+
+
+def test_the_invariants_are_checked_after_every_event() -> None:
+    job = Transcript(spec()).started()
+    job.state.members = ("a", "a")
+    with pytest.raises(invariants.Broken):
+        job.controller.step(job.now_ns, Tick())
 
 
 def test_a_refused_checkpoint_may_be_deleted() -> None:

@@ -102,6 +102,8 @@ def test_a_member_that_rejoins_before_its_launch_was_answered_gets_it_again() ->
     assert job.state.nodes["b"].generation == 1
     job.apply(NodeJoined(node="b", facts=facts("b"), generation=1, ranks=(2, 3)))
     assert not job.fresh and list(job.state.launching) == ["a"], "it runs the generation"
+    job.apply(NodeJoined(node="a", facts=facts("a"), generation=1, ranks=(0, 1)))
+    assert job.state.launching == {} and not job.wait(60)
 
 
 def test_a_member_without_its_workers_breaks_the_generation_with_the_reason() -> None:
@@ -174,6 +176,16 @@ def test_a_node_lost_between_two_generations_is_no_member_that_was_lost() -> Non
     assert not job.state.active
     job.lose("b")
     assert job.state.num_incidents == 1 and job.state.stop is None
+    assert job.state.incidents[0].evidence == "gone"
+
+
+def test_the_loss_of_a_member_is_the_reason_of_the_stop() -> None:
+    job = Transcript().started()
+    job.lose("b", "disconnected", "reset by peer")
+    assert job.one_reason(StopGroup) == "b was lost (disconnected): reset by peer"
+    other = Transcript().started()
+    other.lose("b", "gone")
+    assert other.one_reason(StopGroup) == "b was lost (gone): gone"
 
 
 def test_a_new_controller_loses_only_nodes_that_did_not_reconnect() -> None:

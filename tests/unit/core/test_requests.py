@@ -61,6 +61,7 @@ def test_a_resume_during_the_stop_restores_from_memory() -> None:
     job.stopped("a", 33)
     job.apply(ResumeRequested())
     job.stopped("b", 33)
+    assert job.state.phase == "recovering"
     restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and (restore.step, restore.directory) == (33, "")
 
@@ -351,6 +352,18 @@ def test_storage_by_time_requests_a_step_ahead_of_the_training() -> None:
 def test_a_size_with_fewer_workers_than_replicas_is_refused() -> None:
     job = make_job(nodes=(2, 2), workers=1, parallelism={"replicate": 2})
     assert "nodes: got 1; expected whole replica groups" in check_resize(job, 1)
+
+
+def test_a_resume_during_the_stop_waits_for_nodes_as_a_recovery() -> None:
+    job = Transcript(spec({"min": 2, "max": 2})).started()
+    job.apply(SuspendRequested())
+    job.lose("b")
+    job.apply(ResumeRequested())
+    assert job.state.phase == "suspending" and not job.of(RequestNodes)
+    job.stopped("a", 33)
+    assert job.state.phase == "recovering"
+    assert job.state.reason == Reason("resume", "resumed before it was suspended")
+    assert job.one(RequestNodes).count == 1
 
 
 def test_a_suspend_of_a_finishing_job_is_noted_only() -> None:
