@@ -13,6 +13,8 @@ from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.orchestrator.protocol.mesh import Mesh
 
+from ..unit.core.harness import check_timers
+
 if TYPE_CHECKING:
     from .trainer import Payload
     from .world import World
@@ -44,6 +46,7 @@ class Oracle:
 
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
         """After every step of the controller. A crash may undo what is not durable yet."""
+        check_timers(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
