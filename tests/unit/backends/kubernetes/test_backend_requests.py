@@ -185,7 +185,7 @@ def test_a_new_size_does_not_wait_for_the_refusal_of_the_old_one() -> None:
             assert len(await seen.backend.request_nodes(3, ())) == 3
             seen.backend.withhold(60.0)
             await seen.backend.follow(training_job({"min": 2, "max": 4}))
-            with pytest.raises(NoRoom, match="rehearsal"):
+            with pytest.raises(NoRoom, match="fault injection"):
                 await seen.backend.request_nodes(1, ())
 
     asyncio.run(scenario())
