@@ -12,6 +12,8 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
 
+from .language import findings
+
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
@@ -158,3 +160,7 @@ def test_files_named_in_the_docs_exist() -> None:
         if not (ROOT / path).exists()
     ]
     assert broken == []
+
+
+def test_no_word_of_the_old_dialect_comes_back() -> None:
+    assert list(findings([])) == [], "docs/contributing/glossary.md has the terms to use"
