@@ -297,3 +297,84 @@ def test_a_failed_write_is_noted() -> None:
     job = Transcript().started()
     job.apply(PersistFailed(node="a", generation=1, step=9, shard=0, detail="no space left"))
     assert "no space left" in job.state.notes[-1][1]
+
+
+def test_an_incomplete_checkpoint_newer_than_the_commit_is_kept() -> None:
+    job = Transcript().started()
+    job.persisted(29, 0)
+    job.commit(19)
+    assert not job.of(DeleteCheckpoint) and list(job.state.catalog.pending) == [(29, 1)]
+
+
+def test_an_incomplete_checkpoint_of_the_committed_step_is_deleted_with_the_next_commit() -> None:
+    job = Transcript().started()
+    job.persisted(9, 0)
+    job.exits(0, signal=9)
+    job.all_stopped(5)
+    job.succeed(LaunchGroup)
+    job.commit(9)
+    assert not job.of(DeleteCheckpoint) and list(job.state.catalog.pending) == [(9, 1)]
+    job.commit(19)
+    assert [(one.step, one.written_by) for one in job.of(DeleteCheckpoint)] == [(9, 1)]
+    assert job.state.catalog.pending == {}
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_a_shard_that_is_not_newer_than_the_newest_commit_is_not_collected(step: int) -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.persisted(step, 0)
+    assert job.state.catalog.pending == {}
+
+
+def test_a_new_controller_applies_retention_to_what_it_finds() -> None:
+    job = Transcript(spec(checkpoint={"retention": {"keepLast": 1}})).started()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, committed=_files(9) + _files(19)))
+    delete = job.one(DeleteCheckpoint)
+    assert delete.step == 9
+    assert delete.reason.text == "checkpoint of step 9: the newest 1 are kept"
+
+
+def test_a_new_controller_does_not_commit_incomplete_sets() -> None:
+    job = Transcript().started()
+    job.persisted(9, 0)
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    assert not job.of(CommitManifest)
+    job.persisted(9, 1)
+    assert job.one(CommitManifest).step == 9
+    job.persisted(9, 1)
+    assert not job.of(CommitManifest), "one is under way"
+
+
+def test_a_checkpoint_that_is_refused_before_the_first_launch_interrupts_nothing() -> None:
+    job = Transcript()
+    job.submit()
+    job.apply(ControllerStarted(incarnation=1, committed=_files(9, generation=3)))
+    job.apply(CheckpointRefused(step=9, generation=3, detail="a checksum differs"))
+    assert job.state.catalog.committed[0].refused and not job.of(StopGroup)
+
+
+def test_a_refused_checkpoint_interrupts_only_before_the_first_step() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    job.succeed(LaunchGroup)
+    job.step(10)
+    job.apply(CheckpointRefused(step=9, generation=1, detail="a checksum differs"))
+    assert job.state.catalog.committed[0].refused and not job.of(StopGroup)
+
+
+def test_a_commit_gives_its_size_and_time() -> None:
+    job = Transcript().started()
+    job.wait(3)
+    job.persisted(9, 0)
+    job.persisted(9, 1)
+    assert job.one_reason(CommitManifest) == "all 2 shards of step 9, 200 bytes"
+    job.wait(2)
+    job.succeed(CommitManifest)
+    (known,) = job.state.catalog.committed
+    assert (known.num_bytes, known.num_shards, known.committed_ns) == (200, 2, job.now_ns)
+    assert job.state.catalog.last_commit_ns == job.now_ns

@@ -344,9 +344,15 @@ def test_storage_by_time_requests_a_step_ahead_of_the_training() -> None:
     orders = job.of(PersistStep)
     assert [order.node for order in orders] == ["a", "b"]
     assert {order.step for order in orders} == {62}, "two steps and four seconds ahead"
+    job.wait(5)
     job.commit(62)
     assert [c.step for c in job.state.catalog.committed] == [62]
     assert not job.of(CommitManifest)
+    job.wait(4.8)
+    assert not job.of(PersistStep)
+    job.wait(0.1)
+    text = "the last checkpoint is 5 s old; one is wanted every 10 s"
+    assert job.one_reason(PersistStep) == text
 
 
 def test_a_size_with_fewer_workers_than_replicas_is_refused() -> None:
