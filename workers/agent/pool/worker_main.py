@@ -7,6 +7,7 @@ second and can only fail.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
@@ -66,9 +67,8 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
         error.__traceback__ = _without_launcher(error.__traceback__)
         if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
             error.__traceback__ = None  # the script did not run; the error names the place
+        _print_traceback(error)  # first: the log keeps it even if the report fails
         _report_failure(link, error)
-        traceback.print_exception(error)
-        _flush()
     finally:
         os._exit(code)
 
@@ -207,18 +207,42 @@ def _flush() -> None:
             continue  # a full disk or a closed stream does not change the exit code
 
 
+def _print_traceback(error: BaseException) -> None:
+    # A full disk or a closed stream does not keep the report back.
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exception(error)
+    _flush()
+
+
 def _report_failure(link: socket.socket, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    failed = worker_protocol.Failed(
-        error_type=type(error).__qualname__,
-        message=str(error)[: limits.MAX_TRACEBACK_BYTES // 4],
-        traceback=text.encode()[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
-        secondary=is_secondary(error),
-    )
     try:
-        worker_transport.send(link, failed)
+        worker_transport.send(link, failure_report(error))
     except OSError:
         return  # the agent has ended, so this process ends too
+
+
+def failure_report(error: BaseException) -> worker_protocol.Failed:
+    """The message about `error`. An exception of any kind has one: half of a surrogate pair, which
+    UTF-8 cannot hold, is escaped, and a failing `__str__` is named."""
+    text = _encodable("".join(traceback.format_exception(error))).encode()
+    return worker_protocol.Failed(
+        error_type=_encodable(type(error).__qualname__),
+        message=_encodable(text_of(error))[: limits.MAX_TRACEBACK_BYTES // 4],
+        traceback=text[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
+        secondary=is_secondary(error),
+    )
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception whose `__str__` may fail."""
+    try:
+        return str(error)
+    except BaseException as second:
+        return f"<no text: __str__ raised {type(second).__name__}>"
 
 
 def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
@@ -240,7 +264,7 @@ def is_secondary(error: BaseException) -> bool:
     """Whether the error reports the loss of a peer or of the network: not the root cause."""
     seen: BaseException | None = error
     while seen is not None:
-        kind, message = type(seen).__name__, str(seen)
+        kind, message = type(seen).__name__, text_of(seen)
         if kind in _NETWORK_ERRORS:
             # DistBackendError is also raised for wrong use; its text then names no peer.
             if kind != "DistBackendError" or _PEER_GONE.search(message):

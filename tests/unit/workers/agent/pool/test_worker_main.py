@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.stacks import in_collective, shorten
-from holdfast.workers.agent.pool.worker_main import is_secondary
+from holdfast.workers.agent.pool.worker_main import failure_report, is_secondary
 
 
 class DistNetworkError(RuntimeError):
@@ -48,6 +49,34 @@ def test_the_loss_of_a_peer_is_secondary(error: Exception) -> None:
 )
 def test_an_error_of_the_code_itself_is_not_secondary(error: Exception) -> None:
     assert not is_secondary(error)
+
+
+class NoText(Exception):
+    """As an exception class with a mistake in its own `__str__`."""
+
+    def __str__(self) -> str:
+        raise KeyError("code")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        pytest.param(ValueError("file \udcff.txt"), r"file \udcff.txt", id="lone-surrogate"),
+        pytest.param(NoText(3), "<no text: __str__ raised KeyError>", id="str-fails"),
+    ],
+)
+def test_an_exception_without_a_proper_text_reaches_the_agent(error: Exception, text: str) -> None:
+    try:
+        raise error
+    except type(error) as raised:
+        report = failure_report(raised)
+    ours, theirs = worker_transport.pair()
+    with ours, theirs:
+        worker_transport.send(theirs, report)
+        got = worker_transport.receive(ours)[0]
+    assert isinstance(got, worker_protocol.Failed)
+    assert (got.error_type, got.message) == (type(error).__qualname__, text)
+    assert "raise error" in got.traceback
 
 
 FAULTHANDLER = """Thread 0x00007f12 (most recent call first):
