@@ -140,7 +140,8 @@ class Job:
     def wait(self) -> JobView:
         """Wait for the end of the command; the final view."""
         self.command.wait(BOUND_S)
-        assert (self.directory.path / "job.json").exists(), f"no job was submitted:\n{self.output()}"
+        submitted = (self.directory.path / "job.json").exists()
+        assert submitted, f"no job was submitted:\n{self.output()}"
         return read_view(self.directory)
 
     # -- processes -----------------------------------------------------------------------------
