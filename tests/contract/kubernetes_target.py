@@ -16,10 +16,10 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
 from holdfast.orchestrator.backends.base import Backend, NodeGone, Starts
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
+from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.job_secret import ensure_keys
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
-from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.kube.client import KubeClient as Api
 from holdfast.orchestrator.kube.names import Owner

@@ -20,7 +20,7 @@ and a test compares the two. The operator gets Secrets by name; it cannot list o
   verbs: ["get", "create"]
 - apiGroups: [""]
   resources: ["events"]
-  verbs: ["create", "patch"]
+  verbs: ["list", "create", "patch"]
 {{- range .Values.rbac.gangs }}
 {{- if eq . "kueue" }}
 - apiGroups: ["kueue.x-k8s.io"]

@@ -129,8 +129,9 @@ class JobSpec(Part):
     kubernetes: Kubernetes = Kubernetes()
     ray: Ray = Ray()
     priority: int = Field(default=0, ge=-limits.MAX_COUNT, le=limits.MAX_COUNT)
-    """Of the jobs of one cluster that wait for capacity, those with a higher priority go first.
-    Only for Kubernetes with kubernetes.gang none: queues and schedulers have priority classes."""
+    """Of the jobs of one namespace that have a part of their nodes, those with a higher priority
+    keep them. Only for Kubernetes with kubernetes.gang none, and after the priority of the pods,
+    which kubernetes.priorityClassName gives: queues and schedulers have priority classes."""
     queue: str | None = None
     """Queue that admits the job, with kubernetes.gang kueue (a LocalQueue of the job's namespace)
     or volcano (a Queue)."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS, ApiError, Forbidden
@@ -28,14 +28,14 @@ from holdfast.orchestrator.protocol.facts import NodeFacts
 
 from ..base import NodeGone, NoRoom, Starts
 from ..topology import coordinates
-from . import pod_conditions
+from . import pod_conditions, provisioning
+from .gang_arbiter import GangArbiter, GangPriority, shown
 from .job_secret import KeysUnusable
 from .node_informer import NodeInformer
+from .placement import Placement
 from .pod_informer import PodInformer
 from .pod_lifecycle import (
     CreatedPods,
-    GangArbiter,
-    GangPriority,
     PodDeletion,
     PodTiming,
     StartupTimeouts,
@@ -158,7 +158,7 @@ class KubernetesBackend:
         self._key = (owner.namespace, owner.name)
         self.queue = Admission(job, owner, shared.cluster)
         self._startup = StartupTimeouts(
-            GangPriority(-job.spec.priority, created, owner.key),
+            GangPriority(owner.namespace, owner.name, created, priority=job.spec.priority),
             job.spec.nodes.min,
             job.spec.kubernetes.start_timeout_s,
             shared.gangs,
@@ -177,6 +177,9 @@ class KubernetesBackend:
         self._deletion = PodDeletion(shared.cluster, owner.namespace, self._slots)
         self._is_open = self._closing = self._check_pending = False
         self._pods_changed = asyncio.Event()
+        self._provisioned: set[str] = set()
+        """Pods for which an autoscaler adds machines."""
+        self._looks_for_autoscaler = False
 
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
@@ -296,7 +299,8 @@ class KubernetesBackend:
         if left_s := self._refusal.left_s(now_s):
             raise NoRoom(f"{self._refusal.text(now_s)}; next attempt in {left_s:.0f} s")
         if ahead := self._startup.blocked_by():
-            text = f"waiting for capacity: job {ahead} comes first and lacks nodes too"
+            first = shown(ahead, self._owner.namespace)
+            text = f"waiting for capacity: {first} comes first and lacks nodes too"
             self._hold_off(0.0, text)
             raise NoRoom(text)
 
@@ -429,7 +433,18 @@ class KubernetesBackend:
             for name, pod in self._pods().items()
             if name not in self._tracker.ended and not self.queue.waits(pod)
         }
-        decision = self._startup.decide(now_s, pods, self._tracker.trained)
+        if not self._startup.placement.pod_spec:
+            self._startup.placement = self._placement()
+        decision = self._startup.decide(
+            now_s,
+            pods,
+            self._tracker.trained,
+            provisioned=self._provisioned | provisioning.nominated(pods),
+            known=self._shared.node_informer.known,
+        )
+        if self._unscheduled() and not self._looks_for_autoscaler:
+            self._looks_for_autoscaler = True
+            self._spawn(self._look_for_autoscaler())
         for name, why in decision.release.items():
             self._report_end(name, why)
         if decision.release:
@@ -439,6 +454,34 @@ class KubernetesBackend:
         if set(self._startup.stuck_since) != before:
             self._on_change()
         self._wake_at(decision.due_s, now_s)
+
+    def _placement(self) -> Placement:
+        """Where the pods may run; anywhere, where the template is not valid."""
+        try:
+            pod = pod_document(self._job, self._owner, self._shared.settings, self._owner.name)
+        except UserError:
+            return Placement()
+        return Placement(pod["spec"])
+
+    def _unscheduled(self) -> set[str]:
+        """Pods that do not start because they have no Kubernetes node."""
+        pods = self._pods()
+        stuck = self._startup.stuck_since
+        return {name for name in stuck if name in pods and not pod_conditions.node_name(pods[name])}
+
+    async def _look_for_autoscaler(self) -> None:
+        """While there are such pods."""
+        try:
+            while pods := self._unscheduled():
+                found = await provisioning.provisioned_for(
+                    self._cluster, self._owner.namespace, pods
+                )
+                if found != self._provisioned:
+                    self._provisioned = found
+                    self._check_startup()
+                await asyncio.sleep(self._timing.provisioning_check_s)
+        finally:
+            self._looks_for_autoscaler = False
 
     def _wake_at(self, due_s: float | None, now_s: float) -> None:
         if self._timer is not None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import NODES, ApiError, Forbidden
 
+from .placement import KnownNode
+
 LABELS_FRESH_S = 600.0
 """Labels of racks and zones hardly change."""
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -23,7 +25,7 @@ log = logging.getLogger("holdfast.kubernetes")
 
 class NodeObservation(NamedTuple):
     at_s: float
-    labels: dict[str, str]
+    node: KnownNode
 
 
 class NodeInformer:
@@ -38,7 +40,12 @@ class NodeInformer:
     def labels(self, node: str) -> dict[str, str]:
         """The labels that `read_labels` has found; empty before."""
         seen = self._seen.get(node)
-        return seen.labels if seen is not None else {}
+        return dict(seen.node.labels) if seen is not None else {}
+
+    def known(self, node: str) -> KnownNode | None:
+        """What `read_labels` has found; None before."""
+        seen = self._seen.get(node)
+        return seen.node if seen is not None else None
 
     async def read_labels(self, node: str) -> None:
         """Read the labels unless they are fresh. Errors leave them unknown."""
@@ -55,8 +62,7 @@ class NodeInformer:
             self._report(error)
         else:
             if found is not None:
-                labels = found["metadata"].get("labels") or {}
-                self._seen[node] = NodeObservation(now, dict(labels))
+                self._seen[node] = NodeObservation(now, _known(node, found))
         finally:
             self._reading.discard(node)
 
@@ -81,3 +87,12 @@ class NodeInformer:
             log.warning("nodes cannot be read: no topology and no forced deletion (%s)", error)
         else:
             log.info("a node could not be read: %s", error)
+
+
+def _known(name: str, document: Document) -> KnownNode:
+    return KnownNode(
+        name,
+        dict(document["metadata"].get("labels") or {}),
+        tuple(document.get("spec", {}).get("taints") or ()),
+        dict(document.get("status", {}).get("allocatable") or {}),
+    )

@@ -14,8 +14,9 @@ Handler = Callable[[Change, Document], None]
 FIELDS = {
     "metadata": "name namespace uid resourceVersion labels annotations ownerReferences "
     "creationTimestamp deletionTimestamp deletionGracePeriodSeconds finalizers",
-    "spec": "nodeName schedulingGates",
-    "status": "phase reason message conditions containerStatuses initContainerStatuses",
+    "spec": "nodeName schedulingGates priority",
+    "status": "phase reason message conditions containerStatuses initContainerStatuses "
+    "nominatedNodeName",
 }
 """What pod_conditions.py, the queues and the backend read."""
 

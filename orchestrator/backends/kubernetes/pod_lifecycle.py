@@ -4,24 +4,25 @@ A pod whose workers have finished a step is never given up: its memory holds ste
 storage. A job that has lost a node and cannot shrink keeps the others until a replacement starts.
 
 Without a gang scheduler two jobs can each hold half of the capacity and wait without end. The
-GangArbiter orders the incomplete jobs of an operator by priority, age and name. The first keeps its
-nodes; the others release theirs after a moment and request again when the first is complete. A job
-without a competitor releases its nodes too, later and after a random time: its competitor may be
-another operator's job or another workload.
+GangArbiter orders the incomplete jobs of an operator. The first keeps its nodes; the others release
+those that it may use after a moment and request again when the first is complete. A job without a
+competitor releases its nodes too, later: its competitor may be another operator's job or another
+workload. While an autoscaler adds machines for a job, it holds its nodes for longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS, ApiError, Conflict, TooBusy, Unreachable
 from holdfast.orchestrator.kube.informer import Backoff
 
 from . import pod_conditions
+from .gang_arbiter import Contender, GangArbiter, GangPriority, shown
+from .placement import KnownNode, Placement
 
 CREATE_PAUSE_MIN_S = 0.25
 CREATE_PAUSE_MAX_S = 4.0
@@ -39,6 +40,11 @@ class PodTiming:
     capacity, the pods of one request are scheduled within a second or two of each other."""
     gang_hold_s: float = 60.0
     """After this it releases them even if no other job is known to wait."""
+    provisioning_s: float = 900.0
+    """The same, while an autoscaler adds machines for its pods: GPU machines take ten minutes, and
+    released nodes would be removed again."""
+    provisioning_check_s: float = 10.0
+    """Between two looks at the Events of autoscalers, while pods cannot be scheduled."""
     refused_min_s: float = 5.0
     refused_max_s: float = 300.0
     """Pauses between requests whose pods were released again."""
@@ -153,33 +159,6 @@ class PodDeletion:
 
 
 # -- pods that do not start ------------------------------------------------------------------------
-class GangPriority(NamedTuple):
-    """Sorts jobs; the smallest comes first."""
-
-    minus_priority: int
-    created: str
-    """creationTimestamp, RFC 3339: sorts as text."""
-    key: str
-
-
-class GangArbiter:
-    """The jobs of one operator that have some of their nodes, but not enough."""
-
-    def __init__(self) -> None:
-        self._incomplete: dict[str, GangPriority] = {}
-
-    def enter(self, rank: GangPriority) -> None:
-        self._incomplete[rank.key] = rank
-
-    def leave(self, key: str) -> None:
-        self._incomplete.pop(key, None)
-
-    def ahead_of(self, rank: GangPriority) -> str:
-        """The job that comes first, if it is another one; empty otherwise."""
-        first = min(self._incomplete.values(), default=rank)
-        return first.key if first < rank else ""
-
-
 @dataclass
 class StartupDecision:
     release: dict[str, str] = field(default_factory=dict)
@@ -204,15 +183,26 @@ class StartupTimeouts:
         self._rank, self._limit_s, self._gangs, self._timing = rank, limit_s, gangs, timing
         self.needed = needed
         """Pods without which the job cannot train; an edit of the spec may change it."""
+        self.placement = Placement()
+        """Where the job's pods may run."""
         self.stuck_since: dict[str, float] = {}
         """Pod that does not start -> time of its first problem."""
         self._incomplete_since: float | None = None
+        self._waits_for: GangPriority | None = None
+        """The job that this one has given nodes up to."""
 
     def decide(
-        self, now_s: float, pods: Mapping[str, Document], trained: Set[str] = frozenset()
+        self,
+        now_s: float,
+        pods: Mapping[str, Document],
+        trained: Set[str] = frozenset(),
+        *,
+        provisioned: Set[str] = frozenset(),
+        known: Callable[[str], KnownNode | None] = lambda node: None,
     ) -> StartupDecision:
         """`pods`: those that are neither over nor released. `trained`: pods that have finished a
-        step, perhaps over since."""
+        step, perhaps over since. `provisioned`: pods for which an autoscaler adds machines.
+        `known`: Kubernetes nodes by name."""
         stuck = {}
         for name, pod in pods.items():
             problem = pod_conditions.problem(pod)
@@ -220,22 +210,29 @@ class StartupTimeouts:
             if problem is not None and problem.code != pod_conditions.GATED:
                 stuck[name] = self.stuck_since.get(name, now_s)
         self.stuck_since = stuck
-        decision = self._gang(now_s, pods, trained)
+        decision = self._gang(now_s, pods, trained, provisioned, known)
         if decision.release:
             return decision
-        for name in [name for name, since in stuck.items() if now_s - since >= self._limit_s]:
-            decision.release[name] = pod_conditions.not_started(pods[name], self._limit_s)
+        limits_s = {
+            name: max(self._limit_s, self._timing.provisioning_s * (name in provisioned))
+            for name in stuck
+        }
+        for name in [name for name, since in stuck.items() if now_s - since >= limits_s[name]]:
+            decision.release[name] = pod_conditions.not_started(pods[name], limits_s[name])
             decision.hold_off = f"{name}: {decision.release[name]}"
             del stuck[name]
-        due = [since + self._limit_s for since in stuck.values()]
+        due = [since + limits_s[name] for name, since in stuck.items()]
         if decision.due_s is not None:
             due.append(decision.due_s)
         decision.due_s = min(due, default=None)
         return decision
 
-    def blocked_by(self) -> str:
-        """An incomplete job that comes first; a request now would take its capacity away."""
-        return self._gangs.ahead_of(self._rank)
+    def blocked_by(self) -> GangPriority | None:
+        """The job that this one has given nodes up to and that still lacks some: a request now
+        would take its capacity away."""
+        if self._waits_for is not None and not self._gangs.is_incomplete(self._waits_for.key):
+            self._waits_for = None
+        return self._waits_for
 
     def leave(self) -> None:
         """The job is complete, has no nodes, or requests none any more."""
@@ -243,35 +240,75 @@ class StartupTimeouts:
         self._gangs.leave(self._rank.key)
 
     def _gang(
-        self, now_s: float, pods: Mapping[str, Document], trained: Set[str]
+        self,
+        now_s: float,
+        pods: Mapping[str, Document],
+        trained: Set[str],
+        provisioned: Set[str],
+        known: Callable[[str], KnownNode | None],
     ) -> StartupDecision:
         scheduled = [name for name, pod in pods.items() if pod_conditions.node_name(pod)]
         waiting = [name for name in self.stuck_since if name not in scheduled]
         new = {name: pod for name, pod in pods.items() if name not in trained}
+        if len(scheduled) >= self.needed:
+            self._rank, self._waits_for = replace(self._rank, failed=False), None
         if not waiting or not scheduled or len(scheduled) >= self.needed:
             self.leave()
             return StartupDecision()
         if self._incomplete_since is None:
             self._incomplete_since = now_s
-        hold_until_s = self._incomplete_since + self._timing.gang_hold_s
+        hold_s = self._timing.gang_hold_s
+        if provisioned & set(waiting):
+            hold_s = max(hold_s, self._timing.provisioning_s)
+        hold_until_s = self._incomplete_since + hold_s
+        self._rank = replace(
+            self._rank,
+            trained=bool(trained),
+            class_priority=max(int(pod["spec"].get("priority") or 0) for pod in pods.values()),
+        )
         if not any(name in new for name in scheduled):
-            # The replacement comes before younger jobs, but for a limited time: there may never be
-            # capacity for it.
+            # The replacement comes before jobs that have not started, but for a limited time: there
+            # may never be capacity for it.
             if now_s < hold_until_s:
-                self._gangs.enter(self._rank)
+                self._enter(pods, new, known)
                 return StartupDecision(due_s=hold_until_s)
             self._gangs.leave(self._rank.key)
             return StartupDecision()
-        self._gangs.enter(self._rank)
-        ahead = self._gangs.ahead_of(self._rank)
+        self._enter(pods, new, known)
+        ahead = self._gangs.ahead_of(self._rank.key)
         until_s = self._incomplete_since + self._timing.gang_wait_s if ahead else hold_until_s
         if now_s < until_s:
             # A job that comes first may enter meanwhile.
             return StartupDecision(due_s=min(now_s + self._timing.gang_wait_s / 2, until_s))
+        return self._give_up(len(scheduled), pods, new, ahead)
+
+    def _enter(
+        self,
+        pods: Mapping[str, Document],
+        new: Mapping[str, Document],
+        known: Callable[[str], KnownNode | None],
+    ) -> None:
+        """Only nodes that would be given up count. An unknown node counts as usable by all."""
+        taken = sorted({pod_conditions.node_name(pods[name]) for name in new} - {""})
+        nodes = tuple(known(name) or KnownNode(name) for name in taken)
+        self._gangs.enter(Contender(self._rank, self.placement, nodes))
+
+    def _give_up(
+        self,
+        num_scheduled: int,
+        pods: Mapping[str, Document],
+        new: Mapping[str, Document],
+        ahead: GangPriority | None,
+    ) -> StartupDecision:
         whose = "all of them" if new.keys() == pods.keys() else "those that never trained"
-        winner = f"job {ahead}, which comes first" if ahead else "other workloads"
+        winner = "other workloads"
+        if ahead is not None:
+            winner = f"{shown(ahead, self._rank.namespace)}, which comes first"
+        else:
+            self._rank = replace(self._rank, failed=True)
+        self._waits_for = ahead
         text = (
-            f"{len(scheduled)} nodes are scheduled and at least {self.needed} are needed; {whose} "
+            f"{num_scheduled} nodes are scheduled and at least {self.needed} are needed; {whose} "
             f"are released to {winner}"
         )
         self.leave()

@@ -74,6 +74,26 @@ IdentityOption = Annotated[
 ContextOption = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig, outside of a cluster.")
 ]
+GangWaitOption = Annotated[
+    float,
+    typer.Option(
+        "--gang-wait-seconds",
+        min=0,
+        help="An incomplete job gives its nodes up after this time to a job that comes first.",
+    ),
+]
+GangHoldOption = Annotated[
+    float,
+    typer.Option("--gang-hold-seconds", min=0, help="... and to other workloads after this time."),
+]
+ProvisioningOption = Annotated[
+    float,
+    typer.Option(
+        "--provisioning-seconds",
+        min=0,
+        help="... and not earlier than this while an autoscaler adds machines for it.",
+    ),
+]
 StatusOption = Annotated[float, typer.Option("--status-interval-seconds", min=0.1, hidden=True)]
 LogOption = Annotated[str, typer.Option("--log-format", help="json or text.")]
 
@@ -98,6 +118,9 @@ def operator(
     identity: IdentityOption = "",
     context: ContextOption = None,
     log_format: LogOption = "json",
+    gang_wait_s: GangWaitOption = 8.0,
+    gang_hold_s: GangHoldOption = 60.0,
+    provisioning_s: ProvisioningOption = 900.0,
     status_interval_s: StatusOption = 5.0,
 ) -> None:
     """Host the controllers of all TrainingJobs of a cluster (the chart starts this).
@@ -107,6 +130,7 @@ def operator(
 
     Example: `holdfast operator --agent-endpoint holdfast-agents.holdfast.svc:7077`
     """
+    from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import PodTiming
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
     from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
@@ -149,6 +173,9 @@ def operator(
         listen_address=address,
         listen_port=port,
         timing=ReconcilerTiming(status_interval_s=status_interval_s),
+        pod_timing=PodTiming(
+            gang_wait_s=gang_wait_s, gang_hold_s=gang_hold_s, provisioning_s=provisioning_s
+        ),
     )
     asyncio.run(run_operator(process, options))
 

@@ -9,10 +9,11 @@ import logging
 from dataclasses import dataclass, field
 
 from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
+from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.orphan_pods import OrphanPods
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
-from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter
+from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import PodTiming
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.backends.kubernetes.queues.finalizers import Finalizers
@@ -41,6 +42,7 @@ class Options:
     """Empty: all addresses of this pod, IPv4 and IPv6."""
     listen_port: int = 7077
     timing: ReconcilerTiming = field(default_factory=ReconcilerTiming)
+    pod_timing: PodTiming = field(default_factory=PodTiming)
 
 
 class Manager:
@@ -59,7 +61,9 @@ class Manager:
             self._orphan_pods.on_pod_change,
         ]
         self._context = ReconcilerContext(
-            OperatorContext(cluster, self._pod_informer, nodes, GangArbiter(), options.pods),
+            OperatorContext(
+                cluster, self._pod_informer, nodes, GangArbiter(), options.pods, options.pod_timing
+            ),
             self._agent_server,
             options.timing,
         )

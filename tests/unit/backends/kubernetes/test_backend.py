@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.api.v1alpha1.backends import KUBERNETES_TOPOLOGY_KEYS
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
+from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
-from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter, PodTiming
+from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import PodTiming
 from holdfast.orchestrator.core.rank_assignment import order_newcomers
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.protocol.facts import NodeFacts
@@ -284,5 +286,32 @@ def test_a_job_with_a_new_larger_minimum_releases_too_few_nodes_at_once() -> Non
         async with opened(api, {"min": 1, "max": 2}, PodTiming(gang_hold_s=0.0)) as seen:
             await seen.backend.follow(training_job({"min": 2, "max": 2}))
             assert {name for name, _why in seen.gone} == {"llm-a", "llm-b"}
+
+    asyncio.run(scenario())
+
+
+# -- autoscalers ---------------------------------------------------------------------------------
+def event(reason: str, pod_name: str) -> Document:
+    return {
+        "metadata": {"name": f"{pod_name}.1"},
+        "reason": reason,
+        "involvedObject": {"kind": "Pod", "name": pod_name},
+    }
+
+
+@pytest.mark.parametrize("reason", ["TriggeredScaleUp", "Nominated"])
+def test_nodes_are_kept_while_an_autoscaler_adds_a_machine(reason: str) -> None:
+    async def scenario() -> None:
+        api = FakeApi(listed=[pod("llm-a", "n1"), unschedulable("llm-b")])
+        events = {"metadata": {}, "items": [event(reason, "llm-b")]}
+        api.objects["/api/v1/namespaces/research/events"] = events
+        timing = PodTiming(provisioning_check_s=0.01)
+        async with opened(api, {"min": 2, "max": 2}, timing) as seen:
+            await eventually(lambda: seen.backend._provisioned == {"llm-b"}, "the Event to be read")
+            seen.backend._startup._timing = replace(timing, gang_hold_s=0.0)
+            seen.backend._check_startup()
+            assert seen.gone == []
+            events["items"] = []
+            await eventually(lambda: len(seen.gone) == 2, "the end of the hold time")
 
     asyncio.run(scenario())

@@ -14,9 +14,9 @@ from typing import Any
 from aiohttp import web
 
 from holdfast.orchestrator.backends.kubernetes.backend import OperatorContext
+from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
-from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import GangArbiter
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.hosts.kubernetes.reconciler import (
     JobReconciler,
