@@ -56,6 +56,7 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         "num_files": result.num_files,
         "num_tensors": result.num_tensors,
         "num_bytes": result.num_bytes,
+        "num_unchecked": result.num_unchecked,
         "problems": result.problems,
     }
     return body, 0 if result.ok else 1

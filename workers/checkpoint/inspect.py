@@ -38,6 +38,8 @@ class VerifyResult:
     num_files: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
+    num_unchecked: int = 0
+    """Files whose header has no checksum of its own, so that no restore can check it."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -87,10 +89,12 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
         try:
             checksum = store.whole_file_checksum(manifest.directory, file)
             source = store.open(manifest.directory, file)
-            entries = source.header().entries.values()
+            header = source.header()
+            entries = header.entries.values()
         except HoldfastError as error:
             result.problems.append(str(error))
             continue
+        result.num_unchecked += not header.checked
         damaged = [entry.name for entry in entries if not _intact(source, entry)]
         for name in damaged:
             what = "its bytes do not match its checksum"

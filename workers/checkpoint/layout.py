@@ -3,9 +3,11 @@ IO.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
 padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>` and
-`optim.<name>.<key>`. The header's `__metadata__` has one key, `holdfast`: JSON text with step,
+`optim.<name>.<key>`. The header's `__metadata__` has two keys. `holdfast` is JSON text with step,
 generation, shard, num_shards, per entry its global_shape, offset and checksum (xxh3_64 of its
-bytes), and `extra`, the state that is not a tensor, as `pack` encodes it.
+bytes), and `extra`, the state that is not a tensor, as `pack` encodes it. `holdfast-header` is the
+xxh3_64 of the header and its length, with zeros in its own place; files of earlier versions lack
+it. So every byte of a file is covered, and `parse_header` checks the header wherever it is read.
 
 The length of a header is fixed over a generation: numbers that change from step to step are padded,
 so a staging buffer is updated in place and is a complete file whenever it is not being written.
@@ -29,6 +31,8 @@ from holdfast.orchestrator.errors import HoldfastError
 
 MODEL, OPTIMIZER = "model.", "optim."
 METADATA_KEY = "holdfast"
+HEADER_CHECKSUM_KEY = "holdfast-header"
+_CHECKSUM_FIELD = b'"%s":"' % HEADER_CHECKSUM_KEY.encode()
 ALIGNMENT = 64
 """Data starts on a cache line, so copies of aligned tensors are aligned."""
 MAX_HEADER_BYTES = 100 * 2**20
@@ -44,6 +48,7 @@ INTEGER_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Element size -> a numpy type of that size, to copy elements of any dtype."""
 
 _STEP_WIDTH, _CHECKSUM_WIDTH = 20, 16
+_NO_CHECKSUM = b"0" * _CHECKSUM_WIDTH
 _EXTRA_MIN_BYTES = 1024
 _LENGTH_BYTES = 8
 
@@ -112,6 +117,8 @@ class Header:
     entries: Mapping[str, Entry]
     extra: dict[str, Any]
     data_start: int
+    checked: bool = True
+    """Its checksum was compared; False: written by a version that had none."""
 
     @property
     def num_bytes(self) -> int:
@@ -127,6 +134,7 @@ class Layout:
     template: bytearray
     """The header with its length; `render` fills in the numbers."""
     num_bytes: int
+    _header_checksum_at: int
     _step_at: int
     _checksums_at: list[int]
     _extra_at: int
@@ -148,6 +156,9 @@ class Layout:
         out[self._extra_at : self._extra_at + self._extra_room] = extra.ljust(self._extra_room)
         for at, checksum in zip(self._checksums_at, checksums, strict=True):
             out[at : at + _CHECKSUM_WIDTH] = b"%016x" % checksum
+        at = self._header_checksum_at
+        out[at : at + _CHECKSUM_WIDTH] = _NO_CHECKSUM
+        out[at : at + _CHECKSUM_WIDTH] = b"%016x" % xxhash.xxh3_64_intdigest(out)
         return out
 
 
@@ -168,7 +179,9 @@ def make_layout(
         at = end
 
     out = bytearray(_LENGTH_BYTES)
-    out += b'{"__metadata__":{"%s":"' % METADATA_KEY.encode()
+    out += b'{"__metadata__":{' + _CHECKSUM_FIELD
+    header_checksum_at = len(out)
+    out += _NO_CHECKSUM + b'","%s":"' % METADATA_KEY.encode()
     out += _escape('{"step":')
     step_at = len(out)
     out += b" " * _STEP_WIDTH
@@ -180,7 +193,7 @@ def make_layout(
         text = f"{',' if index else ''}{json.dumps(entry.name)}:{json.dumps(held)[:-1]}"
         out += _escape(text + ',"checksum":"')
         checksums_at.append(len(out))
-        out += b"0" * _CHECKSUM_WIDTH + _escape('"}')
+        out += _NO_CHECKSUM + _escape('"}')
     out += _escape('},"extra":')
     extra_at, room = len(out), max(_EXTRA_MIN_BYTES, 2 * len(extra))
     out += b" " * room + _escape("}") + b'"}'
@@ -194,7 +207,8 @@ def make_layout(
     out += b"}"
     out += b" " * (-len(out) % ALIGNMENT)
     out[:_LENGTH_BYTES] = (len(out) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
-    return Layout(tuple(placed), out, len(out) + at, step_at, checksums_at, extra_at, room)
+    places = (header_checksum_at, step_at, checksums_at, extra_at)
+    return Layout(tuple(placed), out, len(out) + at, *places, room)
 
 
 def encode_extra(value: Mapping[str, Any]) -> bytes:
@@ -239,6 +253,7 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     try:
         document = msgspec.json.decode(start[_LENGTH_BYTES:data_start], type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
+        checked = _check(outer, start[:data_start], file)
         inner = _metadata(outer[METADATA_KEY])
         tensors = {n: msgspec.json.decode(raw, type=_TensorHeader) for n, raw in document.items()}
     except KeyError:
@@ -252,7 +267,24 @@ def parse_header(start: bytes | memoryview, file: str) -> Header:
     if len(entries) != len(tensors):
         raise DamagedCheckpoint(file, "tensors and metadata in its header disagree")
     header = (inner.step, inner.generation, inner.shard, inner.num_shards)
-    return Header(*header, entries, inner.extra, data_start)
+    return Header(*header, entries, inner.extra, data_start, checked)
+
+
+def _check(metadata: Mapping[str, str], header: bytes | memoryview, file: str) -> bool:
+    """Compares the header with its checksum. False: a file of a version without one. Raises
+    DamagedCheckpoint, also for other keys: a damaged name of a key must not look like an old file.
+    """
+    if metadata.keys() == {METADATA_KEY}:
+        return False
+    plain = bytearray(header)
+    at = plain.find(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
+    plain[at : at + _CHECKSUM_WIDTH] = _NO_CHECKSUM
+    expected = metadata.get(HEADER_CHECKSUM_KEY)
+    got = f"{xxhash.xxh3_64_intdigest(plain):016x}"
+    if metadata.keys() != {METADATA_KEY, HEADER_CHECKSUM_KEY} or got != expected:
+        what = f"the checksum of its header is {got}; expected {expected}"
+        raise DamagedCheckpoint(file, what)
+    return True
 
 
 def _metadata(text: str) -> _Metadata:

@@ -16,13 +16,27 @@ import xxhash
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.files import is_local
-from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from holdfast.orchestrator.protocol.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    parse_directory_name,
+)
 
 from .layout import Bytes, DamagedCheckpoint, Header, header_length, parse_header
 
 
 class UnreadableCheckpoint(HoldfastError):
-    """A checkpoint that should exist cannot be read."""
+    """A checkpoint that should exist cannot be read now: the store does not answer, or is not
+    mounted."""
+
+
+class MissingCheckpoint(HoldfastError):
+    """The store can be read, and this checkpoint is not in it."""
+
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""No such file; or a file or a directory in the place of the other."""
 
 
 class ShardSource(Protocol):
@@ -90,8 +104,10 @@ class RemoteShard:
     def _read(self, begin: int, end: int) -> bytes:
         try:
             data: bytes = self._filesystem.cat_file(self._path, start=begin, end=end)
-        except (OSError, ValueError) as error:
-            raise UnreadableCheckpoint(f"{self.name}: cannot be read: {error}") from None
+        except FileNotFoundError as error:
+            raise _cannot_open(self.name, error) from None
+        except Exception as error:  # drivers raise what their libraries raise
+            raise UnreadableCheckpoint(f"{self.name}: cannot be read: {_why(error)}") from None
         return data
 
 
@@ -107,32 +123,40 @@ class CheckpointFiles:
         self.is_local = is_local(self.filesystem)
 
     def manifest(self, directory: str) -> Manifest:
-        """The manifest in a directory. Raises UnreadableCheckpoint: none; DamagedCheckpoint:
-        broken."""
+        """The manifest in a directory. Raises MissingCheckpoint: none, in a store that has other
+        checkpoints; DamagedCheckpoint: broken; UnreadableCheckpoint: the store cannot be read."""
         name = f"{directory}/{MANIFEST_NAME}"
         try:
             data: bytes = self.filesystem.cat_file(f"{self.root}/{name}")
-        except FileNotFoundError:
-            raise UnreadableCheckpoint(
-                f"{self.path}: {directory} is not a committed checkpoint (no {MANIFEST_NAME}); "
-                "`holdfast checkpoint list` shows the committed ones"
-            ) from None
-        except OSError as error:
-            raise UnreadableCheckpoint(f"{name}: cannot be read: {error}") from None
+        except ABSENT:
+            raise self._no_manifest(directory) from None
+        except Exception as error:  # as in RemoteShard
+            raise UnreadableCheckpoint(f"{name}: cannot be read: {_why(error)}") from None
         try:
             return decode_manifest(data)
         except ValueError as error:
             raise DamagedCheckpoint(name, str(error)) from None
+
+    def _no_manifest(self, directory: str) -> HoldfastError:
+        """A path without any checkpoint is that of a volume that is not mounted, not a store that
+        has lost just this one."""
+        if not any(parse_directory_name(name) for name in self.directories()):
+            what = f"the store has neither {directory} nor any other checkpoint; is it mounted?"
+            return UnreadableCheckpoint(f"{self.path}: {what}")
+        return MissingCheckpoint(
+            f"{self.path}: {directory} is not a committed checkpoint (no {MANIFEST_NAME}); "
+            "`holdfast checkpoint list` shows the committed ones"
+        )
 
     def directories(self) -> list[str]:
         """Names of the directories below the path, oldest step first; empty if it does not
         exist."""
         try:
             found = self.filesystem.ls(self.root, detail=False, refresh=True)
-        except FileNotFoundError:
+        except ABSENT:
             return []
-        except OSError as error:
-            raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {error}") from None
+        except Exception as error:  # as in RemoteShard
+            raise UnreadableCheckpoint(f"{self.path}: cannot be listed: {_why(error)}") from None
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found)
 
     def open(self, directory: str, file: ShardFile) -> ShardSource:
@@ -156,15 +180,18 @@ class CheckpointFiles:
         path = f"{self.root}/{name}"
         self._expect_length(name, self._length(path, name), file)
         state = xxhash.xxh3_128()
-        with self.filesystem.open(path, "rb") as stream:
-            while chunk := stream.read(4 * 2**20):
-                state.update(chunk)
+        try:
+            with self.filesystem.open(path, "rb") as stream:
+                while chunk := stream.read(4 * 2**20):
+                    state.update(chunk)
+        except Exception as error:  # as in RemoteShard
+            raise _cannot_open(name, error) from None
         return state.hexdigest()
 
     def _length(self, path: str, name: str) -> int:
         try:
             return int(self.filesystem.size(path))
-        except OSError as error:
+        except Exception as error:  # as in RemoteShard
             raise _cannot_open(name, error) from None
 
     def _expect_length(self, name: str, got: int, file: ShardFile) -> None:
@@ -172,7 +199,11 @@ class CheckpointFiles:
             raise DamagedCheckpoint(name, f"{got} bytes; its manifest says {file.num_bytes}")
 
 
-def _cannot_open(name: str, error: OSError) -> HoldfastError:
-    if isinstance(error, FileNotFoundError):
+def _cannot_open(name: str, error: Exception) -> HoldfastError:
+    if isinstance(error, ABSENT):
         return DamagedCheckpoint(name, "the file is missing, though the manifest names it")
-    return UnreadableCheckpoint(f"{name}: cannot be read: {error}")
+    return UnreadableCheckpoint(f"{name}: cannot be read: {_why(error)}")
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

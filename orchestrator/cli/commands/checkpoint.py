@@ -214,6 +214,13 @@ def verify(
         files, tensors = plural(body["num_files"], "file"), plural(body["num_tensors"], "tensor")
         what = "is intact" if body["ok"] else "is damaged: do not use it"
         typer.echo(f"{where} {what}: {files}, {tensors}, {size(body['num_bytes'])} read")
+        if body["num_unchecked"]:
+            old = plural(body["num_unchecked"], "file")
+            typer.echo(
+                f"{old} of an earlier version: the header (learning rate, steps, names) has no "
+                "checksum of its own, so a restore does not check it; this command did, against "
+                "the manifest"
+            )
     raise typer.Exit(code)
 
 

@@ -170,8 +170,8 @@ class CheckpointStore:
         try:
             data: Any = self.fs.cat_file(f"{directory}/{MANIFEST_NAME}")
             return decode_manifest(bytes(data))
-        except (FileNotFoundError, ValueError):
-            return None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            return None  # not committed, not a checkpoint at all, or damaged
 
 
 def _why(error: Exception) -> str:

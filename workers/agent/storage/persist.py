@@ -39,11 +39,25 @@ def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, n
 
 
 def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:
+    """A failed write leaves no empty directory, or a full disk would collect one per attempt."""
     directory.mkdir(parents=True, exist_ok=True)
-    with replacing(directory / name) as file:
-        checksum = _copy(fd, num_bytes, file)
+    try:
+        checksum = _write_file(fd, num_bytes, directory, name)
+    except BaseException:
+        with contextlib.suppress(OSError):  # another rank has written into it
+            directory.rmdir()
+        raise
     sync_directory(directory.parent)
     return checksum
+
+
+def _write_file(fd: int, num_bytes: int, directory: Path, name: str) -> str:
+    with contextlib.suppress(FileNotFoundError), replacing(directory / name) as file:
+        return _copy(fd, num_bytes, file)
+    # Another rank failed, and removed the directory before this file was in it.
+    directory.mkdir(parents=True, exist_ok=True)
+    with replacing(directory / name) as file:
+        return _copy(fd, num_bytes, file)
 
 
 def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:

@@ -87,6 +87,14 @@ def test_a_damaged_manifest_is_ignored(storage: CheckpointStore) -> None:
     assert [one.step for one in storage.manifests()] == [5]
 
 
+def test_stray_files_with_the_name_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
+    storage = CheckpointStore(str(tmp_path), "tiny")
+    storage.commit(5, MESH, put(storage, 5))
+    (tmp_path / "step-00099999.gen-1").write_text("")
+    (tmp_path / directory_name(9, 2) / MANIFEST_NAME).mkdir(parents=True)
+    assert [one.step for one in storage.manifests()] == [5]
+
+
 def test_a_directory_that_is_not_shared_is_refused_with_the_reason(tmp_path: Path) -> None:
     """A node wrote its shard to its own disk, so the controller must not commit it."""
     storage = CheckpointStore(str(tmp_path / "here"), "job")

@@ -27,8 +27,12 @@ from holdfast.workers.checkpoint.layout import (
     make_layout,
     parse_header,
 )
-from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
-from tests.unit.workers.checkpoint.fake_ranks import staged
+from holdfast.workers.checkpoint.shard_sources import (
+    CheckpointFiles,
+    MissingCheckpoint,
+    UnreadableCheckpoint,
+)
+from tests.unit.workers.checkpoint.fake_ranks import staged, without_header_checksum
 
 
 def write(path: Path, files: dict[int, bytes], step: int = 1, generation: int = 1) -> Manifest:
@@ -109,6 +113,27 @@ def test_a_file_that_is_not_a_shard_is_refused_with_its_name(content: bytes, wha
         parse_header(content, "some-file")
 
 
+def test_a_flipped_bit_anywhere_in_a_header_is_damage() -> None:
+    extra = encode_extra({"lr": 0.125, "last_epoch": 1234})
+    entries = [Entry("model.a", "F32", Box((4, 2), (2, 0), (2, 2)))]
+    layout = make_layout(entries, generation=1, shard=1, num_shards=2, extra=extra)
+    whole = bytes(layout.render(7, [5], extra))
+    assert parse_header(whole, "file").checked
+    for at in range(len(whole)):
+        content = bytearray(whole)
+        content[at] ^= 1 << at % 8
+        with pytest.raises(DamagedCheckpoint):
+            parse_header(bytes(content), "file")
+
+
+def test_a_header_of_an_earlier_version_is_read_and_said_to_be_unchecked(tmp_path: Path) -> None:
+    old = {shard: without_header_checksum(file) for shard, file in staged(1, 2).items()}
+    assert not parse_header(old[0], "file").checked
+    manifest = write(tmp_path, old)
+    result = inspect.verify(str(tmp_path), manifest)
+    assert result.ok and result.num_unchecked == 2
+
+
 def test_a_copy_and_its_checksum_agree_at_every_length() -> None:
     for num_bytes in (0, 1, 4, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 17):
         source = np.arange(num_bytes, dtype=np.uint64).astype(np.uint8)
@@ -133,6 +158,36 @@ def test_only_a_directory_with_a_manifest_is_committed(tmp_path: Path) -> None:
     assert inspect.find(str(tmp_path)).step == 1
     with pytest.raises(UserError, match=r"no committed checkpoint of step 9.*committed steps: 1"):
         inspect.find(str(tmp_path), 9)
+
+
+def test_a_stray_file_with_a_steps_name_is_not_a_checkpoint(tmp_path: Path) -> None:
+    manifest = write(tmp_path, staged(1, 1))
+    (tmp_path / "step-00099999.gen-1").write_text("")
+    (tmp_path / "step-00000009.gen-2" / "manifest.json").mkdir(parents=True)
+    assert inspect.find(str(tmp_path)) == manifest
+    for stray in ("step-00099999.gen-1", "step-00000009.gen-2"):
+        with pytest.raises(MissingCheckpoint, match=stray):
+            CheckpointFiles(str(tmp_path)).manifest(stray)
+
+
+def test_a_path_without_any_checkpoint_is_a_store_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "not-mounted"):
+        with pytest.raises(UnreadableCheckpoint, match="is it mounted"):
+            CheckpointFiles(str(path)).manifest("step-00000009.gen-2")
+
+
+def test_an_error_of_a_stores_library_is_a_store_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write(tmp_path, staged(1, 1))
+    store = CheckpointFiles(str(tmp_path))
+
+    def refuse(*args: object, **kwargs: object) -> bytes:
+        raise RuntimeError("could not connect to the endpoint")
+
+    monkeypatch.setattr(store.filesystem, "cat_file", refuse)
+    with pytest.raises(UnreadableCheckpoint, match="could not connect"):
+        store.manifest(manifest.directory)
 
 
 def test_a_whole_checkpoint_verifies(tmp_path: Path) -> None:

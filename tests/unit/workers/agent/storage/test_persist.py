@@ -1,0 +1,56 @@
+"""Durable files of staged shards."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.workers.agent.storage import persist
+
+
+def _memory(content: bytes) -> int:
+    fd = os.memfd_create("test")
+    os.write(fd, content)
+    return fd
+
+
+def _full_disk(fd: int, num_bytes: int, file: object) -> str:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_no_empty_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist, "_copy", _full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        persist.write_shard(_memory(b"abc"), 3, str(tmp_path), "step-00000009.gen-1", "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_keeps_the_files_of_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persist.write_shard(_memory(b"abc"), 3, str(tmp_path), "step-00000009.gen-1", "a")
+    monkeypatch.setattr(persist, "_copy", _full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        persist.write_shard(_memory(b"abc"), 3, str(tmp_path), "step-00000009.gen-1", "b")
+    assert [path.name for path in (tmp_path / "step-00000009.gen-1").iterdir()] == ["a"]
+
+
+def test_a_directory_that_another_rank_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = Path.mkdir, []
+
+    def make_and_remove(self: Path, *args: object, **kwargs: object) -> None:
+        make(self, *args, **kwargs)  # type: ignore[arg-type]
+        made.append(self)
+        if len(made) == 1:
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", make_and_remove)
+    persist.write_shard(_memory(b"abc"), 3, str(tmp_path), "step-00000009.gen-1", "a")
+    assert (tmp_path / "step-00000009.gen-1" / "a").read_bytes() == b"abc"
