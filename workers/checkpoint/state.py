@@ -18,6 +18,7 @@ from holdfast.orchestrator.errors import UserError
 from .layout import MODEL, OPTIMIZER, Box, Entry, UnsupportedValue, pack, unpack
 from .param_names import ParamNames
 from .param_names import plain_name as plain_name
+from .placement import refuse_fsdp1
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -63,8 +64,10 @@ class TrainingState:
         # FSDP2 replaces a module's parameters while they are gathered; these objects are the
         # sharded ones.
         self._names = ParamNames(model)
-        self._parameters = self._names.parameters
-        names = {id(p): name for name, p in self._parameters.items()}
+        refuse_fsdp1(model)
+        self.parameters = self._names.parameters
+        """Name -> parameter."""
+        names = {id(p): name for name, p in self.parameters.items()}
         self._stepped: dict[str, Tensor] = {}
         """The optimizer's tensor for each parameter: itself, or this rank's part (see `whole`)."""
         self._boxes: dict[str, Box] = {}
@@ -82,7 +85,7 @@ class TrainingState:
 
     # -- export ---------------------------------------------------------------------------------
     def model_tensors(self) -> Iterator[StateTensor]:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             yield StateTensor(MODEL + name, local_of(parameter), self._box(name, parameter))
         for name, (module, key) in self._names.buffers.items():
             buffer = module._buffers[key]
@@ -106,13 +109,13 @@ class TrainingState:
                     like = value.shape == parameter.shape
                     if not like:
                         self._expect_known_sharding(name, key, tuple(value.shape))
-                    box = self._box(name, self._parameters[name]) if like else box_of(value)
+                    box = self._box(name, self.parameters[name]) if like else box_of(value)
                     yield StateTensor(f"{OPTIMIZER}{name}.{key}", local_of(value), box)
 
     def addresses(self) -> list[int]:
         """Addresses of all tensors, in the order of `tensors`: a cheap check whether one has
         moved."""
-        out = [_address(parameter) for parameter in self._parameters.values()]
+        out = [_address(parameter) for parameter in self.parameters.values()]
         for module, key in self._names.buffers.values():
             buffer = module._buffers[key]
             if buffer is not None:
@@ -148,7 +151,7 @@ class TrainingState:
                     kinds.add((like, 0 if like else value.numel(), dtype))
         out = []
         for name, parameter in waiting.items():
-            own, num_elements = self._box(name, self._parameters[name]), local_of(parameter).numel()
+            own, num_elements = self._box(name, self.parameters[name]), local_of(parameter).numel()
             for key, kinds in kept.items():
                 boxes = [
                     (own if like else _SCALAR if n == 1 else _flat(max(n, num_elements)), dtype)
@@ -260,7 +263,7 @@ class TrainingState:
         A tensor of the parameter's shape is sharded like the parameter, any other is replicated.
         Raises UserError if that may be wrong.
         """
-        whole, stepped = self._parameters[name], self._stepped[name]
+        whole, stepped = self.parameters[name], self._stepped[name]
         kind = TORCH_DTYPES[dtype]
         if shape == tuple(whole.shape) and shape != ():
             tensor = empty_like(stepped, dtype=kind)
@@ -277,7 +280,7 @@ class TrainingState:
         """Refuses optimizer state that has neither the shape of its sharded parameter nor that of a
         scalar: on another mesh it is unknown which part of it belongs to which part of the
         parameter. Scalars, and the state of unsharded parameters, are replicated."""
-        whole = self._parameters[name]
+        whole = self.parameters[name]
         if shape != () and isinstance(whole, DTensor):
             raise UserError(
                 f"{OPTIMIZER}{name}.{key}: got shape {shape}; expected that of its parameter "

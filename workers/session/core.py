@@ -7,6 +7,7 @@ reports to the agent.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.checkpoint.placement import expect_mesh
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
@@ -72,8 +74,9 @@ class Session:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. Made on
-        first use, which is collective."""
+        """The mesh for fully_shard: (`shard`,) for FSDP, (`replicate`, `shard`) for HSDP. With a
+        context axis `shard_context`, which has the ranks of both, takes the place of `shard`. Made
+        on first use, which is collective."""
         return self.meshes.data_parallel
 
     @property
@@ -140,7 +143,8 @@ class Session:
         it once, after the model is sharded and the optimizer made. The mesh may differ from that of
         the checkpoint.
 
-        Raises UserError for a wrong call, WrongModel if names or shapes differ from the checkpoint,
+        Raises UserError for a wrong call and for a model that is sharded otherwise than the mesh of
+        the job, WrongModel if names or shapes differ from the checkpoint,
         DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
         if self._state is not None:
@@ -152,6 +156,8 @@ class Session:
             )
         self._enter("restore")
         self._state = TrainingState(model, optimizer, extra)
+        if self._channel is not None:
+            self._expect_mesh(self._state)
         source = self._restore
         if source is not None:
             self._load(source, self._state)
@@ -253,6 +259,17 @@ class Session:
             self._channel.stop_pulse()
 
     # -- internal ---------------------------------------------------------------------------------
+    def _expect_mesh(self, state: TrainingState) -> None:
+        divided = expect_mesh(state.parameters, self.shape, self.rank)
+        if not divided and self.shape.num_shards > 1 and self.rank == 0:
+            num = self.shape.num_shards
+            print(
+                f"holdfast: the model is not sharded, but the mesh is {self.shape.describe()}: "
+                f"each of {num} ranks keeps a whole copy. `parallelism: {{shard: 1}}` below "
+                "`spec:` in the job's YAML keeps one.",
+                file=sys.stderr,
+            )
+
     def _stage_requested(self, step: int) -> bool | None:
         """Whether a planned stop follows this step; None: the agent has not requested the step. It
         requests none if every step is staged."""

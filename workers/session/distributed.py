@@ -164,13 +164,29 @@ class Meshes:
 
     @cached_property
     def data_parallel(self) -> DeviceMesh:
-        """The mesh for fully_shard: `shard`, or `replicate` x `shard` with several replicas."""
-        model_parallel = self._shape.world_size != self._shape.data_parallel_size
-        names = ("replicate", "shard") if self._shape.replicate > 1 else ("shard",)
-        return self.all_axes[names] if model_parallel else self._make(list(names))
+        """The mesh for fully_shard: `shard`, or `replicate` x `shard` with several replicas. The
+        ranks of a context axis hold the same parameters, so they divide them too: their axis is
+        then called `shard_context`."""
+        shape = self._shape
+        outer = ["replicate"] if shape.replicate > 1 else []
+        if shape.tensor * shape.pipeline == 1:
+            inner = "shard_context" if shape.context > 1 else "shard"
+            return self._make([*outer, inner])
+        # One root for all axes: fully_shard combines it with the mesh of a tensor axis.
+        if shape.context == 1:
+            return self.all_axes[(*map(self._name, outer), self._name("shard"))]
+        both = self.all_axes[self._name("shard"), self._name("context")]
+        flat = both._flatten(self._name("shard_context"))
+        if not outer:
+            return flat
+        return DeviceMesh._concatenate([self.all_axes[self._name("replicate")], flat])
+
+    def _name(self, axis: str) -> str:
+        return self._prefix + axis
 
     def _make(self, names: list[str]) -> DeviceMesh:
         sizes = dict(zip(AXES, self._shape.sizes, strict=True))
+        sizes["shard_context"] = self._shape.shard * self._shape.context
         shape = tuple(sizes[name] for name in names)
-        named = tuple(self._prefix + name for name in names)
+        named = tuple(map(self._name, names))
         return init_device_mesh(self._device_type, shape, mesh_dim_names=named)
