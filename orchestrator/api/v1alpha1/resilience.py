@@ -61,6 +61,11 @@ class Checkpoint(Part):
     local job, a directory beside its journal; on Ray, one in the home directory of each node's
     user; on Kubernetes, one below the operator's --checkpoint-root (without it the job is refused).
     See docs/user/storage.md."""
+    secret_name: str | None = Field(default=None, min_length=1, max_length=253)
+    """On Kubernetes: Secret of the job's namespace with credentials of the store, as environment
+    variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL). Pods get them, and the
+    operator uses them instead of its own. Required for a path outside of those that the operator
+    opens with its own credentials, and for an endpoint of your own."""
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()

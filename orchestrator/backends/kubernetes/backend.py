@@ -147,11 +147,14 @@ class KubernetesBackend:
         shared: OperatorContext,
         *,
         created: str = "",
+        checkpoint_path: str = "",
         on_notice: Callable[[str, str], None] = lambda node, detail: None,
         on_change: Callable[[], None] = lambda: None,
         ensure_secret: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_notice(node, detail)`: Kubernetes is about to remove a node. `on_change`:
+        """`checkpoint_path`: where the job's checkpoints are.
+
+        `on_notice(node, detail)`: Kubernetes is about to remove a node. `on_change`:
         `problems()` may have changed. `ensure_secret`: called before pods are created."""
         self._job, self._owner, self._shared = job, owner, shared
         self._cluster, self._timing = shared.cluster, shared.timing
@@ -166,6 +169,7 @@ class KubernetesBackend:
         )
         self._on_notice, self._on_change = on_notice, on_change
         self._ensure_secret = ensure_secret
+        self._checkpoint_path = checkpoint_path
         self._on_node_gone: Callable[[NodeGone], None] = lambda gone: None
         self._tracker = PodTracker()
         self._refusal = Refusal()
@@ -347,7 +351,9 @@ class KubernetesBackend:
 
     def _document(self, node: str, blamed: Mapping[str, str], index: int) -> Document:
         settings, doubtful = self._shared.settings, self._tracker.doubtful(self._pods())
-        pod = pod_document(self._job, self._owner, settings, node, blamed, doubtful)
+        pod = pod_document(
+            self._job, self._owner, settings, node, blamed, doubtful, self._checkpoint_path
+        )
         return self.queue.decorate(pod, self._pods(), index)
 
     def _no_room(

@@ -3,14 +3,14 @@ other without end.
 
 * A job whose nodes have trained comes before one that has not started. Then the priority of the
   pods counts, which their PriorityClass gives, then age. spec.priority orders the jobs of one
-  namespace only: whoever may create jobs there may set it.
+  namespace only: each user who may create a job may set it.
 * A job gives nodes up only to one that may use them: where no node of a job is allowed for the pods
   of another, the two do not compete.
 * Only a job that has given nodes up to another one waits for it, and only while that one holds
   nodes and is incomplete. A job that has never been complete within its hold time comes last from
   then on, until it has been complete once.
 
-So a job that can never be placed delays nobody whose pods can be placed.
+So a job that can never be placed delays no job whose pods can be placed.
 """
 
 from __future__ import annotations

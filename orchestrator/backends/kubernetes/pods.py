@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +51,16 @@ class PodSettings:
     image_pull_policy: str = ""
     """Empty for the default of Kubernetes."""
     checkpoint_volume: Mapping[str, Any] = field(default_factory=dict)
-    """A volume source, such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}, that every
-    pod gets at `checkpoint_root`."""
+    """A volume source, such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}, of which
+    each pod gets the directory of its own job."""
     checkpoint_root: str = ""
-    """Directory or URL below which jobs without a checkpoint.path keep their checkpoints."""
+    """Directory or URL below which jobs without a checkpoint.path keep their checkpoints; where the
+    operator mounts the volume."""
+    checkpoint_prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Namespace, or * for all -> further directories and URLs below which the operator opens the
+    paths of jobs with its own credentials (hosts/kubernetes/storage_access.py)."""
+    user_credentials: bool = True
+    """Jobs may use other stores with credentials of their own."""
 
 
 def pod_document(
@@ -63,18 +70,22 @@ def pod_document(
     node: str,
     blamed: Mapping[str, str] | None = None,
     doubtful: Iterable[str] = (),
+    known_path: str = "",
 ) -> dict[str, Any]:
     """The pod of node `node`. `blamed`: node of the job -> Kubernetes node that must not be used
     again. `doubtful`: Kubernetes nodes that may be dead before Kubernetes has noticed; they are
-    used only as a last resort.
+    used only as a last resort. `known_path`: where the job's checkpoints are already.
 
-    Raises UserError for a template that leaves no container."""
+    Raises UserError for a template that leaves no container, or that mounts checkpoints of other
+    jobs."""
     blamed = blamed or {}
+    mount = checkpoint_mount(settings, checkpoint_path(job, settings, known_path))
     ours: dict[str, Any] = {
         "metadata": {"labels": dict(job.metadata.labels), "annotations": {}},
-        "spec": _spec(job, owner, settings),
+        "spec": _spec(job, owner, settings, mount),
     }
     pod: dict[str, Any] = merge(ours, job.spec.kubernetes.pod_template)
+    _check_checkpoint_volume(pod["spec"], settings, mount)
     metadata = pod["metadata"]
     metadata["name"], metadata["namespace"] = node, owner.namespace
     metadata.pop("generateName", None)
@@ -127,7 +138,9 @@ def _arguments(job: TrainingJob, owner: Owner, settings: PodSettings, node: str)
     return ["-P", "-m", "holdfast.workers.agent", *(w for pair in options.items() for w in pair)]
 
 
-def _spec(job: TrainingJob, owner: Owner, settings: PodSettings) -> dict[str, Any]:
+def _spec(
+    job: TrainingJob, owner: Owner, settings: PodSettings, mount: dict[str, Any]
+) -> dict[str, Any]:
     wanted = job.spec.kubernetes
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -143,8 +156,8 @@ def _spec(job: TrainingJob, owner: Owner, settings: PodSettings) -> dict[str, An
             "fsGroup": RUN_AS,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_worker(job, settings)],
-        "volumes": _volumes(job, owner, settings),
+        "containers": [_worker(job, settings, mount)],
+        "volumes": _volumes(job, owner, settings if mount else PodSettings(settings.endpoint)),
     }
     if wanted.service_account_name is not None:
         spec["serviceAccountName"] = wanted.service_account_name
@@ -156,13 +169,13 @@ def _spec(job: TrainingJob, owner: Owner, settings: PodSettings) -> dict[str, An
     return spec
 
 
-def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
+def _worker(job: TrainingJob, settings: PodSettings, mount: dict[str, Any]) -> dict[str, Any]:
     mounts = [
         {"name": "agents", "mountPath": SECRETS, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    if settings.checkpoint_volume:
-        mounts.append({"name": "checkpoints", "mountPath": settings.checkpoint_root})
+    if mount:
+        mounts.append(mount)
     container: dict[str, Any] = {
         "name": names.CONTAINER,
         "image": job.spec.image or settings.image,
@@ -185,6 +198,8 @@ def _worker(job: TrainingJob, settings: PodSettings) -> dict[str, Any]:
         # The last log lines of a failed agent become the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    if job.spec.checkpoint.secret_name is not None:
+        container["envFrom"] = [{"secretRef": {"name": job.spec.checkpoint.secret_name}}]
     if settings.image_pull_policy:
         container["imagePullPolicy"] = settings.image_pull_policy
     return container
@@ -215,8 +230,75 @@ def _volumes(job: TrainingJob, owner: Owner, settings: PodSettings) -> list[dict
     secret = {"secretName": names.secret_name(owner.name), "defaultMode": 0o440}
     volumes = [{"name": "agents", "secret": secret}, {"name": "shm", "emptyDir": memory}]
     if settings.checkpoint_volume:
-        volumes.append({"name": "checkpoints", **settings.checkpoint_volume})
+        volumes.append({"name": CHECKPOINTS, **settings.checkpoint_volume})
     return volumes
+
+
+# -- the checkpoint volume -------------------------------------------------------------------------
+CHECKPOINTS = "checkpoints"
+"""The volume of checkpoints in a pod."""
+
+
+def checkpoint_path(job: TrainingJob, settings: PodSettings, known_path: str = "") -> str:
+    """Where the job's checkpoints are. `known_path`: where those of a started job are already.
+    They do not move when the operator is started with another root."""
+    if job.spec.checkpoint.path is not None:
+        return job.spec.checkpoint.path
+    root = settings.checkpoint_root.rstrip("/")
+    return known_path or "/".join([root, job.metadata.namespace, job.name])
+
+
+def checkpoint_mount(settings: PodSettings, path: str) -> dict[str, Any]:
+    """The mount of the job's own directory of the volume, at the path where the operator has it;
+    empty: its checkpoints are elsewhere. The operator creates the directory before the pods."""
+    root = posixpath.normpath(settings.checkpoint_root)
+    if not settings.checkpoint_volume or not path.startswith("/"):
+        return {}
+    inside = posixpath.relpath(path, root)
+    if inside.split("/")[0] == "..":
+        return {}
+    mount = {"name": CHECKPOINTS, "mountPath": posixpath.normpath(path)}
+    return mount if inside == "." else {**mount, "subPath": inside}
+
+
+def _check_checkpoint_volume(
+    spec: dict[str, Any], settings: PodSettings, mount: dict[str, Any]
+) -> None:
+    """The template must not reach the directories of other jobs. Raises UserError."""
+    if not settings.checkpoint_volume:
+        return
+    field = "spec.kubernetes.podTemplate.spec"
+    for volume in spec.get("volumes") or ():
+        source = {name: value for name, value in volume.items() if name != "name"}
+        ours = volume.get("name") == CHECKPOINTS and bool(mount)
+        if (ours and source != settings.checkpoint_volume) or (
+            not ours and _same_volume(source, settings.checkpoint_volume)
+        ):
+            expected = "a volume of your own: this one holds the checkpoints of other jobs too"
+            got = f"{volume.get('name')} with {json.dumps(source)}"
+            raise UserError(str(Problem(f"{field}.volumes", got, expected, "use another claim")))
+    for kind in ("containers", "initContainers", "ephemeralContainers"):
+        for container in spec.get(kind) or ():
+            for one in container.get("volumeMounts") or ():
+                where = (one.get("subPath", ""), one.get("subPathExpr", ""))
+                if mount and one.get("name") == CHECKPOINTS and where != (
+                    mount.get("subPath", ""), ""
+                ):  # fmt: skip
+                    got = f"{CHECKPOINTS} with the subPath {where[1] or where[0] or 'nothing'}"
+                    expected = f"the directory of this job ({mount.get('subPath', '')})"
+                    problem = Problem(f"{field}.{kind}.volumeMounts", got, expected)
+                    raise UserError(str(problem))
+
+
+def _same_volume(source: Mapping[str, Any], volume: Mapping[str, Any]) -> bool:
+    """Whatever the fields that only say how it is mounted, such as readOnly."""
+    for kind, ours in volume.items():
+        theirs = source.get(kind)
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            names = set(ours) - {"readOnly"}
+            if all(theirs.get(name) == ours[name] for name in names):
+                return True
+    return False
 
 
 def _affinity(job: TrainingJob, owner: Owner) -> dict[str, Any]:

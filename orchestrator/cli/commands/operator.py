@@ -59,6 +59,22 @@ VolumeOption = Annotated[
         help="Volume source that every pod mounts at --checkpoint-root, if that is a directory.",
     ),
 ]
+PrefixesOption = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint-prefixes",
+        metavar="JSON",
+        help="Namespace (or *) -> directories and URLs of jobs that this operator opens with its "
+        "own credentials, beside --checkpoint-root.",
+    ),
+]
+CredentialsOption = Annotated[
+    bool,
+    typer.Option(
+        "--user-credentials/--no-user-credentials",
+        help="Jobs may use other stores with credentials of their own.",
+    ),
+]
 LeaseNamespaceOption = Annotated[
     str, typer.Option("--lease-namespace", help="Namespace of the Lease. Default: its own.")
 ]
@@ -112,6 +128,8 @@ def operator(
     image_pull_policy: PullOption = "",
     checkpoint_root: RootOption = "",
     checkpoint_volume: VolumeOption = "",
+    checkpoint_prefixes: PrefixesOption = "",
+    user_credentials: CredentialsOption = True,
     lease_namespace: LeaseNamespaceOption = "",
     lease_name: LeaseNameOption = "holdfast-operator",
     lease_s: LeaseOption = 10.0,
@@ -156,6 +174,8 @@ def operator(
         image_pull_policy=image_pull_policy,
         checkpoint_volume=volume,
         checkpoint_root=checkpoint_root,
+        checkpoint_prefixes=_prefixes(checkpoint_prefixes),
+        user_credentials=user_credentials,
     )
     process = OperatorProcess(
         identity=identity or _unique_identity(),
@@ -191,6 +211,22 @@ def _address(listen: str) -> tuple[str, int]:
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(str(Problem("--listen", listen, "a port, or an address and a port")))
     return address.strip("[]"), int(port)
+
+
+def _prefixes(text: str) -> dict[str, list[str]]:
+    """Raises UserError."""
+    expected = 'JSON such as {"team-a": ["s3://bucket/team-a"], "*": ["/data"]}'
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        got = f"{text} ({error})"
+        raise UserError(str(Problem("--checkpoint-prefixes", got, expected))) from None
+    lists = found.values() if isinstance(found, dict) else [None]
+    if not all(
+        isinstance(one, list) and all(isinstance(p, str) and p for p in one) for one in lists
+    ):
+        raise UserError(str(Problem("--checkpoint-prefixes", text, expected)))
+    return dict(found)
 
 
 def _volume(text: str) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ensure_keys
-from holdfast.orchestrator.backends.kubernetes.pods import LOGS, pod_document
+from holdfast.orchestrator.backends.kubernetes.pods import LOGS, checkpoint_path, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.events import JobSubmitted, PreemptionNoticed
@@ -36,18 +36,14 @@ from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.tls import server_context_from_pem
 from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.agent_server import AgentServer
-from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
-    SerialExecutor,
-    ThreadedCheckpointStore,
-)
-from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once
-from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
+from . import storage_access
 from .configmap_journal import COMPACT_AT_BYTES, is_owned, open_journal
-from .spec import checkpoint_path, owner_of, read_job
+from .job_storage import JobStorage
+from .spec import owner_of, read_job
 from .spec_sync import SpecSync, suspended_before_start
 from .status import (
     ACCEPTED,
@@ -58,6 +54,7 @@ from .status import (
     status_without_controller,
 )
 from .status_writer import StatusWriter, new_events
+from .storage_access import with_secret
 
 log = logging.getLogger("holdfast.operator")
 
@@ -219,7 +216,9 @@ class JobReconciler:
                 self._context.shared.settings,
                 checkpoint_path_in(journal) or self._prior.checkpoint_path,
             )
-            runtime = self._create_runtime(job, path)
+            self._check_path(job, path)
+            store_job = await with_secret(job, self.owner, self._context.cluster)
+            runtime = self._create_runtime(job, store_job, path)
         try:
             # The backend needs the pods; waiting here keeps the storage from being blamed for it.
             await self._context.shared.pod_informer.synced()
@@ -256,6 +255,11 @@ class JobReconciler:
             if job is None:
                 raise
             return job
+
+    def _check_path(self, job: TrainingJob, path: str) -> None:
+        """Also of a path that a journal names, which users may edit. Raises SpecError."""
+        if problems := storage_access.problems(job, self._context.shared.settings, path):
+            raise SpecError(problems)
 
     def _valid_job(self) -> TrainingJob:
         settings = self._context.shared.settings
@@ -318,13 +322,15 @@ class JobReconciler:
             self._status_writer.mark_dirty(urgent=True)  # desired nodes, refusals
             await self._changed.wait()
 
-    def _create_runtime(self, job: TrainingJob, path: str) -> JobRuntime:
+    def _create_runtime(self, job: TrainingJob, store_job: TrainingJob, path: str) -> JobRuntime:
+        """`store_job`: with the credentials of its store."""
         assert self._keys is not None
         self._backend = KubernetesBackend(
             job,
             self.owner,
             self._context.shared,
             created=str(self._document["metadata"].get("creationTimestamp", "")),
+            checkpoint_path=path,
             on_notice=self._on_preemption_notice,
             on_change=lambda: self._status_writer.mark_dirty(urgent=True),
             ensure_secret=self._ensure_secret,
@@ -339,7 +345,7 @@ class JobReconciler:
             token=self._keys.token,
             backend=self._backend,
             endpoint=self._context.agent_server,
-            storage=self._storage.store(job, path),
+            storage=self._storage.store(store_job, path),
             tls_name=tls_name(self.owner.uid),
             tls_context=server_context_from_pem(self._keys.certificate, self._keys.key),
             clock=self._clock,
@@ -560,41 +566,3 @@ def checkpoint_path_in(journal: Journal) -> str:
 def _submitted(journal: Journal) -> JobSubmitted | None:
     events = (record.event for record in journal.records)
     return next((event for event in events if isinstance(event, JobSubmitted)), None)
-
-
-# -- checkpoint storage ----------------------------------------------------------------------
-class JobStorage:
-    """The checkpoint storage of one job. Storage that does not answer holds up this job only."""
-
-    def __init__(
-        self, owner: Owner, context: ReconcilerContext, report: Callable[[ConditionState], None]
-    ) -> None:
-        """`report`: called when the job has to wait for its storage."""
-        self._owner, self._context, self._report = owner, context, report
-        self._executors: dict[str, SerialExecutor] = {}
-        """By path. The next attempt waits for a call that hangs: a job holds one thread, however
-        often it tries a path."""
-
-    def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
-        """The storage at a path. Raises as storage_of, here or at its first use."""
-        executor, key = self._executors.setdefault(path, SerialExecutor()), self._owner.key
-        if not connects_at_once(path):
-            # fsspec shares instances that one thread creates with the same options.
-            storage = storage_of(job, path, key)
-            return ThreadedCheckpointStore(lambda: storage, executor)
-        return ThreadedCheckpointStore(lambda: storage_of(job, path, key), executor)
-
-    async def prepare(self, runtime: JobRuntime, path: str, *, fresh: bool) -> None:
-        """`runtime.prepare` with a time limit. Raises what that raises, and HoldfastError."""
-        notice_s = self._context.timing.storage_notice_s
-        timeout_s = self._context.timing.storage_timeout_s
-        text = f"{path} has not answered for {notice_s:g} s; the job starts when it does"
-        waiting = ConditionState("pending", "WaitingForStorage", text)
-        notice = asyncio.get_running_loop().call_later(notice_s, self._report, waiting)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await runtime.prepare(fresh=fresh)
-        except TimeoutError:
-            raise HoldfastError(f"{path}: no answer within {timeout_s:g} s") from None
-        finally:
-            notice.cancel()

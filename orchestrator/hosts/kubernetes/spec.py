@@ -12,6 +12,8 @@ from holdfast.orchestrator.errors import Problem, SpecError
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.names import Owner
 
+from . import storage_access
+
 
 def owner_of(document: Document) -> Owner:
     metadata = document["metadata"]
@@ -68,14 +70,6 @@ def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Prob
                 "be relative to",
             )
         )
+    else:
+        found += storage_access.problems(job, pods, known_path)
     return found
-
-
-def checkpoint_path(job: TrainingJob, pods: PodSettings, known_path: str = "") -> str:
-    """Where the job's checkpoints are. `known_path`: where those of a started job are already.
-    They do not move when the operator is started with another root."""
-    if job.spec.checkpoint.path is not None:
-        return job.spec.checkpoint.path
-    return known_path or "/".join(
-        [pods.checkpoint_root.rstrip("/"), job.metadata.namespace, job.name]
-    )

@@ -222,13 +222,51 @@ def test_the_jobs_image_overrides_the_operators() -> None:
     assert worker(pod(image="mine:2"))["image"] == "mine:2"
 
 
-def test_all_jobs_can_share_a_checkpoint_volume() -> None:
-    claim = {"persistentVolumeClaim": {"claimName": "checkpoints"}}
-    settings = PodSettings("e:1", "i", checkpoint_volume=claim, checkpoint_root="/checkpoints")
-    document = pod(settings=settings)
-    assert {"name": "checkpoints", **claim} in document["spec"]["volumes"]
-    mount = {"name": "checkpoints", "mountPath": "/checkpoints"}
-    assert mount in worker(document)["volumeMounts"]
+CLAIM = {"persistentVolumeClaim": {"claimName": "checkpoints"}}
+WITH_VOLUME = PodSettings("e:1", "i", checkpoint_volume=CLAIM, checkpoint_root="/checkpoints")
+
+
+def test_a_pod_gets_only_the_directory_of_its_own_job_from_the_shared_volume() -> None:
+    document = pod(settings=WITH_VOLUME)
+    assert {"name": "checkpoints", **CLAIM} in document["spec"]["volumes"]
+    (mount,) = [one for one in worker(document)["volumeMounts"] if one["name"] == "checkpoints"]
+    namespace = document["metadata"]["namespace"]
+    own = f"{namespace}/{document['metadata']['labels']['holdfast.dev/job']}"
+    place = {"mountPath": f"/checkpoints/{own}", "subPath": own}
+    assert mount == {"name": "checkpoints", **place}
+
+
+def test_a_job_with_checkpoints_elsewhere_gets_no_part_of_the_volume() -> None:
+    document = pod(settings=WITH_VOLUME, checkpoint={"path": "s3://bucket/x"})
+    assert "checkpoints" not in str(document["spec"]["volumes"])
+    assert "checkpoints" not in str(worker(document)["volumeMounts"])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"containers": [{"name": "worker", "volumeMounts": [
+            {"name": "checkpoints", "mountPath": "/all"}]}]},
+        {"containers": [{"name": "worker", "volumeMounts": [
+            {"name": "checkpoints", "mountPath": "/x", "subPathExpr": "$(POD_NAME)"}]}]},
+        {"initContainers": [{"name": "i", "volumeMounts": [
+            {"name": "checkpoints", "mountPath": "/x", "subPath": "team-b/other"}]}]},
+        {"volumes": [{"name": "again", "persistentVolumeClaim": {
+            "claimName": "checkpoints", "readOnly": True}}]},
+        {"volumes": [{"name": "checkpoints", "emptyDir": {}}]},
+    ],
+    ids=["whole-volume", "expression", "other-job", "same-claim", "replaced"],
+)  # fmt: skip
+def test_a_template_that_reaches_the_checkpoints_of_other_jobs_is_refused(
+    spec: dict[str, Any],
+) -> None:
+    with pytest.raises(UserError, match=r"spec.kubernetes.podTemplate.spec.\w+.*got .*expected"):
+        pod(settings=WITH_VOLUME, kubernetes={"podTemplate": {"spec": spec}})
+
+
+def test_the_jobs_own_secret_reaches_its_pods() -> None:
+    document = pod(checkpoint={"path": "s3://mine/x", "secretName": "store"})
+    assert worker(document)["envFrom"] == [{"secretRef": {"name": "store"}}]
 
 
 def test_merging_changes_neither_side_and_null_removes() -> None:

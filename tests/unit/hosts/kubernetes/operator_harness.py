@@ -99,7 +99,8 @@ class FakeOperator:
     ) -> None:
         self.api = api
         self.feed = PodInformer(cluster)
-        settings = PodSettings("h:1", "i", checkpoint_root=root)
+        prefixes = {"*": ["/", "ftp://"]}
+        settings = PodSettings("h:1", "i", checkpoint_root=root, checkpoint_prefixes=prefixes)
         shared = OperatorContext(cluster, self.feed, NodeInformer(cluster), GangArbiter(), settings)
         self.context = ReconcilerContext(shared, AgentServer(), QUICK)
         if compact_at_bytes is not None:

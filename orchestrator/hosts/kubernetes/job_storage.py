@@ -1,0 +1,62 @@
+"""The checkpoint storage of one job of an operator. Storage that does not answer holds up this job
+only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
+    SerialExecutor,
+    ThreadedCheckpointStore,
+)
+from holdfast.orchestrator.runtime.checkpoint_store.options import connects_at_once
+from holdfast.orchestrator.runtime.checkpoint_store.store import storage_of
+from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+
+from .status import ConditionState
+
+if TYPE_CHECKING:
+    from .reconciler import ReconcilerContext
+
+
+class JobStorage:
+    """One per reconciler."""
+
+    def __init__(
+        self, owner: Owner, context: ReconcilerContext, report: Callable[[ConditionState], None]
+    ) -> None:
+        """`report`: called when the job has to wait for its storage."""
+        self._owner, self._context, self._report = owner, context, report
+        self._executors: dict[str, SerialExecutor] = {}
+        """By path. The next attempt waits for a call that hangs: a job holds one thread, however
+        often it tries a path."""
+
+    def store(self, job: TrainingJob, path: str) -> ThreadedCheckpointStore:
+        """The storage at a path. Raises as storage_of, here or at its first use."""
+        executor, key = self._executors.setdefault(path, SerialExecutor()), self._owner.key
+        if not connects_at_once(path):
+            # fsspec shares instances that one thread creates with the same options.
+            storage = storage_of(job, path, key)
+            return ThreadedCheckpointStore(lambda: storage, executor)
+        return ThreadedCheckpointStore(lambda: storage_of(job, path, key), executor)
+
+    async def prepare(self, runtime: JobRuntime, path: str, *, fresh: bool) -> None:
+        """`runtime.prepare` with a time limit. Raises what that raises, and HoldfastError."""
+        notice_s = self._context.timing.storage_notice_s
+        timeout_s = self._context.timing.storage_timeout_s
+        text = f"{path} has not answered for {notice_s:g} s; the job starts when it does"
+        waiting = ConditionState("pending", "WaitingForStorage", text)
+        notice = asyncio.get_running_loop().call_later(notice_s, self._report, waiting)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await runtime.prepare(fresh=fresh)
+        except TimeoutError:
+            raise HoldfastError(f"{path}: no answer within {timeout_s:g} s") from None
+        finally:
+            notice.cancel()

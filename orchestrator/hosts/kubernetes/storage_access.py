@@ -1,0 +1,160 @@
+"""Which checkpoint paths the operator opens, and with whose credentials. Pure.
+
+The operator serves users who must not read each other's checkpoints, and its own credentials open
+all of them. So it uses these only for
+
+* paths below ROOT/NAMESPACE of the job, and below the prefixes that the chart allows its namespace,
+* and only where the job has no setting that could send them elsewhere, such as an endpoint.
+
+Everything else needs credentials of the job itself: a Secret of its namespace
+(spec.checkpoint.secretName) or spec.env.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, checkpoint_path
+from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import SECRETS
+from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.runtime.checkpoint_store.options import SCHEMES, access
+
+FIELD = "spec.checkpoint.path"
+HARMLESS_CONFIG = {
+    "retries", "connect_timeout", "read_timeout", "max_pool_connections",
+    "request_checksum_calculation", "response_checksum_validation",
+}  # fmt: skip
+"""Settings of botocore that do not change where a request goes, or with which credentials."""
+HARMLESS = ("client_kwargs", "config_kwargs", "timeout", "anon", "default_block_size")
+"""The same of options of a driver; the two with further options in them are looked through."""
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+ALL = "*"
+
+
+def problems(job: TrainingJob, settings: PodSettings, known_path: str = "") -> list[Problem]:
+    """`known_path`: where a started job without a path of its own has its checkpoints."""
+    path = checkpoint_path(job, settings, known_path)
+    if ".." in path.split("/"):
+        return [Problem(FIELD, path, "a path without ..", "write the path that you mean")]
+    try:
+        options = access(path, job.spec.env).options
+    except SpecError as error:
+        return list(error.problems)
+    is_allowed = _is_allowed(job, settings, path)
+    redirected = _redirecting(options)
+    has_own = job.spec.checkpoint.secret_name is not None or _has_credentials(options)
+    if is_allowed and not redirected and job.spec.checkpoint.secret_name is None:
+        return []
+    if is_allowed and _is_directory(path):
+        return []  # of the operator's own file system: no credentials are used
+    if not settings.user_credentials or not _is_s3(path):
+        if is_allowed:
+            return [_redirect_problem(name, settings) for name in redirected]
+        return [_path_problem(job, settings, path)]
+    if has_own:
+        return []
+    if is_allowed:
+        return [_redirect_problem(name, settings) for name in redirected]
+    return [_path_problem(job, settings, path)]
+
+
+def _is_directory(path: str) -> bool:
+    return _plain(path).startswith("/")
+
+
+def _is_s3(path: str) -> bool:
+    scheme, is_url, _ = path.partition("://")
+    return bool(is_url) and "::" not in path and SCHEMES.get(scheme) == "s3"
+
+
+def _plain(path: str) -> str:
+    """A file:// URL as the directory that it names."""
+    for scheme in ("file://", "local://"):
+        if path.startswith(scheme):
+            return path.removeprefix(scheme)
+    return path
+
+
+def prefixes(job: TrainingJob, settings: PodSettings) -> list[str]:
+    """Below which the operator uses its own credentials for this job."""
+    namespace, root = job.metadata.namespace, settings.checkpoint_root.rstrip("/")
+    found = [f"{root}/{namespace}"] if root else []
+    return [
+        *found,
+        *settings.checkpoint_prefixes.get(namespace, ()),
+        *settings.checkpoint_prefixes.get(ALL, ()),
+    ]
+
+
+def _is_allowed(job: TrainingJob, settings: PodSettings, path: str) -> bool:
+    if job.spec.checkpoint.path is None and path.endswith(f"/{job.metadata.namespace}/{job.name}"):
+        return True  # chosen by an operator, perhaps with another root
+    path = _plain(path)
+    return any(
+        path == one or path.startswith(one if one.endswith("/") else f"{one}/")
+        for one in prefixes(job, settings)
+    )
+
+
+def _redirecting(options: Mapping[str, Any]) -> list[str]:
+    """Options of the job that are not known to be harmless."""
+    found = [name for name in options if name not in HARMLESS]
+    for part, harmless in (("client_kwargs", {"region_name"}), ("config_kwargs", HARMLESS_CONFIG)):
+        inner = options.get(part) or {}
+        names = set(inner) if isinstance(inner, Mapping) else {str(inner)}
+        found += [f"{part}.{name}" for name in sorted(names - harmless)]
+    return found
+
+
+def _has_credentials(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("key") and options.get("secret"))
+
+
+def _path_problem(job: TrainingJob, settings: PodSettings, path: str) -> Problem:
+    below = ", ".join(prefixes(job, settings)) or "none"
+    fix = "choose such a path, or have it added to checkpoints.allowedPrefixes of the chart"
+    if _is_s3(path) and settings.user_credentials:
+        fix += "; or name a Secret with credentials of your own in spec.checkpoint.secretName"
+    expected = f"a path that the operator may open for namespace {job.metadata.namespace} ({below})"
+    return Problem(FIELD, path, expected, fix)
+
+
+def _redirect_problem(option: str, settings: PodSettings) -> Problem:
+    fix = "remove it"
+    if settings.user_credentials:
+        fix += (
+            f", or add credentials of your own ({' and '.join(CREDENTIALS)}): name their Secret "
+            f"in spec.checkpoint.secretName"
+        )
+    expected = "no setting of the store that goes with the operator's own credentials"
+    return Problem("spec.env", f"a variable that sets {option} of the store", expected, fix)
+
+
+# -- the job's own Secret ------------------------------------------------------------------------
+async def with_secret(job: TrainingJob, owner: Owner, cluster: KubeClient) -> TrainingJob:
+    """The job with the variables of its Secret in spec.env, for its store alone: never journaled or
+    shown. Raises UserError and ApiError."""
+    name = job.spec.checkpoint.secret_name
+    if name is None:
+        return job
+    field = "spec.checkpoint.secretName"
+    found = await cluster.find(SECRETS, owner.namespace, name)
+    if found is None:
+        expected = f"a Secret of namespace {owner.namespace}"
+        raise UserError(str(Problem(field, f"{name}, which does not exist", expected)))
+    env = {**_variables(found), **job.spec.env}
+    missing = [one for one in CREDENTIALS if not env.get(one)]
+    if missing:
+        got, expected = f"{name} without {' and '.join(missing)}", " and ".join(CREDENTIALS)
+        raise UserError(str(Problem(field, got, expected, "add them to the Secret")))
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
+
+
+def _variables(secret: Document) -> dict[str, str]:
+    data = secret.get("data") or {}
+    return {name: base64.b64decode(text).decode(errors="replace") for name, text in data.items()}
