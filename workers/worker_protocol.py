@@ -7,13 +7,21 @@ buffer again after BufferFree. While an upload or a push keeps all its buffers, 
 more Buffer without a request. The spec says which steps are staged; StageAt requests others. To
 restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
 ends with Failed or Finished and exits.
+
+A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from holdfast.orchestrator.protocol.facts import Membership, StepReport, WorkerPhase, WorkerSeat
+from holdfast.orchestrator.protocol.facts import (
+    GroupProgress,
+    Membership,
+    StepReport,
+    WorkerPhase,
+    WorkerSeat,
+)
 
 
 class WorkerMessage(
@@ -62,6 +70,20 @@ class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
     """Request a shard of the membership's Restore."""
 
     shard: int
+
+
+class StackReport(WorkerMessage, frozen=True, kw_only=True, tag="stack"):
+    """The stack of the main thread, as the pulse thread sees it; asked for by a byte on the
+    inspection socket. CollectivesReport follows."""
+
+    text: str
+
+
+class CollectivesReport(WorkerMessage, frozen=True, kw_only=True, tag="collectives"):
+    """The newest collective of each process group. A message of its own: the flight recorder may
+    not answer."""
+
+    groups: tuple[GroupProgress, ...] = ()
 
 
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
@@ -133,6 +155,8 @@ FromWorker = (
     | BufferRequest
     | Staged
     | FetchShard
+    | StackReport
+    | CollectivesReport
     | Failed
     | Finished
 )

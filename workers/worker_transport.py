@@ -29,6 +29,8 @@ class Attached:
     link: socket.socket
     assign: Assign
     job: TrainingJob
+    inspection: socket.socket | None = None
+    """A byte asks for StackReport and CollectivesReport; the pulse thread reads it."""
 
 
 attached: Attached | None = None

@@ -212,7 +212,8 @@ def _hang(ctx: StepContext, event: e.HangDetected) -> None:
     if event.generation != state.generation or not state.active or state.stop is not None:
         return
     reason = Reason("hang", f"no progress: {event.evidence}")
-    cause = Cause("failure", reason, stacks=True, hang=(event.ranks, event.evidence))
+    hang = (event.ranks, event.evidence)
+    cause = Cause("failure", reason, stacks=True, hang=hang, hang_basis=event.basis)
     recovery.interrupt(ctx, cause)
 
 

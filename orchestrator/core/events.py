@@ -12,7 +12,16 @@ from typing import Any, Literal
 import msgspec
 
 from .. import limits
-from ..protocol.facts import Exit, NodeFacts, ShardFile, Stack, StagedShard, StepReport, WorkerBeat
+from ..protocol.facts import (
+    Exit,
+    NodeFacts,
+    ShardFile,
+    Stack,
+    StagedShard,
+    StepReport,
+    SuspectBasis,
+    WorkerBeat,
+)
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
 
@@ -126,6 +135,7 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
     ranks: tuple[int, ...]
     """Suspects, the likeliest first."""
     evidence: str
+    basis: SuspectBasis = ""
 
 
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):

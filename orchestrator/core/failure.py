@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..protocol.facts import Exit
+from ..protocol.facts import Exit, Stack, SuspectBasis
+from .hang_evidence import culprit
 from .state import FailureClass
 
 SIGNALS = {
@@ -16,6 +17,10 @@ SIGNALS = {
 }  # fmt: skip
 # A process raises these on itself when its native code breaks; the others come from outside.
 CRASH_SIGNALS = (4, 6, 7, 8, 11, 31)
+SIGABRT = 6
+ABORTED_TOGETHER_S = 10.0
+"""SIGABRT of several nodes within this time: the watchdogs of a job end their processes within a
+second of each other, and the nodes' clocks differ."""
 TAKEN_AWAY_SIGNALS = (9, 15)
 # What a worker sees when a peer is gone: secondary failures, even if it did not mark them so.
 NETWORK_TYPES = (
@@ -49,6 +54,9 @@ class FailureEvidence:
     lost_first: bool = False
     hang: tuple[tuple[int, ...], str] | None = None
     """(suspects, the likeliest first; evidence)."""
+    hang_basis: SuspectBasis = ""
+    stacks: tuple[Stack, ...] = ()
+    """Taken before the workers were killed."""
     launch_failure: tuple[str, str] | None = None
     """(node, detail)."""
     refused: str = ""
@@ -173,9 +181,14 @@ def _hang(facts: FailureEvidence) -> Failure | None:
     if facts.hang is None or _first(facts, lambda e: not is_secondary(e)):
         return None
     suspects, evidence = facts.hang
-    rank = suspects[0] if suspects else None
+    found = culprit(suspects, facts.hang_basis, facts.stacks)
+    rank = found.rank
     node = facts.node_of(rank) if rank is not None else ""
     title = f"worker {rank} on {node} hung" if rank is not None else "the job made no progress"
+    if rank is None:
+        evidence += "; no rank differs from its peers, so none is named"
+    elif found.why:
+        evidence += f"; {found.why}"
     return Failure("hang", "hang", title, evidence, node, rank)
 
 
@@ -243,8 +256,22 @@ def _device_error(exit: Exit) -> bool:
     return exit.error_type == "AcceleratorError" or any(word in text for word in DEVICE_WORDS)
 
 
+def _aborted_together(facts: FailureEvidence) -> tuple[Exit, ...]:
+    """Exits by SIGABRT on several nodes within seconds: torch's watchdog of NCCL ends all ranks of
+    a group whose connection broke, and crashes of native code are not simultaneous."""
+    aborted = [(n, e) for n, e in facts.exits if is_failure(e) and e.signal == SIGABRT]
+    times = [exit.at_ns for _node, exit in aborted]
+    apart_s = (max(times) - min(times)) / 1e9 if times else 0.0
+    several = len({node for node, _exit in aborted}) > 1
+    return tuple(e for _n, e in aborted) if several and apart_s <= ABORTED_TOGETHER_S else ()
+
+
 def _crash(facts: FailureEvidence) -> Failure | None:
-    found = _first(facts, lambda e: e.signal in CRASH_SIGNALS and not is_secondary(e))
+    together = _aborted_together(facts)
+    found = _first(
+        facts,
+        lambda e: e.signal in CRASH_SIGNALS and not is_secondary(e) and e not in together,
+    )
     if found is None:
         return None
     node, exit = found
@@ -264,12 +291,17 @@ def _exit_code(facts: FailureEvidence) -> Failure | None:
 
 
 def _network(facts: FailureEvidence) -> Failure | None:
-    found = _first(facts, is_secondary)
+    together = _aborted_together(facts)
+    found = _first(facts, lambda e: is_secondary(e) or e in together)
     if found is None:
         return None
     node, exit = found
     title = f"{_where(exit, node)} lost its connection to its peers"
     what = f"{exit.error_type}: {exit.error_message}" if exit.error_type else _signal(exit)
+    if exit.signal is not None and exit.error_message:
+        what += f": {exit.error_message}"
+    if together:
+        what += f"; {len(together)} workers on several nodes were aborted within seconds"
     evidence = f"{what}; no worker or node shows another cause"
     return Failure("infrastructure", "network", title, evidence, "", exit.rank, exit)
 

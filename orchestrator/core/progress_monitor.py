@@ -14,7 +14,7 @@ from statistics import median
 
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
-from ..protocol.facts import WorkerBeat, largest
+from ..protocol.facts import SuspectBasis, WorkerBeat, largest
 from .context import SECOND_NS, seconds
 from .controller import Controller
 from .events import (
@@ -252,6 +252,7 @@ class ProgressMonitor:
                 generation=self._current.number,
                 ranks=tuple(rank for rank, _why in suspects),
                 evidence=self._evidence(suspects, limit),
+                basis=self._basis(suspects),
             )
         ]
 
@@ -307,7 +308,8 @@ class ProgressMonitor:
                 continue
             beat, age = known.beat, (now_ns - known.moved_ns) / SECOND_NS
             stale = beat.pulse_age_s > PULSE_STALE_S
-            order = (not beat.stopped, not stale, beat.step, beat.ticks, -age, rank)
+            # At one step the slowest rank comes first: the others wait for it.
+            order = (not beat.stopped, not stale, beat.step, beat.ticks, age, rank)
             if beat.stopped:
                 why = f"rank {rank} is stopped (state T), last progress {age:.1f} s ago"
             elif stale:
@@ -318,6 +320,24 @@ class ProgressMonitor:
         found.sort()
         silent = [(rank, f"rank {rank} has never reported") for rank in unknown]
         return silent + [(rank, why) for _order, rank, why in found]
+
+    def _basis(self, suspects: list[tuple[int, str]]) -> SuspectBasis:
+        """What distinguishes the first suspect. A later report alone is chance: a few milliseconds
+        of one step."""
+        known = self._current.ranks.get(suspects[0][0]) if suspects else None
+        if known is None:
+            return "unreported" if suspects else "none"
+        beats = [self._current.ranks[rank].beat for rank, _why in suspects if self._known(rank)]
+        if known.beat.stopped:
+            return "stopped"
+        if known.beat.pulse_age_s > PULSE_STALE_S:
+            fresh = any(beat.pulse_age_s <= PULSE_STALE_S for beat in beats)
+            return "no-pulse" if fresh or len(beats) == 1 else "none"
+        behind = known.beat.step < max(beat.step for beat in beats)
+        return "behind" if behind or len(beats) == 1 else "none"
+
+    def _known(self, rank: int) -> bool:
+        return rank in self._current.ranks
 
     def _evidence(self, suspects: list[tuple[int, str]], limit: _Limit) -> str:
         current = self._current

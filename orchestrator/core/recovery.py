@@ -85,6 +85,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
         grace_s,
         lost_first=cause.lost is not None,
         hang=cause.hang,
+        hang_basis=cause.hang_basis,
         leaving=list(cause.leaving),
     )
     stop.add(cause)
@@ -238,6 +239,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
             lost=tuple((node, *why) for node, why in stop.lost.items()),
             lost_first=stop.lost_first,
             hang=stop.hang,
+            hang_basis=stop.hang_basis,
+            stacks=tuple(stop.stacks),
             launch_failure=stop.launch_failure,
             refused=stop.refused,
             leaving=tuple((n.name, n.leave_reason) for n in state.nodes.values() if n.preempting),

@@ -17,7 +17,15 @@ from msgspec import Struct, field
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
-from ..protocol.facts import Exit, Membership, NodeFacts, ShardFile, Stack, StagedShard
+from ..protocol.facts import (
+    Exit,
+    Membership,
+    NodeFacts,
+    ShardFile,
+    Stack,
+    StagedShard,
+    SuspectBasis,
+)
 from ..protocol.mesh import Mesh
 from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
 from .transitions import TERMINAL, JobPhase
@@ -112,6 +120,7 @@ class Cause(Struct, frozen=True):
     """(node, cause, detail) of a member that was lost."""
     hang: tuple[tuple[int, ...], str] | None = None
     """(suspected ranks, evidence)"""
+    hang_basis: SuspectBasis = ""
     launch_failure: tuple[str, str] | None = None
     """(node, detail)"""
     refused: str = ""
@@ -136,6 +145,7 @@ class PendingStop(Struct):
     lost_first: bool = False
     """The loss of a node was the first event of this interruption."""
     hang: tuple[tuple[int, ...], str] | None = None
+    hang_basis: SuspectBasis = ""
     launch_failure: tuple[str, str] | None = None
     refused: str = ""
     leaving: list[tuple[str, str]] = field(default_factory=list)

@@ -139,8 +139,10 @@ def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Itera
 
 
 def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
-    """Settings of torch's watchdog and flight recorder that recovery needs; none with gloo."""
+    """Settings of torch's watchdog and flight recorder that recovery needs."""
     if not job.spec.resources.gpu:
+        why = "collectives that the flight recorder keeps per rank: they name who hangs"
+        yield Setting("TORCH_FR_BUFFER_SIZE", "200", why, "recovery")
         return
     recovery = job.spec.recovery
     timeout_s = max(recovery.startup_timeout_s, limits.SAVE_TIMEOUT_S)

@@ -137,8 +137,27 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock of the node."""
 
 
+StackActivity = Literal["peers", "device", "staging", "engine", "reads", "compiles", "nothing", ""]
+"""What the main thread of a worker is in, by its innermost frames: a collective with its peers, a
+wait for its device, a wait for its copy or its agent, the autograd engine (which computes, and
+waits for collectives, in native code), a read, a compiler, or none of these. Empty: unknown."""
+
+
+class GroupProgress(msgspec.Struct, frozen=True):
+    """How far one rank has come in one process group, from torch's flight recorder."""
+
+    group: str
+    """Name of the group, the same on all its ranks."""
+    label: str
+    sequence: int
+    """Number of the newest collective that this rank has begun, from 1."""
+    operation: str
+    done: bool
+    """That collective is complete on this rank."""
+
+
 class Stack(msgspec.Struct, frozen=True):
-    """The Python stack of a worker, collected before it was killed."""
+    """The Python stack of a worker, and what it shows."""
 
     rank: int
     text: str
@@ -146,6 +165,14 @@ class Stack(msgspec.Struct, frozen=True):
     """The main thread waits for its peers, so the worker is probably not the cause."""
     state: str = ""
     """State letter of /proc/PID/stat: T is stopped, D uninterruptible, R running, S sleeping."""
+    activity: StackActivity = ""
+    groups: tuple[GroupProgress, ...] = ()
+    """Empty: the flight recorder is off, or the worker did not answer."""
+
+
+SuspectBasis = Literal["stopped", "no-pulse", "unreported", "behind", "none", ""]
+"""What heartbeats show of the first suspect of a hang: its process is stopped, its interpreter is
+blocked, it has never reported, it is behind the others, or nothing. Empty: not recorded."""
 
 
 class WorkerSeat(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The worker's connection to its agent: reports, staging buffers, shards.
 
 Any thread may send (one message is one packet, which the kernel keeps whole); only the training
-thread receives.
+thread receives. The pulse thread reads the inspection socket.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 
+from . import inspection
+
 _BUFFER_WAIT_S = 1.0
 """A worker that waits longer for a buffer reports phase `save`, so that it does not count as a
 hang."""
@@ -32,9 +34,15 @@ class AgentGone(HoldfastError):
 class AgentChannel:
     """Connection of one worker to its agent; the BufferSource of its Stager."""
 
-    def __init__(self, connection: socket.socket, hold_s: float = limits.HOLD_S) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        hold_s: float = limits.HOLD_S,
+        inspection_socket: socket.socket | None = None,
+    ) -> None:
         """`hold_s`: longest wait for a planned stop."""
         self._connection, self._hold_s = connection, hold_s
+        self._inspection = inspection_socket
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._memory: dict[int, mmap.mmap] = {}
@@ -67,12 +75,22 @@ class AgentChannel:
     def _send_pulses(self) -> None:
         pulse = worker_protocol.Pulse()
         try:
-            while True:
+            while not self._ended.is_set():
                 self.send(pulse)
-                if self._ended.wait(limits.PULSE_INTERVAL_S):
-                    return
+                if self._inspection is None:
+                    self._ended.wait(limits.PULSE_INTERVAL_S)
+                elif select.select([self._inspection], [], [], limits.PULSE_INTERVAL_S)[0]:
+                    self._inspect(self._inspection)
         except AgentGone:
             return  # the training thread reports the closed socket
+
+    def _inspect(self, asked: socket.socket) -> None:
+        """Report why the main thread makes no progress. Several requests get one answer."""
+        if not asked.recv(64):
+            self._inspection = None  # the agent has ended
+            return
+        self.send(worker_protocol.StackReport(text=inspection.main_stack()))
+        self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
 
     # -- staging (checkpoint.stage.BufferSource) ----------------------------------------------
     def request_buffers(self, num_bytes: int) -> None:

@@ -53,7 +53,9 @@ class Session:
         """Sizes of the mesh's axes, and the coordinates of each rank."""
         self.meshes = Meshes(shape, device.type)
         self.generation = attached.assign.membership.generation if attached else 1
-        self._channel = AgentChannel(attached.link) if attached else None
+        self._channel = (
+            AgentChannel(attached.link, inspection_socket=attached.inspection) if attached else None
+        )
         self._restore = attached.assign.membership.restore if attached else None
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."

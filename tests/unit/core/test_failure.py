@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.orchestrator.core.failure import TABLE, attribute
 from holdfast.orchestrator.core.failure import FailureEvidence as Evidence
-from holdfast.orchestrator.protocol.facts import Exit
+from holdfast.orchestrator.protocol.facts import Exit, GroupProgress, Stack, SuspectBasis
 
 ERROR = {"error_type": "ValueError", "error_message": "bad"}
 RESET = Exit(
@@ -228,3 +228,106 @@ def test_only_a_damaged_checkpoint_throws_doubt_on_the_whole_state() -> None:
     assert attribute(CASES["checkpoint-damaged"]).damaged
     assert attribute(CASES["checkpoint-refused"]).damaged
     assert not attribute(CASES["checkpoint-unreadable"]).damaged
+
+
+def stack(rank: int, activity: str, *groups: GroupProgress) -> Stack:
+    return Stack(rank, "", activity in ("peers", "device"), "S", activity, groups)  # type: ignore[arg-type]
+
+
+def reduce(sequence: int, *, done: bool = False, group: str = "0") -> GroupProgress:
+    return GroupProgress(group, "default_pg", sequence, "gloo:all_reduce", done)
+
+
+def hang(basis: SuspectBasis, *stacks: Stack) -> Evidence:
+    return Evidence(
+        hang=((2, 0, 1, 3), "no progress"),
+        hang_basis=basis,
+        stacks=stacks,
+        node_of=lambda rank: f"node-{rank}",
+        world_size=4,
+    )
+
+
+def test_no_rank_is_blamed_for_a_hang_in_which_all_wait_alike() -> None:
+    failure = attribute(hang("none", *(stack(rank, "peers") for rank in range(4))))
+    assert (failure.culprit_rank, failure.culprit_node) == (None, "")
+    assert failure.title == "the job made no progress"
+    assert "no rank differs from its peers" in failure.evidence
+
+
+def test_the_rank_outside_the_collective_is_blamed_for_a_hang() -> None:
+    stacks = [stack(rank, "nothing" if rank == 3 else "peers") for rank in range(4)]
+    failure = attribute(hang("none", *stacks))
+    assert (failure.culprit_rank, failure.culprit_node) == (3, "node-3")
+    assert "the main thread of rank 3 is in no collective, unlike its peers" in failure.evidence
+
+
+@pytest.mark.parametrize("neutral", ["staging", "engine", ""])
+def test_a_rank_that_waits_for_its_copy_is_not_blamed(neutral: str) -> None:
+    stacks = [stack(rank, neutral if rank == 3 else "peers") for rank in range(4)]
+    assert attribute(hang("none", *stacks)).culprit_rank is None
+
+
+def test_the_flight_recorder_names_the_rank_that_has_not_arrived() -> None:
+    stacks = [
+        stack(rank, "peers", reduce(7 if rank != 1 else 6, done=rank == 1)) for rank in range(4)
+    ]
+    failure = attribute(hang("none", *stacks))
+    assert failure.culprit_rank == 1
+    assert (
+        "rank 1 has not begun gloo:all_reduce number 7 of group default_pg, which 3 of its 4 ranks "
+        "wait in"
+    ) in failure.evidence
+
+
+def test_a_rank_that_is_absent_because_it_waits_elsewhere_is_not_blamed() -> None:
+    """Rank 0 waits in group A for rank 1, and is therefore absent from group B."""
+    stacks = [
+        stack(0, "peers", reduce(5, group="A"), reduce(2, group="B", done=True)),
+        stack(1, "peers", reduce(4, group="A", done=True)),
+        stack(2, "peers", reduce(3, group="B")),
+        stack(3, "peers", reduce(3, group="B")),
+    ]
+    assert attribute(hang("none", *stacks)).culprit_rank == 1
+
+
+def test_a_stopped_process_is_blamed_whatever_the_stacks_show() -> None:
+    stacks = [stack(rank, "nothing" if rank == 3 else "peers") for rank in range(4)]
+    assert attribute(hang("stopped", *stacks)).culprit_rank == 2
+    assert attribute(hang("behind")).culprit_rank == 2, "no stack: the heartbeats decide"
+
+
+def aborted(*ranks: int, at_s: float = 0.0, line: str = "") -> tuple[tuple[str, Exit], ...]:
+    return tuple(
+        (
+            f"node-{rank // 8}",
+            Exit(
+                rank=rank, signal=6, step=500, at_ns=round(at_s * index * 1e9),
+                error_message=line, secondary=bool(line),
+            ),
+        )
+        for index, rank in enumerate(ranks)
+    )  # fmt: skip
+
+
+def test_sigabrt_on_several_nodes_within_seconds_is_the_network_and_no_node_is_blamed() -> None:
+    failure = attribute(Evidence(exits=aborted(13, 2, 7, 40, at_s=0.4), world_size=64))
+    assert (failure.rule, failure.culprit_node) == ("network", "")
+    assert "4 workers on several nodes were aborted within seconds" in failure.evidence
+    apart = attribute(Evidence(exits=aborted(13, 2, at_s=60), world_size=64))
+    assert (apart.rule, apart.culprit_node) == ("native-crash", "node-1")
+    one_node = attribute(Evidence(exits=aborted(2, 3), world_size=64))
+    assert one_node.rule == "native-crash"
+
+
+def test_a_node_that_is_lost_after_its_peers_were_aborted_is_blamed() -> None:
+    lost = (("node-3", "silent", "no heartbeat for 3.0 s"),)
+    failure = attribute(Evidence(exits=aborted(13, 2), lost=lost, world_size=64))
+    assert (failure.rule, failure.culprit_node) == ("node-lost", "node-3")
+
+
+def test_one_sigabrt_by_the_watchdog_of_nccl_is_the_network() -> None:
+    line = "[rank2]: ProcessGroupNCCL's watchdog got stuck"
+    failure = attribute(Evidence(exits=aborted(2, line=line), world_size=64))
+    assert (failure.rule, failure.culprit_node) == ("network", "")
+    assert line in failure.evidence

@@ -575,3 +575,32 @@ def test_a_reported_step_is_not_reported_again() -> None:
     assert watch.steps == [0]
     watch.give(StepCompleted(generation=7, step=99))
     assert watch.monitor._current.reported == 1
+
+
+def test_the_rank_that_came_last_is_suspected_before_the_quickest_and_its_lead_proves_nothing() -> (
+    None
+):
+    watch = Watch()
+    watch.train(10)
+    for rank, late_s in ((0, 0.010), (1, 0.0), (2, 0.030), (3, 0.010)):
+        known = watch.monitor._current.ranks[rank]
+        known.moved_ns += round(late_s * SECOND)
+    suspects = watch.monitor._suspects(watch.job.now_ns + 8 * SECOND)
+    assert [rank for rank, _why in suspects] == [2, 0, 3, 1]
+    assert watch.monitor._basis(suspects) == "none"
+
+
+def test_the_basis_of_a_suspicion_is_what_distinguishes_the_rank() -> None:
+    watch = Watch()
+    watch.train(10)
+    watch.job.now_ns += SECOND
+    watch.beat(10, node="b")
+    basis = watch.monitor._basis
+    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "behind"
+    watch.beat(10, node="a", stale=(1,))
+    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "no-pulse"
+    watch.beat(10, stale=(0, 1, 2, 3))
+    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "none", "a starved machine"
+    watch.beat(10, stopped=(3,))
+    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "stopped"
+    assert basis([]) == "none" and basis([(9, "")]) == "unreported"

@@ -83,11 +83,21 @@ class Worker:
         )
 
     def ended_with(
-        self, code: int | None, signal: int | None, *, oom: bool, wall_ns: int, after_step: int
+        self,
+        code: int | None,
+        signal: int | None,
+        *,
+        oom: bool,
+        wall_ns: int,
+        after_step: int,
+        watchdog_line: str = "",
     ) -> Exit:
         """Record the exit. `by_us` is true for a signal that we sent, and for a process that ended
-        on our SIGTERM; an error from before the signal is the worker's own."""
-        failed = self.failed or worker_protocol.Failed(error_type="", message="", traceback="")
+        on our SIGTERM; an error from before the signal is the worker's own. A process that torch's
+        watchdog aborted has lost a peer."""
+        failed = self.failed or worker_protocol.Failed(
+            error_type="", message=watchdog_line, traceback="", secondary=bool(watchdog_line)
+        )
         obeyed = SIGTERM in self.signals and signal is None and self.failed is None
         by_us = (signal is not None and signal in self.signals) or obeyed
         self.exit = Exit(

@@ -68,6 +68,8 @@ class WorkerEnded(InputBase, frozen=True):
     signal: int | None
     out_of_memory: bool = False
     wall_ns: int = 0
+    watchdog_line: str = ""
+    """Of a SIGABRT: what torch's watchdog or NCCL printed about a lost peer."""
 
 
 class ForkserverDied(InputBase, frozen=True):

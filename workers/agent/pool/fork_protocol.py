@@ -26,7 +26,8 @@ class ConfigureForkserver(ForkMessage, frozen=True, kw_only=True, tag="configure
 
 
 class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
-    """Fork a worker that waits for Assign. Descriptors: the worker's socket and its stack file."""
+    """Fork a worker that waits for Assign. Descriptors: the worker's socket, its stack file and its
+    inspection socket."""
 
     worker: int
 

@@ -81,7 +81,7 @@ class Forkserver:
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
 
-    def _fork(self, worker: int, wire_fd: int, stack_fd: int) -> None:
+    def _fork(self, worker: int, wire_fd: int, stack_fd: int, asked_fd: int) -> None:
         assert self._job is not None, "Configure comes before the first fork"
         assert preload.num_threads() == 1, "a library has started a thread in the forkserver"
         _flush()
@@ -89,8 +89,8 @@ class Forkserver:
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(wire_fd)
-            os.close(stack_fd)
+            for fd in (wire_fd, stack_fd, asked_fd):
+                os.close(fd)
             detail = f"fork: {error.strerror}"
             fork_protocol.send(self._link, fork_protocol.NotForked(worker=worker, detail=detail))
             return
@@ -99,12 +99,12 @@ class Forkserver:
                 processes.die_with(server)
                 processes.name_process("standby")
                 os.setsid()
-                _close_all_but(wire_fd, stack_fd)
-                worker_main.run(wire_fd, stack_fd, self._job, self._directory)
+                _close_all_but(wire_fd, stack_fd, asked_fd)
+                worker_main.run(wire_fd, stack_fd, asked_fd, self._job, self._directory)
             finally:
                 os._exit(1)
-        os.close(wire_fd)
-        os.close(stack_fd)
+        for fd in (wire_fd, stack_fd, asked_fd):
+            os.close(fd)
         self._workers[worker] = pid
         self._watch(pid, worker)
         fork_protocol.send(self._link, fork_protocol.Forked(worker=worker, pid=pid))

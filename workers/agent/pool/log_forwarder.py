@@ -18,6 +18,8 @@ READ_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024
 """Longer lines (a progress bar without newlines) are cut, at the limit of containerd."""
 FINISH_TIMEOUT_S = 1.0
+TAIL_BYTES = 16 * 1024
+"""Kept of each worker's output, for the attribution of a SIGABRT."""
 
 
 class LogForwarder:
@@ -31,6 +33,8 @@ class LogForwarder:
         self._new: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
         self._partial_lines: dict[int, bytes] = {}
+        self._tails: dict[bytes, bytes] = {}
+        """Prefix -> the last output with that prefix."""
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="holdfast-logs", daemon=True)
         self._thread.start()
@@ -42,6 +46,10 @@ class LogForwarder:
             self._new.append((read, prefix.encode()))
         os.write(self._wake, b"x")
         return write
+
+    def last_output(self, prefix: str) -> str:
+        """The end of what was copied with this prefix."""
+        return self._tails.get(prefix.encode(), b"").decode(errors="replace")
 
     def finish(self) -> None:
         """All writing ends are closed: copy the rest, for at most FINISH_TIMEOUT_S."""
@@ -69,6 +77,7 @@ class LogForwarder:
 
     def _copy(self, fd: int, prefix: bytes) -> None:
         part = os.read(fd, READ_BYTES)
+        self._tails[prefix] = (self._tails.get(prefix, b"") + part)[-TAIL_BYTES:]
         lines = (self._partial_lines[fd] + part).split(b"\n")
         rest = lines.pop()
         if len(rest) > MAX_LINE_BYTES or (not part and rest):

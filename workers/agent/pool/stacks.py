@@ -1,7 +1,7 @@
-"""Takes the stacks of workers before they are killed, as evidence for the attribution.
+"""Takes the stacks of workers, as evidence for the attribution.
 
 faulthandler answers from any state except stopped; py-spy reads stopped processes from outside.
-Takes at most limits.STACK_TIMEOUT_S.
+faulthandler and py-spy take at most limits.STACK_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -12,43 +12,80 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.protocol.facts import Stack
+from holdfast.orchestrator.protocol.facts import Stack, StackActivity
 
 from ..linux import processes
+from . import stack_activity
+from .stack_activity import Inspection
 
 FAULTHANDLER_TIMEOUT_S = 0.4
 """A live process writes its stacks within milliseconds of SIGUSR1; on a busy node, 0.1 s or so."""
+INSPECTION_TIMEOUT_S = 0.7
+"""For the pulse threads of workers that go on. The controller asks 1 s before it decides."""
+CLASSIFY_TIMEOUT_S = 0.2
+UNABLE = ("T", "t", "D", "Z", "")
+"""States in which a process answers nothing."""
+
+Ask = Callable[[int, float], Awaitable[Inspection]]
+"""(rank, timeout) -> what its pulse thread reports."""
 
 POLL_INTERVAL_S = 0.01
-TOP_FRAMES = 6
-"""Innermost frames in which a collective is looked for."""
-
-_COLLECTIVE = re.compile(
-    r"torch/distributed/|distributed_c10d|_functional_collectives|wait_tensor"
-    r"|cuda/(__init__|streams)\.py.*synchronize|\b(all_reduce|all_gather|reduce_scatter|barrier)\b"
-)
-_FRAME = re.compile(r'^\s+(File ".*|\S.* \(.*:\d+\))\s*$')
 
 
-async def take(workers: dict[int, tuple[int, int]]) -> tuple[Stack, ...]:
-    """Stacks of ranks: rank -> (pid, descriptor of the file that faulthandler writes to)."""
-    jobs = [_take_one(rank, pid, fd) for rank, (pid, fd) in workers.items()]
+async def take(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack, ...]:
+    """Stacks of ranks before they are killed: rank -> (pid, descriptor of the file that
+    faulthandler writes to). `ask` gets the collectives from a worker's pulse thread."""
+    jobs = [_take_one(rank, pid, fd, ask) for rank, (pid, fd) in workers.items()]
     return tuple(await asyncio.gather(*jobs))
 
 
-async def _take_one(rank: int, pid: int, stack_fd: int) -> Stack:
+async def inspect(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack, ...]:
+    """Stacks of ranks that go on. No signal is sent, since a script may handle it itself: only the
+    pulse threads are asked, and a worker that does not answer has no text."""
+    jobs = [_inspect_one(rank, pid, ask) for rank, (pid, _fd) in workers.items()]
+    return tuple(await asyncio.gather(*jobs))
+
+
+async def _take_one(rank: int, pid: int, stack_fd: int, ask: Ask) -> Stack:
     state = processes.state_of(pid)
-    text = ""
-    if state not in ("T", "t", "D", "Z", ""):
-        text = await _from_faulthandler(pid, stack_fd)
+    text, answer = "", Inspection()
+    if state not in UNABLE:
+        text, answer = await asyncio.gather(
+            _from_faulthandler(pid, stack_fd), ask(rank, FAULTHANDLER_TIMEOUT_S)
+        )
     if not text and state not in ("Z", ""):
         text = await _from_py_spy(pid)
     if not text:
         text = f"no stack could be taken; the process is in state {state or 'ended'}"
-    return Stack(rank, shorten(text)[: limits.MAX_STACK_BYTES], in_collective(text), state)
+    return await _stack(rank, text, state, answer)
+
+
+async def _inspect_one(rank: int, pid: int, ask: Ask) -> Stack:
+    state = processes.state_of(pid)
+    answer = Inspection() if state in UNABLE else await ask(rank, INSPECTION_TIMEOUT_S)
+    return await _stack(rank, answer.text, processes.state_of(pid), answer)
+
+
+async def _stack(rank: int, text: str, state: str, answer: Inspection) -> Stack:
+    kind: StackActivity = ""
+    try:
+        async with asyncio.timeout(CLASSIFY_TIMEOUT_S):
+            # In a thread: the source file may be on a file system that does not answer.
+            kind = await asyncio.to_thread(stack_activity.activity, text)
+    except TimeoutError:
+        kind = stack_activity.activity(text, line_of=lambda file, number: "")
+    return Stack(
+        rank,
+        shorten(text)[: limits.MAX_STACK_BYTES],
+        stack_activity.waits_for_peers(kind),
+        state,
+        kind,
+        answer.groups,
+    )
 
 
 async def _from_faulthandler(pid: int, stack_fd: int) -> str:
@@ -99,21 +136,3 @@ def shorten(text: str) -> str:
         if len(frames) > 1 or not block.startswith("Thread "):
             kept += frames
     return "\n".join(kept)
-
-
-def in_collective(text: str) -> bool:
-    """Whether the main thread waits for its peers in a collective."""
-    return any(_COLLECTIVE.search(frame) for frame in _main_frames(text)[:TOP_FRAMES])
-
-
-def _main_frames(text: str) -> list[str]:
-    """Innermost first. faulthandler calls the main thread `Current thread` (the signal goes there)
-    and prints it last; py-spy calls it `MainThread`."""
-    frames: list[str] = []
-    inside = False
-    for line in text.splitlines():
-        if line.startswith(("Thread ", "Current thread ", "Process ")):
-            inside = "MainThread" in line or line.startswith("Current thread ")
-        elif inside and _FRAME.match(line):
-            frames.append(line.strip())
-    return frames

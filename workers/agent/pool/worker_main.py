@@ -44,7 +44,7 @@ _TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog"
 _NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
 
 
-def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoReturn:
+def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory: str) -> NoReturn:
     """Everything from the fork to the end of the process."""
     link = socket.socket(fileno=wire_fd)
     code = 1
@@ -58,7 +58,9 @@ def run(wire_fd: int, stack_fd: int, job: TrainingJob, directory: str) -> NoRetu
             os._exit(0)
         assert isinstance(assign, worker_protocol.Assign)
         _set_up(assign, job, wire_fd, output)
-        worker_transport.attached = worker_transport.Attached(link=link, assign=assign, job=job)
+        worker_transport.attached = worker_transport.Attached(
+            link=link, assign=assign, job=job, inspection=socket.socket(fileno=asked_fd)
+        )
         _run_entrypoint(job)
         code = _leave(0)
     except SystemExit as error:

@@ -25,7 +25,8 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import cgroup, processes
 from ..machine import inputs
 from ..machine.inputs import Input
-from . import fork_protocol, preload
+from . import fork_protocol, last_output, preload
+from .stack_activity import Inspection
 
 OOM_KILLS_S = 2.0
 """For the exits of other workers that the kernel killed for the same lack of memory."""
@@ -41,11 +42,18 @@ class WorkerProcess:
     number: int
     link: socket.socket
     stack_fd: int
+    asked: socket.socket
+    """Our end of the inspection socket."""
     pid: int = 0
     pidfd: int = -1
     seat: Seat | None = None
     """None: a standby."""
     reading: bool = False
+    log_file: str = ""
+    stack_text: str = ""
+    """Of its newest StackReport."""
+    answer: asyncio.Future[Inspection] | None = None
+    """Of the inspection under way."""
 
 
 class WorkerPool:
@@ -64,6 +72,8 @@ class WorkerPool:
         """Kills of the kernel that were attributed to workers."""
         self._cold: subprocess.Popen[bytes] | None = None
         self._collecting: asyncio.Task[None] | None = None
+        self.printed: Callable[[int], str] = lambda rank: ""
+        """The last output of a rank without a log file."""
 
     def attach(self, server: socket.socket) -> None:
         server.setblocking(False)
@@ -87,7 +97,7 @@ class WorkerPool:
         standbys = (p for p in self._processes.values() if p.seat is None)
         # Standbys that are already forked come first: they may be warm.
         process = min(standbys, key=lambda p: (p.pid == 0, p.number), default=None) or self._fork()
-        process.seat = seat
+        process.seat, process.log_file = seat, assign.log_file
         self._seats[seat] = process
         self._send(process, assign, output)
         if process.pid:
@@ -104,6 +114,22 @@ class WorkerPool:
         process = self._seats.get((generation, rank))
         if process is not None:
             self._send(process, message, fd)
+
+    async def inspect(self, generation: int, rank: int, timeout_s: float) -> Inspection:
+        """Ask a worker for its stack and its collectives; what it has reported after `timeout_s`.
+        A script without the session has no thread that answers."""
+        process = self._seats.get((generation, rank))
+        if process is None:
+            return Inspection()
+        if process.answer is None or process.answer.done():
+            process.answer, process.stack_text = self._loop.create_future(), ""
+            with contextlib.suppress(OSError):
+                process.asked.send(b"?")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(process.answer)
+        except TimeoutError:
+            return Inspection(process.stack_text)
 
     def find(self, generation: int, rank: int) -> tuple[int, int] | None:
         """(pid, stack file) of a live worker."""
@@ -126,10 +152,14 @@ class WorkerPool:
         ours, theirs = worker_transport.pair()
         ours.setblocking(False)
         stack_fd = os.memfd_create(f"holdfast-stack-{self._next}", os.MFD_CLOEXEC)
-        process = WorkerProcess(self._next, ours, stack_fd)
+        asked, asks = worker_transport.pair()
+        asked.setblocking(False)
+        process = WorkerProcess(self._next, ours, stack_fd, asked)
         self._processes[process.number] = process
-        self._request(fork_protocol.ForkWorker(worker=process.number), (theirs.fileno(), stack_fd))
+        fork = fork_protocol.ForkWorker(worker=process.number)
+        self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
+        asks.close()
         self._loop.add_reader(ours, self._from_worker, process)
         process.reading = True
         return process
@@ -189,8 +219,19 @@ class WorkerPool:
             # processes must not be attributed to a worker that ends much later.
             self._memory_kills += 1
             self._loop.call_later(OOM_KILLS_S, self._forget_memory_kills)
-        ended = inputs.WorkerEnded(*process.seat, code, number, out_of_memory, time.time_ns())
+        last_line = ""
+        if number == signal.SIGABRT:
+            last_line = last_output.watchdog_line(self._last_output(process))
+        ended = inputs.WorkerEnded(
+            *process.seat, code, number, out_of_memory, time.time_ns(), last_line
+        )
         self._give(ended)
+
+    def _last_output(self, process: WorkerProcess) -> str:
+        """The end of what the worker has printed."""
+        if process.log_file:
+            return last_output.tail(process.log_file)
+        return self.printed(process.seat[1]) if process.seat is not None else ""
 
     def _server_died(self) -> None:
         """The workers die with the forkserver (PDEATHSIG) and their exit status is lost. A new
@@ -257,7 +298,12 @@ class WorkerPool:
                 os.close(fd)
             if message is None:
                 return False
-            if process.seat is not None and isinstance(message, worker_protocol.FromWorker):
+            if isinstance(message, worker_protocol.StackReport):
+                process.stack_text = message.text
+            elif isinstance(message, worker_protocol.CollectivesReport):
+                if process.answer is not None and not process.answer.done():
+                    process.answer.set_result(Inspection(process.stack_text, message.groups))
+            elif process.seat is not None and isinstance(message, worker_protocol.FromWorker):
                 self._give(inputs.FromRank(*process.seat, message))
 
     def _send(
@@ -278,7 +324,10 @@ class WorkerPool:
         if process.reading:
             self._loop.remove_reader(process.link)
             process.reading = False
+        if process.answer is not None and not process.answer.done():
+            process.answer.set_result(Inspection(process.stack_text))
         process.link.close()
+        process.asked.close()
         os.close(process.stack_fd)
         if process.pidfd >= 0:
             os.close(process.pidfd)

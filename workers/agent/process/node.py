@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
@@ -291,8 +292,9 @@ class AgentProcess:
         if logs:
             self._workers.assign(assign, None)
             return
-        self._log_forwarder = self._log_forwarder or LogForwarder()
-        output = self._log_forwarder.pipe(f"[rank {fork.seat.rank}] ")
+        forwarder = self._log_forwarder = self._log_forwarder or LogForwarder()
+        self._workers.printed = lambda rank: forwarder.last_output(f"[rank {rank}] ")
+        output = forwarder.pipe(f"[rank {fork.seat.rank}] ")
         self._workers.assign(assign, output)
         os.close(output)
 
@@ -317,7 +319,9 @@ class AgentProcess:
     async def _take_stacks(self, command: commands.TakeStacks) -> None:
         found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
         alive = {rank: process for rank, process in found.items() if process is not None}
-        self._give(inputs.StacksTaken(command.generation, await stacks.take(alive)))
+        generation = command.generation
+        taken = await stacks.take(alive, partial(self._workers.inspect, generation))
+        self._give(inputs.StacksTaken(generation, taken))
 
     async def _write(self, command: commands.WriteStorage, fd: int) -> None:
         assert self._machine.welcome is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.workers import worker_protocol, worker_transport
-from holdfast.workers.agent.pool.stacks import in_collective, shorten
+from holdfast.workers.agent.pool.stack_activity import in_collective
+from holdfast.workers.agent.pool.stacks import shorten
 from holdfast.workers.agent.pool.worker_main import failure_report, is_secondary
 
 

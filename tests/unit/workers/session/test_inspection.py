@@ -1,0 +1,112 @@
+"""What a worker reports of a main thread without progress: real process groups and sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.session import inspection
+from holdfast.workers.session.agent_channel import AgentChannel
+
+
+def test_a_dump_gives_the_newest_collective_of_each_group() -> None:
+    entry = (
+        '{"process_group":["%s","%s"],"collective_seq_id":%d,"profiling_name":"nccl:%s",'
+        '"is_p2p":%s,"retired":%s,"state":"%s"}'
+    )
+    entries = [
+        entry % ("0", "default_pg", 1, "all_reduce", "false", "true", "completed"),
+        entry % ("1", "mesh_shard", 4, "all_gather", "false", "false", "scheduled"),
+        entry % ("0", "default_pg", 2, "all_reduce", "false", "false", "started"),
+        entry % ("0", "default_pg", 2, "send", "true", "false", "started"),
+    ]
+    groups = inspection.parse('{"entries":[' + ",".join(entries) + "]}")
+    assert [(g.group, g.label, g.sequence, g.operation, g.done) for g in groups] == [
+        ("1", "mesh_shard", 4, "nccl:all_gather", False),
+        ("0", "default_pg", 2, "nccl:all_reduce", False),
+    ]
+    assert inspection.parse('{"pg_status":{}}') == ()
+
+
+def test_a_dump_that_cannot_be_read_is_no_evidence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> str:
+        raise RuntimeError("the recorder is off")
+
+    monkeypatch.setattr(inspection, "_recorder", lambda: broken)
+    assert inspection.collectives() == ()
+    assert "the recorder is off" in capsys.readouterr().err
+
+
+def test_a_torch_without_a_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_recorder", lambda: None)
+    assert inspection.collectives() == ()
+
+
+def test_the_pulse_thread_answers_while_the_main_thread_waits() -> None:
+    link, worker_end = worker_transport.pair()
+    asks, asked = worker_transport.pair()
+    with link, worker_end, asks, asked:
+        channel = AgentChannel(worker_end, inspection_socket=asked)
+        channel.start_pulse()
+        asks.send(b"?")
+        link.settimeout(30)
+        kinds: list[worker_protocol.FromWorker] = []
+        while not kinds or not isinstance(kinds[-1], worker_protocol.CollectivesReport):
+            message, _fd = worker_transport.receive(link)
+            kinds.append(message)  # type: ignore[arg-type]
+        channel.stop_pulse()
+        (report,) = [one for one in kinds if isinstance(one, worker_protocol.StackReport)]
+        assert "test_the_pulse_thread_answers_while_the_main_thread_waits" in report.text
+        assert report.text.startswith("Current thread")
+
+
+def _rank(rank: int, port: int, answers: socket.socket, wait: Callable[[], object]) -> None:
+    """Rank 1 never begins the third all-reduce."""
+    import torch
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    value = torch.ones(1)
+    for _ in range(2):
+        dist.all_reduce(value)
+    if rank == 0:
+        blocked = threading.Thread(target=dist.all_reduce, args=(value,), daemon=True)
+        blocked.start()
+        while inspection.collectives()[0].sequence < 3:
+            os.sched_yield()
+    (group,) = inspection.collectives()
+    answers.send(f"{group.sequence} {group.done} {group.operation}".encode())
+    wait()
+
+
+def test_the_flight_recorder_of_gloo_shows_who_has_not_arrived() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    pairs = [socket.socketpair() for _ in range(2)]
+    children = []
+    for rank, (ours, theirs) in enumerate(pairs):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _rank(rank, port, theirs, lambda end=theirs: end.recv(1))
+            finally:
+                os._exit(0)
+        ours.settimeout(60)
+        children.append(pid)
+    shown = [ours.recv(200).decode() for ours, _theirs in pairs]
+    for ours, _theirs in pairs:
+        ours.send(b"x")
+    for pid in children:
+        os.waitpid(pid, 0)
+    for ends in pairs:
+        for end in ends:
+            end.close()
+    assert shown == ["3 False gloo:all_reduce", "2 True gloo:all_reduce"]

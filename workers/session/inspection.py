@@ -1,0 +1,76 @@
+"""What a worker's pulse thread reports when the agent asks why there is no progress: the stack of
+the main thread, and the newest collective of each process group.
+
+The thread answers while the main thread waits in native code. It cannot while the process is
+stopped or native code holds the interpreter lock; the missing answer shows that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.protocol.facts import GroupProgress
+
+MAX_FRAMES = 64
+MAX_GROUPS = 16
+"""Groups with the newest collectives; a mesh of five axes has fewer."""
+
+
+def main_stack() -> str:
+    """The main thread's frames, innermost first, as faulthandler writes them."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    lines = ["Current thread (most recent call first):"]
+    while frame is not None and len(lines) <= MAX_FRAMES:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)[: limits.MAX_STACK_BYTES]
+
+
+def collectives() -> tuple[GroupProgress, ...]:
+    """From torch's flight recorder; empty without torch, without process groups, and where this
+    version of torch has no recorder for the backend."""
+    if "torch.distributed" not in sys.modules:
+        return ()
+    dump = _recorder()
+    if dump is None:
+        return ()
+    try:
+        return parse(dump())
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+        print(f"holdfast: the flight recorder's dump was not used: {error}", file=sys.stderr)
+        return ()
+
+
+def _recorder() -> Callable[[], Any] | None:
+    native = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(native, name, None)
+        if dump is not None:
+            return dump  # type: ignore[no-any-return]
+    return None
+
+
+def parse(dump: str | bytes) -> tuple[GroupProgress, ...]:
+    """The newest collective of each group in a dump. Send and receive are not counted: they have
+    numbers per pair of ranks."""
+    newest: dict[str, GroupProgress] = {}
+    for entry in json.loads(dump).get("entries", ()):
+        if entry.get("is_p2p"):
+            continue
+        name, label = entry["process_group"][:2]
+        newest.pop(name, None)  # so that the order is that of the newest collective
+        newest[name] = GroupProgress(
+            group=name,
+            label=label,
+            sequence=int(entry["collective_seq_id"]),
+            operation=entry["profiling_name"],
+            done=bool(entry.get("retired")) or entry.get("state") == "completed",
+        )
+    return tuple(newest.values())[-MAX_GROUPS:]
