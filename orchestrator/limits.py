@@ -116,6 +116,10 @@ BAD_NODE_STRIKES = 3
 STAGING_BUFFERS = 3
 """Per worker: one being written, one complete, one that an upload may hold."""
 
+BUDDY_NETWORK_PERCENT = 50
+"""Of the time of a push in which it sends: half of the link stays for training even while a buddy
+gets its copy."""
+
 MEMORY_EVERY_STEPS = 1
 STORAGE_EVERY_STEPS = 100
 KEEP_LAST = 2

@@ -88,6 +88,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
     yield "checkpoint", checkpoints(view)
+    if view.copied_step >= 0:
+        yield "at buddies", copies(view)
     if view.storage_problem:
         yield "storage", Text(storage_problem(view), style="red")
     if view.restarts and any(view.restarts.values()):
@@ -108,6 +110,11 @@ def checkpoints(view: JobView) -> str:
         return f"{memory}, none in storage"
     last = view.checkpoints[-1]
     return f"{memory}, step {last.step} in storage ({size(last.num_bytes)})"
+
+
+def copies(view: JobView) -> str:
+    """Of the buddy tier."""
+    return f"step {view.copied_step}" + (f"; {view.copies}" if view.copies else "")
 
 
 def storage_problem(view: JobView) -> str:

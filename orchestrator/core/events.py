@@ -1,8 +1,9 @@
 """The events of a job: a closed union of facts, as the journal stores them.
 
-All but heartbeats change the controller's state and are journaled before their actions run.
-Heartbeats only feed the progress monitor; what it concludes are events again, so a replay does not
-need heartbeats.
+All but heartbeats and StepCopied change the controller's state and are journaled before their
+actions run. Heartbeats only feed the progress monitor; what it concludes are events again, so a
+replay does not need heartbeats. StepCopied only feeds the rounds of the buddy tier, which a new
+controller learns from the agents.
 """
 
 from __future__ import annotations
@@ -247,11 +248,26 @@ class Tick(Event, frozen=True, tag="tick"):
 
 
 # -- not journaled: only for the progress monitor ----------------------------------------------
+class StepCopied(Event, frozen=True, kw_only=True, tag="step-copied"):
+    """A node has copied a step to its buddy, or could not (messages.StepCopied). Only for the
+    choice of the next step (copy_rounds.py)."""
+
+    node: str
+    generation: int
+    wanted: int
+    step: int
+    staged_step: int
+    seconds: float = 0.0
+    detail: str = ""
+    missed: bool = False
+
+
 class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
     node: str
     generation: int
     workers: tuple[WorkerBeat, ...] = ()
     staged_step: int = -1
+    copied_step: int = -1
 
 
 AnyEvent = (
@@ -261,5 +277,5 @@ AnyEvent = (
     | HangDetected | StragglerDetected | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted
-    | Tick | HeartbeatReceived
+    | Tick | HeartbeatReceived | StepCopied
 )  # fmt: skip

@@ -58,6 +58,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     workers: tuple[WorkerBeat, ...] = ()
     staged_step: int = -1
     """Newest step that all workers of the node have staged."""
+    copied_step: int = -1
+    """Newest step of which all buddies hold a copy, as the controller has confirmed it."""
 
 
 class Launched(Message, frozen=True, kw_only=True, tag="launched"):
@@ -92,6 +94,25 @@ class ShardStaged(Message, frozen=True, kw_only=True, tag="staged"):
     action_id: int
     ok: bool
     detail: str = ""
+
+
+class StepCopied(Message, frozen=True, kw_only=True, tag="step-copied"):
+    """Result of CopyStep: all shards that the node stages of `step` are in its buddy's memory. Sent
+    again after every Welcome."""
+
+    generation: int
+    wanted: int
+    """The step of the order."""
+    step: int
+    """The first staged step at or after `wanted`."""
+    staged_step: int
+    """Newest step that a worker of the node has staged."""
+    seconds: float = 0.0
+    """The longest push of a shard."""
+    detail: str = ""
+    """Why it is not copied; empty: it is."""
+    missed: bool = False
+    """The order came too late: the step was not in memory any more."""
 
 
 class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
@@ -158,6 +179,9 @@ class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     buddy_port: int = 0
     persist_every_steps: int = 0
     """Write every Nth step to storage; 0: only when Persist is received."""
+    agreed_copies: bool = False
+    """The controller names the steps that are copied to the buddy (CopyStep); the first one is the
+    first that is staged. False: the agent copies what is newest."""
 
 
 class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
@@ -188,6 +212,17 @@ class Persist(Message, frozen=True, kw_only=True, tag="persist"):
     action_id: int
     generation: int
     step: int
+
+
+class CopyStep(Message, frozen=True, kw_only=True, tag="copy-step"):
+    """Copy the first step >= `step` that this node has staged or will stage to the buddy, and keep
+    it in memory. The first, so that all nodes copy the same step."""
+
+    generation: int
+    step: int
+    confirmed: int = -1
+    """All agents have copied this step: it is kept, older ones need not be. -1: none is confirmed
+    by this controller; what was confirmed before is kept."""
 
 
 class Committed(Message, frozen=True, kw_only=True, tag="committed"):
@@ -231,12 +266,13 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 FromAgent = (
-    Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | Persisted
-    | ShardPersistFailed | NodeLeaving | AgentEvent
+    Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
+    | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent
 )  # fmt: skip
 ToAgent = (
-    Welcome | Refused | LaunchWorkers | StopWorkers | Stage | Persist | Committed | Chaos | Shutdown
-)
+    Welcome | Refused | LaunchWorkers | StopWorkers | Stage | Persist | CopyStep | Committed | Chaos
+    | Shutdown
+)  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()
 AnyMessage = FromAgent | ToAgent | Request | Reply

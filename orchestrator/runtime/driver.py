@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ..core.actions import AnyAction
 from ..core.context import SECOND_NS
+from ..core.copy_rounds import CopyOrder
 from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
 from ..core.state import JobState
@@ -17,7 +18,7 @@ from ..protocol.facts import ShardFile
 from .clock import Clock
 from .job_loop import JobLoop, Ready
 
-CarryOut = Callable[[AnyAction], None]
+CarryOut = Callable[[AnyAction | CopyOrder], None]
 """Starts an action. Must not block; the result comes back as an event."""
 
 
@@ -120,7 +121,7 @@ class Driver:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        for action in ready.actions:
+        for action in (*ready.actions, *ready.orders):
             carry_out(action)
         self._on_change(ready)
         if self.loop.ended:

@@ -23,6 +23,7 @@ from ..core.actions import (
     StageStep,
     StopGroup,
 )
+from ..core.copy_rounds import CopyOrder
 from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
 from ..protocol import messages as wire
 from .agent_server import AgentConnection
@@ -51,11 +52,15 @@ class Executor:
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def carry_out(self, action: AnyAction) -> None:
+    def carry_out(self, action: AnyAction | CopyOrder) -> None:
         """Start an action. Never blocks."""
         match action:
             case LaunchGroup() | StopGroup() | StageStep():
                 self._send(action)
+            case CopyOrder():
+                link = self._links.get(action.node)
+                if link is not None:
+                    link.send(to_message(action))
             case PersistStep():
                 self._persist(action)
             case RequestNodes():

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..api.v1alpha1 import TrainingJob
 from ..core.actions import AnyAction
 from ..core.controller import Controller
+from ..core.copy_rounds import CopyOrder, CopyRounds
 from ..core.events import (
     ActionUnknown,
     AnyEvent,
@@ -23,6 +24,7 @@ from ..core.events import (
     HeartbeatReceived,
     JobSubmitted,
     NodeJoined,
+    StepCopied,
     Tick,
 )
 from ..core.journal import Record
@@ -43,6 +45,8 @@ class Ready(NamedTuple):
     actions: tuple[AnyAction, ...]
     must_commit: bool
     """The records hold a decision or a new phase. Others may wait for the next commit."""
+    orders: tuple[CopyOrder, ...] = ()
+    """To be sent like actions. Nothing waits for them: an agent that misses one reports again."""
 
 
 class JobLoop:
@@ -54,6 +58,8 @@ class JobLoop:
         self.controller = controller
         self.projection = projection or JobProjection(job)
         self._monitor = ProgressMonitor(job, controller)
+        self._rounds = CopyRounds()
+        self._orders: list[CopyOrder] = []
         self._queue: deque[Record] = deque()
         self._last_ns = 0
         self._advanced = True
@@ -153,7 +159,8 @@ class JobLoop:
             self._absorb(*self._queue.popleft(), records, actions)
         self._tick(now_ns, records, actions)
         decided = bool(actions) or self._phase() != phase
-        return Ready(tuple(records), tuple(actions), decided)
+        orders, self._orders = tuple(self._orders), []
+        return Ready(tuple(records), tuple(actions), decided, orders)
 
     def advance(self) -> None:
         """The records of the last Ready are durable, or may wait."""
@@ -164,7 +171,7 @@ class JobLoop:
         return snapshot.encode(self.controller.state, self.projection.memory)
 
     def view(self, now_ns: int, *, live: bool = True) -> JobView:
-        return self.projection.view(now_ns, live=live)
+        return self.projection.view(now_ns, live=live, copies=self._rounds.status)
 
     def _phase(self) -> JobPhase | None:
         return self.controller.state.phase if self.controller.submitted else None
@@ -179,6 +186,9 @@ class JobLoop:
             event = pending.popleft()
             if isinstance(event, HeartbeatReceived):
                 self.projection.beat(now_ns, event)
+            elif isinstance(event, StepCopied):
+                self._orders += self._rounds.observe(now_ns, event, self.controller.state)
+                continue
             else:
                 decided = self.controller.step(now_ns, event)
                 self.projection.observe(now_ns, event, decided, self.controller.state)

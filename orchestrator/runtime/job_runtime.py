@@ -265,7 +265,7 @@ class JobRuntime:
         if self._gateway is None:
             view = JobView(name=self.job.name, now_ns=now_ns)
         else:
-            view = self.driver.loop.projection.view(now_ns, live=live)
+            view = self.driver.loop.view(now_ns, live=live)
         view.checkpoint_path = self._submission.checkpoint_path
         view.metrics_port = metrics_port
         return view

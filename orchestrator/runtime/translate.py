@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from ..core import events
 from ..core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
+from ..core.copy_rounds import CopyOrder
 from ..core.state import JobState
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
@@ -85,6 +86,7 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 generation=message.generation,
                 workers=message.workers,
                 staged_step=message.staged_step,
+                copied_step=message.copied_step,
             )
         case wire.WorkerExitReport():
             return events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
@@ -101,6 +103,17 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 staged=message.staged,
                 stacks=message.stacks,
                 offered_port=message.offered_port,
+            )
+        case wire.StepCopied():
+            return events.StepCopied(
+                node=node,
+                generation=message.generation,
+                wanted=message.wanted,
+                step=message.step,
+                staged_step=message.staged_step,
+                seconds=message.seconds,
+                detail=message.detail,
+                missed=message.missed,
             )
         case wire.Persisted():
             return events.ShardPersisted(
@@ -125,7 +138,9 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
     return None
 
 
-def to_message(action: NodeAction | PersistStep, buddy: NodeFacts | None = None) -> wire.Message:
+def to_message(
+    action: NodeAction | PersistStep | CopyOrder, buddy: NodeFacts | None = None
+) -> wire.Message:
     """The message that has a node carry out an action. `buddy`: the facts of the buddy of a launch,
     if it is connected."""
     match action:
@@ -139,6 +154,7 @@ def to_message(action: NodeAction | PersistStep, buddy: NodeFacts | None = None)
                 buddy_address=buddy.address if buddy else "",
                 buddy_port=buddy.data_port if buddy else 0,
                 persist_every_steps=action.persist_every_steps,
+                agreed_copies=True,
             )
         case StopGroup():
             return wire.StopWorkers(
@@ -153,6 +169,10 @@ def to_message(action: NodeAction | PersistStep, buddy: NodeFacts | None = None)
                 generation=action.generation,
                 step=action.step,
                 hold=True,
+            )
+        case CopyOrder():
+            return wire.CopyStep(
+                generation=action.generation, step=action.step, confirmed=action.confirmed
             )
         case PersistStep():
             return wire.Persist(

@@ -200,6 +200,11 @@ class Host:
                 return
             self.world.log(f"    -> {_short(action)}")
             self._carry_out(action)
+        for order in ready.orders:
+            link = self.links.get(order.node)
+            if link is not None:
+                self.world.oracle.copied(self.state, order)
+                link.to_agent(translate.to_message(order))
         if crash:
             self.crash()
         elif not self.loop.idle:

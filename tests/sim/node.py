@@ -172,7 +172,7 @@ class SimNode:
             return
         peer.contents[buffer] = None
         self.world.after(
-            self.world.between(0.01, 0.05),
+            self.world.sizes.push_s(self.slots) * self.world.between(0.9, 1.1),
             lambda: peer._copied(buffer, self, out.buffer, payload),
         )
 
@@ -206,16 +206,16 @@ class SimNode:
             return
         buffer = found[0]
         payload = peer.contents.get(buffer)
-        self.world.after(
-            self.world.between(0.01, 0.05), lambda: peer._served(buffer, self, out, payload)
-        )
+        took_s = self.world.between(0.01, 0.05) + self.world.sizes.fetch_s
+        self.world.after(took_s, lambda: peer._served(buffer, self, out, payload))
 
     def _copied(self, to: int, origin: SimNode, buffer: int, payload: Payload | None) -> None:
         ok = origin.alive and self.alive
         if ok:
             self.contents[to] = payload
         self.feed(inputs.CopyDone(to, ok))
-        origin.feed(inputs.PushDone(buffer, "" if self.alive else "the buddy went away"))
+        detail = "" if self.alive else "the buddy went away"
+        origin.feed(inputs.PushDone(buffer, detail, self.world.sizes.push_s(self.slots)))
 
     def _served(
         self, buffer: int, asker: SimNode, out: commands.FetchFromPeer, payload: Payload | None
@@ -223,7 +223,12 @@ class SimNode:
         self.feed(inputs.ServeDone(buffer))
         worker = asker.workers.get((out.generation, out.rank))
         if worker is not None and asker.alive and self.alive:
-            worker.received(worker_protocol.Shard(shard=out.wanted.shard, num_bytes=1), payload)
+            worker.received(
+                worker_protocol.Shard(
+                    shard=out.wanted.shard, num_bytes=self.world.sizes.shard_bytes
+                ),
+                payload,
+            )
         elif worker is not None and asker.alive:
             worker.received(
                 worker_protocol.NoShard(shard=out.wanted.shard, detail="the peer died"), None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
+from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import directory_name
@@ -39,6 +40,10 @@ class Oracle:
         self._charged = 0
         self.requested: dict[tuple[int, int], dict[str, None]] = {}
         """(generation, step) -> members that have staged it at the controller's request."""
+        self.copies: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """Generation -> the newest step of which all buddies have a copy, and its members."""
+        self.saved: dict[int, None] = {}
+        """Generations that ended with the loss of one node, and such a copy was there."""
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
@@ -57,6 +62,22 @@ class Oracle:
                 case a.CommitManifest():
                     self._commit(state, action)
         self._budgets(state)
+
+    def copied(self, state: JobState, order: CopyOrder) -> None:
+        """The controller confirms a step of the buddy tier."""
+        known = self.copies.get(order.generation, (-1, ()))
+        if order.generation == state.generation and order.confirmed > known[0]:
+            self.copies[order.generation] = (order.confirmed, state.members)
+
+    def _survives_one_node(self, state: JobState, step: int) -> None:
+        """A single lost node costs nothing that all buddies have a copy of."""
+        at, members = self.copies.get(state.generation - 1, (-1, ()))
+        lost = [name for name in members if name not in state.nodes]
+        if at < 0 or len(lost) > 1 or (at, state.generation - 1) in state.catalog.distrusted:
+            return
+        if lost:
+            self.saved[state.generation - 1] = None
+        self.require(step >= at, f"resumes after {step}, all buddies had {at}; lost {lost}")
 
     def durable(self, state: JobState, actions: tuple[a.AnyAction, ...]) -> None:
         """These decisions are in the journal and are carried out next."""
@@ -111,6 +132,7 @@ class Oracle:
             there = all(node in nodes and node in state.nodes for node in members)
             if there and generation == state.generation - 1:
                 self.require(step >= at, f"resumes after {step}, all have staged {at} as requested")
+        self._survives_one_node(state, step)
         if restore is not None and not restore.directory:
             named = {source.shard for source in restore.sources}
             self.require(named == set(range(restore.num_shards)), f"sources of {named} only")

@@ -13,9 +13,10 @@ def play(
     seed: int,
     verbose: bool = False,
     faults: Callable[[World], None] = World.schedule_faults,
+    make: Callable[[int, bool], World] = World,
 ) -> World:
     """Raises AssertionError, naming the seed, if anything unsafe happens or the job never ends."""
-    world = World(seed, verbose)
+    world = make(seed, verbose)
     world.after(0.0, world.host.start)
     faults(world)
     host = world.host

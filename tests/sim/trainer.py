@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Payload = tuple[int, int, int]
 """(step, shard, num_shards): the training state of one rank."""
-SHARD_BYTES = 1000
 
 
 class SimWorker:
@@ -52,7 +51,7 @@ class SimWorker:
         self.gang.workers[self.rank] = self
         self.send(worker_protocol.PhaseChanged(phase="build"))
         for _ in range(3):
-            self.send(worker_protocol.BufferRequest(num_bytes=SHARD_BYTES))
+            self.send(worker_protocol.BufferRequest(num_bytes=self.world.sizes.shard_bytes))
         restore = self.membership.restore
         if restore is None:
             self._restored(None)
@@ -144,8 +143,15 @@ class SimWorker:
         step, self.wants_to_stage = self.wants_to_stage, None
         number = self.writable.pop(0)
         shards = self.membership.mesh.num_shards
+        sizes = self.world.sizes
+        self.world.after(sizes.stall_s, lambda: self._staged(number, step, shards))
+
+    def _staged(self, number: int, step: int, shards: int) -> None:
+        if not self._runs(lambda: None):
+            return
         self.node.contents[number] = (step, self.seat.shard, shards)
-        self.send(worker_protocol.Staged(buffer=number, step=step, num_bytes=SHARD_BYTES))
+        num_bytes = self.world.sizes.shard_bytes
+        self.send(worker_protocol.Staged(buffer=number, step=step, num_bytes=num_bytes))
         self._report()
 
     def _report(self) -> None:

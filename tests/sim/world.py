@@ -14,6 +14,7 @@ from .host import Host
 from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
+from .sizes import Sizes
 from .trainer import SimGang
 from .virtual_time import VirtualTime
 
@@ -45,6 +46,7 @@ class World(VirtualTime):
         self.document = self._draw_job()
         self.total_steps = self.rng.randrange(30, 160)
         self.step_s = self.between(0.2, 0.8)
+        self.sizes = Sizes.draw(seed, self.step_s, self.document["spec"]["workersPerNode"])
         self.poison: int | None = None
         if self.chance(0.05):
             self.poison = self.rng.randrange(self.total_steps - 1)

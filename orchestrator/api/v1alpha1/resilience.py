@@ -20,6 +20,10 @@ class MemoryTier(Part):
     buddy: Literal["auto", "always", "never"] = "auto"
     """Whether each shard is also copied to the memory of a second node. auto: only if no other
     replica group holds the same shard."""
+    buddy_network_percent: int = Field(default=limits.BUDDY_NETWORK_PERCENT, ge=1, le=100)
+    """Share of the network that copies to a buddy may use while training uses it too. A smaller one
+    makes copies older: the steps of which all buddies get a copy are chosen by how long the slowest
+    push takes."""
 
 
 class StorageTier(Part):

@@ -176,8 +176,10 @@ class JobProjection:
         live: bool = True,
         checkpoint_path: str = "",
         metrics_port: int = 0,
+        copies: str = "",
     ) -> JobView:
-        """The view at this time. `live`: with the newest heartbeats."""
+        """The view at this time. `live`: with the newest heartbeats. `copies`: of the buddy tier,
+        as CopyRounds says."""
         state = self._state
         if state is None:
             return JobView(name=self._job.name, now_ns=now_ns, checkpoint_path=checkpoint_path)
@@ -230,6 +232,9 @@ class JobProjection:
         if state.terminal:
             return view  # nodes and their memory have been released
         view.nodes = node_views(state, beats, now_ns)
+        steps = [beat.copied_step for beat in reports_of_all_ranks(state, beats)]
+        view.copied_step = min(steps, default=-1)
+        view.copies = copies if view.copied_step >= 0 else ""
         return view
 
     def _fill_progress(

@@ -135,6 +135,10 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Shards skipped so far because an older one was still being written."""
     memory_step: int = -1
     """Newest step complete in the memory tier."""
+    copied_step: int = -1
+    """Newest step of which all buddies hold a copy; -1: none, or no buddies are needed."""
+    copies: str = ""
+    """How often all buddies get a copy, and why."""
     checkpoints: list[CheckpointView] = []
     """Committed to storage, oldest first."""
     checkpoint_path: str = ""

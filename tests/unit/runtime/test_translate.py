@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
+from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, GroupStopped
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile
@@ -15,11 +16,14 @@ from tests.unit.core.harness import Transcript
 
 SHARD = ShardFile(3, 1, 0, 2, "file", 100, "c")
 MESSAGES: tuple[wire.Message, ...] = (
-    wire.Heartbeat(generation=1, staged_step=3),
+    wire.Heartbeat(generation=1, staged_step=3, copied_step=2),
     wire.Launched(action_id=1, generation=1, ok=True),
     wire.WorkerExitReport(generation=1, exit=Exit(rank=0, code=1)),
     wire.Stopped(action_id=2, generation=1, offered_port=4000),
     wire.ShardStaged(action_id=3, ok=False, detail="too late"),
+    wire.StepCopied(
+        generation=1, wanted=2, step=3, staged_step=4, seconds=0.5, detail="late", missed=True
+    ),
     wire.Persisted(generation=1, shard=SHARD, seconds=0.5),
     wire.ShardPersistFailed(generation=1, step=3, shard=0, detail="full", tried=False),
     wire.NodeLeaving(detail="SIGTERM", grace_s=30.0),
@@ -57,11 +61,12 @@ def test_a_message_has_every_field_of_its_action() -> None:
         StopGroup(**common, grace_s=2.0, stacks=True),
         StageStep(**common, step=9),
         PersistStep(**common, step=9),
+        CopyOrder(node="a", generation=1, step=9, confirmed=4),
     )
     for action in actions:
         message = translate.to_message(action)
         for name in message.__struct_fields__:
-            if not name.startswith("buddy") and name != "hold":
+            if not name.startswith("buddy") and name not in ("hold", "agreed_copies"):
                 assert getattr(message, name) == getattr(action, name), name
 
 

@@ -13,16 +13,19 @@ from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard, WorkerS
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.messages import (
     Committed,
+    CopyStep,
     Persist,
     Persisted,
     ShardPersistFailed,
+    StepCopied,
 )
 from holdfast.workers import worker_protocol
 
 from . import commands, inputs
 from .commands import Command
+from .copy_round import CopyRounds
 from .generation import Generation
-from .staging_buffers import Drop, Give, StagingBuffer, StagingBuffers, version
+from .staging_buffers import Drop, Give, StagingBuffer, StagingBuffers, Version, version
 
 Key = tuple[int, int, int]
 """(generation, step, shard)."""
@@ -44,10 +47,12 @@ class PeerCopy:
 
 
 class PeerCopies:
-    """All buddy copies of a node: the two newest versions of each shard, and one that arrives."""
+    """All buddy copies of a node: of each shard the confirmed version and the newest one (without a
+    confirmed one the two newest), and one that arrives."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.copies: dict[int, PeerCopy] = {}
+        self.confirmed: Version | None = None
         self._numbers = numbers
 
     def begin(self, staged: StagedShard) -> tuple[int, bool, list[int]]:
@@ -91,7 +96,7 @@ class PeerCopies:
         return None
 
     def _discard_old(self) -> list[int]:
-        """Keep two versions of each shard, and one idle buffer per kept copy at most."""
+        """Keep two versions of each shard, and one idle buffer per shard at most."""
         by_shard: dict[tuple[int, int], list[PeerCopy]] = {}
         for copy in self.copies.values():
             if copy.content is not None:
@@ -99,7 +104,9 @@ class PeerCopies:
                 by_shard.setdefault(shard, []).append(copy)
         for held in by_shard.values():
             held.sort(key=lambda c: version(c.content) if c.content else (0, 0), reverse=True)
-            for old in held[2:]:
+            wanted = [c for c in held if c.content and version(c.content) == self.confirmed]
+            kept = [*held[:1], *wanted] if wanted else held[:2]
+            for old in [copy for copy in held if all(copy is not one for one in kept)]:
                 old.content = None
         idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
         freed = []
@@ -116,6 +123,7 @@ class CheckpointTiers:
         numbers = itertools.count(1)
         self.buffers = StagingBuffers(numbers)
         self.copies = PeerCopies(numbers)
+        self.rounds = CopyRounds()
         self.unacknowledged: dict[Key, Persisted] = {}
         """Durable, but not committed: sent again after a reconnect."""
         self._written: set[Key] = set()
@@ -123,7 +131,7 @@ class CheckpointTiers:
         """Slot -> the newest step of it that is being written to storage."""
         self._marks: dict[int, list[int]] = {}
         """Rank -> requested steps: the first staged step at or after one is written."""
-        self._pushing: dict[int, Key] = {}
+        self._pushing: dict[int, StagedShard] = {}
         """Slot -> the shard that is being pushed to the buddy."""
 
     # -- generations --------------------------------------------------------------------------
@@ -132,12 +140,15 @@ class CheckpointTiers:
         self._pushing = {}
         restore = group.membership.restore
         restored = (restore.generation, restore.step) if restore else None
+        self.rounds.launch(group)
+        self._keep(group)
         changes = self.buffers.launch(group.generation, len(group.workers), restored)
         freed = self.copies.abandon(group.after_step, group.generation)
         return [*self._carry_out(group, changes), *map(commands.FreeBuffer, freed)]
 
     def stop(self) -> None:
         self._marks = {}
+        self.rounds.stop()
         self.buffers.stop()
 
     def inventory(self) -> tuple[StagedShard, ...]:
@@ -172,7 +183,7 @@ class CheckpointTiers:
                 # Storage is slower than the interval: skip this step rather than stall training.
                 detail = f"step {slow[1]} is still being written"
                 out.append(_cannot_persist(group.generation, message.step, seat.shard, detail))
-        out += self._push(group, seat.local_rank)
+        out += self._follow_round(group)
         return [*out, *self._carry_out(group, self.buffers.settle())]
 
     def finished(self, group: Generation, seat: WorkerSeat) -> list[Command]:
@@ -287,9 +298,21 @@ class CheckpointTiers:
         buffer = self.buffers.buffers.get(done.buffer)
         if buffer is not None:
             pushed = self._pushing.pop(buffer.slot, None)
-            if pushed and group is not None and not done.detail:
-                out += self._push(group, buffer.slot)
+            if pushed and group is not None and not group.stopped:
+                out += self._pushed(group, buffer.slot, pushed, done)
         return [*out, *([commands.Note(f"buddy copy: {done.detail}")] if done.detail else [])]
+
+    def copy_step(self, group: Generation | None, order: CopyStep) -> list[Command]:
+        """The next step of the buddy tier; and what is confirmed need not be kept any longer."""
+        if group is None or group.stopped:
+            return []
+        begun = self.rounds.order(group, order)
+        self._keep(group)
+        out = self._follow_round(group)
+        last = self.rounds.report
+        if not begun and last is not None and last.wanted >= order.step:
+            out += [commands.Send(last)]
+        return [*out, *self._carry_out(group, self.buffers.settle())]
 
     def accept_copy(self, running: int, staged: StagedShard) -> tuple[int | str, list[Command]]:
         """(buffer, or why the copy is refused; commands before its use)."""
@@ -350,27 +373,53 @@ class CheckpointTiers:
         name = shard_file_name(staged.shard, staged.num_shards)
         return [commands.WriteStorage(buffer.number, staged, directory, name)]
 
-    def _push(self, group: Generation, slot: int) -> list[Command]:
-        """One push at a time for each slot; steps that are staged meanwhile are skipped."""
-        launch = group.launch
-        if not launch.buddy or slot in self._pushing or group.stopped:
+    def _keep(self, group: Generation) -> None:
+        self.buffers.agreed = self.rounds.kept(group)
+        self.copies.confirmed = self.rounds.confirmed
+
+    def _follow_round(self, group: Generation) -> list[Command]:
+        """Push the step of the round from every slot that holds it."""
+        missed = self.rounds.choose(group, self.buffers)
+        self._keep(group)
+        if missed is not None:
+            return [commands.Send(missed)]
+        current = self.rounds.current
+        if current is None or current.step is None or group.stopped:
             return []
-        seat = next(w.seat for w in group.workers.values() if w.seat.local_rank == slot)
-        newest = max(self._own(group, seat), key=lambda b: version(_content(b)), default=None)
-        if newest is None or newest.pushed == version(_content(newest)):
-            return []
-        newest.pushed = version(_content(newest))
-        self._pushing[slot] = key(_content(newest))
-        self.buffers.pin(newest.number)
+        out: list[Command] = []
+        for slot in sorted(current.waiting):
+            if slot not in self._pushing:
+                out += self._push(group, slot, (group.generation, current.step))
+        return out
+
+    def _push(self, group: Generation, slot: int, wanted: Version) -> list[Command]:
+        held = [b for b in self.buffers.of_slot(slot) if b.content]
+        found = next((b for b in held if version(_content(b)) == wanted), None)
+        if found is None:
+            return []  # it is staged a moment later
+        staged, launch = _content(found), group.launch
+        self._pushing[slot] = staged
+        self.buffers.pin(found.number)
         return [
             commands.PushToBuddy(
-                buffer=newest.number,
-                staged=_content(newest),
+                buffer=found.number,
+                staged=staged,
                 node=launch.buddy,
                 address=launch.buddy_address,
                 port=launch.buddy_port,
             )
         ]
+
+    def _pushed(
+        self, group: Generation, slot: int, staged: StagedShard, done: inputs.PushDone
+    ) -> list[Command]:
+        report: StepCopied | None
+        if done.detail:
+            report = self.rounds.failed(group, self.buffers, staged, done.detail)
+        else:
+            report = self.rounds.pushed(group, self.buffers, slot, staged, done.seconds)
+        sent = [commands.Send(report)] if report is not None else []
+        return [*sent, *self._follow_round(group), *self._carry_out(group, self.buffers.settle())]
 
     def _carry_out(self, group: Generation | None, changes: Iterable[Give | Drop]) -> list[Command]:
         out: list[Command] = []

@@ -112,6 +112,7 @@ class PushDone(InputBase, frozen=True):
 
     buffer: int
     detail: str = ""
+    seconds: float = 0.0
 
 
 # -- other agents -----------------------------------------------------------------------------

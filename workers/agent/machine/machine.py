@@ -24,6 +24,9 @@ from .commands import Command
 from .generation import SECOND_NS, SIGKILL, SIGSTOP, Generation, Worker
 from .inputs import Input
 
+RESENT = m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied
+"""Messages that need not wait for a connection: every Welcome sends their newest state again."""
+
 
 @dataclass(frozen=True)
 class MachineTiming:
@@ -204,6 +207,8 @@ class AgentMachine:
                 return self._request_stage(running, message)
             case m.Persist():
                 return self.tiers.persist(running, message)
+            case m.CopyStep():
+                return self.tiers.copy_step(running, message)
             case m.Committed():
                 self.tiers.committed(message)
                 return []
@@ -219,7 +224,7 @@ class AgentMachine:
             message = command.message if isinstance(command, commands.Send) else None
             if message is None or self._connected or isinstance(message, m.Hello):
                 out.append(command)
-            elif not isinstance(message, m.Heartbeat | m.WorkerExitReport | m.Persisted):
+            elif not isinstance(message, RESENT):
                 self._outbox.append(message)
         return out
 
@@ -251,6 +256,8 @@ class AgentMachine:
         if group is not None and not group.stopped:
             pending += [_exit_report(group, w) for w in group.workers.values() if w.exit]
         pending += self.tiers.unacknowledged.values()
+        if self.tiers.rounds.report is not None:
+            pending.append(self.tiers.rounds.report)
         if self._preemption is not None:
             pending.append(self._preemption.message(now_ns))
         return [*out, *map(commands.Send, pending), *self._heartbeat(now_ns)]
@@ -268,6 +275,7 @@ class AgentMachine:
             generation=group.generation if group and not group.stopped else 0,
             workers=tuple(beats),
             staged_step=self.tiers.staged_step(),
+            copied_step=self.tiers.rounds.confirmed[1] if self.tiers.rounds.confirmed else -1,
         )
         return commands.Send(heartbeat)
 

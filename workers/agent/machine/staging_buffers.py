@@ -1,8 +1,9 @@
 """Which staging buffer may be written and which must be kept. Pure bookkeeping, no memory.
 
 A version is (generation, step). Kept are the two newest versions that are complete on this node,
-newer ones that can still become complete, and pinned ones (being uploaded, pushed or served). Two,
-because nodes may differ by one step at a failure, and a restore needs the same step everywhere.
+newer ones that can still become complete, `agreed` ones (of the buddy tier, see copy_round.py), and
+pinned ones (being uploaded, pushed or served). Two, because nodes may differ by one step at a
+failure, and a restore needs the same step everywhere.
 
 A buffer always belongs to the same slot (local rank), so that a fast worker cannot take the buffers
 that the previous generation left to its neighbour.
@@ -10,6 +11,7 @@ that the previous generation left to its neighbour.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +20,8 @@ from holdfast.orchestrator.protocol.facts import StagedShard
 
 Version = tuple[int, int]
 """(generation, step); a later version compares greater."""
+STEPS_KNOWN = 64
+"""Staged steps remembered per slot. An order that names an older one is answered: too late."""
 
 
 @dataclass
@@ -31,8 +35,6 @@ class StagingBuffer:
     """The holder may write it now."""
     content: StagedShard | None = None
     pins: int = 0
-    pushed: Version | None = None
-    """The last version that was pushed to the buddy."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Slot:
     """Sizes of unanswered requests."""
     latest: Version | None = None
     """Newest version that the worker of this generation has staged."""
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))
+    """The last steps that it has staged, held or not."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,10 @@ def _idle(buffer: StagingBuffer) -> bool:
     return buffer.content is None and not buffer.pins and not buffer.holder
 
 
+def _last(steps: deque[int]) -> int:
+    return steps[-1] if steps else -1
+
+
 def version(staged: StagedShard) -> Version:
     return (staged.generation, staged.step)
 
@@ -80,6 +88,8 @@ class StagingBuffers:
     def __init__(self, numbers: Iterator[int]) -> None:
         self.buffers: dict[int, StagingBuffer] = {}
         self.slots: dict[int, Slot] = {}
+        self.agreed: frozenset[Version] = frozenset()
+        """Versions that the buddy tier needs on all nodes."""
         self._seats: dict[int, int] = {}
         self._numbers = numbers
         self._restored: Version | None = None
@@ -124,6 +134,7 @@ class StagingBuffers:
             raise ValueError(f"buffer {number} is not writable by slot {slot}")
         buffer.content, buffer.writable = content, False
         self.slots[slot].latest = version(content)
+        self.slots[slot].steps.append(content.step)
 
     # -- pins ---------------------------------------------------------------------------------
     def pin(self, number: int) -> None:
@@ -148,6 +159,16 @@ class StagingBuffers:
             if held and (held.step, held.generation, held.shard) == (step, generation, shard):
                 return buffer
         return None
+
+    def first_staged(self, wanted: int) -> tuple[int | None, bool]:
+        """(first step >= `wanted` that a worker of this generation has staged, whether that is
+        certain: earlier ones may be forgotten)."""
+        steps = max((slot.steps for slot in self.slots.values()), key=_last, default=deque())
+        step = next((at for at in steps if at >= wanted), None)
+        return step, len(steps) < STEPS_KNOWN or steps[0] < wanted
+
+    def newest_staged(self) -> int:
+        return max((_last(slot.steps) for slot in self.slots.values()), default=-1)
 
     def of_slot(self, slot: int) -> Iterator[StagingBuffer]:
         return (buffer for buffer in self.buffers.values() if buffer.slot == slot)
@@ -215,12 +236,16 @@ class StagingBuffers:
         so the worker gets one more without a request; a new worker, which holds none yet, gets it
         on request. It may be an unused buffer of an earlier generation."""
         owned = list(self.of_slot(number))
+        most = limits.STAGING_BUFFERS + len(self.agreed)
         return (
-            (len(owned) == limits.STAGING_BUFFERS or any(_idle(b) for b in owned))
-            and any(b.pins for b in owned)
+            (limits.STAGING_BUFFERS <= len(owned) <= most or any(_idle(b) for b in owned))
+            and any(b.pins or self._is_agreed(b) for b in owned)
             and not any(b.writable for b in owned)
             and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
         )
+
+    def _is_agreed(self, buffer: StagingBuffer) -> bool:
+        return buffer.content is not None and version(buffer.content) in self.agreed
 
     def _discard_old(self) -> None:
         whole = self.complete()
@@ -229,11 +254,11 @@ class StagingBuffers:
             if buffer.content is None:
                 continue
             key = version(buffer.content)
-            if key in kept or (key > newest and self._may_complete(key)):
+            if key in kept or key in self.agreed or (key > newest and self.may_complete(key)):
                 continue
             buffer.content = None
 
-    def _may_complete(self, key: Version) -> bool:
+    def may_complete(self, key: Version) -> bool:
         """Whether each slot has staged this version or may still stage it."""
         for number, slot in self.slots.items():
             passed = slot.latest is not None and slot.latest >= key

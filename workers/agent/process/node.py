@@ -342,12 +342,14 @@ class AgentProcess:
 
     async def _push(self, command: commands.PushToBuddy, fd: int) -> None:
         target = (command.address, command.port, self._credentials, command.staged, fd)
-        detail = ""
+        share = self._job.spec.checkpoint.memory.buddy_network_percent / 100 if self._job else 1.0
+        detail, begin = "", time.monotonic()
         try:
-            await self._pools.run("push", peer_transfer.push, *target)
+            await self._pools.run("push", peer_transfer.push, *target, share)
         except peer_transfer.PeerError as error:
             detail = f"{command.node}: {error}"
-        self._give(inputs.PushDone(command.buffer, detail))
+        seconds = time.monotonic() - begin
+        self._give(inputs.PushDone(command.buffer, detail, seconds))
 
     async def _fetch(self, command: commands.FetchFromPeer) -> None:
         shard, details = command.wanted.shard, []

@@ -19,6 +19,7 @@ import mmap
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ TIMEOUT_S = 30.0
 
 MAX_REQUEST_BYTES = 4096
 SEND_BYTES = 8 * 2**20
+PUSH_BYTES = 2 * 2**20
+"""A push that may use a share of the network only pauses after each such part."""
 TRANSFERS = 32
 """Parallel transfers; a restore after a loss of nodes fetches all shards from one node."""
 
@@ -228,15 +231,43 @@ def fetch(
         raise PeerError(f"{address}:{port}: {error}") from None
 
 
+class NetworkShare:
+    """Keeps a transfer below a share of what the network gives it: after a part that took t seconds
+    it pauses for t (1 / share - 1). So the rate of the link need not be known."""
+
+    def __init__(
+        self,
+        share: float,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._factor, self._clock, self._pause = 1 / share - 1, clock, pause
+        self.part_bytes = SEND_BYTES if share >= 1 else PUSH_BYTES
+        self._began = clock()
+
+    def sent(self, *, last: bool) -> None:
+        """A part was sent; there is no pause after the last one."""
+        took_s = self._clock() - self._began
+        if self._factor > 0 and not last:
+            self._pause(took_s * self._factor)
+        self._began = self._clock()
+
+
 def push(
-    address: str, port: int, credentials: PeerCredentials, staged: StagedShard, fd: int
+    address: str,
+    port: int,
+    credentials: PeerCredentials,
+    staged: StagedShard,
+    fd: int,
+    share: float = 1.0,
 ) -> None:
-    """Copy a shard to another agent's memory. Takes over `fd`. Blocks. Raises PeerError."""
+    """Copy a shard to another agent's memory, with a share of the network. Takes over `fd`. Blocks.
+    Raises PeerError."""
     try:
         with _connect(address, port, credentials) as sock:
             _send(sock, Put(token=credentials.token, staged=staged))
             _expect_yes(_receive(sock))
-            _send_file(sock, fd, staged.num_bytes)
+            _send_file(sock, fd, staged.num_bytes, NetworkShare(share))
             _expect_yes(_receive(sock))
     except OSError as error:
         raise PeerError(f"{address}:{port}: {error}") from None
@@ -291,18 +322,22 @@ def _take_bytes(sock: socket.socket, hold: Hold) -> None:
     _receive_into(sock, hold.fd, hold.num_bytes)
 
 
-def _send_file(sock: socket.socket, fd: int, num_bytes: int) -> None:
+def _send_file(
+    sock: socket.socket, fd: int, num_bytes: int, network: NetworkShare | None = None
+) -> None:
     """From the page cache to the socket. socket.sendfile waits while the socket is full."""
+    network = network or NetworkShare(1.0)
     if isinstance(sock, ssl.SSLSocket):
-        _send_mapped(sock, fd, num_bytes)
+        _send_mapped(sock, fd, num_bytes, network)
         return
     at = 0
     with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
         while at < num_bytes:
-            at += sock.sendfile(file, at, min(SEND_BYTES, num_bytes - at))
+            at += sock.sendfile(file, at, min(network.part_bytes, num_bytes - at))
+            network.sent(last=at >= num_bytes)
 
 
-def _send_mapped(sock: ssl.SSLSocket, fd: int, num_bytes: int) -> None:
+def _send_mapped(sock: ssl.SSLSocket, fd: int, num_bytes: int, network: NetworkShare) -> None:
     """Encrypts from the mapped pages; SSLSocket.sendfile would read the file in pieces of 8 KiB."""
     with (
         mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory,
@@ -310,9 +345,10 @@ def _send_mapped(sock: ssl.SSLSocket, fd: int, num_bytes: int) -> None:
     ):
         at = 0
         while at < num_bytes:
-            with view[at : at + SEND_BYTES] as part:
+            with view[at : at + network.part_bytes] as part:
                 sock.sendall(part)
                 at += len(part)
+            network.sent(last=at >= num_bytes)
 
 
 def _receive_into(sock: socket.socket, fd: int, num_bytes: int) -> None:

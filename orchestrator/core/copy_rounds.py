@@ -1,0 +1,122 @@
+"""The rounds of the buddy tier: which step all agents copy to their buddies next.
+
+The copies of a step are of use only together, so all agents copy the same step, and the last step
+that all of them have copied is kept everywhere until the next one is complete. A round lasts as
+long as its slowest push: this is what chooses every how many steps a copy is made.
+
+Not journaled: it decides nothing but what is copied. A new controller begins with the reports that
+agents send again, and the agents keep what was confirmed before. Pure, like the monitor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from .context import SECOND_NS
+from .events import StepCopied
+from .state import JobState
+
+MIN_ROUND_S = 0.1
+"""Rounds of jobs with short steps begin so far apart at least: each costs a message per node."""
+RETRY_S = 1.0
+"""A push that failed is tried again with a step about this much later."""
+MAX_MARGIN = 64
+STEADY_ROUNDS = 32
+"""Rounds in a row that were not missed, after which the margin is halved."""
+
+
+class CopyOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent to a node as messages.CopyStep."""
+
+    node: str
+    generation: int
+    step: int
+    confirmed: int
+
+
+class CopyRounds:
+    """Of one controller. It reads the controller's state and changes nothing."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._wanted = self.confirmed = -1
+        self._margin = self._steady = 0
+        """Steps that an order names beyond the next one: it grows when orders come too late."""
+        self._began_ns = 0
+        self._reports: dict[str, StepCopied] = {}
+        """Node -> its last report."""
+        self.status = ""
+        """How often all buddies get a copy, and why, as a sentence."""
+
+    def observe(self, now_ns: int, event: StepCopied, state: JobState) -> list[CopyOrder]:
+        """A node's report; returns what is to be copied next, once that is known."""
+        running = state.active and state.stop is None and state.membership is not None
+        if not running or event.generation != state.generation or event.node not in state.members:
+            return []
+        self._follow(now_ns, state)
+        self._reports[event.node] = event
+        if event.wanted < self._wanted:  # it has missed an order
+            return [self._order(event.node)]
+        if event.wanted > self._wanted:  # of the controller before this one
+            self._wanted, self._began_ns = event.wanted, now_ns
+            behind = [n for n, one in self._reports.items() if one.wanted < event.wanted]
+            return [self._order(name) for name in behind]
+        if event.detail:
+            return self._again(now_ns, event, state)
+        return self._complete(now_ns, state)
+
+    def _follow(self, now_ns: int, state: JobState) -> None:
+        if self._generation == state.generation:
+            return
+        assert state.membership is not None
+        restore = state.membership.restore
+        self._generation, self._reports, self._began_ns = state.generation, {}, now_ns
+        # Agents begin with the first step that they stage.
+        self._wanted, self.confirmed = (restore.step if restore else -1) + 1, -1
+        self.status = ""
+
+    def _again(self, now_ns: int, event: StepCopied, state: JobState) -> list[CopyOrder]:
+        """The step was missed, or a push has failed: another one, for all nodes."""
+        self._steady = 0
+        if event.missed:
+            self._margin = min(2 * self._margin + 1, MAX_MARGIN)
+            return self._begin(now_ns, state, 0.0)
+        self.status = f"{event.node} could not copy step {event.step}: {event.detail}"
+        return self._begin(now_ns, state, RETRY_S)
+
+    def _complete(self, now_ns: int, state: JobState) -> list[CopyOrder]:
+        reports = [self._reports.get(name) for name in state.members]
+        known = [one for one in reports if one is not None and one.wanted == self._wanted]
+        if len(known) < len(state.members) or any(one.detail for one in known):
+            return []
+        if len({one.step for one in known}) > 1:
+            return self._begin(now_ns, state, 0.0)
+        before, self.confirmed = self.confirmed, known[0].step
+        self._describe(known, before)
+        self._steady += 1
+        if self._steady >= STEADY_ROUNDS:
+            self._steady, self._margin = 0, self._margin // 2
+        return self._begin(now_ns, state, MIN_ROUND_S - (now_ns - self._began_ns) / SECOND_NS)
+
+    def _describe(self, known: list[StepCopied], before: int) -> None:
+        slowest = max(known, key=lambda one: one.seconds)
+        steps = self.confirmed - before
+        often = f"every {steps} steps" if steps > 1 else "every step"
+        self.status = (
+            f"{often if before >= 0 else 'the first step'}: the slowest push takes "
+            f"{slowest.seconds:.2g} s ({slowest.node})"
+        )
+
+    def _begin(self, now_ns: int, state: JobState, pause_s: float) -> list[CopyOrder]:
+        pause = math.ceil(pause_s / state.step_s) if pause_s > 0 and state.step_s > 0 else 0
+        newest = max(one.staged_step for one in self._reports.values())
+        self._wanted = max(newest, self._wanted) + 1 + max(pause - 1, 0) + self._margin
+        self._began_ns = now_ns
+        return [self._order(name) for name in state.members]
+
+    def _order(self, node: str) -> CopyOrder:
+        return CopyOrder(
+            node=node, generation=self._generation, step=self._wanted, confirmed=self.confirmed
+        )

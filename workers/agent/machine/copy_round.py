@@ -1,0 +1,138 @@
+"""One round of the buddy tier on this node: all agents push their copies of the same step.
+
+The controller names a step; the first staged step at or after it is pushed, which is the same on
+all nodes because all ranks stage the same steps. The copies of a step are of use only together, so
+the last step that all agents have pushed (`confirmed`) is kept everywhere until the controller
+confirms a newer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.messages import CopyStep, StepCopied
+
+from .generation import Generation
+from .staging_buffers import StagingBuffers, Version, version
+
+
+@dataclass
+class CopyRound:
+    """A step that is to be pushed, from the order to the report."""
+
+    wanted: int
+    step: int | None = None
+    """The first staged step at or after `wanted`, once there is one."""
+    waiting: set[int] = field(default_factory=set)
+    """Slots whose push is not complete."""
+    seconds: float = 0.0
+    """The longest push."""
+
+
+class CopyRounds:
+    """The rounds of the running generation. With a controller that names no steps (an older one),
+    the next round begins when one is complete."""
+
+    def __init__(self) -> None:
+        self.confirmed: Version | None = None
+        """The newest version that all agents have pushed, as the controller says."""
+        self.current: CopyRound | None = None
+        self.report: StepCopied | None = None
+        """The last one: sent again after a reconnect."""
+        self._agreed = False
+
+    def launch(self, group: Generation) -> None:
+        """The restored state is kept until a step of the new generation is confirmed."""
+        self.report, self.current, self.confirmed = None, None, None
+        self._agreed = group.launch.agreed_copies
+        if group.launch.buddy:
+            restore = group.membership.restore
+            self.confirmed = (restore.generation, restore.step) if restore else None
+            self._begin(group, group.after_step + 1)
+
+    def stop(self) -> None:
+        self.current = None
+
+    def order(self, group: Generation, order: CopyStep) -> bool:
+        """A new round; False: it repeats the current one or the last."""
+        known = self.current.wanted if self.current else self.report.wanted if self.report else -1
+        if order.confirmed >= 0:
+            self.confirmed = (group.generation, order.confirmed)
+        if not group.launch.buddy or group.stopped or order.step <= known:
+            return False
+        self._begin(group, order.step)
+        return True
+
+    def _begin(self, group: Generation, wanted: int) -> None:
+        slots = {worker.seat.local_rank for worker in group.workers.values()}
+        self.current = CopyRound(wanted, waiting=slots)
+
+    def kept(self, group: Generation) -> frozenset[Version]:
+        """Versions that must stay in memory."""
+        found = {self.confirmed} if self.confirmed else set()
+        if self.current and self.current.step is not None:
+            found.add((group.generation, self.current.step))
+        return frozenset(found)
+
+    def choose(self, group: Generation, buffers: StagingBuffers) -> StepCopied | None:
+        """Find the step of the round; the report if a slot does not hold that step any more."""
+        current = self.current
+        if current is None or current.step is not None:
+            return None
+        step, covered = buffers.first_staged(current.wanted)
+        if step is None:
+            return None
+        current.step = step
+        wanted = (group.generation, step)
+        if not covered or not buffers.may_complete(wanted):
+            return self._end(group, buffers, f"step {step} is not held any more", missed=True)
+        return None
+
+    def pushed(
+        self,
+        group: Generation,
+        buffers: StagingBuffers,
+        slot: int,
+        staged: StagedShard,
+        took_s: float,
+    ) -> StepCopied | None:
+        """A push is complete; the report if it was the last one of the round."""
+        current = self.current
+        if current is None or version(staged) != (group.generation, current.step):
+            return None
+        current.waiting.discard(slot)
+        current.seconds = max(current.seconds, took_s)
+        return self._end(group, buffers, "") if not current.waiting else None
+
+    def failed(
+        self, group: Generation, buffers: StagingBuffers, staged: StagedShard, detail: str
+    ) -> StepCopied | None:
+        current = self.current
+        if current is None or version(staged) != (group.generation, current.step):
+            return None
+        return self._end(group, buffers, detail)
+
+    def _end(
+        self, group: Generation, buffers: StagingBuffers, detail: str, *, missed: bool = False
+    ) -> StepCopied | None:
+        current = self.current
+        assert current is not None and current.step is not None
+        newest = buffers.newest_staged()
+        if not self._agreed:
+            if not detail:
+                self.confirmed = (group.generation, current.step)
+            self._begin(group, newest + 1 if detail else max(newest, current.step + 1))
+            return None
+        self.report = StepCopied(
+            generation=group.generation,
+            wanted=current.wanted,
+            step=current.step,
+            staged_step=newest,
+            seconds=current.seconds,
+            detail=detail,
+            missed=missed,
+        )
+        if detail:
+            self.current = None
+        return self.report  # the step stays among those that are kept until the next order
