@@ -92,7 +92,9 @@ def test_uploads_that_wait_for_storage_delay_no_push_and_no_fetch(tmp_path: Path
             assert await asyncio.to_thread(StuckStore.waiting.acquire, timeout=BOUND_S)
 
         node._carry_out(commands.PushToBuddy(SLOTS, SHARD, "node-1", "127.0.0.1", peer.port.port))
-        assert await received.wait() == inputs.PushDone(SLOTS, "")
+        pushed = await received.wait()
+        assert isinstance(pushed, inputs.PushDone) and pushed.seconds > 0
+        assert (pushed.buffer, pushed.detail) == (SLOTS, "")
         assert peer.received == DATA
 
         node._workers.assign(ASSIGN, None)
