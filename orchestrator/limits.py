@@ -139,6 +139,13 @@ JOURNAL_BYTES = 2 * 2**20
 JOURNAL_FILES = 16
 """Compacted files kept as history for `holdfast events`: 32 MiB, three days of steps."""
 
+RANK_LOG_BYTES = 64 * 2**20
+"""Size at which the log of a rank is moved to `rank-N.log.1`, which is replaced: a rank keeps at
+most twice this much of a generation."""
+
+LOG_GENERATIONS = 50
+"""Generations whose logs are kept; each launch deletes older ones."""
+
 MAX_INCIDENTS_IN_FULL = 20
 """Incidents whose traceback and stacks are kept; older ones keep the rest of their record."""
 

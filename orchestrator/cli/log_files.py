@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import Problem, UserError
@@ -26,21 +27,25 @@ class LogTail:
 
     def parts(self, *, all: bool = False) -> Iterator[list[str]]:
         """New complete lines, in batches; with `all` also a last line without a newline."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                while data := file.read(PART_BYTES):
-                    self._offset += len(data)
-                    *whole, self._rest = (self._rest + data).split(b"\n")
-                    if len(self._rest) > PART_BYTES:
-                        whole.append(self._rest)
-                        self._rest = b""
-                    yield self._shown(whole)
-        except OSError:
-            return
+        with suppress(OSError):
+            if self.path.stat().st_size < self._offset:  # rotated: read the rest first
+                yield from self._read(self.path.with_name(f"{self.path.name}.1"))
+                self._offset = 0
+            yield from self._read(self.path)
         if all and self._rest:
             yield self._shown([self._rest])
             self._rest = b""
+
+    def _read(self, path: Path) -> Iterator[list[str]]:
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            while data := file.read(PART_BYTES):
+                self._offset += len(data)
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                if len(self._rest) > PART_BYTES:
+                    whole.append(self._rest)
+                    self._rest = b""
+                yield self._shown(whole)
 
     def _shown(self, lines: list[bytes]) -> list[str]:
         return [self._prefix + line.decode("utf-8", "replace") for line in lines]

@@ -92,6 +92,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "at buddies", copies(view)
     if view.storage_problem:
         yield "storage", Text(storage_problem(view), style="red")
+    if view.journal_problem:
+        yield "journal", Text(view.journal_problem, style="red")
     if view.restarts and any(view.restarts.values()):
         restarts = ", ".join(f"{n} {name}" for name, n in view.restarts.items() if n)
         yield "restarts", restarts

@@ -51,6 +51,10 @@ class Journal(Protocol):
     snapshot: bytes | None
     records: list[Record]
 
+    problem: str
+    """Why appended records are only in the controller's memory; empty: they are not. Each `commit`
+    tries to write them again."""
+
     @property
     def full(self) -> bool:
         """It is so large that the next commit should be a `compact`."""
@@ -59,8 +63,9 @@ class Journal(Protocol):
         """Add a record. It need not be durable yet, and must not block."""
 
     async def commit(self) -> None:
-        """Make everything appended durable. Raises JournalLost when another controller writes, any
-        other JournalError when it cannot be done: in both cases the controller ends."""
+        """Make everything appended durable, or set `problem`. Raises JournalLost when another
+        controller writes, any other JournalError when it cannot be done: in both cases the
+        controller ends."""
 
     async def compact(self, snapshot: bytes) -> None:
         """Make durable that the job is as in `snapshot`, which covers everything appended so far,

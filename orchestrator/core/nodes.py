@@ -4,6 +4,8 @@ them. Nothing here stops a generation: `joined` and `lost` return what is broken
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from .. import limits
 from . import provisioning
 from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
@@ -64,12 +66,25 @@ def joined(ctx: StepContext, event: NodeJoined) -> str:
     node.offered_port = event.offered_port or node.offered_port
     node.generation = event.generation
     broken = ""
-    if state.active and event.node in state.members:
+    newest = max([event.generation, *(one.generation for one in event.staged)])
+    if newest > state.generation:
+        broken = _journal_is_behind(state, newest)
+    if not broken and state.active and event.node in state.members:
         broken = _member_rejoined(ctx, node, event)
-    elif event.generation:
+    elif not broken and event.generation:
         _stop_stale(ctx, node)
     _check_rejoined(ctx)
     return broken
+
+
+def _journal_is_behind(state: JobState, newest: int) -> str:
+    """The last controller could not write its journal to the end, on a full disk for example. What
+    runs is stopped under its own number, and the next generation gets a higher one."""
+    state.generation = newest
+    if not state.active or state.membership is None:
+        return ""
+    state.membership = replace(state.membership, generation=newest)
+    return f"nodes know generation {newest}, which is not in the journal"
 
 
 def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> str:

@@ -2,7 +2,8 @@
 
 The launcher (agent/process/node_launcher.py) has imported torch once and forks an agent per node in
 milliseconds. It listens on a Unix socket (mode 0600) in the job's directory, survives the
-controller, and exits when it has neither a node nor a connection. Frames as in messages.py.
+controller, and exits when it has neither a node nor a connection. Agents survive the launcher.
+Frames as in messages.py.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class StartNode(LauncherMessage, frozen=True, kw_only=True, tag="start-node"):
     """JSON file with `address` and `port` of the controller, re-read at every reconnect."""
     log_file: str
     devices: tuple[str, ...] | None = None
-    """GPUs of this machine for nodes of the job. The node gets as many as it has slots, none of
-    them used by another node, and waits until they are free. None: it sees all that the launcher
-    sees."""
+    """GPUs of this machine for nodes of the job, without those of nodes that an earlier launcher
+    started. The node gets as many as it has slots, none of them used by another node, and waits
+    until they are free. None: it sees all that the launcher sees."""
 
 
 class StopNode(LauncherMessage, frozen=True, kw_only=True, tag="end-node"):
@@ -49,6 +50,8 @@ class NodeList(LauncherMessage, frozen=True, kw_only=True, tag="nodes"):
 
     nodes: dict[str, int]
     """Name -> pid of the agent."""
+    devices: dict[str, tuple[str, ...]] = {}
+    """Name -> GPUs that the launcher has assigned to the node."""
 
 
 class NodeEnded(LauncherMessage, frozen=True, kw_only=True, tag="node-ended"):

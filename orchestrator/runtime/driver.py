@@ -18,6 +18,9 @@ from ..protocol.facts import ShardFile
 from .clock import Clock
 from .job_loop import JobLoop, Ready
 
+UNWRITTEN_RETRY_NS = SECOND_NS
+"""Time between two attempts to write records that are in memory only."""
+
 CarryOut = Callable[[AnyAction | CopyOrder], None]
 """Starts an action. Must not block; the result comes back as an event."""
 
@@ -31,9 +34,13 @@ class Driver:
         journal: Journal,
         clock: Clock,
         on_change: Callable[[Ready], None] = lambda ready: None,
+        on_journal_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`loop` has been restored from `journal`, which is written from now on."""
+        """`loop` has been restored from `journal`, which is written from now on.
+        `on_journal_problem` gets `journal.problem` whenever it appears or ends."""
         self.loop = loop
+        self.journal_problem = ""
+        self._on_journal_problem = on_journal_problem
         self._journal, self._clock, self._on_change = journal, clock, on_change
         self._waiters: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
@@ -93,6 +100,9 @@ class Driver:
             return
         self._wake.clear()
         deadline = self.loop.next_deadline_ns()
+        if self.journal_problem:
+            retry = self._clock.now_ns() + UNWRITTEN_RETRY_NS
+            deadline = min(deadline or retry, retry)
         if deadline is None:
             await self._wake.wait()
             return
@@ -111,12 +121,13 @@ class Driver:
                 self._journal.append(*record)
             if self._journal.full and self.loop.controller.submitted:
                 await self._journal.compact(self.loop.snapshot())
-            elif ready.must_commit or waiters:
+            elif ready.must_commit or waiters or self._journal.problem:
                 await self._journal.commit()
         except BaseException:
             for waiter in waiters:
                 waiter.cancel()
             raise
+        self._report_journal()
         self.loop.advance()
         for waiter in waiters:
             if not waiter.done():
@@ -126,3 +137,10 @@ class Driver:
         self._on_change(ready)
         if self.loop.ended:
             self.stop()
+
+    def _report_journal(self) -> None:
+        # The text may change with each attempt; only its begin and its end are news.
+        begins_or_ends = bool(self._journal.problem) != bool(self.journal_problem)
+        self.journal_problem = self._journal.problem
+        if begins_or_ends:
+            self._on_journal_problem(self.journal_problem)

@@ -178,7 +178,7 @@ class JobRuntime:
         loop = JobLoop.restore(self.job, journal.snapshot, journal.records)
         journal.snapshot = None
         journal.records.clear()
-        self.driver = Driver(loop, journal, self._clock, self._changed)
+        self.driver = Driver(loop, journal, self._clock, self._changed, self._journal_problem)
         submit = self.driver.submit
         self._executor = Executor(
             self.backend, self._storage, self.links, submit, self._timing.storage_settle_s
@@ -266,6 +266,7 @@ class JobRuntime:
             view = JobView(name=self.job.name, now_ns=now_ns)
         else:
             view = self.driver.loop.view(now_ns, live=live)
+            view.journal_problem = self.driver.journal_problem
         view.checkpoint_path = self._submission.checkpoint_path
         view.metrics_port = metrics_port
         return view
@@ -273,6 +274,11 @@ class JobRuntime:
     def submit(self, event: AnyEvent) -> None:
         """Report a fact that was seen outside of the runtime."""
         self.driver.submit(event)
+
+    def _journal_problem(self, problem: str) -> None:
+        text = problem or "the journal is written again; nothing is in memory only"
+        self.log.warning("%s", text)
+        self._on_note(text)
 
     def _changed(self, ready: Ready) -> None:
         self.changes.notify()

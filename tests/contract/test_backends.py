@@ -140,7 +140,7 @@ def test_without_capacity_no_node_is_started(target: ContractTarget) -> None:
 
 
 def test_nodes_come_up_after_the_node_launcher_was_killed(target: ContractTarget) -> None:
-    """Nodes that end with the launcher are reported, and the others are still watched."""
+    """The launcher's nodes live on, and are still watched and released."""
     if not isinstance(target, LocalContractTarget):
         pytest.skip("only the local backend has a node launcher")
 
@@ -154,10 +154,10 @@ def test_nodes_come_up_after_the_node_launcher_was_killed(target: ContractTarget
                 os.kill(pid, signal.SIGKILL)
         (new,) = await controller.request(1)
         await controller.up(new)
+        assert set(await controller.backend.list_nodes()) == {*pids, new}
         for node, pid in pids.items():
-            assert pid is not None
-            if pid_exists(pid):
-                os.kill(pid, signal.SIGKILL)
+            assert pid is not None and pid_exists(pid)
+            os.kill(pid, signal.SIGKILL)
             await controller.ended(node)
         assert await controller.backend.list_nodes() == (new,)
 

@@ -55,6 +55,8 @@ class SimJournal:
         self.num_compactions = 0
         self._num_durable = 0
 
+    problem = ""
+
     @property
     def full(self) -> bool:
         return self.compact_at is not None and len(self.records) >= self.compact_at

@@ -85,6 +85,8 @@ class LocalBackend:
         self._withheld_until = 0.0
         self._closing = False
         self._saving: asyncio.TimerHandle | None = None
+        self._earlier: set[str] = set()
+        """Nodes whose launcher has ended before them."""
         self._launcher_ends = 0
         """Launchers that ended since the last start of a node."""
 
@@ -98,6 +100,7 @@ class LocalBackend:
             self._watch(node, identity)
         self._link = await connect(self._paths.socket, self._new_link, None)
         if self._link is None:
+            self._earlier = set(self._nodes.agents)
             self._start_launcher()
             return
         # The previous controller may not have sent these; a second StartNode does nothing.
@@ -215,18 +218,22 @@ class LocalBackend:
             identity = identify(pid)
             if identity is not None and self._watch(node, identity):
                 self._nodes.agents[node] = identity
+                if node in message.devices:
+                    self._nodes.devices[node] = message.devices[node]
                 self._launcher_ends = 0
                 self._nodes.starting.discard(node)
             elif node in self._nodes.starting:
                 self._ended(node, "ended at once")
+        self._earlier = set(self._nodes.agents) - set(message.nodes)
         self._save_soon()
 
     def _on_closed(self) -> None:
-        """The launcher has ended. Its agents end with it; their pidfds report them."""
+        """The launcher has ended. Its agents have not: their pidfds would report it."""
         self._link = None
         if self._closing:
             return
         self._launcher_ends += 1
+        self._earlier = set(self._nodes.agents)
         if self._nodes.starting and self._launcher_ends < LAUNCHER_ATTEMPTS:
             self._start_launcher()
             return
@@ -246,9 +253,18 @@ class LocalBackend:
                 token_file=str(self._paths.token_file),
                 endpoint_file=str(self._paths.endpoint_file),
                 log_file=str(self._paths.logs / f"agent-{node}.log"),
-                devices=devices.gpu_names(self._job),
+                devices=self._free_devices(),
             )
         )
+
+    def _free_devices(self) -> tuple[str, ...] | None:
+        """GPUs for new nodes: not those of agents that an earlier launcher started. The launcher
+        knows those of its own."""
+        names = devices.gpu_names(self._job)
+        if names is None:
+            return None
+        held = {name for node in self._earlier for name in self._nodes.devices.get(node, ())}
+        return tuple(name for name in names if name not in held)
 
     # -- nodes ---------------------------------------------------------------------------------
     def _watch(self, node: str, identity: Identity) -> bool:
@@ -276,6 +292,11 @@ class LocalBackend:
             one.close()
         self._nodes.starting.discard(node)
         self._nodes.agents.pop(node, None)
+        self._nodes.devices.pop(node, None)
+        if node in self._earlier:
+            self._earlier.discard(node)
+            for waiting in sorted(self._nodes.starting) if self._link is not None else ():
+                self._send_start(waiting)  # for the GPUs of the node that has ended
         self._node_ended.set()
         if not self._closing:
             self._on_node_gone(NodeGone(node, detail))

@@ -22,6 +22,8 @@ class LocalNodeRegistry(msgspec.Struct):
     next_number: int = 0
     agents: dict[str, Identity] = {}
     """Nodes whose process is known."""
+    devices: dict[str, tuple[str, ...]] = {}
+    """GPUs of the nodes above, where nodes have GPUs of their own."""
     starting: set[str] = set()
     """Requested nodes whose process is not known yet."""
     boot: str = ""

@@ -87,6 +87,8 @@ class ConfigMapJournal:
             ) from None
 
     # -- core.journal.Journal ------------------------------------------------------------------
+    problem = ""
+
     @property
     def full(self) -> bool:
         size = sum(len(value) for key, value in self._data.items() if key != SNAPSHOT)

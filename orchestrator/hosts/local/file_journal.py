@@ -16,6 +16,7 @@ are deleted.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -44,6 +45,8 @@ PLAIN, COMPACTED = 1, 2
 HEADER = MAGIC + struct.pack("<I", PLAIN)
 COMPACTED_HEADER = MAGIC + struct.pack("<I", COMPACTED)
 COVERED = struct.Struct("<Q")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that end when somebody frees space. The controller of a job that trains goes on."""
 ZERO_TAIL_BYTES = 16
 """This many zero bytes at the end of a file are blocks that never reached the disk; no event ends
 with that many."""
@@ -269,6 +272,8 @@ class FileJournal:
             os.close(self._fd)
             raise
         self._dirty = False
+        self._unwritten: list[bytes] = []
+        self.problem = ""
 
     def _open(self) -> int:
         try:
@@ -329,16 +334,30 @@ class FileJournal:
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. From now on it survives this process, and after `commit` the machine too.
 
-        Raises JournalError when it cannot be written, and leaves the file as it was.
+        On a full disk it stays in memory, and `problem` says so. Raises JournalError when it cannot
+        be written for another reason, and leaves the file as it was.
         """
-        data = encode_record(now_ns, event)
-        try:
-            _write(self._fd, data, self._end)
-        except OSError as error:
-            self._fail(error)
-        self._end += len(data)
+        self._unwritten.append(encode_record(now_ns, event))
         self._num_records += 1
-        self._dirty = True
+        self._write_out()
+
+    def _write_out(self) -> None:
+        """Write what is in memory only, in order, as far as there is room."""
+        try:
+            while self._unwritten:
+                _write(self._fd, self._unwritten[0], self._end)
+                self._end += len(self._unwritten.pop(0))
+                self._dirty = True
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                self._fail(error)
+            os.ftruncate(self._fd, self._end)
+            self.problem = (
+                f"{self.path}: cannot be written ({error.strerror}). The newest records are in the "
+                f"controller's memory only, until there is room; free disk space"
+            )
+        else:
+            self.problem = ""
 
     async def commit(self) -> None:
         """Make everything appended durable. Raises JournalError."""
@@ -346,6 +365,8 @@ class FileJournal:
 
     def sync(self) -> None:
         """`commit` for callers without an event loop."""
+        if self._unwritten:
+            self._write_out()
         if not self._dirty:
             return
         try:
@@ -374,6 +395,8 @@ class FileJournal:
             self._fail(error)
         os.close(self._fd)
         self._fd, self._end, self._dirty = fd, len(data), False
+        self._unwritten.clear()  # the snapshot covers them
+        self.problem = ""
         self._full_at = self._end + self._bytes_until_full(snapshot)
         for path in older_files(self.path)[: -self._keep_files or None]:
             path.unlink(missing_ok=True)

@@ -65,6 +65,8 @@ class KvJournal:
         basis = _position(chunks[-1].key) if chunks else (0, 0)
         store.put(_epoch_key(self._epoch), BASIS.pack(*basis))
 
+    problem = ""
+
     @property
     def full(self) -> bool:
         return self._bytes + sum(map(len, self._pending)) > limits.JOURNAL_BYTES

@@ -129,6 +129,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Longest write of a shard of the newest checkpoint, from memory to durable."""
     storage_problem: str = ""
     """Why the newest checkpoint could not be written to storage; empty: it is there."""
+    journal_problem: str = ""
+    """Why the controller's newest records are in its memory only; empty: they are not."""
     storage_failures: int = 0
     """Shards and manifests that could not be written so far."""
     storage_skipped: int = 0

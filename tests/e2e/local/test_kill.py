@@ -113,6 +113,21 @@ def test_a_node_killed_while_there_is_no_controller_is_replaced(job: Job) -> Non
     assert incident.restored_from == "memory"
 
 
+def test_training_survives_its_node_launcher_and_the_next_one_starts_nodes(job: Job) -> None:
+    before = job.until(lambda view: True)
+    agents = {job.agent_pid(node.name) for node in before.nodes}
+    (launcher,) = (one for one in job.processes() if one.name() == "hf-host")
+    launcher.kill()
+    after = job.until(lambda view: view.step > before.step + 5)
+    assert after.generation == before.generation
+    assert all(psutil.pid_exists(pid) for pid in agents)
+    node = after.nodes[-1].name
+    job.kill(job.agent_pid(node))
+    incident = job.running(incidents=len(before.incidents) + 1).incidents[-1]
+    assert incident.culprit_node == node and incident.restored_from == "memory"
+    assert incident.steps_lost is not None and incident.steps_lost <= 1
+
+
 def test_a_job_shrinks_without_a_replacement_and_grows_again(job: Job) -> None:
     view = job.until(lambda view: True)
     reply = job.request("chaos", kind="kill-node", node=view.nodes[-1].name, hold_s=4.0)

@@ -109,3 +109,13 @@ def test_a_job_without_logs(tmp_path: Path, holdfast: Holdfast) -> None:
     result = holdfast("logs", "demo")
     assert result.code == 2
     assert "there are no logs yet" in result.err
+
+
+def test_a_rotated_log_is_followed_without_losing_lines(tmp_path: Path) -> None:
+    log = tmp_path / "rank-00000.log"
+    log.write_text("one\ntwo\n")
+    tail = LogTail(log, "")
+    assert list(tail.parts()) == [["one", "two"]]
+    log.with_name("rank-00000.log.1").write_text("one\ntwo\nthree\n")
+    log.write_text("four\n")
+    assert list(tail.parts()) == [["three"], ["four"]]

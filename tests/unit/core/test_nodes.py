@@ -221,3 +221,23 @@ def test_a_new_controller_keeps_promises_that_the_backend_still_has() -> None:
     assert job.one(RequestNodes).count == 2
     job.apply(NodeLost(node="y", cause="gone"))
     assert [one.name for one in job.state.pending_nodes] == ["x"]
+
+
+def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again() -> None:
+    """The last controller launched generations 2 and 3, and could not write that to a full disk."""
+    job = Transcript().started()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    for name, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        job.apply(NodeJoined(node=name, facts=facts(name), generation=3, ranks=ranks))
+    assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {("a", 3), ("b", 3)}
+    job.all_stopped()
+    assert job.last(LaunchGroup).membership.generation == 4
+
+
+def test_staged_state_of_a_generation_that_the_journal_lacks_is_not_numbered_again() -> None:
+    job = Transcript()
+    job.submit()
+    shard = StagedShard(step=9, generation=5, shard=0, num_shards=1, num_bytes=1)
+    job.join("a", "b", staged=(shard,))
+    assert job.last(LaunchGroup).membership.generation == 6

@@ -63,6 +63,8 @@ class MemoryJournal:
     def __post_init__(self) -> None:
         self.may_commit.set()
 
+    problem = ""
+
     @property
     def full(self) -> bool:
         return len(self.kept) + len(self.pending) >= self.bound

@@ -157,3 +157,29 @@ def test_time_continues_after_the_last_record(tmp_path: Path) -> None:
     asyncio.run(harness.turn())
     times = [now_ns for now_ns, _ in JournalReader(harness.journal.path).read()]
     assert far <= times[1] < far + 60_000_000_000
+
+
+def test_records_that_wait_for_room_are_written_without_a_further_event(tmp_path: Path) -> None:
+    """The driver tries again by itself, and reports the problem once and its end once."""
+
+    async def scenario() -> None:
+        harness = DriverHarness(tmp_path / "journal")
+        reports: list[str] = []
+        driver = Driver(
+            harness.driver.loop, harness.journal, Clock(), on_journal_problem=reports.append
+        )
+        attempts = 0
+
+        def sync() -> None:
+            nonlocal attempts
+            attempts += 1
+            harness.journal.problem = "no room" if attempts < 3 else ""
+            if attempts == 3:
+                driver.stop()
+
+        harness.journal.sync = sync  # type: ignore[method-assign]
+        driver.submit(SUBMITTED)
+        await driver.run(harness.carry_out)
+        assert attempts == 3 and reports == ["no room", ""]
+
+    asyncio.run(scenario())

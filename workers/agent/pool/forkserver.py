@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 
-from ..linux import processes
+from ..linux import output, processes
 from . import fork_protocol, preload, worker_main
 
 
@@ -24,7 +24,7 @@ def start() -> tuple[int, socket.socket]:
     """Fork the forkserver: (pid, our end of the socket). The caller must not have threads."""
     assert preload.num_threads() == 1, f"{preload.num_threads()} threads: a fork is not safe"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _flush()
+    output.flush()  # after the fork both processes would write what is buffered
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -84,7 +84,7 @@ class Forkserver:
     def _fork(self, worker: int, wire_fd: int, stack_fd: int, asked_fd: int) -> None:
         assert self._job is not None, "Configure comes before the first fork"
         assert preload.num_threads() == 1, "a library has started a thread in the forkserver"
-        _flush()
+        output.flush()  # after the fork both processes would write what is buffered
         server = os.getpid()
         try:
             pid = os.fork()
@@ -172,15 +172,10 @@ def _close_all_but(*keep: int) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
-def _flush() -> None:
-    """After the fork both processes would write what is buffered."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
 def main(arguments: list[str]) -> NoReturn:
     """Start a new forkserver after one was killed: `python -m ... FD PARENT_PID`."""
     link = socket.socket(fileno=int(arguments[0]))
+    output.never_fail()
     processes.die_with(int(arguments[1]))
     preload.preload()
     Forkserver(link).serve()

@@ -22,7 +22,7 @@ import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -30,6 +30,7 @@ from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport
 
+from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
 
@@ -112,7 +113,7 @@ def _open_streams(log_file: str, output: int | None) -> None:
     if output is not None:
         target = output
     elif log_file:
-        target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        target = streams.log_descriptor(log_file)
     else:
         target = null
     os.dup2(null, 0)
@@ -122,13 +123,9 @@ def _open_streams(log_file: str, output: int | None) -> None:
         os.close(fd)
     # New objects: the parent process may have replaced or captured the inherited ones.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = _stream(1, "strict")
-    sys.stderr = _stream(2, "backslashreplace")
+    sys.stdout = streams.stream(1, "strict")
+    sys.stderr = streams.stream(2, "backslashreplace")
     faulthandler.enable(file=2)
-
-
-def _stream(fd: int, errors: str) -> TextIO:
-    return open(fd, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False)
 
 
 def enter_directory(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
@@ -197,23 +194,15 @@ def _leave(code: int) -> int:
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    _flush()
+    streams.flush()
     return code
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # a full disk or a closed stream does not change the exit code
 
 
 def _print_traceback(error: BaseException) -> None:
     # A full disk or a closed stream does not keep the report back.
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exception(error)
-    _flush()
+    streams.flush()
 
 
 def _report_failure(link: socket.socket, error: BaseException) -> None:

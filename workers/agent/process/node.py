@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
 
-from ..linux import inventory, processes
+from ..linux import inventory, output, processes
 from ..machine import commands, inputs
 from ..machine.commands import Command
 from ..machine.inputs import Input
@@ -46,7 +47,7 @@ from .controller_link import ControllerLink, ReservedPort
 R = TypeVar("R")
 Kind = Literal["upload", "push", "fetch", "touch"]
 
-REAP_INTERVAL_S = 10.0
+HOUSEKEEPING_INTERVAL_S = 10.0
 MIN_GRACE_S = 5.0
 """Least grace of a node, even for a job whose workers get none."""
 MIN_THREADS = 8
@@ -143,6 +144,7 @@ class AgentProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log_forwarder: LogForwarder | None = None
         self._memory_warned = False
+        self._rank_logs: set[Path] = set()
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> str:
@@ -150,7 +152,7 @@ class AgentProcess:
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         self._spawn(self._data.run())
         self._spawn(self._link.run())
-        self._spawn(self._reap_orphans())
+        self._spawn(self._keep_house())
         try:
             return await self.ended
         finally:
@@ -165,11 +167,14 @@ class AgentProcess:
             grace_s = max(wanted_s, MIN_GRACE_S)
         self._give(inputs.Terminated(grace_s))
 
-    async def _reap_orphans(self) -> None:
+    async def _keep_house(self) -> None:
+        """Reap orphans and bound the logs of this node's ranks."""
         seen: set[int] = set()
         while True:
-            await asyncio.sleep(REAP_INTERVAL_S)
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             seen = processes.reap_strays(seen)
+            for log in self._rank_logs:
+                await asyncio.to_thread(output.rotate, log)
 
     # -- the machine --------------------------------------------------------------------------
     def _give(self, given: Input) -> None:
@@ -274,8 +279,7 @@ class AgentProcess:
         assert welcome is not None and job is not None and facts is not None
         logs = ""
         if welcome.log_directory != TO_OUTPUT:
-            logs = f"{welcome.log_directory}/gen-{fork.membership.generation:04d}"
-            Path(logs).mkdir(parents=True, exist_ok=True)
+            logs = self._log_directory(welcome.log_directory, fork.membership.generation)
         environment = worker_environment(
             job, fork.membership, fork.seat, fork.node_rank, facts, log_directory=logs
         )
@@ -290,6 +294,8 @@ class AgentProcess:
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",
         )
         if logs:
+            self._rank_logs.add(Path(assign.log_file))
+        if welcome.log_directory != TO_OUTPUT:
             self._workers.assign(assign, None)
             return
         forwarder = self._log_forwarder = self._log_forwarder or LogForwarder()
@@ -297,6 +303,22 @@ class AgentProcess:
         output = forwarder.pipe(f"[rank {fork.seat.rank}] ")
         self._workers.assign(assign, output)
         os.close(output)
+
+    def _log_directory(self, parent: str, generation: int) -> str:
+        """The directory for the logs of a generation's workers; empty where it cannot be made: they
+        train without logs. Directories of old generations are deleted."""
+        directory = Path(parent, f"gen-{generation:04d}")
+        self._rank_logs = {log for log in self._rank_logs if log.parent == directory}
+        if not directory.exists():
+            for old in output.old_generations(directory):
+                shutil.rmtree(old, ignore_errors=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"{directory}: cannot be made ({error.strerror}); its workers train without logs"
+            self._link.send(m.AgentEvent(text=text))
+            return ""
+        return str(directory)
 
     def _make_buffer(self, make: commands.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
@@ -403,6 +425,7 @@ class AgentProcess:
 def run_node(options: NodeOptions) -> NoReturn:
     """Become an agent: fork the forkserver while this process has no threads, then run. Never
     returns; the forkserver, the workers and the memory end with this process."""
+    output.never_fail()
     processes.adopt_orphans()
     processes.name_process(options.node)
     _, server = forkserver.start()
@@ -415,8 +438,7 @@ def run_node(options: NodeOptions) -> NoReturn:
         traceback.print_exc()
         code = 1
     finally:
-        sys.stderr.flush()
-        sys.stdout.flush()
+        output.flush()
         os._exit(code)
 
 

@@ -1,7 +1,7 @@
 """The node launcher of the local backend: imports torch once per job and forks agents.
 
 It must not start a thread. It outlives the controller and ends when it has no node and no
-connection.
+connection. Agents outlive it: they hold the job's memory, and the next launcher starts new ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.orchestrator.protocol import launcher_protocol as p
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
 from holdfast.orchestrator.protocol.framing import BadFrame, FrameReader, frame
 
-from ..linux import processes
+from ..linux import output, processes
 from ..pool import preload
 from .node import NodeOptions, run_node
 
@@ -95,7 +95,7 @@ class NodeLauncher:
         connection = LauncherConnection(sock)
         self._connections.append(connection)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
-        connection.send(p.NodeList(nodes=dict(self._nodes)))
+        connection.send(self._node_list())
 
     def _read(self, connection: LauncherConnection) -> None:
         messages = connection.messages()
@@ -108,7 +108,7 @@ class NodeLauncher:
             match message:
                 case p.StartNode():
                     self._start(message)
-                    self._broadcast(p.NodeList(nodes=dict(self._nodes)))
+                    self._broadcast(self._node_list())
                 case p.StopNode():
                     self._waiting.pop(message.node, None)
                     self._kill(message.node)
@@ -120,6 +120,9 @@ class NodeLauncher:
                         self._reap(node, pid)
                     self._wait_for_orphans()
                     self._leave()
+
+    def _node_list(self) -> p.NodeList:
+        return p.NodeList(nodes=dict(self._nodes), devices=dict(self._devices))
 
     def _broadcast(self, message: p.FromLauncher) -> None:
         for connection in self._connections:
@@ -137,13 +140,10 @@ class NodeLauncher:
                 return
             self._devices[order.node] = tuple(free[: order.slots])
         assert preload.num_threads() == 1, "a library has started a thread in the node launcher"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
+        output.flush()
         pid = os.fork()
         if pid == 0:
             try:
-                processes.die_with(parent)
                 self._become(order)
             finally:
                 os._exit(1)
@@ -153,7 +153,7 @@ class NodeLauncher:
 
     def _become(self, order: p.StartNode) -> NoReturn:
         """In the child: close the launcher's descriptors and run an agent."""
-        log = os.open(order.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = output.log_descriptor(order.log_file)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -191,7 +191,7 @@ class NodeLauncher:
         for order in waiting.values():
             self._start(order)
         if waiting:
-            self._broadcast(p.NodeList(nodes=dict(self._nodes)))
+            self._broadcast(self._node_list())
 
     def _end_orphans(self) -> None:
         """Kill processes that an agent left behind: they become our children. Workers die with
@@ -231,6 +231,7 @@ def main() -> NoReturn:
     parser.add_argument("--socket", type=Path, required=True, help="where to listen")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output.never_fail()
     processes.adopt_orphans()
     processes.name_process("host")
     preload.preload()

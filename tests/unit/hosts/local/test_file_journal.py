@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -199,4 +200,42 @@ while True:
     process.stdout.close()
     journal = FileJournal(path)
     assert [now_ns for now_ns, _ in journal.records] == list(range(len(journal.records)))
+    journal.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("needs root to mount a small file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_on_a_full_disk_records_wait_in_memory_and_are_written_when_there_is_room(
+    small_disk: Path,
+) -> None:
+    path, ballast = small_disk / "journal", small_disk / "ballast"
+    journal = FileJournal(path)
+    for record in RECORDS:
+        journal.append(*record)
+    assert not journal.problem
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 16))
+    for number in range(200):
+        journal.append(2000 + number, Tick())
+    journal.sync()
+    assert "No space left on device" in journal.problem and "free disk space" in journal.problem
+    assert len(list(JournalReader(path).read())) < len(RECORDS) + 200
+    ballast.unlink()
+    journal.sync()
+    assert not journal.problem
+    found = list(JournalReader(path).read())
+    assert found == [*RECORDS, *((2000 + number, Tick()) for number in range(200))]
     journal.close()

@@ -1,0 +1,54 @@
+"""The disk below the job's directory is full: training, recovery and the controller go on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .local_rig import Job, spec
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job whose directory is on a disk of 32 MiB; its checkpoints are elsewhere."""
+    home = tmp_path / "home"
+    home.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(home)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root to mount a small file system")
+    storage = {"path": str(tmp_path / "checkpoints"), "storage": {"everySteps": 50}}
+    job = Job(tmp_path, spec("full", 1_000_000, checkpoint=storage))
+    try:
+        yield job
+    finally:
+        job.end()
+        subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+def test_a_full_disk_ends_nothing_and_the_journal_is_complete_afterwards(job: Job) -> None:
+    job.run()
+    job.running(incidents=0)
+    ballast = job.home / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 12))
+    job.kill(job.worker_pids()[1])
+    view = job.running(incidents=1)
+    assert "No space left on device" in view.journal_problem
+    assert view.incidents[-1].steps_lost is not None and view.incidents[-1].steps_lost <= 1
+    assert "memory only" in job.output()
+    ballast.unlink()
+    job.until(lambda view: not view.journal_problem)
+    job.kill(job.worker_pids()[0])
+    job.running(incidents=2)
+    # The next controller finds everything, also what happened while the disk was full.
+    job.command.kill()
+    job.command.wait()
+    job.attach()
+    view = job.running(incidents=2)
+    assert view.generation == 3

@@ -1,0 +1,76 @@
+"""stdout and stderr of agents and workers. Writing to them never fails: a full disk below the logs
+must not end a process that holds training state."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from holdfast.orchestrator import limits
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class LossyFile(io.FileIO):
+    """A descriptor for writing. What the file system refuses is dropped."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def stream(fd: int, errors: str) -> TextIO:
+    """A text stream to `fd`, flushed at each line; `errors` as in `str.encode`."""
+    buffered = io.BufferedWriter(LossyFile(fd, "w", closefd=False))
+    return io.TextIOWrapper(buffered, encoding="utf-8", errors=errors, line_buffering=True)
+
+
+def never_fail() -> None:
+    """Replace sys.stdout and sys.stderr of this process and of those that it forks."""
+    flush()
+    sys.stdout = stream(1, "backslashreplace")
+    sys.stderr = stream(2, "backslashreplace")
+
+
+def flush() -> None:
+    for one in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            one.flush()
+
+
+def log_descriptor(path: str) -> int:
+    """The log file at `path`, for appending; /dev/null where it cannot be created."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def rotate(path: Path, bound_bytes: int = limits.RANK_LOG_BYTES) -> bool:
+    """Move the content of a log that is larger than `bound_bytes` to `PATH.1`, which is replaced.
+    Its writer keeps the file open for appending, so the content is copied and the file truncated;
+    lines that are written in between are lost. Returns whether it was rotated."""
+    if not path.is_file() or path.stat().st_size <= bound_bytes:
+        return False
+    older = path.with_name(f"{path.name}.1")
+    try:
+        with path.open("rb") as source, older.open("wb") as target:
+            os.sendfile(target.fileno(), source.fileno(), 0, path.stat().st_size)
+    except OSError:
+        older.unlink(missing_ok=True)  # no room for the copy: keep the bound all the same
+    os.truncate(path, 0)
+    return True
+
+
+def old_generations(newest: Path, keep: int = limits.LOG_GENERATIONS) -> list[Path]:
+    """Directories `gen-N` beside `newest` that are not among the `keep` newest."""
+    numbers = {path: path.name.removeprefix("gen-") for path in newest.parent.glob("gen-*")}
+    last = int(newest.name.removeprefix("gen-")) - keep
+    return [path for path, number in numbers.items() if number.isdigit() and int(number) <= last]
