@@ -133,6 +133,8 @@ def incident_lines(incident: Incident, *, ended: bool = False) -> Iterator[str]:
     culprit = incident.culprit_node
     if incident.culprit_rank is not None:
         culprit = f"rank {incident.culprit_rank}" + (f" on {culprit}" if culprit else "")
+    if incident.culprit_machine and incident.culprit_machine != culprit:
+        culprit += f" (machine {incident.culprit_machine})"
     if culprit:
         yield f"culprit: {culprit}"
     if incident.evidence:

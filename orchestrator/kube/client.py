@@ -123,7 +123,8 @@ class KubeClient:
     async def create(
         self, resource: Resource, namespace: str, body: Document, *, dry_run: bool = False
     ) -> Document:
-        query = [("dryRun", "All")] if dry_run else []
+        """`dry_run`: only check it; unknown and repeated fields are errors then."""
+        query = [("dryRun", "All"), ("fieldValidation", "Strict")] if dry_run else []
         path = resource.path(namespace)
         return await self._send(_Request("create", "POST", resource, path, query, body))
 

@@ -75,6 +75,11 @@ def secret_name(job: str) -> str:
     return f"{job}-agents"
 
 
+def secret_copy_name(job: str) -> str:
+    """A second Secret with the same content, for when a user deletes the first."""
+    return f"{job}-agents-copy"
+
+
 def journal_name(job: str) -> str:
     return f"{job}-journal"
 

@@ -66,6 +66,21 @@ QUANTITY_PATTERN = (
 )
 
 
+def _quantity_fix(value: Any) -> str:
+    """What the user probably means: 64GB, 4 cores."""
+    match = re.fullmatch(r"([0-9.]+) *([A-Za-z]+)", value) if isinstance(value, str) else None
+    if match is None:
+        return ""
+    number, word = match[1], match[2].lower()
+    if word in ("b", "byte", "bytes", "core", "cores", "cpu", "cpus"):
+        return f"; write {number}"
+    for letter in "KMGTPE":
+        if word in (f"{letter}B".lower(), f"{letter}IB".lower(), f"{letter}I".lower()):
+            decimal = "k" if letter == "K" else letter
+            return f"; write {number}{letter}i (powers of 1024) or {number}{decimal} (of 1000)"
+    return ""
+
+
 def parse_quantity(value: Any) -> float:
     """A Kubernetes quantity ("500m", "4Gi", 2) as a number >= 0. Raises ValueError."""
     found: float = -1
@@ -74,7 +89,9 @@ def parse_quantity(value: Any) -> float:
     elif isinstance(value, str) and (match := re.fullmatch(QUANTITY_PATTERN, value)):
         found = float(match[1] + (match[2] or "")) * _SUFFIXES[match[3] or ""]
     if not found >= 0:  # also true for NaN
-        raise ValueError("expected a quantity such as 2, 500m or 4Gi")
+        fix = _quantity_fix(value)
+        got = f"got {value!r}; " if fix else ""
+        raise ValueError(f"{got}expected a quantity such as 2, 500m or 4Gi{fix}")
     if found > limits.MAX_QUANTITY:
         raise ValueError(f"expected a quantity of at most {limits.MAX_QUANTITY:g}, such as 4Gi")
     return float(found)

@@ -28,7 +28,7 @@ class Condition(_Written):
     """One aspect of the job's state, in the form that Kubernetes objects use."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Ready, Progressing, Suspended, Succeeded or Failed."""
+    """Ready, Progressing, Suspended, Succeeded, Failed or Accepted."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     observed_generation: Count | None = None
@@ -80,6 +80,8 @@ class IncidentStatus(_Written):
     """What happened, in one line."""
     culprit_node: str | None = None
     """Pod that caused it."""
+    culprit_machine: str | None = Field(default=None, alias="nodeName")
+    """Kubernetes node on which that pod ran."""
     culprit_rank: int | None = None
     """Rank that caused it."""
     evidence: str | None = None
@@ -120,7 +122,8 @@ class TrainingJobStatus(_Written):
     """
 
     conditions: list[Condition] = Field(default_factory=list, max_length=16)
-    """Ready, Progressing, Suspended, Succeeded, Failed: each with a reason and a sentence."""
+    """Ready, Progressing, Suspended, Succeeded, Failed, Accepted: each with its own reason and
+    sentence. Succeeded and Failed are final. Accepted is False while the job is refused."""
     observed_generation: Count | None = None
     """metadata.generation that the operator has applied."""
     state: str | None = None

@@ -84,6 +84,8 @@ class Refusal:
             code, why = "MissingRight", str(error)
         elif isinstance(error, KeysUnusable):
             code = "KeysUnusable"
+        elif isinstance(error, ApiError):
+            code = pod_conditions.refusal_code(error.message)
         requested = "1 pod was" if count == 1 else f"{count} pods were"
         result = f"only {created} created" if created else "none was created"
         return cls(f"{requested} requested and {result}: {why}", until_s, code, of_size=True)
@@ -271,6 +273,11 @@ class KubernetesBackend:
         if refusal := self._refusal.text(asyncio.get_running_loop().time()):
             found.append(pod_conditions.PodProblem(self._refusal.code, refusal))
         return list(dict.fromkeys(one for one in found if one is not None))
+
+    @property
+    def machines(self) -> Mapping[str, str]:
+        """Pod -> Kubernetes node, of all pods that this operator has seen."""
+        return self._tracker.node_names
 
     def facts_of(self, node: str, facts: NodeFacts) -> NodeFacts:
         """The facts that an agent reports, with its location as Kubernetes knows it."""

@@ -8,6 +8,7 @@ any job may live and is deleted with the job.
 from __future__ import annotations
 
 import base64
+import contextlib
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube import names
@@ -30,8 +31,9 @@ async def ensure_keys(
 ) -> tuple[TlsKeyPair, bool]:
     """The job's keys, and whether the Secret was created now.
 
-    A deleted Secret is created again with the `known` content, so that running agents are not
-    affected; with new keys if none are known, and then running agents are refused. An edited Secret
+    A deleted Secret is created again with the `known` content or, by an operator that knows none,
+    with that of its copy, so that running agents are not affected; with new keys if both Secrets
+    are gone, and then running agents are refused. An edited Secret
     is not overwritten: the operator has no right to, and the edit may be intended. `fresh`: there
     is probably no Secret yet, so it is not looked up first.
 
@@ -41,15 +43,20 @@ async def ensure_keys(
     found = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
     made = False
     if found is None:
-        keys = known or make_keys(names.tls_name(owner.uid))
+        keys = known
+        if keys is None and not fresh:
+            keys = await _copied(cluster, owner)
+        is_new = keys is None
+        keys = keys or make_keys(names.tls_name(owner.uid))
         try:
+            if is_new:
+                await _keep_copy(cluster, owner, keys)
             document = secret_document(owner, keys)
             found = await cluster.create(SECRETS, owner.namespace, document)
             made = True
         except Conflict:
             found = await cluster.get(SECRETS, owner.namespace, name)
-    references = found["metadata"].get("ownerReferences") or ()
-    if not any(one.get("uid") == owner.uid for one in references):
+    if not _is_owned(found, owner):
         raise KeysUnusable(
             f"Secret {owner.namespace}/{name}: has another owner, or belongs to an earlier job of "
             f"this name that is being deleted; the job starts when it is gone"
@@ -62,6 +69,25 @@ async def ensure_keys(
             f"(kubectl delete secret -n {owner.namespace} {name})"
         )
     return held, made
+
+
+async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
+    """The keys in the copy; None: there is none of this job, or it was edited."""
+    found = await cluster.find(SECRETS, owner.namespace, names.secret_copy_name(owner.name))
+    return _keys_in(found) if found is not None and _is_owned(found, owner) else None
+
+
+async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> None:
+    """Before the Secret itself. One of an earlier job of this name is deleted by Kubernetes."""
+    document = secret_document(owner, keys)
+    document["metadata"]["name"] = names.secret_copy_name(owner.name)
+    with contextlib.suppress(Conflict):
+        await cluster.create(SECRETS, owner.namespace, document)
+
+
+def _is_owned(secret: Document, owner: Owner) -> bool:
+    references = secret["metadata"].get("ownerReferences") or ()
+    return any(one.get("uid") == owner.uid for one in references)
 
 
 def _keys_in(secret: Document) -> TlsKeyPair | None:

@@ -22,6 +22,16 @@ DISRUPTIONS = {
 PULL_ERRORS = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName")
 GATED = "SchedulingGated"
 MAX_MESSAGE = 600
+REFUSALS = (
+    ("violates PodSecurity", "PodSecurity"),
+    ("no PriorityClass with name", "PriorityClassMissing"),
+    ("error looking up service account", "ServiceAccountMissing"),
+    ("is forbidden: maximum ", "LimitRange"),
+    ("is forbidden: minimum ", "LimitRange"),
+    ("denied the request", "AdmissionDenied"),
+)
+"""Part of the API server's message for a pod that it does not create -> code. Nothing becomes free
+later in these cases; all others, such as an exceeded quota, are NoRoom."""
 
 
 class PodProblem(NamedTuple):
@@ -30,6 +40,11 @@ class PodProblem(NamedTuple):
     code: str
     """CamelCase, for conditions: Unschedulable, ImagePullBackOff, ..."""
     text: str
+
+
+def refusal_code(message: str) -> str:
+    """Why the API server does not create a pod, as one CamelCase word."""
+    return next((code for part, code in REFUSALS if part in message), "NoRoom")
 
 
 def is_over(pod: Document) -> bool:

@@ -126,7 +126,16 @@ class JobReconciler:
     @property
     def view(self) -> JobView | None:
         """None: no controller runs."""
-        return self._runtime.view() if self._runtime is not None else None
+        return self._located(self._runtime.view()) if self._runtime is not None else None
+
+    def _located(self, view: JobView) -> JobView:
+        """With the machines of the nodes that caused incidents."""
+        found = dict(self._prior.machines)
+        if self._backend is not None:
+            found |= self._backend.machines
+        for one in view.incidents:
+            one.culprit_machine = found.get(one.culprit_node, "")
+        return view
 
     @property
     def state(self) -> JobPhase:
@@ -174,11 +183,12 @@ class JobReconciler:
         try:
             return await self._host_controller(pauses)
         except SpecError as error:
-            await self._wait_for_change(ConditionState("failed", "InvalidSpec", _lines(error)))
+            refused = ConditionState("pending", "InvalidSpec", _lines(error), accepted=False)
+            await self._wait_for_change(refused)
             pauses.reset()
         except (Invalid, UserError) as error:
             # The user has to change something that may lie outside of this object.
-            self._report(ConditionState("failed", "Refused", str(error)))
+            self._report(ConditionState("pending", "Refused", str(error), accepted=False))
         except HoldfastError as error:
             self._report(ConditionState("pending", "OperatorWaits", f"{error}; trying again"))
         except Exception as error:
@@ -196,7 +206,7 @@ class JobReconciler:
         """Until a user edits the object."""
         if condition != self._condition:
             self._condition = condition
-            severity: Severity = "Warning" if condition.state == "failed" else "Normal"
+            severity: Severity = "Normal" if condition.accepted else "Warning"
             self.events.record(severity, condition.reason, condition.message)
         self._status_writer.mark_dirty(urgent=True)
         await self._changed.wait()
@@ -240,7 +250,7 @@ class JobReconciler:
                     link.send(wire.Shutdown(detail="the job was deleted"))
             await runtime.close()
         state = runtime.state
-        self._final_view = runtime.view(live=False) if state.terminal else None
+        self._final_view = self._located(runtime.view(live=False)) if state.terminal else None
         return state.terminal
 
     async def _read_job(self) -> TrainingJob:
@@ -393,7 +403,7 @@ class JobReconciler:
         urgent = progress != self._last_progress
         self._last_progress = progress
         if urgent:
-            self._publish(self._runtime.view())
+            self._publish(self._located(self._runtime.view()))
         self._status_writer.mark_dirty(urgent=urgent)
 
     def _publish(self, view: JobView) -> None:
@@ -524,6 +534,8 @@ class PriorStatus:
         """Where the job's checkpoints are; empty: nowhere yet."""
         self.fields: Document = {}
         """What the last controller wrote, as fields of the status."""
+        self.machines: dict[str, str] = {}
+        """Pod -> Kubernetes node, of the incidents of earlier operators."""
         status = document.get("status") or {}
         if status.get("jobId"):
             self.remember(status)
@@ -533,6 +545,9 @@ class PriorStatus:
         self.started = True
         self.fields = {name: status[name] for name in PRIOR_FIELDS if name in status}
         self.checkpoint_path = self.fields.get("checkpointPath", "")
+        for one in self.fields.get("incidents", ()):
+            if one.get("culpritNode") and one.get("nodeName"):
+                self.machines[one["culpritNode"]] = one["nodeName"]
 
     async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
         """Whether the job was started. Looks for a journal where no status shows it: the operator

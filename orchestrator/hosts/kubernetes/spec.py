@@ -11,6 +11,7 @@ from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.errors import Problem, SpecError
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.kube.pod_fields import misspelt_fields
 
 from . import storage_access
 
@@ -34,10 +35,28 @@ def read_job(document: Document, pods: PodSettings, known_path: str = "") -> Tra
             "spec": document.get("spec"),
         }
     )
-    problems = [*_problems(job, pods, known_path), *selection.problems(job)]
+    job = selection.with_queue_label(job)
+    problems = [
+        *_problems(job, pods, known_path),
+        *selection.problems(job),
+        *template_problems(job),
+    ]
     if problems:
         raise SpecError(problems)
     return job
+
+
+def template_problems(job: TrainingJob) -> list[Problem]:
+    """Misspelt fields of the pod template."""
+    return [
+        Problem(
+            f"spec.kubernetes.podTemplate.{one.path}",
+            "an unknown field",
+            "a field of a pod",
+            f"did you mean {one.close}?",
+        )
+        for one in misspelt_fields(job.spec.kubernetes.pod_template)
+    ]
 
 
 def _problems(job: TrainingJob, pods: PodSettings, known_path: str) -> list[Problem]:

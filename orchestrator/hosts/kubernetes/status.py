@@ -1,8 +1,9 @@
 """Converts a JobView to the `.status` of a TrainingJob, and back for the command line. Pure.
 
-Conditions follow the API conventions: each exists from the first status on, `reason` is one
-CamelCase word, `message` a sentence. Ready and Progressing describe the present; Suspended,
-Succeeded and Failed are for `kubectl wait --for=condition=...`.
+Conditions follow the API conventions: each exists from the first status on, `reason` and
+`message` are those of this condition. Ready and Progressing describe the present; Suspended,
+Succeeded and Failed are for `kubectl wait --for=condition=...`, and the last two are final. A job
+that is refused has Accepted=False: it starts when the cause is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TRACEBACK_CHARACTERS = 4096
 """The end of the traceback, which names the error. The workers' logs have all of it."""
 BUSY = ("starting", "running", "recovering", "finishing", "suspending")
 
-ConditionType = Literal["Ready", "Progressing", "Suspended", "Succeeded", "Failed"]
+ConditionType = Literal["Ready", "Progressing", "Suspended", "Succeeded", "Failed", "Accepted"]
 PHASE_REASONS: dict[JobPhase, str] = {
     **{phase: phase.capitalize() for phase in get_args(JobPhase)},
     "pending": "WaitingForNodes",
@@ -46,6 +47,8 @@ class ConditionState(NamedTuple):
     reason: str
     """CamelCase."""
     message: str
+    accepted: bool = True
+    """False: the spec or the cluster has to be changed before the job can start. It may still."""
 
 
 ACCEPTED = ConditionState("pending", "Accepted", "the operator is starting the job's controller")
@@ -143,7 +146,7 @@ def conditions(
     )
     found = []
     for kind in get_args(ConditionType):
-        holds = _holds(kind, state.state)
+        holds, reason, message = _condition(kind, state)
         last = old.get(kind)
         since = now
         if last is not None and last["status"] == holds:
@@ -154,22 +157,49 @@ def conditions(
                 status=holds,
                 observed_generation=context.generation,
                 last_transition_time=since,
-                reason=state.reason,
-                message=state.message,
+                reason=reason,
+                message=message,
             )
         )
     return found
 
 
-def _holds(kind: ConditionType, state: JobPhase) -> Literal["True", "False"]:
+class _Aspect(NamedTuple):
+    status: Literal["True", "False"]
+    reason: str
+    message: str
+
+
+def _condition(kind: ConditionType, state: ConditionState) -> _Aspect:
+    """A condition has the reason and message of the phase if it is about that, else its own."""
+    phase = state.state
     true = {
-        "Ready": state in ("running", "finishing"),
-        "Progressing": state in BUSY or state == "pending",
-        "Suspended": state == "suspended",
-        "Succeeded": state == "succeeded",
-        "Failed": state in ("failed", "cancelled"),
-    }
-    return "True" if true[kind] else "False"
+        "Ready": phase in ("running", "finishing"),
+        "Progressing": state.accepted and (phase in BUSY or phase == "pending"),
+        "Suspended": phase == "suspended",
+        "Succeeded": phase == "succeeded",
+        "Failed": phase in ("failed", "cancelled"),
+        "Accepted": state.accepted,
+    }[kind]
+    aspect = _Aspect("True" if true else "False", state.reason, state.message)
+    if kind == "Accepted" and true:
+        return aspect._replace(reason="Accepted", message="the operator runs this job")
+    if true or kind in ("Ready", "Progressing", "Accepted"):
+        return aspect
+    if phase in TERMINAL:
+        return aspect._replace(reason=phase.capitalize(), message=f"the job has {_ENDS[phase]}")
+    reason, message = _NOT_YET[kind]
+    return aspect._replace(reason=reason, message=message)
+
+
+_ENDS: dict[str, str] = {
+    "succeeded": "succeeded", "failed": "failed", "cancelled": "been cancelled",
+}  # fmt: skip
+_NOT_YET: dict[str, tuple[str, str]] = {
+    "Suspended": ("NotSuspended", "the job is not suspended"),
+    "Succeeded": ("NotFinished", "the job has not ended"),
+    "Failed": ("NotFailed", "the job has not failed"),
+}
 
 
 def _condition_state(view: JobView, context: StatusContext) -> ConditionState:
@@ -179,7 +209,9 @@ def _condition_state(view: JobView, context: StatusContext) -> ConditionState:
     if context.problems and view.state not in TERMINAL:
         if view.state == "pending":
             reason = context.problems[0][0]
-        message = "; ".join([message, *(text for _code, text in context.problems)])
+        texts = [text for _code, text in context.problems]
+        # The job's own reason may quote a problem.
+        message = "; ".join([message, *(text for text in texts if text not in message)])
     return ConditionState(view.state, reason, message[: 8 * 1024])
 
 

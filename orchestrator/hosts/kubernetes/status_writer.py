@@ -226,6 +226,8 @@ def _opened(one: Incident) -> EventDraft:
     text = f"incident {one.number}: {one.title}"
     if one.evidence and one.evidence not in one.title:
         text += f" ({one.evidence})"
+    if one.culprit_machine and one.culprit_machine not in text:
+        text += f" on Kubernetes node {one.culprit_machine}"
     if one.rehearsal:
         text += " (injected)"
     if one.decision:

@@ -48,6 +48,8 @@ class Incident(msgspec.Struct, kw_only=True):
     title: str
     """One line: `worker 2 on node-1 was killed by SIGKILL`."""
     culprit_node: str = ""
+    culprit_machine: str = ""
+    """Kubernetes node of that pod; only the Kubernetes host knows it."""
     culprit_rank: int | None = None
     evidence: str = ""
     decision: str = ""

@@ -86,7 +86,7 @@ def test_an_applied_job_gets_pods_a_secret_a_journal_and_a_status(
     assert status["observedGeneration"] == document["metadata"]["generation"]
     assert "the scheduler finds no node" in message_of(document)
     assert {one["type"] for one in status["conditions"]} == {
-        "Ready", "Progressing", "Suspended", "Succeeded", "Failed",
+        "Ready", "Progressing", "Suspended", "Succeeded", "Failed", "Accepted",
     }  # fmt: skip
     gone(jobs, "simple")
 
@@ -199,10 +199,11 @@ def test_requirements_beyond_the_schema_are_reported_in_a_condition(
     del document["spec"]["image"]
     jobs.apply(document)
     found = jobs.wait(
-        "trainingjob", "imageless", lambda d: condition(d, "Failed") == "True", "failed"
+        "trainingjob", "imageless", lambda d: condition(d, "Accepted") == "False", "refused"
     )
-    assert reason_of(found, "Failed") == "InvalidSpec"
-    assert message_of(found, "Failed").startswith("spec.image: got nothing; expected a container")
+    assert condition(found, "Failed") == "False", "it may still start"
+    assert reason_of(found, "Accepted") == "InvalidSpec"
+    assert message_of(found, "Accepted").startswith("spec.image: got nothing; expected a container")
     assert pods(jobs, "imageless") == []
     gone(jobs, "imageless")
 
@@ -212,12 +213,27 @@ def test_an_invalid_pod_template_is_refused_with_the_servers_message(
 ) -> None:
     template = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {"cpu": "x"}}}]}}
     jobs.apply(job("odd", kubernetes={"podTemplate": template}))
-    found = jobs.wait("trainingjob", "odd", lambda d: condition(d, "Failed") == "True", "failed")
-    assert reason_of(found, "Failed") == "Refused"
-    assert message_of(found, "Failed").startswith("spec.kubernetes.podTemplate: ")
-    assert "quantities must match" in message_of(found, "Failed")
+    refused = jobs.wait(
+        "trainingjob", "odd", lambda d: condition(d, "Accepted") == "False", "refused"
+    )
+    assert reason_of(refused, "Accepted") == "Refused"
+    assert message_of(refused, "Accepted").startswith("spec.kubernetes.podTemplate: ")
+    assert "quantities must match" in message_of(refused, "Accepted")
     assert pods(jobs, "odd") == []
     gone(jobs, "odd")
+
+
+def test_an_unknown_field_of_the_pod_template_is_refused_with_its_path(
+    jobs: Kubectl, operator: Replica
+) -> None:
+    template = {"spec": {"somethingElse": {"a": 1}}}
+    jobs.apply(job("typo", kubernetes={"podTemplate": template}))
+    refused = jobs.wait(
+        "trainingjob", "typo", lambda d: condition(d, "Accepted") == "False", "refused"
+    )
+    assert reason_of(refused, "Accepted") == "Refused"
+    assert 'unknown field "spec.somethingElse"' in message_of(refused, "Accepted")
+    gone(jobs, "typo")
 
 
 def test_a_quota_that_is_too_small_leaves_no_pods_and_is_reported(

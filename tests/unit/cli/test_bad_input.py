@@ -34,6 +34,26 @@ CASES = [
         id="a wrong type",
     ),
     pytest.param(
+        SCRIPT + "  resources: {gpu: 8}\n",
+        ["spec.resources.gpu: got 8", "write workersPerNode: 8 and gpu: 1"],
+        id="the GPUs of a node for those of a worker",
+    ),
+    pytest.param(
+        SCRIPT + "  resources: {memory: 64GB}\n",
+        ["spec.resources.memory: got '64GB'", "write 64Gi (powers of 1024) or 64G (of 1000)"],
+        id="a unit that is no quantity",
+    ),
+    pytest.param(
+        SCRIPT + "  resources: {cpu: 4 cores}\n",
+        ["spec.resources.cpu: got '4 cores'", "write 4"],
+        id="a quantity with a word",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: 0}\n",
+        ["spec.nodes.max: got 0", "for no nodes set suspend: true"],
+        id="no nodes",
+    ),
+    pytest.param(
         SCRIPT + "  nodes: {min: 3, max: 2}\n",
         ["spec.nodes.max: got 2; expected at least nodes.min (3)"],
         id="more at least than at most",

@@ -7,7 +7,7 @@ from holdfast.orchestrator.errors import Problem
 from holdfast.orchestrator.kube.names import Document
 
 from .base import Integration
-from .kueue import Kueue
+from .kueue import PRIORITY_LABEL, QUEUE_LABEL, Kueue
 from .pod_groups import Coscheduling, Native, Volcano
 
 MANAGER = "holdfast.dev/operator"
@@ -30,10 +30,47 @@ def integration_of(job: TrainingJob) -> Integration | None:
             return None
 
 
+def with_queue_label(job: TrainingJob) -> TrainingJob:
+    """The job with Kueue's labels as its fields: the way of Job, JobSet and RayJob. The labels
+    alone, copied to pods, would make each pod a workload of its own."""
+    labels, spec = job.metadata.labels, job.spec
+    if QUEUE_LABEL not in labels:
+        return job
+    kubernetes = spec.kubernetes.model_copy(
+        update={
+            "gang": "kueue" if spec.kubernetes.gang == "none" else spec.kubernetes.gang,
+            "workload_priority_class_name": spec.kubernetes.workload_priority_class_name
+            or labels.get(PRIORITY_LABEL),
+        }
+    )
+    queue = spec.queue or labels[QUEUE_LABEL]
+    update = {"kubernetes": kubernetes, "queue": queue}
+    return job.model_copy(update={"spec": spec.model_copy(update=update)})
+
+
+def _label_problems(job: TrainingJob) -> list[Problem]:
+    """Kueue's label says something else than the spec, or only the pods have it."""
+    gang, queue = job.spec.kubernetes.gang, job.spec.queue
+    labels = job.metadata.labels
+    field = f"metadata.labels.{QUEUE_LABEL}"
+    if QUEUE_LABEL in labels and gang != "kueue":
+        expected = f"none with spec.kubernetes.gang {gang}"
+        return [Problem(field, labels[QUEUE_LABEL], expected, "remove the label or the gang")]
+    if QUEUE_LABEL in labels and queue != labels[QUEUE_LABEL]:
+        fix = "leave one of them out"
+        return [Problem(field, labels[QUEUE_LABEL], f"the same queue as spec.queue ({queue})", fix)]
+    of_pods = (job.spec.kubernetes.pod_template.get("metadata") or {}).get("labels") or {}
+    if QUEUE_LABEL in of_pods and gang != "kueue":
+        field = f"spec.kubernetes.podTemplate.metadata.labels.{QUEUE_LABEL}"
+        expected = "none: each pod would be admitted on its own"
+        return [Problem(field, of_pods[QUEUE_LABEL], expected, "set the label on the job")]
+    return []
+
+
 def problems(job: TrainingJob) -> list[Problem]:
     """Combinations that work on no cluster."""
     gang, queue = job.spec.kubernetes.gang, job.spec.queue
-    found = []
+    found = _label_problems(job)
     if queue and gang not in WITH_QUEUES:
         found.append(
             Problem(

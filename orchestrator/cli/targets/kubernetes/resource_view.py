@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.hosts.kubernetes.status import BUSY, view_of
+from holdfast.orchestrator.hosts.kubernetes.status import BUSY, condition, view_of
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.names import FIELD_MANAGER, LABEL_GENERATION, LABEL_RANK
 from holdfast.orchestrator.runtime.observe.view import JobView, NodeState, NodeView, WorkerView
@@ -57,6 +57,14 @@ def operator_absence(document: Document, now_ns: int) -> OperatorAbsence | None:
     if state in BUSY and written_ns and now_ns - written_ns > STATUS_TIMEOUT_S * SECOND_NS:
         return OperatorAbsence("the operator has not written anything", written_ns)
     return None
+
+
+def is_refused(document: Document) -> bool:
+    """The job cannot start until the spec or the cluster is changed."""
+    metadata, found = document["metadata"], condition(document, "Accepted")
+    return found.get("status") == "False" and found.get("observedGeneration") == metadata.get(
+        "generation"
+    )
 
 
 def status_written_ns(document: Document) -> int:
@@ -126,6 +134,6 @@ def time_ns(text: str | None) -> int:
 
 
 def _longest(reason: str, status: Document) -> str:
-    """The message of a condition is the reason, followed by problems of pods."""
-    messages = [str(one.get("message", "")) for one in status.get("conditions") or ()]
+    """The message of Ready is the reason, followed by problems of pods."""
+    messages = [str(condition({"status": status}, "Ready").get("message", ""))]
     return max((m for m in messages if m.startswith(reason)), key=len, default=reason)

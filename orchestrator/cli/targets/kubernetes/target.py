@@ -17,6 +17,7 @@ from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
+from holdfast.orchestrator.hosts.kubernetes.spec import template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
     JOBS,
@@ -32,7 +33,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult
 from .job import KubernetesJob, pods_of
-from .resource_view import nodes_of, operator_absence, view_of_object
+from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
 from .session import ClusterSession, follow_job
 
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
@@ -114,6 +115,8 @@ class KubernetesTarget:
         self, cluster: KubeClient, namespace: str, job: TrainingJob, display: Display
     ) -> Document:
         """The object of a new job, or of one with the same spec. Raises UserError."""
+        if problems := template_problems(job):
+            raise SpecError(problems)
         body = job_to_mapping(job)
         namespace = self._namespace(namespace, job)
         body["metadata"]["namespace"] = namespace
@@ -178,7 +181,7 @@ class _Watcher:
                 view = view_of_object(latest, self._clock.now_ns())
                 view.nodes = nodes_of(latest, await self._current_pods(cluster, latest))
                 self._display.show(view)
-                if view.state in TERMINAL:
+                if view.state in TERMINAL or is_refused(latest):
                     return view
         finally:
             checking.cancel()

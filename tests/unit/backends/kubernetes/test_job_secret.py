@@ -9,10 +9,13 @@ import ssl
 import pytest
 from cryptography import x509
 
-from holdfast.orchestrator.backends.kubernetes.job_secret import secret_document
+from holdfast.orchestrator.backends.kubernetes.job_secret import ensure_keys, secret_document
+from holdfast.orchestrator.kube.errors import SECRETS
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.protocol.tls import client_context_from_pem, server_context_from_pem
+from tests.unit.hosts.kubernetes.operator_harness import StatefulFakeApi
+from tests.unit.kube.fake_api import cluster_of
 
 NAME = "0b1c.jobs.holdfast.dev"
 
@@ -69,3 +72,21 @@ def test_keys_do_not_show_in_logs() -> None:
     keys = make_keys(NAME)
     assert keys.token not in f"{keys} {keys!r}"
     assert len(keys.token) == 64 and make_keys(NAME).token != keys.token
+
+
+def test_a_deleted_secret_costs_no_agents_even_when_the_operator_was_killed_too() -> None:
+    async def scenario() -> None:
+        api = StatefulFakeApi()
+        owner = Owner("team", "llm", "uid")
+        async with cluster_of(api) as cluster:
+            keys, made = await ensure_keys(cluster, owner, None, fresh=True)
+            assert made
+            del api.objects[SECRETS.path("team", "llm-agents")]
+            restored, made = await ensure_keys(cluster, owner, None)
+            assert made and restored == keys
+            other = Owner("team", "llm", "another-uid")
+            api.objects.pop(SECRETS.path("team", "llm-agents"))
+            fresh, _made = await ensure_keys(cluster, other, None)
+            assert fresh != keys, "the copy belongs to an earlier job of this name"
+
+    asyncio.run(scenario())

@@ -3,10 +3,14 @@ ones. tests/e2e/kubernetes/test_queued_jobs.py has the operator."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.backends.kubernetes.pods import pod_document
-from holdfast.orchestrator.backends.kubernetes.queues import kueue
+from holdfast.orchestrator.backends.kubernetes.queues import kueue, selection
+from tests.unit.api.wrong_jobs import job, script
 from tests.unit.backends.kubernetes.queue_fixtures import (
     OWNER,
     SETTINGS,
@@ -198,3 +202,40 @@ def test_a_finished_job_declares_that_no_pod_will_be_replaced() -> None:
         "kueue.x-k8s.io/retriable-in-group": "false"
     }
     assert queue_of(training_job("volcano")).last_patches(pods) == {}
+
+
+# -- the label of the job --------------------------------------------------------------------------
+def labelled(labels: dict[str, str], **spec: Any) -> TrainingJob:
+    document = job(script(**spec), "llm")
+    document["metadata"]["labels"] = labels
+    return selection.with_queue_label(job_from_mapping(document))
+
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def test_kueues_label_on_the_job_is_its_queue_and_makes_a_gang() -> None:
+    found = labelled({QUEUE: "lq", "kueue.x-k8s.io/priority-class": "high"})
+    assert (found.spec.queue, found.spec.kubernetes.gang) == ("lq", "kueue")
+    assert found.spec.kubernetes.workload_priority_class_name == "high"
+    assert selection.problems(found) == []
+    queue = queue_of(found)
+    decorated = queue.decorate(plain_pod(found), {})
+    assert decorated["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "llm-gang"
+
+
+@pytest.mark.parametrize(
+    ("labels", "spec", "text"),
+    [
+        ({QUEUE: "lq"}, {"kubernetes": {"gang": "volcano"}}, "none with spec.kubernetes.gang"),
+        ({QUEUE: "lq"}, {"queue": "other"}, "the same queue as spec.queue (other)"),
+        ({}, {"kubernetes": {"podTemplate": {"metadata": {"labels": {QUEUE: "lq"}}}}},
+         "each pod would be admitted on its own"),
+    ],
+    ids=["another-gang", "another-queue", "on-the-pods-only"],
+)  # fmt: skip
+def test_a_label_that_contradicts_the_spec_is_refused(
+    labels: dict[str, str], spec: dict[str, Any], text: str
+) -> None:
+    (problem,) = selection.problems(labelled(labels, **spec))
+    assert QUEUE in problem.field and text in str(problem)

@@ -157,8 +157,8 @@ def everything(view: JobView) -> JobView:
 def test_a_job_that_is_not_started_yet_has_the_state_of_its_object() -> None:
     assert state_of({"status": {"state": "failed"}}, ACCEPTED) == "failed"
     assert state_of({}, ACCEPTED) == "pending"
-    refused = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
-    assert state_of({"status": {"state": "running"}}, refused) == "failed"
+    refused = ConditionState("pending", "InvalidSpec", "spec.image: got nothing", accepted=False)
+    assert state_of({"status": {"state": "running"}}, refused) == "pending"
 
 
 def test_the_page_about_metrics_is_up_to_date() -> None:

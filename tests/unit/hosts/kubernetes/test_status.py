@@ -114,8 +114,41 @@ def test_every_field_of_a_status_is_in_the_schema_of_the_cluster() -> None:
 )
 def test_each_state_has_its_conditions(state: Any, true: set[str]) -> None:
     status = status_of(replace(view(), state=state), CONTEXT)
-    assert {one["type"] for one in status["conditions"] if one["status"] == "True"} == true
+    held = {one["type"] for one in status["conditions"] if one["status"] == "True"}
+    assert held == true | {"Accepted"}
     assert all(one["reason"] and one["message"] for one in status["conditions"])
+
+
+def test_a_condition_that_does_not_hold_has_a_reason_of_its_own() -> None:
+    running = {one["type"]: one for one in status_of(view(), CONTEXT)["conditions"]}
+    assert running["Ready"]["reason"] == "Running"
+    assert (running["Failed"]["reason"], running["Failed"]["message"]) == (
+        "NotFailed", "the job has not failed",
+    )  # fmt: skip
+    assert running["Suspended"]["reason"] == "NotSuspended"
+    failed = status_of(replace(view(), state="failed", reason="ValueError: x"), CONTEXT)
+    ended = {one["type"]: one for one in failed["conditions"]}
+    assert (ended["Failed"]["reason"], ended["Failed"]["message"]) == ("Failed", "ValueError: x")
+    assert ended["Succeeded"]["message"] == "the job has failed"
+
+
+def test_a_message_quotes_a_problem_once() -> None:
+    text = "2 pods were requested and none was created: exceeded quota"
+    waits = replace(view(), state="pending", reason=f"waiting for 2 nodes: {text}")
+    status = status_of(waits, CONTEXT._replace(problems=(("NoRoom", text),)))
+    ready = condition({"status": status}, "Ready")
+    assert ready["message"].count("exceeded quota") == 1 and ready["reason"] == "NoRoom"
+
+
+def test_an_incident_names_the_machine_of_the_node_that_is_gone() -> None:
+    lost = replace(incident(), title="llm-a was lost (silent)", culprit_machine="gpu-17")
+    status = status_of(replace(view(), incidents=[lost]), CONTEXT)
+    assert status["incidents"][0]["nodeName"] == "gpu-17"
+    before = replace(view(), incidents=[])
+    (event, *_) = new_events(before, replace(view(), incidents=[lost]))
+    assert "on Kubernetes node gpu-17" in event.message
+    document = {"metadata": {"name": "llm"}, "status": status}
+    assert view_of(document, NOW).incidents[0].culprit_machine == "gpu-17"
 
 
 def test_a_condition_keeps_its_transition_time_until_it_changes() -> None:
@@ -146,9 +179,13 @@ def test_problems_of_pods_are_the_reason_of_a_pending_job() -> None:
 
 
 def test_a_job_without_a_controller_has_a_status_too() -> None:
-    invalid = ConditionState("failed", "InvalidSpec", "spec.image: got nothing")
+    invalid = ConditionState("pending", "InvalidSpec", "spec.image: got nothing", accepted=False)
     status = status_without_controller(invalid, CONTEXT)
-    assert condition({"status": status}, "Failed")["reason"] == "InvalidSpec"
+    accepted = condition({"status": status}, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+    assert accepted["message"] == "spec.image: got nothing"
+    assert condition({"status": status}, "Failed")["status"] == "False", "it may still start"
+    assert condition({"status": status}, "Progressing")["status"] == "False"
     assert status["replicas"] == 0
     TrainingJobStatus.model_validate(status)
 

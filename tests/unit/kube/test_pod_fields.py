@@ -1,0 +1,55 @@
+"""Misspelt fields of a pod template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.hosts.kubernetes.spec import template_problems
+from holdfast.orchestrator.kube.pod_fields import misspelt_fields
+from tests.unit.api.wrong_jobs import job, script
+
+
+@pytest.mark.parametrize(
+    ("pod", "path", "close"),
+    [
+        ({"spec": {"tolerationz": []}}, "spec.tolerationz", "tolerations"),
+        ({"spec": {"tolerations": [{"efect": "NoSchedule"}]}}, "spec.tolerations[0].efect",
+         "effect"),
+        ({"spec": {"containers": [{"name": "worker"}, {"name": "b", "volumeMount": []}]}},
+         "spec.containers[1].volumeMount", "volumeMounts"),
+        ({"metadata": {"label": {"a": "b"}}}, "metadata.label", "labels"),
+        ({"spec": {"affinity": {"nodeAffinities": {}}}}, "spec.affinity.nodeAffinities",
+         "nodeAffinity"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_is_found_with_its_path(
+    pod: dict[str, Any], path: str, close: str
+) -> None:
+    assert misspelt_fields(pod) == [(path, close)]
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        {},
+        {"metadata": {"labels": {"tolerationz": "x"}, "annotations": None}},
+        {"spec": {"nodeSelector": {"node": "a"}, "containers": [{"name": "w", "$patch": "delete"}],
+                  "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+        {"spec": {"fieldOfANewerCluster": 1}},
+        {"spec": {"tolerations": "no list", "containers": [1]}},
+    ],
+)  # fmt: skip
+def test_fields_of_the_api_and_of_newer_clusters_are_left_to_the_api_server(
+    pod: dict[str, Any],
+) -> None:
+    assert misspelt_fields(pod) == []
+
+
+def test_the_message_says_which_field_was_meant() -> None:
+    template = {"podTemplate": {"spec": {"tolerationz": [{"key": "gpu"}]}}}
+    (problem,) = template_problems(job_from_mapping(job(script(kubernetes=template), "llm")))
+    assert str(problem).startswith("spec.kubernetes.podTemplate.spec.tolerationz: got an unknown")
+    assert "did you mean tolerations?" in str(problem)
