@@ -148,7 +148,9 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
         f"requested{_by(v)}"
     ),
     e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
-    e.ResumeRequested: lambda v: f"resume requested{_by(v)}",
+    e.ResumeRequested: lambda v: (
+        f"resume{' from step 0' if v.start_over else ''} requested{_by(v)}"
+    ),
     e.CancelRequested: lambda v: f"cancel requested{_by(v)}",
     e.FaultInjected: lambda v: (
         f"fault injected: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
@@ -175,6 +177,11 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     ),
     e.PersistFailed: lambda v: f"shard {v.shard} of step {v.step} could not be stored: {v.detail}",
     e.CheckpointRefused: lambda v: f"checkpoint of step {v.step} refused: {v.detail}",
+    e.CheckpointsListed: lambda v: (
+        f"storage has checkpoints of steps {', '.join(map(str, sorted({f.step for f in v.files})))}"
+        if v.files
+        else "storage has no checkpoint"
+    ),
     e.ControllerStarted: lambda v: (
         "started" if v.incarnation <= 1 else f"started again, incarnation {v.incarnation}"
     ),

@@ -90,6 +90,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     yield "checkpoint", checkpoints(view)
     if view.copied_step >= 0:
         yield "at buddies", copies(view)
+    for one in view.refused_checkpoints:
+        yield "refused", Text(f"step {one.step} is {one.refusal}: {one.problem}", style="red")
     if view.storage_problem:
         yield "storage", Text(storage_problem(view), style="red")
     if view.journal_problem:
@@ -173,7 +175,8 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
     resumed = "all workers running" if incident.no_steps else "next step"
     parts = [f"{resumed} after {duration(incident.seconds['total'])}"]
     if incident.steps_lost is not None:
-        parts.append(f"{plural(incident.steps_lost, 'step')} lost")
+        least = "at least " * incident.steps_lost_at_least
+        parts.append(f"{least}{plural(incident.steps_lost, 'step')} lost")
     if incident.restored_from and incident.restored_from != "nothing":
         parts.append(f"restored from {incident.restored_from}")
     before, after = incident.world_size_before, incident.world_size_after

@@ -8,12 +8,22 @@ from ..protocol.facts import Restore, ShardFile, ShardLocation
 from ..protocol.manifest import directory_name
 from .actions import CommitManifest, DeleteCheckpoint, Reason
 from .context import StepContext
-from .events import CheckpointRefused, ShardPersisted
-from .state import CommittedCheckpoint, JobState, NodeRecord, PendingCheckpoint, StepKey
+from .events import CheckpointRefused, CheckpointsListed, ShardPersisted
+from .state import (
+    CommittedCheckpoint,
+    JobState,
+    NodeRecord,
+    PendingCheckpoint,
+    Refusal,
+    StepKey,
+)
 
 MAX_SOURCES_PER_SHARD = 4
 """Nodes named as sources of one shard: enough to survive losses, few enough for one message."""
 COMMIT_RETRY_S = 2.0
+MAX_PROBLEM_CHARACTERS = 500
+MAX_NAMED = 3
+"""Checkpoints named in the reason of a job that holds."""
 DISTRUST_AFTER = 2
 """Generations that failed before their first step from the same state in memory."""
 
@@ -80,6 +90,40 @@ def choose_restore(state: JobState) -> Restore | None:
     )
 
 
+# -- a job that has nothing to restore ----------------------------------------------------------
+def nothing_usable(state: JobState) -> bool:
+    """There were checkpoints and none can be restored. Only a user may decide that such a job
+    begins at step 0."""
+    catalog = state.catalog
+    known = bool(catalog.committed) and not catalog.start_over
+    return known and choose_restore(state) is None
+
+
+def why_nothing_usable(state: JobState) -> str:
+    """The sentence of a job that holds: what is wrong with which checkpoint, and what to do."""
+    newest = sorted(state.catalog.committed, key=lambda c: c.key, reverse=True)
+    named = [
+        f"step {one.step} is {one.refusal or 'damaged'}" + (f" ({one.problem})" * bool(one.problem))
+        for one in newest[:MAX_NAMED]
+    ]
+    more = len(newest) - len(named)
+    return (
+        f"no committed checkpoint can be used, and the job does not begin again by itself: "
+        f"{'; '.join(named)}{f'; and {more} more' if more else ''}. "
+        f"`holdfast checkpoint repair {state.job.name}` restores what is intact, "
+        f"`holdfast resume {state.job.name} --start-over` begins at step 0"
+    )
+
+
+def refuse(ctx: StepContext, key: StepKey, refusal: Refusal, problem: str) -> None:
+    """A reader could not use this checkpoint; the one before it is restored."""
+    for known in ctx.state.catalog.committed:
+        if known.key == key:
+            known.refused, known.refusal = True, refusal
+            known.problem = problem[:MAX_PROBLEM_CHARACTERS]
+            ctx.note(f"checkpoint of step {known.step} is {refusal}: {problem}")
+
+
 def shard_persisted(ctx: StepContext, event: ShardPersisted) -> None:
     """Collect shards and commit a complete set. Shards of a generation that is neither the current
     one nor drained are refused: processes of old generations must not commit."""
@@ -133,6 +177,7 @@ def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
     catalog.pending.pop(key, None)
     record(ctx, action.files)
     catalog.last_commit_ns = ctx.now_ns
+    catalog.start_over = False
     clean(ctx)
 
 
@@ -165,12 +210,13 @@ def record(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
         )
 
 
-def observed(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
-    """A new controller lists storage: commits and deletions whose results were lost."""
+def observed(ctx: StepContext, files: tuple[ShardFile, ...], *, listed: bool) -> None:
+    """A new controller lists storage: commits and deletions whose results were lost, checkpoints
+    that are gone. `listed`: storage has answered, so what is not in `files` is not there."""
     catalog = ctx.state.catalog
-    by_key: dict[StepKey, list[ShardFile]] = {}
-    for file in files:
-        by_key.setdefault((file.step, file.generation), []).append(file)
+    by_key = _by_key(files)
+    if listed:
+        compare(ctx, files)
     for key in sorted(by_key):
         record(ctx, tuple(by_key[key]))
         catalog.pending.pop(key, None)
@@ -182,13 +228,42 @@ def observed(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
     clean(ctx)
 
 
+def _by_key(files: tuple[ShardFile, ...]) -> dict[StepKey, list[ShardFile]]:
+    found: dict[StepKey, list[ShardFile]] = {}
+    for file in files:
+        found.setdefault((file.step, file.generation), []).append(file)
+    return found
+
+
+def compare(ctx: StepContext, files: tuple[ShardFile, ...]) -> None:
+    """Compare the catalog with what storage has. A store without any checkpoint is one that is not
+    mounted: then nothing is refused, and its readers wait for it."""
+    catalog, found = ctx.state.catalog, _by_key(files)
+    if not found and catalog.committed:
+        ctx.note("storage has none of the committed checkpoints; it may not be mounted")
+        return
+    for known in catalog.committed:
+        if known.key in found and known.refusal == "missing":
+            known.refused, known.refusal, known.problem = False, "", ""
+        elif known.key not in found and not known.refused and known.key not in catalog.deleting:
+            refuse(ctx, known.key, "missing", f"{directory_name(*known.key)} is not in storage")
+
+
+def listed(ctx: StepContext, event: CheckpointsListed) -> None:
+    """A user wants a job to go on that holds: storage may have a repaired checkpoint."""
+    state = ctx.state
+    if state.active:
+        return
+    compare(ctx, event.files)
+    for key, files in sorted(_by_key(event.files).items()):
+        record(ctx, tuple(files))
+        state.generation = max(state.generation, key[1])  # its directory is never written again
+
+
 def refused(ctx: StepContext, event: CheckpointRefused) -> bool:
     """A reader found damage. True if the current generation started from this checkpoint."""
     state = ctx.state
-    for known in state.catalog.committed:
-        if known.key == (event.step, event.generation):
-            known.refused = True
-            ctx.note(f"checkpoint of step {event.step} is damaged: {event.detail}")
+    refuse(ctx, (event.step, event.generation), "damaged", event.detail)
     restore = state.membership.restore if state.membership else None
     return (
         restore is not None
@@ -223,7 +298,13 @@ def clean(ctx: StepContext) -> None:
         in_use = restore is not None and restore.directory == directory_name(*known.key)
         if known.key in keep or periodic or in_use or known.key in catalog.deleting:
             continue
-        why = "found damaged" if known.refused else f"the newest {retention.keep_last} are kept"
+        if known.refused and known.key > newest.key:
+            continue  # its tensors may be needed until a later checkpoint is good
+        why = (
+            f"found {known.refusal or 'damaged'}"
+            if known.refused
+            else f"the newest {retention.keep_last} are kept"
+        )
         _delete(ctx, known.key, why)
 
 

@@ -6,7 +6,7 @@ from . import drain
 from .actions import FinishJob, Outcome, Reason, ReasonCode
 from .checkpoints import in_memory, newest_committed
 from .context import StepContext
-from .state import PLACEMENT, PLANNED, Drain, DrainKind, PendingStop
+from .state import PLACEMENT, PLANNED, Drain, DrainKind, Hold, PendingStop
 
 
 def workers_done(ctx: StepContext, stop: PendingStop) -> None:
@@ -49,8 +49,21 @@ def end_now(ctx: StepContext, why: str) -> None:
 def suspend(ctx: StepContext) -> None:
     """No workers run: write the newest state, then release all nodes."""
     ctx.state.needs_placement = False
-    ctx.move("suspending", "suspend", ctx.state.intent_reason)
+    ctx.move("suspending", _suspend_code(ctx), ctx.state.intent_reason)
     start_drain(ctx, DrainKind.SUSPEND)
+
+
+def hold(ctx: StepContext, text: str) -> None:
+    """Suspend the job until a user decides how it goes on."""
+    state = ctx.state
+    state.hold = Hold(ctx.now_ns, text)
+    state.intent, state.intent_reason = "suspend", text
+    ctx.note(text)
+    suspend(ctx)
+
+
+def _suspend_code(ctx: StepContext) -> ReasonCode:
+    return "checkpoint" if ctx.state.hold is not None else "suspend"
 
 
 def start_drain(ctx: StepContext, kind: DrainKind) -> None:
@@ -60,7 +73,7 @@ def start_drain(ctx: StepContext, kind: DrainKind) -> None:
         _drained(ctx, kind, "")
         return
     text = f"writing step {started.step} to storage"
-    code: ReasonCode = "finish" if kind == DrainKind.FINISH else "suspend"
+    code: ReasonCode = "finish" if kind == DrainKind.FINISH else _suspend_code(ctx)
     if state.termination_reason is not None:
         code = state.termination_reason.code
         text = f"{state.termination_reason.text}; {text}"
@@ -134,7 +147,9 @@ def _drained(ctx: StepContext, kind: DrainKind, text: str) -> None:
     state.members, state.needs_placement = (), False
     state.deadline_left_s = ctx.left_s("deadline")
     ctx.disarm(*PLACEMENT, *PLANNED, "deadline", "rejoin")
-    ctx.move("suspended", "suspend", text or "nothing had to be written")
+    if state.hold is not None:
+        text = f"{state.hold.text}; {text}".rstrip("; ")
+    ctx.move("suspended", _suspend_code(ctx), text or "nothing had to be written")
 
 
 def finish(ctx: StepContext, outcome: Outcome, reason: Reason) -> None:

@@ -299,7 +299,7 @@ def _started(ctx: StepContext, event: e.ControllerStarted) -> None:
         for lost in nodes.controller_started(ctx, event.nodes):
             _lost(ctx, lost)
         drain.controller_started(ctx)
-    checkpoints.observed(ctx, event.committed)
+    checkpoints.observed(ctx, event.committed, listed=event.listed)
 
 
 # -- timers -----------------------------------------------------------------------------------
@@ -373,5 +373,6 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.ShardPersisted: checkpoints.shard_persisted,
     e.PersistFailed: drain.persist_failed,
     e.CheckpointRefused: _refused,
+    e.CheckpointsListed: checkpoints.listed,
     e.ControllerStarted: _started,
 }

@@ -64,6 +64,8 @@ class SuspendRequested(Event, frozen=True, kw_only=True, tag="suspend-requested"
 
 class ResumeRequested(Event, frozen=True, kw_only=True, tag="resume-requested"):
     by: str = ""
+    start_over: bool = False
+    """Of a job that holds: begin at step 0."""
 
 
 class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
@@ -231,6 +233,12 @@ class CheckpointRefused(Event, frozen=True, kw_only=True, tag="checkpoint-refuse
     detail: str
 
 
+class CheckpointsListed(Event, frozen=True, kw_only=True, tag="checkpoints-listed"):
+    """What storage has now; read when a user wants a job to go on that holds."""
+
+    files: tuple[ShardFile, ...] = ()
+
+
 # -- the controller itself --------------------------------------------------------------------
 class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-started"):
     """The first event of every incarnation after the replay: what ran before must be observed
@@ -239,6 +247,9 @@ class ControllerStarted(Event, frozen=True, kw_only=True, tag="controller-starte
     incarnation: int
     committed: tuple[ShardFile, ...] = ()
     """Files of the checkpoints whose manifests were found in storage."""
+    listed: bool = False
+    """Storage has answered: a checkpoint that is not in `committed` is not there. False in journals
+    written before this field existed."""
     nodes: tuple[str, ...] | None = None
     """Nodes that the backend has, joined or not; None: it was not asked."""
 
@@ -276,6 +287,7 @@ AnyEvent = (
     | FaultInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepCompleted
     | HangDetected | StragglerDetected | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
-    | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | ControllerStarted
+    | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
+    | ControllerStarted
     | Tick | HeartbeatReceived | StepCopied
 )  # fmt: skip

@@ -38,6 +38,8 @@ DEVICE_WORDS = (
 MISSING_DEVICE_TYPES = ("DeviceMissing",)
 """The node lacks a GPU that it should have, and a restart does not bring it back."""
 DAMAGED_TYPES = ("DamagedCheckpoint",)
+MISSING_TYPES = ("MissingCheckpoint",)
+"""The store can be read, and does not have the checkpoint."""
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
 HOPELESS_TYPES = ("WrongModel",)
 """Errors that even one restart does not change."""
@@ -321,6 +323,8 @@ TABLE: tuple[tuple[str, Match], ...] = (
     ("outside-signal", _outside_signal),
     ("checkpoint-damaged", _Raised(
         "checkpoint-damaged", "infrastructure", lambda e: e.error_type in DAMAGED_TYPES, True)),
+    ("checkpoint-missing", _Raised(
+        "checkpoint-missing", "infrastructure", lambda e: e.error_type in MISSING_TYPES, True)),
     ("checkpoint-unreadable", _Raised(
         "checkpoint-unreadable", "infrastructure", lambda e: e.error_type in UNREADABLE_TYPES)),
     ("out-of-memory", _Raised("out-of-memory", "infrastructure", lambda e: e.out_of_memory)),

@@ -7,7 +7,7 @@ from typing import Literal
 from ..protocol.facts import Membership, Restore
 from . import completion, drain, provisioning
 from .actions import LaunchGroup, Reason
-from .checkpoints import choose_restore
+from .checkpoints import choose_restore, nothing_usable, why_nothing_usable
 from .context import StepContext
 from .events import StepCompleted
 from .nodes import any_to_be_stopped, possible_size, usable
@@ -35,6 +35,9 @@ def place(ctx: StepContext) -> None:
     state = ctx.state
     if not state.needs_placement or state.intent != "run":
         return
+    if "storage" in state.timers and not ctx.due("storage"):
+        return  # the last generation could not read the store
+    ctx.disarm("storage")
     full, possible = full_size(state), possible_size(state)
     if possible:
         ctx.disarm("capacity")
@@ -78,6 +81,9 @@ def _wait(ctx: StepContext) -> None:
 # -- launch -----------------------------------------------------------------------------------
 def _launch(ctx: StepContext, size: int) -> None:
     state, spec = ctx.state, ctx.state.job.spec
+    if nothing_usable(state):
+        completion.hold(ctx, why_nothing_usable(state))
+        return
     mesh = mesh_for(state.job, size)
     assert mesh is not None
     free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
@@ -236,12 +242,17 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     state = ctx.state
     if event.step_s > 0:
         state.step_s = event.step_s
+    incident = state.incident
+    if incident is not None and incident.generation_before == event.generation:
+        # The heartbeats before the interruption knew of later steps than the journal.
+        incident.step_before = max(incident.step_before, event.step)
     if event.generation != state.generation or not state.active:
         return
     state.step = max(state.step, event.step)
     if state.first_step_done:
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
+    state.num_store_failures = 0
     if state.incident is not None:
         state.incident.first_step_ns = ctx.now_ns
     if state.stop is not None:

@@ -11,7 +11,7 @@ from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
 from . import nodes, quiesce
 from .actions import Reason, ReasonCode, StopGroup
-from .checkpoints import DISTRUST_AFTER, in_memory
+from .checkpoints import DISTRUST_AFTER, in_memory, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds
 from .events import GroupStopped, HeartbeatsLost, HeartbeatsRestored
 from .failure import (
@@ -39,6 +39,10 @@ from .transitions import JobPhase
 INJECTION_WINDOW_S = 60.0
 """A failure this soon after a fault injection on its node was caused by it."""
 MAX_USER_ERRORS = 100
+STORE_RETRY_S, MAX_STORE_RETRY_S = 1.0, 30.0
+"""The first and the longest pause before a store that could not be read is tried again."""
+STORE_UNREADABLE = "store-unreadable"
+"""The rule of an incident in which a generation could not read the store."""
 # Failures that do not throw doubt on the state that the generation started from.
 NOT_THE_STATE = (
     "launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang",
@@ -46,8 +50,8 @@ NOT_THE_STATE = (
 )  # fmt: skip
 # Failures that do not throw doubt on the machine that showed them.
 NOT_THE_NODE = (
-    "checkpoint-refused", "checkpoint-damaged", "checkpoint-unreadable", "out-of-memory",
-    "network", "unknown",
+    "checkpoint-refused", "checkpoint-damaged", "checkpoint-missing", "checkpoint-unreadable",
+    "out-of-memory", "network", "unknown",
 )  # fmt: skip
 # Failures after which the machine cannot be used.
 NO_SECOND_CHANCE = ("device-missing",)
@@ -201,8 +205,13 @@ def conclude(ctx: StepContext) -> Reason | None:
         return None
     incident.stopped_ns = ctx.now_ns
     steps = [exit.step for _node, exit in state.exits.values()]
+    incident.step_before = max(incident.step_before, state.step)
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
+    else:
+        incident.at_least = bool(stop.lost)
+        # All ranks take part in each step: one that has ended a step shows that all ended the last.
+        incident.step_before = max([incident.step_before, *(step - 1 for step in steps)])
     # A rank stages a step before it reports that it has finished it.
     staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
@@ -256,6 +265,9 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
     ctx.move(state.phase, code, failure.title)
     _doubt_the_state(ctx, failure)
+    if _waits_for_store(ctx, failure):
+        incident.rule = STORE_UNREADABLE
+        return None
     injected = state.injected_faults.pop(failure.culprit_node, None)
     if injected is not None and ctx.now_ns - injected <= seconds(INJECTION_WINDOW_S):
         incident.fault_injected = True
@@ -275,9 +287,25 @@ def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
         weight = DISTRUST_AFTER if failure.damaged else 1
         state.catalog.distrusted[key] = state.catalog.distrusted.get(key, 0) + weight
     elif failure.damaged:
-        for known in state.catalog.committed:
-            if known.key == key:
-                known.refused = True
+        problem = failure.exit.error_message if failure.exit is not None else failure.evidence
+        missing = failure.rule == "checkpoint-missing"
+        refuse(ctx, key, "missing" if missing else "damaged", problem)
+
+
+def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
+    """Whether the generation could not read the store. That charges no restart: the store is tried
+    again after a pause, which grows."""
+    state = ctx.state
+    restore = state.membership.restore if state.membership else None
+    if failure.rule != "checkpoint-unreadable" or restore is None or not restore.directory:
+        return False
+    pause_s = min(STORE_RETRY_S * 2**state.num_store_failures, MAX_STORE_RETRY_S)
+    state.num_store_failures = min(state.num_store_failures + 1, 10)
+    ctx.arm("storage", pause_s)
+    problem = failure.exit.error_message if failure.exit is not None else failure.evidence
+    text = f"the store cannot be read ({problem}); it is tried again in {pause_s:g} s"
+    ctx.move(state.phase, "checkpoint", text)
+    return True
 
 
 def _strike(ctx: StepContext, failure: Failure) -> None:

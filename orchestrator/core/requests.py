@@ -57,8 +57,13 @@ def suspend(ctx: StepContext, event: SuspendRequested) -> None:
 
 
 def resume(ctx: StepContext, event: ResumeRequested) -> None:
-    if ctx.state.intent == "suspend":
-        ctx.state.intent = "run"
+    state = ctx.state
+    if state.intent != "suspend":
+        return
+    state.intent = "run"
+    if state.hold is not None:  # placement decides again
+        state.hold = None
+        state.catalog.start_over = event.start_over
 
 
 def cancel(ctx: StepContext, event: CancelRequested) -> None:

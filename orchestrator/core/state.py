@@ -37,11 +37,11 @@ Purpose = Literal["failure", "resize", "preemption", "suspend", "cancel", "deadl
 TimerName = Literal[
     "gather", "replacement", "capacity", "grow", "preempt", "launch", "launch-again", "cadence",
     "stop", "stage", "persist", "drain", "commit", "request", "expect", "release", "rejoin",
-    "deadline", "finish",
+    "deadline", "finish", "storage",
 ]  # fmt: skip
 # Timers by what they belong to; code that ends it disarms its timers.
-PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity")
-"""Waiting for nodes before a launch."""
+PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity", "storage")
+"""Waiting for nodes, or for a store that could not be read, before a launch."""
 PLANNED: tuple[TimerName, ...] = ("grow", "preempt")
 """Waiting before a planned interruption of the running generation."""
 LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
@@ -49,6 +49,11 @@ DRAIN: tuple[TimerName, ...] = ("persist", "drain")
 
 StepKey = tuple[int, int]
 """(step, generation that wrote it): names one state of the training."""
+
+
+Refusal = Literal["", "damaged", "missing"]
+"""Why a committed checkpoint is not used: its bytes are not those that were written, or the store,
+which can be read, does not have it."""
 
 
 class DrainKind(StrEnum):
@@ -184,6 +189,8 @@ class IncidentRecord(Struct):
     world_size_after: int | None = None
     resumed_after_step: int | None = None
     restored_from: Literal["memory", "storage", "nothing", ""] = ""
+    at_least: bool = False
+    """Ranks were lost without a last report: more steps may have been finished than step_before."""
     stopped_ns: int | None = None
     launched_ns: int | None = None
     started_ns: int | None = None
@@ -212,7 +219,10 @@ class CommittedCheckpoint(Struct):
     num_bytes: int
     committed_ns: int
     refused: bool = False
-    """A reader found it damaged."""
+    """A reader found it damaged or missing."""
+    refusal: Refusal = ""
+    problem: str = ""
+    """What the reader found, with the names of files and tensors that it knows."""
 
     @property
     def key(self) -> StepKey:
@@ -232,6 +242,8 @@ class CheckpointCatalog(Struct):
     late_writes: dict[StepKey, None] = field(default_factory=dict, name="strays")
     """Checkpoints with shards written after their generation had ended: they get no manifest."""
     last_commit_ns: int = 0
+    start_over: bool = False
+    """A user wants to begin at step 0, although there were checkpoints; until the next commit."""
 
 
 class Drain(Struct):
@@ -244,6 +256,14 @@ class Drain(Struct):
     attempts: int = 0
     problem: str = ""
     """Why the last attempt failed."""
+
+
+class Hold(Struct, frozen=True):
+    """The job does not go on without a user's decision: it has committed checkpoints, and none of
+    them can be used."""
+
+    since_ns: int
+    text: str
 
 
 class JobState(Struct):
@@ -327,6 +347,10 @@ class JobState(Struct):
     deadline_left_s: float | None = None
     """Of a suspended job's activeDeadlineSeconds, which does not run while it is suspended."""
     drain: Drain | None = None
+    hold: Hold | None = None
+    """Its intent is then "suspend"."""
+    num_store_failures: int = 0
+    """Generations in a row that could not read the store."""
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
     """Restarts charged to the restart budgets, by class -> when."""

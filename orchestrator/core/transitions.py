@@ -18,7 +18,7 @@ MEANING: dict[JobPhase, str] = {
     "recovering": "interrupted: stopping, placing, launching, until the next step of all ranks",
     "finishing": "no more steps; the last stop or the last checkpoint is under way",
     "suspending": "stopping, and writing the newest state to storage",
-    "suspended": "no nodes; waiting for a resume",
+    "suspended": "no nodes; waiting for a resume, or for a decision about damaged checkpoints",
     "succeeded": "all workers ended with exit code 0",
     "failed": "stopped by an error or a limit, or trained but not stored; the reason says which",
     "cancelled": "ended on request",
@@ -34,13 +34,14 @@ class Transition(NamedTuple):
 
 _ENDS = "a user cancels, or activeDeadlineSeconds is over"
 _NO_WORKERS = "no workers run"
+_HOLDS = "it has committed checkpoints and none of them can be used"
 
 TRANSITIONS: dict[tuple[JobPhase, JobPhase], Transition] = {
     ("pending", "starting"): Transition(
         "the first generation, or the first after a wait for nodes, is launched",
         "enough nodes are usable for whole replica groups",
     ),
-    ("pending", "suspending"): Transition("a user suspends the job", _NO_WORKERS),
+    ("pending", "suspending"): Transition(f"a user suspends the job, or {_HOLDS}", _NO_WORKERS),
     ("pending", "finishing"): Transition(
         f"{_ENDS}, or capacityTimeoutSeconds is over", _NO_WORKERS
     ),
@@ -68,7 +69,7 @@ TRANSITIONS: dict[tuple[JobPhase, JobPhase], Transition] = {
         f"all workers of the new generation ended with exit code 0; {_ENDS}; or the failure ends "
         "the job: a restart budget is used up, or an error that a restart does not change"
     ),
-    ("recovering", "suspending"): Transition("a user suspends the job"),
+    ("recovering", "suspending"): Transition(f"a user suspends the job, or {_HOLDS}"),
     ("finishing", "recovering"): Transition(
         "a node was lost with finished steps that storage does not have",
         "all workers had ended with exit code 0",

@@ -42,6 +42,9 @@ CHAOS = "holdfast.dev/chaos"
 operator carries it out and removes the annotation."""
 CHECKPOINT = "holdfast.dev/checkpoint"
 """Annotation: write a checkpoint now; the value names the user. The operator removes it."""
+RESUME = "holdfast.dev/resume"
+"""Annotation: let a job go on that holds because none of its checkpoints can be used,
+`{"start_over": ..., "by": ..., "id": ...}`. The operator removes it."""
 BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""

@@ -15,10 +15,12 @@ from pydantic import ValidationError
 from ..api.v1alpha1 import Recovery
 from ..backends.base import Backend, LimitsNodes, WithholdsCapacity
 from ..core import events
+from ..core.checkpoints import newest_committed, why_nothing_usable
 from ..core.quiesce import pace_left_s, step_ahead
 from ..core.rank_assignment import check_resize
-from ..errors import Problem, UserError
+from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
+from ..protocol.facts import ShardFile
 from .agent_server import AgentConnection, ReplyStream
 from .driver import Driver
 from .notifier import ChangeNotifier
@@ -39,9 +41,11 @@ class ControlApi:
         view: Callable[[], JobView],
         changes: ChangeNotifier,
         welcome: Callable[[], wire.Welcome],
+        list_checkpoints: Callable[[], Awaitable[tuple[ShardFile, ...]]],
     ) -> None:
         self._driver, self._backend, self._links = driver, backend, links
         self._view, self._changes, self._welcome = view, changes, welcome
+        self._list_checkpoints = list_checkpoints
         self._verbs: dict[str, Callable[[dict[str, Any]], Awaitable[wire.Reply]]] = {
             "status": self._status,
             "resize": self._resize,
@@ -121,9 +125,35 @@ class ControlApi:
         state = self._driver.state
         if state.intent != "suspend":  # the phase may still be running
             raise UserError(str(Problem("job", state.phase, "a suspended job")))
+        start_over = bool(arguments.get("start_over"))
+        if state.hold is not None:
+            return await self._resume_from_hold(start_over, _by(arguments))
+        if start_over:
+            text = f"{state.phase}, which has checkpoints that can be used or never had any"
+            fix = "resume it without --start-over, or submit another job"
+            expected = "a job none of whose checkpoints can be used"
+            raise UserError(str(Problem("--start-over", text, expected, fix)))
         suspended = state.phase == "suspended"
         await self._request(events.ResumeRequested(by=_by(arguments)))
         return wire.Reply(ok=True, detail="asking for nodes" if suspended else "training goes on")
+
+    async def _resume_from_hold(self, start_over: bool, by: str) -> wire.Reply:
+        """None of its checkpoints could be used. Storage may have a repaired one now."""
+        try:
+            files = await self._list_checkpoints()
+        except HoldfastError as error:
+            raise UserError(f"job: its checkpoints cannot be listed now: {error}") from None
+        await self._request(events.CheckpointsListed(files=files))
+        state = self._driver.state
+        usable = newest_committed(state)
+        if usable is None and not start_over:
+            raise UserError(f"job: {why_nothing_usable(state)}")
+        await self._request(events.ResumeRequested(by=by, start_over=start_over and not usable))
+        if usable is not None:
+            detail = f"asking for nodes; the state after step {usable.step} is restored"
+        else:
+            detail = "asking for nodes; training begins at step 0"
+        return wire.Reply(ok=True, detail=detail)
 
     async def _cancel(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._request(events.CancelRequested(by=_by(arguments)))

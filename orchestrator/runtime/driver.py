@@ -57,9 +57,11 @@ class Driver:
         submission: JobSubmitted,
         committed: tuple[ShardFile, ...],
         nodes: tuple[str, ...] | None,
+        *,
+        listed: bool,
     ) -> int:
         """As JobLoop.start."""
-        return self.loop.start(self._clock.now_ns(), submission, committed, nodes)
+        return self.loop.start(self._clock.now_ns(), submission, committed, nodes, listed=listed)
 
     def submit(self, event: AnyEvent) -> None:
         """Queue an event."""

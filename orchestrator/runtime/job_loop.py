@@ -116,16 +116,21 @@ class JobLoop:
         submission: JobSubmitted,
         committed: tuple[ShardFile, ...],
         nodes: tuple[str, ...] | None,
+        *,
+        listed: bool = False,
     ) -> int:
         """Feed the events that every controller of the job begins with. The results of actions
-        that an earlier controller had under way will not come. Returns the incarnation."""
+        that an earlier controller had under way will not come. `listed`: storage has answered with
+        `committed`. Returns the incarnation."""
         incarnation, inflight = 1, list[AnyAction]()
         if self.controller.submitted:
             incarnation = self.state.incarnation + 1
             inflight = list(self.state.inflight.values())
         else:
             self.feed(now_ns, submission)
-        started = ControllerStarted(incarnation=incarnation, committed=committed, nodes=nodes)
+        started = ControllerStarted(
+            incarnation=incarnation, committed=committed, listed=listed, nodes=nodes
+        )
         self.feed(now_ns, started)
         for action in inflight:
             unknown = ActionUnknown(

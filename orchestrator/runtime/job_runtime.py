@@ -23,6 +23,7 @@ from ..core.journal import Journal
 from ..core.state import JobState
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
+from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
 from .agent_gateway import AgentGateway
 from .agent_server import AgentConnection, AgentServer
@@ -120,7 +121,8 @@ class JobRuntime:
         self._endpoint, self._storage = endpoint, storage
         self._clock, self._timing = clock or Clock(), timing or JobRuntimeTiming()
         self._on_change, self._on_note = on_change, on_note
-        self._manifests: list[Manifest] = []
+        self._manifests: list[Manifest] | None = None
+        """None: storage has not answered."""
         self._backend_open = False
         self._gateway: AgentGateway | None = None
         document = job_to_mapping(job)
@@ -160,7 +162,7 @@ class JobRuntime:
             error = str(problem) or f"no answer within {self._timing.storage_listing_s:g} s"
             self.log.warning("taking over without the list of checkpoints in storage: %s", error)
             self._on_note(f"storage does not answer; taking over all the same ({error})")
-        others = sorted({one.job for one in self._manifests} - {self.key})
+        others = sorted({one.job for one in self._manifests or ()} - {self.key})
         if not others:
             return
         if fresh:
@@ -185,15 +187,21 @@ class JobRuntime:
         )
         self._gateway = AgentGateway(self.backend, self._executor, loop, submit, self.log)
         self.control = ControlApi(
-            self.driver, self.backend, self.links, self.view, self.changes, self._welcome
+            self.driver,
+            self.backend,
+            self.links,
+            self.view,
+            self.changes,
+            self._welcome,
+            self._list_checkpoints,
         )
         existing: tuple[str, ...] | None = None
         if not self._backend_open:
             await self._open_backend()
             existing = await self.backend.list_nodes()
-        files = tuple(file for one in self._manifests for file in one.files)
-        self._manifests = []
-        incarnation = self.driver.start(self._submission, files, existing)
+        files, listed = _files(self._manifests or []), self._manifests is not None
+        self._manifests = None
+        incarnation = self.driver.start(self._submission, files, existing, listed=listed)
         self.log.info("controller %d starts, %d events replayed", incarnation, num_records)
         # Agents may only connect to a core that knows its job.
         await self.driver.turn(self._executor.carry_out)
@@ -226,6 +234,17 @@ class JobRuntime:
     async def _open_backend(self) -> None:
         await self.backend.open(self._node_gone)
         self._backend_open = True
+
+    async def _list_checkpoints(self) -> tuple[ShardFile, ...]:
+        """The files of the job's committed checkpoints. Raises HoldfastError when the store does
+        not answer."""
+        try:
+            async with asyncio.timeout(self._timing.storage_listing_s):
+                found = await self._storage.manifests()
+        except TimeoutError:
+            limit_s = self._timing.storage_listing_s
+            raise HoldfastError(f"storage: no answer within {limit_s:g} s") from None
+        return _files([one for one in found if one.job == self.key])
 
     def _node_gone(self, gone: NodeGone) -> None:
         if self._gateway is not None:  # before `begin` the core knows no node
@@ -285,3 +304,7 @@ class JobRuntime:
         if ready.records:
             self.events.notify()
         self._on_change()
+
+
+def _files(manifests: list[Manifest]) -> tuple[ShardFile, ...]:
+    return tuple(file for one in manifests for file in one.files)

@@ -128,7 +128,9 @@ class Host:
         self.up = True
         submission = e.JobSubmitted(job_id="j", spec=self.world.document, spec_directory=".")
         nodes = tuple(self.world.backend_nodes())
-        self.loop.start(self.world.now, submission, self.world.storage.committed(), nodes)
+        storage = self.world.storage
+        committed = () if storage.away else storage.committed()
+        self.loop.start(self.world.now, submission, committed, nodes, listed=not storage.away)
         self._turn()
 
     def _restored(self) -> JobLoop:

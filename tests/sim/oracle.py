@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
+from holdfast.orchestrator.core.recovery import STORE_UNREADABLE
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import directory_name
@@ -139,8 +140,11 @@ class Oracle:
             key = (restore.step, restore.generation, restore.num_shards)
             self.require(key in whole, f"{key} is not complete in memory")
         elif restore is not None:
-            problem = self.world.storage.manifests.get(restore.directory)
-            self.require(problem is not None, f"{restore.directory} has no manifest")
+            known = [directory_name(*c.key) for c in state.catalog.committed if not c.refused]
+            self.require(restore.directory in known, f"{restore.directory} is not a checkpoint")
+        else:
+            begins = not state.catalog.committed or state.catalog.start_over
+            self.require(begins, "begins at step 0 by itself, although there were checkpoints")
 
     def _commit(self, state: JobState, action: a.CommitManifest) -> None:
         drain = state.drain
@@ -181,7 +185,11 @@ class Oracle:
 
 def _judged(state: JobState) -> set[int]:
     """Numbers of the incidents that have a failure class."""
-    incidents = [i for i in state.incidents if i.failure_class is not None and not i.fault_injected]
+    incidents = [
+        i
+        for i in state.incidents
+        if i.failure_class is not None and not i.fault_injected and i.rule != STORE_UNREADABLE
+    ]
     return {incident.number for incident in incidents}
 
 
@@ -193,6 +201,8 @@ class Storage:
         self.files: dict[str, dict[str, Payload | None]] = {}
         self.manifests: dict[str, tuple[Mesh, tuple[ShardFile, ...]]] = {}
         self.damaged: dict[str, None] = {}
+        self.away = False
+        """It cannot be read, as a volume that is not mounted."""
 
     def write(self, directory: str, file: str, staged: object, payload: Payload | None) -> None:
         self.files.setdefault(directory, {})[file] = payload
@@ -216,8 +226,11 @@ class Storage:
     def committed(self) -> tuple[ShardFile, ...]:
         return tuple(file for _mesh, files in self.manifests.values() for file in files)
 
-    def verify(self, directory: str) -> str:
-        """What a reader finds wrong; empty: nothing."""
+    def verify(self, directory: str) -> tuple[str, str]:
+        """(error of a reader, what it finds wrong); empty: nothing."""
+        if self.away or not self.manifests:
+            return "UnreadableCheckpoint", f"neither {directory} nor any other checkpoint"
         if directory not in self.manifests:
-            return f"{directory} has no manifest"
-        return f"{directory}: a checksum differs" if directory in self.damaged else ""
+            return "MissingCheckpoint", f"{directory} has no manifest"
+        damage = f"{directory}: a checksum differs" if directory in self.damaged else ""
+        return "DamagedCheckpoint", damage

@@ -104,9 +104,9 @@ class SimWorker:
         restore = self.membership.restore
         assert restore is not None
         directory = directory_name(restore.step, restore.generation)
-        problem = self.world.storage.verify(directory)
+        error, problem = self.world.storage.verify(directory)
         if problem:
-            self.fail("DamagedCheckpoint", problem)
+            self.fail(error, problem)
         else:
             self._restored(None)
 

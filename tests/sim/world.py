@@ -326,6 +326,23 @@ class World(VirtualTime):
         self.storage.damaged[directory] = None
         return f"{directory} is damaged"
 
+    def store_away(self, seconds: float) -> str:
+        self.storage.away = True
+        self.after(seconds, lambda: setattr(self.storage, "away", False))
+        return f"storage cannot be read for {seconds:.1f} s"
+
+    def lose_manifest(self) -> str:
+        """A user deletes the manifest of the newest checkpoint."""
+        if not self.storage.manifests:
+            return ""
+        directory = max(self.storage.manifests)
+        del self.storage.manifests[directory]
+        return f"the manifest of {directory} is gone"
+
+    def damage_all(self) -> str:
+        self.storage.damaged = dict.fromkeys(self.storage.manifests)
+        return f"{len(self.storage.damaged)} checkpoints are damaged"
+
     def _heal(self) -> None:
         self.log("** no faults from here on")
         self.capacity = self.document["spec"]["nodes"]["max"] + 3
@@ -339,5 +356,7 @@ class World(VirtualTime):
         if self.oracle.finished:
             return
         if self.host.up and self.host.state.intent == "suspend":
-            self.host.handle(e.ResumeRequested(by="sim"))
+            # All its checkpoints may have been damaged.
+            start_over = self.host.state.hold is not None
+            self.host.handle(e.ResumeRequested(by="sim", start_over=start_over))
         self.after(5.0, self._resume_until_received)

@@ -104,6 +104,8 @@ class IncidentStatus(_Written):
     """Where the checkpoint was restored from: memory, storage or nothing."""
     steps_lost: Count | None = None
     """Finished steps that had to be trained again."""
+    steps_lost_at_least: bool | None = None
+    """true: ranks were lost without a last report, so it may be a few more."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds spent in each part: stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None

@@ -52,12 +52,27 @@ def suspend(job: JobArgument, as_json: JsonOption = False, *, target: Target) ->
     _request(target, job, as_json, "suspend", "suspend requested")
 
 
-def resume(job: JobArgument, as_json: JsonOption = False, *, target: Target) -> None:
+def resume(
+    job: JobArgument,
+    start_over: Annotated[
+        bool,
+        typer.Option(
+            "--start-over",
+            help="Begin at step 0. Only for a job none of whose checkpoints can be used.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    *,
+    target: Target,
+) -> None:
     """Continue a suspended job.
 
-    Its controller must be running; if it is not, start it with `holdfast run --attach JOB`.
+    Its controller must be running; if it is not, start it with `holdfast run --attach JOB`. A job
+    none of whose checkpoints can be used goes on after `holdfast checkpoint repair JOB`, or from
+    step 0 with --start-over.
     """
-    _request(target, job, as_json, "resume", "resume requested")
+    more = {"start_over": True} if start_over else {}
+    _request(target, job, as_json, "resume", "resume requested", **more)
 
 
 def cancel(job: JobArgument, as_json: JsonOption = False, *, target: Target) -> None:

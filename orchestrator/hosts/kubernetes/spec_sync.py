@@ -1,9 +1,10 @@
 """Turns edits of a running TrainingJob object into requests to its controller: size, suspend, and
-the annotations for cancel, chaos and checkpoint. The controller decides whether it grants one.
+the annotations for cancel, chaos, checkpoint and resume. The controller decides whether it grants
+one.
 
 Spec and state are compared whenever the object changes, so an edit that was made while no operator
-ran is applied by the next one. The annotations chaos and checkpoint are removed before they are
-carried out: an operator that ends in between drops a fault injection instead of repeating it.
+ran is applied by the next one. The other annotations are removed before they are carried
+out: an operator that ends in between drops a fault injection instead of repeating it.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class SpecSync:
                 await self._request_spec("adjust", generation, **_adjustable(job))
             if job.spec.suspend and state.intent == "run":
                 await self._request_spec("suspend", generation)
-            elif not job.spec.suspend and state.intent == "suspend":
+            elif not job.spec.suspend and state.intent == "suspend" and state.hold is None:
                 await self._request_spec("resume", generation)
-        for name in (names.CHAOS, names.CHECKPOINT):
+        for name in (names.CHAOS, names.CHECKPOINT, names.RESUME):
             if name in annotations and _version(document) > self._handled_version:
                 await self._carry_out(name, annotations[name])
 
@@ -89,12 +90,18 @@ class SpecSync:
             return
         try:
             wanted = json.loads(text)
+            if name == names.RESUME:
+                start_over = wanted.get("start_over") is True
+                await self._request("resume", start_over=start_over, by=str(wanted.get("by", "")))
+                return
             given = {key: wanted[key] for key in CHAOS_ARGUMENTS if wanted.get(key) is not None}
             kind = str(wanted.get("kind", ""))
         except (ValueError, AttributeError, TypeError):
-            example = '{"kind": "kill-worker", "rank": 1}'
+            verb, example = "chaos", '{"kind": "kill-worker", "rank": 1}'
+            if name == names.RESUME:
+                verb, example = "resume", '{"start_over": false, "by": "me"}'
             text = f"annotation {name}: got {text!r}; expected JSON such as {example}"
-            self._events.record("Warning", "Refused", text, {names.REQUEST: "chaos"})
+            self._events.record("Warning", "Refused", text, {names.REQUEST: verb})
             return
         await self._request("chaos", kind=kind, **given)
 

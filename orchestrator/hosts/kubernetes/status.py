@@ -39,6 +39,10 @@ PHASE_REASONS: dict[JobPhase, str] = {
 }
 
 
+HOLD_REASON = "CheckpointsUnusable"
+"""Of a suspended job that waits for a user's decision about its checkpoints."""
+
+
 class ConditionState(NamedTuple):
     """Phase, reason and message of all conditions. A job without a controller has one, too: its
     spec is invalid, or it is suspended, for example."""
@@ -206,6 +210,8 @@ def _condition_state(view: JobView, context: StatusContext) -> ConditionState:
     """Problems of pods are the reason of a pending job, and part of the message of any other job
     that has not ended."""
     reason, message = PHASE_REASONS[view.state], view.reason
+    if view.hold and view.state == "suspended":
+        reason = HOLD_REASON
     if context.problems and view.state not in TERMINAL:
         if view.state == "pending":
             reason = context.problems[0][0]

@@ -30,7 +30,7 @@ from holdfast.orchestrator.kube.informer import Backoff
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
-from .status import PHASE_REASONS
+from .status import HOLD_REASON, PHASE_REASONS
 
 SETTLE_S = 0.05
 """Changes that come together are written together."""
@@ -211,8 +211,10 @@ def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
     if after.storage_problem and after.storage_problem != before.storage_problem:
         found.append(EventDraft("Warning", "CheckpointFailed", after.storage_problem))
     if after.state != before.state and after.state in _PHASES:
-        severity: Severity = "Warning" if after.state in ("failed", "cancelled") else "Normal"
-        found.append(EventDraft(severity, PHASE_REASONS[after.state], after.reason))
+        bad = after.state in ("failed", "cancelled") or bool(after.hold)
+        severity: Severity = "Warning" if bad else "Normal"
+        reason = HOLD_REASON if after.hold else PHASE_REASONS[after.state]
+        found.append(EventDraft(severity, reason, after.reason))
     return found
 
 
@@ -239,6 +241,9 @@ def _opened(one: Incident) -> EventDraft:
 
 def _closed(one: Incident) -> EventDraft:
     text = f"incident {one.number} is over: {one.decision or 'training goes on'}"
-    lost = f"{one.steps_lost} steps lost" if one.steps_lost else "no finished step lost"
+    least = "at least " * one.steps_lost_at_least
+    lost = f"{least}{one.steps_lost} steps lost" if one.steps_lost else "no finished step lost"
+    if least and not one.steps_lost:
+        lost = "the number of lost steps is unknown"
     text += f"; {one.seconds['total']:.2f} s, {lost}"
     return EventDraft("Normal", "Recovered", text, {names.INCIDENT: str(one.number)})

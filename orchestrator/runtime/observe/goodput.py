@@ -40,6 +40,9 @@ class TimeTotals:
     """Training time since the last reported step."""
     interrupted_ns: int = 0
     """Training time of an interrupted generation since its last reported step."""
+    unassigned_ns: int = 0
+    """Of the last interruption: time that belongs to the recovery, unless it turns out that steps
+    were finished in it."""
     waited_before_launch_ns: int = 0
     launched: bool = False
     step: int = -1
@@ -59,8 +62,12 @@ class TimeAccounting:
         self._elapse(now_ns)
         if state.generation != self._totals.generation:
             self._begin(state)
-        if isinstance(event, StepCompleted) and event.generation == state.generation:
-            self._progress(event)
+        if isinstance(event, StepCompleted):
+            if event.generation == state.generation:
+                self._progress(event)
+            else:
+                # The last report of an interrupted generation: steps after it are trained again.
+                self._totals.high = max(self._totals.high, event.step)
         if self._totals.phase == "running" and state.phase != "running":
             self._interrupt(state)
         self._totals.phase = state.phase
@@ -83,15 +90,28 @@ class TimeAccounting:
         restore = state.membership.restore if state.membership else None
         self._totals.generation = state.generation
         self._totals.reported = False
+        self._totals.unassigned_ns = 0
         self._totals.launched = True
         self._totals.step = restore.step if restore else -1
 
     def _progress(self, event: StepCompleted) -> None:
-        if event.step > self._totals.step:
+        if event.step > self._totals.step and self._totals.unassigned_ns:
+            self._assign(event.step)
+        elif event.step > self._totals.step:
             self._settle(self._totals.open_ns, event.step, event.stall_s)
             self._totals.open_ns = 0
         self._totals.step_s = event.step_s or self._totals.step_s
         self._totals.reported = True
+
+    def _assign(self, last: int) -> None:
+        """A report that came after the end of its generation: a part of the time that was counted
+        as recovery was training."""
+        rest_ns = self._totals.unassigned_ns
+        steps_ns = int((last - self._totals.step) * self._totals.step_s * SECOND_NS)
+        useful_ns = min(rest_ns, steps_ns)
+        self._settle(useful_ns, last)
+        self._totals.ns["recovering"] -= useful_ns
+        self._totals.unassigned_ns -= useful_ns
 
     def _settle(self, spent_ns: int, step: int, stall_s: float = 0.0) -> None:
         """Assign the training time from the last known step to `step`."""
@@ -124,6 +144,7 @@ class TimeAccounting:
             )
             self._settle(useful_ns, last)
         self._totals.ns["recovering"] += spent_ns - useful_ns
+        self._totals.unassigned_ns = spent_ns - useful_ns
 
     # -- reading -------------------------------------------------------------------------------
     def seconds(self, now_ns: int) -> dict[str, float]:

@@ -107,6 +107,7 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
         resumed_after_step=record.resumed_after_step,
         restored_from=record.restored_from,
         steps_lost=lost,
+        steps_lost_at_least=record.at_least and lost is not None,
         seconds=_seconds(record, no_steps=no_steps),
         no_steps=no_steps,
         traceback=record.traceback,

@@ -29,7 +29,7 @@ from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .view import CheckpointView, JobView, NodeView, WorkerView
+from .view import CheckpointView, JobView, NodeView, RefusedCheckpoint, WorkerView
 
 SKIPPED_LIMIT = 3
 """So many checkpoints in a row, skipped because an older one was being written, are a problem."""
@@ -211,6 +211,17 @@ class JobProjection:
                 for one in state.catalog.committed
                 if not one.refused and one.key not in state.catalog.deleting
             ],
+            refused_checkpoints=[
+                RefusedCheckpoint(
+                    step=one.step,
+                    generation=one.generation,
+                    refusal=one.refusal or "damaged",
+                    problem=one.problem,
+                )
+                for one in state.catalog.committed
+                if one.refused and one.key not in state.catalog.deleting
+            ],
+            hold=state.hold.text if state.hold is not None else "",
             checkpoint_path=checkpoint_path,
             incidents=incident_views(state, no_steps=self._no_steps),
             ledger=self._accounting.seconds(until),

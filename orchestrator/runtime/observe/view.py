@@ -64,6 +64,8 @@ class Incident(msgspec.Struct, kw_only=True):
     restored_from: Literal["memory", "storage", "nothing", ""] = ""
     steps_lost: int | None = None
     """Finished steps that have to be trained again."""
+    steps_lost_at_least: bool = False
+    """Ranks were lost without a last report, so it may be a few more."""
     seconds: dict[str, float] = {}
     """By phase: stop, place, launch, first-step; and total."""
     overtaken_by: int | None = None
@@ -96,6 +98,17 @@ class CheckpointView(msgspec.Struct, kw_only=True):
     generation: int
     num_bytes: int = 0
     committed_ns: int = 0
+
+
+class RefusedCheckpoint(msgspec.Struct, kw_only=True):
+    """A committed checkpoint that cannot be used."""
+
+    step: int
+    generation: int
+    refusal: str = ""
+    """damaged or missing."""
+    problem: str = ""
+    """What a reader found."""
 
 
 class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: ignore[misc]
@@ -145,6 +158,9 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """How often all buddies get a copy, and why."""
     checkpoints: list[CheckpointView] = []
     """Committed to storage, oldest first."""
+    refused_checkpoints: list[RefusedCheckpoint] = []
+    hold: str = ""
+    """Why the job does not go on without a user's decision; empty: it does."""
     checkpoint_path: str = ""
     nodes: list[NodeView] = []
     incidents: list[Incident] = []

@@ -248,6 +248,7 @@ def check_timers(state: JobState) -> None:
     last_write = state.drain is not None and state.drain.kind != "at-risk"
     allowed: dict[TimerName, bool] = {
         "gather": state.needs_placement,
+        "storage": waits,
         "replacement": waits,
         "capacity": state.needs_placement,
         "grow": running,

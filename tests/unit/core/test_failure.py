@@ -37,6 +37,9 @@ CASES = {
     "checkpoint-damaged": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="DamagedCheckpoint"))
     ),
+    "checkpoint-missing": Evidence(
+        exits=exits(Exit(rank=1, code=1, error_type="MissingCheckpoint"))
+    ),
     "checkpoint-unreadable": Evidence(
         exits=exits(Exit(rank=1, code=1, error_type="UnreadableCheckpoint"))
     ),

@@ -92,7 +92,7 @@ class KubernetesJob:
                 response = self._resize(int(arguments["nodes"]))
             case "suspend":
                 response = self._suspend()
-            case "resume":
+            case "resume" if self._document["spec"].get("suspend") or state != "suspended":
                 response = self._resume()
             case "cancel":
                 self._patch({"metadata": {"annotations": {names.CANCEL: user() or "a user"}}})
@@ -195,7 +195,7 @@ class KubernetesJob:
 
 
 # -- requests as annotations -----------------------------------------------------------------
-ANNOTATIONS = {"chaos": names.CHAOS, "checkpoint": names.CHECKPOINT}
+ANNOTATIONS = {"chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME}
 ACCEPT_TIMEOUT_S = 20.0
 """A running operator removes the annotation within a second; a standby replica that has to take
 over first, within its lease."""
@@ -209,9 +209,9 @@ class NoOperator(HoldfastError):
 
 
 class _AnnotatedRequest:
-    """A fault injection or a checkpoint: an annotation that the operator removes. Its answer is an
-    Event with annotations of its own. A request that no operator accepts is withdrawn, so that it
-    does not surprise a user much later."""
+    """A fault injection, a checkpoint, or the resume of a job that holds: an annotation that the
+    operator removes. Its answer is an Event with annotations of its own. A request that no operator
+    accepts is withdrawn, so that it does not surprise a user much later."""
 
     def __init__(
         self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
@@ -224,7 +224,7 @@ class _AnnotatedRequest:
         self._selector = events_selector(document)
         self._annotation = ANNOTATIONS[verb]
         self._value = user() or "a user"
-        if verb == "chaos":
+        if verb != "checkpoint":
             self._value = json.dumps({**arguments, "by": self._value, "id": secrets.token_hex(4)})
 
     async def perform(self, cluster: KubeClient, namespace: str) -> Response:

@@ -110,3 +110,21 @@ def test_after_the_end_no_time_passes() -> None:
     job.at(4, phase="succeeded")
     seconds = job.accounting.seconds(99 * SECOND_NS)
     assert sum(seconds.values()) == 4 and seconds["finishing"] == 1
+
+
+def test_a_step_that_is_reported_after_the_loss_of_all_nodes_is_trained_again() -> None:
+    """The heartbeats of lost nodes knew of later steps than the journal: they are new steps, and
+    those after the restored one are trained again."""
+    job = Accounted()
+    job.launch(1, 1)
+    job.step(2, 0)
+    job.step(10, 8)
+    job.fail(16, 8)
+    job.at(16, StepCompleted(generation=1, step=12, step_s=1.0))
+    job.launch(20, 2, after_step=8)
+    job.step(22, 8)
+    job.step(26, 12)
+    job.step(27, 13)
+    seconds = job.seconds(27)
+    assert seconds["redone"] == 4
+    assert seconds["productive"] == 8 + 4 + 1

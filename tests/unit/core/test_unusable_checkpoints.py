@@ -1,0 +1,193 @@
+"""Checkpoints that cannot be used: damaged, missing, or in a store that cannot be read; and a job
+that has nothing left to restore.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.orchestrator.core.actions import (
+    CommitManifest,
+    DeleteCheckpoint,
+    LaunchGroup,
+    ReleaseNode,
+    RequestNodes,
+)
+from holdfast.orchestrator.core.events import (
+    CheckpointsListed,
+    ControllerStarted,
+    ResumeRequested,
+    SuspendRequested,
+)
+from holdfast.orchestrator.core.state import Refusal
+from holdfast.orchestrator.protocol.facts import Restore, ShardFile
+
+from .harness import Transcript
+
+PROBLEM = "step-00000019.gen-1/shard-0: model.weight: damaged checkpoint: a checksum differs"
+
+
+def _files(*keys: tuple[int, int]) -> tuple[ShardFile, ...]:
+    return tuple(
+        ShardFile(step, generation, shard, 2, f"s{shard}", 1, "c")
+        for step, generation in keys
+        for shard in range(2)
+    )
+
+
+def _restore(job: Transcript) -> Restore | None:
+    membership = job.state.membership
+    assert membership is not None
+    return membership.restore
+
+
+def _after_the_loss_of_all_memory(*steps: int) -> Transcript:
+    """Checkpoints of these steps; a generation restores the newest."""
+    job = Transcript().started()
+    for step in steps:
+        job.commit(step)
+        job.succeed(DeleteCheckpoint)
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    job.succeed(LaunchGroup)
+    return job
+
+
+def _reader_fails(job: Transcript, error: str, message: str = PROBLEM) -> None:
+    job.exits(0, code=1, step=-1, error_type=error, error_message=message)
+    job.all_stopped(None)
+
+
+def _held(*steps: int) -> Transcript:
+    job = _after_the_loss_of_all_memory(*steps)
+    for _ in steps:
+        job.succeed(LaunchGroup)
+        _reader_fails(job, "DamagedCheckpoint")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"), [("DamagedCheckpoint", "damaged"), ("MissingCheckpoint", "missing")]
+)
+def test_a_damaged_or_missing_checkpoint_is_refused_and_the_one_before_used(
+    error: str, refusal: Refusal
+) -> None:
+    job = _after_the_loss_of_all_memory(9, 19)
+    _reader_fails(job, error)
+    assert len(job.of(LaunchGroup)) == 2
+    restore = _restore(job)
+    assert restore is not None and restore.step == 9
+    newest = job.state.catalog.committed[-1]
+    assert (newest.refused, newest.refusal, newest.problem) == (True, refusal, PROBLEM)
+
+
+def test_a_store_that_cannot_be_read_is_tried_again_with_pauses_and_charges_nothing() -> None:
+    job = _after_the_loss_of_all_memory(9, 19)
+    charged = dict(job.state.restarts)
+    pauses = []
+    for _ in range(7):
+        _reader_fails(job, "UnreadableCheckpoint", "the store has no checkpoint; is it mounted?")
+        assert not job.of(LaunchGroup)
+        assert "is it mounted" in job.state.reason.text
+        begin = job.now_ns
+        due = job.controller.next_deadline_ns()
+        assert due is not None
+        job.wait((due - begin) / 1e9)
+        assert job.of(LaunchGroup), "memory is lost, so the store is read again"
+        pauses.append((due - begin) / 1e9)
+        job.succeed(LaunchGroup)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert job.state.restarts == charged
+    restore = _restore(job)
+    assert restore is not None and restore.step == 19, "no checkpoint is given up"
+    job.step(20)
+    assert job.state.num_store_failures == 0
+
+
+def test_a_job_that_waits_for_its_store_can_be_suspended() -> None:
+    job = _after_the_loss_of_all_memory(9)
+    _reader_fails(job, "UnreadableCheckpoint", "not mounted")
+    job.apply(SuspendRequested())
+    assert job.state.phase == "suspended" and "storage" not in job.state.timers
+
+
+def test_a_new_controller_refuses_what_is_not_in_storage_any_more() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.commit(19)
+    job.apply(ControllerStarted(incarnation=2, committed=_files((9, 1)), listed=True))
+    assert [known.refusal for known in job.state.catalog.committed] == ["", "missing"]
+    job.apply(ControllerStarted(incarnation=3, committed=_files((9, 1), (19, 1)), listed=True))
+    assert [known.refusal for known in job.state.catalog.committed] == ["", ""], "it is back"
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["not-mounted", "no-answer"])
+def test_a_new_controller_refuses_nothing_if_storage_shows_no_checkpoint(listed: bool) -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.apply(ControllerStarted(incarnation=2, committed=(), listed=listed))
+    assert not job.state.catalog.committed[0].refused
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
+    job = _held(9, 19)
+    state = job.state
+    assert (state.phase, state.reason.code) == ("suspended", "checkpoint")
+    assert not job.of(LaunchGroup) and len(job.all(LaunchGroup)) == 6
+    for part in ("step 19 is damaged (", "step 9 is damaged (", "model.weight", "--start-over"):
+        assert part in state.reason.text
+    assert len(job.of(ReleaseNode)) == 2
+    assert not job.all(DeleteCheckpoint), "refused checkpoints are kept"
+
+
+def test_a_job_that_holds_holds_again_when_it_is_resumed_without_a_decision() -> None:
+    job = _held(9)
+    job.apply(ResumeRequested())
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    assert job.state.phase == "suspended" and job.state.hold is not None
+
+
+def test_a_repaired_checkpoint_lets_a_job_go_on() -> None:
+    job = _held(9, 19)
+    job.apply(CheckpointsListed(files=_files((9, 1), (19, 1), (19, 7))))
+    job.apply(ResumeRequested())
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    restore = _restore(job)
+    assert restore is not None and restore.directory == "step-00000019.gen-7"
+    assert job.state.generation == 8, "the directory of the repaired checkpoint is not written"
+    assert job.state.hold is None
+
+
+def test_a_user_may_start_over_and_refused_checkpoints_stay_until_a_later_one_is_good() -> None:
+    job = _held(9, 19)
+    job.apply(ResumeRequested(start_over=True))
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    job.succeed(LaunchGroup)
+    assert _restore(job) is None
+    job.step(0)
+    job.commit(9)
+    assert [action.step for action in job.of(DeleteCheckpoint)] == [9], "the old one of that step"
+    job.succeed(DeleteCheckpoint)
+    job.commit(19)
+    assert [action.step for action in job.of(DeleteCheckpoint)] == [19]
+    assert job.all(CommitManifest)[-1].generation == job.state.generation
+
+
+def test_a_job_that_never_committed_a_checkpoint_begins_at_step_0() -> None:
+    job = Transcript().started()
+    job.exits(0, signal=9)
+    job.all_stopped(None)
+    assert len(job.of(LaunchGroup)) == 2 and _restore(job) is None
+
+
+def test_steps_that_only_heartbeats_reported_count_when_all_nodes_are_lost() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.lose("a")
+    job.lose("b")
+    job.step(20)  # what the last heartbeats say
+    incident = job.state.incidents[-1]
+    assert incident.step_before == 20 and incident.at_least
