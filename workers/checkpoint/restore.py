@@ -30,6 +30,7 @@ from .layout import (
     copy_and_hash,
     hash_bytes,
 )
+from .optimizer_state import WrongOptimizer
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
 from .state import DTYPES, StateTensor, TrainingState
@@ -83,8 +84,14 @@ def restore(
                 raise
             header = source.header()
             _expect_identity(header, source.name, index, num_stored, step)
-            header = replace(header, entries=state.entries_by_name(header.entries))
+            entries = state.entries_by_name(header.entries, header.extra)
+            header = replace(header, entries=entries)
             _check_shapes(model, header, source.name)
+            try:
+                state.expect_optimizers(header.extra)
+            except WrongOptimizer:
+                _expect_names(model, names | header.entries.keys())  # another model: say that first
+                raise
             _add_optimizer_targets(state, targets, header)
             names.update(header.entries)
             extra = header.extra if extra is None else extra
@@ -95,6 +102,7 @@ def restore(
             if names >= model.keys() and all(t.complete for t in targets.values()):
                 break
     _expect_names(model, names)
+    _expect_optimizer_state(state, targets, names, extra if extra is not None else {})
     for name, wanted in targets.items():
         if not wanted.complete:
             box = wanted.held.box
@@ -118,9 +126,8 @@ def _add_optimizer_targets(
     for name, entry in header.entries.items():
         if name in targets or not name.startswith(OPTIMIZER):
             continue
-        owner = state.optimizer_parameter(name)
-        if owner is not None:
-            held = state.make_optimizer_tensor(*owner, entry.box.global_shape, entry.dtype)
+        held = state.make_optimizer_tensor(name, entry.box.global_shape, entry.dtype)
+        if held is not None:
             targets[name] = _Target(held)
 
 
@@ -195,8 +202,21 @@ def _expect_names(model: dict[str, _Target], names: set[str]) -> None:
         raise WrongModel(_message("the checkpoint", problems))
 
 
+def _expect_optimizer_state(
+    state: TrainingState, targets: dict[str, _Target], names: set[str], extra: dict[str, Any]
+) -> None:
+    missing = state.missing_optimizer_state(extra, names)
+    unexpected = sorted(n for n in names if n.startswith(OPTIMIZER) and n not in targets)
+    if missing or unexpected:
+        problems = {
+            "state of an optimizer, missing from it": missing,
+            "state of an optimizer, of parameters that it does not have": unexpected,
+        }
+        raise WrongModel(_message("the checkpoint", problems))
+
+
 def _message(what: str, problems: dict[str, list[str]]) -> str:
-    lines = [f"{what}: a checkpoint of another model"]
+    lines = [f"{what}: a checkpoint of another model or optimizer"]
     for kind, found in problems.items():
         if found:
             more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""

@@ -75,11 +75,11 @@ class Stager:
         self._buffer_names = state.buffers()
         self._urgent: list[bool] = []
         """Whether the next forward waits for the copy of the tensor."""
-        self._cuda = _CudaCopier(state.optimizer, device) if device.type == "cuda" else None
+        self._cuda = _CudaCopier(state, device) if device.type == "cuda" else None
 
     def prepare(self) -> None:
         """Requests buffers before the first staging if the optimizer already has its state."""
-        if self._state.optimizer.state:
+        if self._state.has_optimizer_state:
             self._plan(encode_extra(self._state.export_extra()))
 
     def stage(self, step: int) -> float:
@@ -199,7 +199,7 @@ class _Completion:
 class _CudaCopier:
     """Copies from the device to page-locked host memory on its own stream, one copy at a time."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, state: TrainingState, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
@@ -210,8 +210,9 @@ class _CudaCopier:
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
-        # The next optimizer step overwrites the copied tensors: the device waits, not the host.
-        optimizer.register_step_pre_hook(lambda *_: self._delay_optimizer())
+        # The next step of an optimizer overwrites the copied tensors: the device waits for the
+        # copy, not the host.
+        state.before_each_step(self._delay_optimizer)
         threading.Thread(target=self._complete_all, name="holdfast-stage", daemon=True).start()
 
     def lock_pages(self, buffer: int, view: Bytes) -> None:

@@ -23,6 +23,7 @@ from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.facts import Restore, WorkerPhase
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.checkpoint.given_optimizers import Given
 from holdfast.workers.checkpoint.placement import expect_mesh
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
@@ -135,18 +136,20 @@ class Session:
         return Shards(model, self.device, self.world_size)
 
     # -- the loop -----------------------------------------------------------------------------
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Extra = None
-    ) -> int:
+    def restore(self, model: nn.Module, optimizer: Given, extra: Extra = None) -> int:
         """Fills model, optimizer and extra from the newest checkpoint; returns the next step.
 
-        Returns 0 and changes nothing if there is no checkpoint. `extra` is a dict of JSON values,
-        or an object with state_dict and load_state_dict; it is stored with every checkpoint. Call
-        it once, after the model is sharded and the optimizer made. The mesh may differ from that of
-        the checkpoint.
+        Returns 0 and changes nothing if there is no checkpoint. Call it once, after the model is
+        sharded and the optimizer made. The mesh may differ from that of the checkpoint.
 
-        Raises UserError for a wrong call and for a model that is sharded otherwise than the mesh of
-        the job, WrongModel if names or shapes differ from the checkpoint,
+        `optimizer` is one, or a list, tuple or dict of all that step parameters of the model. In
+        wrappers with `.optimizer` or `.optimizers`, such as those of accelerate and torchtitan, the
+        optimizers inside are taken. `extra` is a dict of JSON values, or an object with state_dict
+        and load_state_dict; it is stored with every checkpoint.
+
+        Raises UserError for a wrong call, for optimizers whose state no checkpoint would have, and
+        for a model that is sharded otherwise than the mesh of the job; WrongModel or WrongOptimizer
+        if names, shapes or groups differ from the checkpoint;
         DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
         if self._state is not None:

@@ -61,7 +61,8 @@ def test_optimizer_state_is_laid_out_like_its_parameter_without_a_step() -> None
     with as_rank(0, 2):
         model, optimizer = build(1, 2, seed=2)
         state = TrainingState(model, optimizer, None)
-        held = state.make_optimizer_tensor("first.weight", "exp_avg", (7, 3), "F32")
+        held = state.make_optimizer_tensor("optim.first.weight.exp_avg", (7, 3), "F32")
+        assert held is not None
         assert held.box == box_of(model.first.weight)
         assert optimizer.state[model.first.weight]["exp_avg"].placements == (
             model.first.weight.placements

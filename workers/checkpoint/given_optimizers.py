@@ -1,0 +1,174 @@
+"""What a script gives to `restore` as its optimizer: one, several, or a wrapper of others. Finds
+the optimizers that hold the state, and refuses what would leave state behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.orchestrator.errors import UserError
+
+Given = Any
+"""A torch.optim.Optimizer, a wrapper of one, or a list, tuple or mapping of them."""
+
+SEPARATOR = ":"
+"""Between the name of one of several optimizers and that of a parameter, in a checkpoint."""
+
+_DIVIDED = {
+    "ZeroRedundancyOptimizer": "use fully_shard, which divides parameters and optimizer state",
+    "ZeROOptimizer": "use fully_shard instead of DeepSpeed's ZeRO",
+}
+"""Classes that keep on each rank the state of some parameters only, without a word which."""
+
+
+def leaves(given: Given) -> dict[str, Any]:
+    """Name -> each optimizer that holds state; the name of a single one is empty.
+
+    torchtitan's container has `optimizers`, accelerate's wrapper has `optimizer`. Raises UserError.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for path, one in _walk(given, ""):
+        if id(one) not in seen:
+            seen.add(id(one))
+            found[path] = one
+    if not found:
+        raise _not_an_optimizer(given, "")
+    return {"": next(iter(found.values()))} if len(found) == 1 else found
+
+
+def wrappers(given: Given) -> Iterator[tuple[Any, list[Any]]]:
+    """Each wrapper among the given, with the optimizers that it has."""
+    inner = _inner(given)
+    if inner is None:
+        return
+    if not isinstance(given, Mapping | list | tuple):
+        yield given, [one for _, one in _walk(inner, "")]
+    for one in inner.values():
+        yield from wrappers(one)
+
+
+def expect_stateless(wrapper: Any, inner: Iterable[Any]) -> None:
+    """Raises UserError if a wrapper has state of its own, such as Lookahead's slow weights."""
+    own = getattr(wrapper, "state", None)
+    states = [one.state for one in inner]
+    if not own or any(own is state for state in states):
+        return
+    if any(value and all(s.get(key) is not value for s in states) for key, value in own.items()):
+        raise UserError(
+            f"optimizer: got a {type(wrapper).__name__} with state of its own beside that of "
+            f"{', '.join(type(one).__name__ for one in inner)}; expected a wrapper without state; "
+            "make it a subclass of the optimizer, so that its state is that of one object"
+        )
+
+
+def refuse_other_optimizers(
+    owner: object, known: Mapping[str, Any], given: Given, names: Mapping[int, str]
+) -> None:
+    """While `owner` lives, a step of an optimizer that was not given to restore raises UserError if
+    it has parameters of the model: its state would be in no checkpoint. `names` are those of the
+    parameters, by id."""
+    allowed = {id(one) for one in known.values()} | {id(one) for one, _ in wrappers(given)}
+    others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in allowed or optimizer in others:
+            return
+        inside = _inner(optimizer)
+        if inside and all(id(one) in allowed for _, one in _walk(inside, "")):
+            others.add(optimizer)
+            return
+        stepped = [
+            names[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        ]
+        if stepped:
+            raise _not_given(type(optimizer).__name__, stepped)
+        others.add(optimizer)
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(owner, handle.remove)
+
+
+def expect_in_backward_given(parameters: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Optimizers that torch runs within backward stand at the parameters."""
+    ids = {id(one) for one in known.values()}
+    for name, parameter in parameters.items():
+        for one in getattr(parameter, "_in_backward_optimizers", ()):
+            if id(one) not in ids:
+                raise _not_given(f"{type(one).__name__} that runs within backward", [name])
+
+
+def expect_hooks(optimizer: Any) -> Callable[..., Any]:
+    """Its register_step_pre_hook. Raises UserError for a look-alike of torch's optimizers."""
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(
+            f"optimizer: got {type(optimizer).__name__}, which is no torch.optim.Optimizer; "
+            "expected one whose steps can wait for the copy of the state on a GPU; make it a "
+            "subclass of torch.optim.Optimizer"
+        )
+    return optimizer.register_step_pre_hook
+
+
+def _walk(given: Given, path: str) -> Iterator[tuple[str, Any]]:
+    for kind in type(given).__mro__:
+        if kind.__name__ in _DIVIDED:
+            raise UserError(
+                f"optimizer: got {type(given).__name__}, whose state is divided among the ranks by "
+                f"parameter; expected the same optimizer state on every rank with the same part "
+                f"of the model; {_DIVIDED[kind.__name__]}"
+            )
+    inner = _inner(given)
+    if inner is None:
+        if not (hasattr(given, "param_groups") and hasattr(given, "state")):
+            raise _not_an_optimizer(given, path)
+        yield path, given
+        return
+    alone = len(inner) == 1 and not isinstance(given, Mapping)
+    for name, one in inner.items():
+        yield from _walk(one, path if alone else f"{path}/{name}" if path else str(name))
+
+
+def _inner(given: Given) -> dict[Any, Any] | None:
+    """The optimizers inside by key; None: it is no wrapper."""
+    if isinstance(given, Mapping):
+        for name in given:
+            if SEPARATOR in str(name):
+                raise UserError(
+                    f"optimizer: got the name {name!r}; expected one without {SEPARATOR!r}; "
+                    "rename it"
+                )
+        return dict(given)
+    if isinstance(given, list | tuple):
+        return dict(enumerate(given))
+    several = getattr(given, "optimizers", None)
+    if isinstance(several, Mapping | list | tuple) and several:
+        return dict(several) if isinstance(several, Mapping) else dict(enumerate(several))
+    one = getattr(given, "optimizer", None)
+    if hasattr(one, "param_groups") and hasattr(given, "param_groups"):
+        return {0: one}
+    return None
+
+
+def _not_an_optimizer(given: Given, path: str) -> UserError:
+    where = f" at {path}" if path else ""
+    return UserError(
+        f"session.restore: got {type(given).__name__}{where} as optimizer; expected a "
+        "torch.optim.Optimizer, or a list, tuple or dict of them; write s.restore(model, optimizer)"
+    )
+
+
+def _not_given(kind: str, names: list[str]) -> UserError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UserError(
+        f"optimizer: got a step of {kind} over parameters of the model ({', '.join(names[:3])}"
+        f"{more}) that was not given to restore, so no checkpoint has its state; expected all "
+        "optimizers; write s.restore(model, [first, second])"
+    )
