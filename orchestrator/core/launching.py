@@ -84,7 +84,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     if nothing_usable(state):
         completion.hold(ctx, why_nothing_usable(state))
         return
-    mesh = mesh_for(state.job, size)
+    mesh = mesh_for(state.job, size, state.device_memory_bytes)
     assert mesh is not None
     free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
     group = nodes_per_group(mesh, spec.workers_per_node)

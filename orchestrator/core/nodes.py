@@ -39,7 +39,8 @@ def members_here(state: JobState) -> list[NodeRecord]:
 
 def possible_size(state: JobState) -> int:
     """Nodes of the largest generation that could be launched now; 0: none."""
-    return best_size(state.job, min(state.target_nodes, len(usable(state))))
+    limit = min(state.target_nodes, len(usable(state)))
+    return best_size(state.job, limit, state.device_memory_bytes)
 
 
 def any_to_be_stopped(state: JobState) -> bool:

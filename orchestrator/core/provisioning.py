@@ -32,7 +32,7 @@ a replacement takes."""
 # -- queries ----------------------------------------------------------------------------------
 def full_size(state: JobState) -> int:
     """Nodes of the largest generation that the job wants."""
-    return best_size(state.job, state.target_nodes)
+    return best_size(state.job, state.target_nodes, state.device_memory_bytes)
 
 
 def awaiting_rejoin(state: JobState) -> bool:

@@ -13,10 +13,12 @@ from ..protocol.facts import NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
 
 
-def mesh_for(job: TrainingJob, num_nodes: int) -> Mesh | None:
+def mesh_for(
+    job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None
+) -> Mesh | None:
     """The mesh of the job on exactly this many nodes; None: whole replica groups do not fill them,
-    or it is fewer than the job's minimum."""
-    chosen = choose_mesh(job, num_nodes) if num_nodes >= 1 else None
+    or it is fewer than the job's minimum. `device_memory_bytes` as in `choose_mesh`."""
+    chosen = choose_mesh(job, num_nodes, device_memory_bytes) if num_nodes >= 1 else None
     if chosen is None or chosen[0].world_size != num_nodes * job.spec.workers_per_node:
         return None
     return chosen[0]
@@ -29,20 +31,21 @@ def resized(job: TrainingJob, num_nodes: int) -> TrainingJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"nodes": changed})})
 
 
-def best_size(job: TrainingJob, limit: int) -> int:
+def best_size(job: TrainingJob, limit: int, device_memory_bytes: int | None = None) -> int:
     """The largest number of nodes <= limit that has a mesh; 0: none."""
-    fits = (num_nodes for num_nodes in range(limit, 0, -1) if mesh_for(job, num_nodes) is not None)
-    return next(fits, 0)
+    sizes = range(limit, 0, -1)
+    return next((size for size in sizes if mesh_for(job, size, device_memory_bytes)), 0)
 
 
-def check_resize(job: TrainingJob, num_nodes: int) -> str:
+def check_resize(job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None) -> str:
     """What is wrong with a requested size; empty: nothing."""
+    memory = device_memory_bytes
     if num_nodes < 1:
         return f"nodes: got {num_nodes}; expected at least 1; to free all nodes use suspend"
-    if mesh_for(resized(job, num_nodes), num_nodes) is not None:
+    if mesh_for(resized(job, num_nodes), num_nodes, memory) is not None:
         return ""
     top = max(num_nodes, job.spec.nodes.max) * 2
-    fits = [n for n in range(1, top + 1) if mesh_for(resized(job, n), n) is not None]
+    fits = [n for n in range(1, top + 1) if mesh_for(resized(job, n), n, memory) is not None]
     near = [n for n in fits if n < num_nodes][-1:] + [n for n in fits if n > num_nodes][:1]
     return (
         f"nodes: got {num_nodes}; expected whole replica groups at "

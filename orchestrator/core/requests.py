@@ -28,7 +28,7 @@ starts. The rest is for the hand-over, and for storage if no node can take over.
 # -- requests ---------------------------------------------------------------------------------
 def resize(ctx: StepContext, event: ResizeRequested) -> None:
     state = ctx.state
-    problem = check_resize(state.job, event.nodes)
+    problem = check_resize(state.job, event.nodes, state.device_memory_bytes)
     if problem:
         ctx.note(problem)
         return

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
+from ..planner.choose import smallest_device
 from ..protocol.facts import (
     Exit,
     Membership,
@@ -396,6 +397,11 @@ class JobState(Struct):
     @property
     def min_nodes(self) -> int:
         return self.job.spec.nodes.min
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Of the smallest device of the nodes that are here; None: unknown."""
+        return smallest_device(self.job, (node.facts for node in self.nodes.values()))
 
     @property
     def incident(self) -> IncidentRecord | None:

@@ -6,8 +6,10 @@ Replica groups and nodes are always used whole: a shrink never splits a shard gr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ..api.v1alpha1 import TrainingJob
+from ..protocol.facts import NodeFacts
 from ..protocol.mesh import Mesh
 from .costs import USABLE, count_parameters, device_bytes, memory_table, model_state_bytes
 
@@ -25,8 +27,8 @@ def choose_mesh(
     num_nodes = min(num_nodes, spec.nodes.max)
     if num_nodes < spec.nodes.min:
         return None
-    if device_memory_bytes is None and not spec.resources.gpu and spec.resources.memory:
-        device_memory_bytes = int(spec.resources.memory)
+    if device_memory_bytes is None:
+        device_memory_bytes = smallest_device(job, [])
     shard, why = _shard_size(job, device_memory_bytes)
     mesh = _replicas(job, shard, num_nodes)
     if mesh is None and _is_auto(job):
@@ -46,6 +48,14 @@ def choose_mesh(
     elif used < spec.nodes.max:
         why += f"; {mesh.replicate} whole replica group{'s' * (mesh.replicate > 1)} on {used} nodes"
     return mesh, why
+
+
+def smallest_device(job: TrainingJob, nodes: Iterable[NodeFacts]) -> int | None:
+    """Bytes of memory of the smallest device that a worker may get: a GPU of these nodes, or
+    spec.resources.memory for a job on CPUs. None: unknown. Plan, launch and resize all use it."""
+    if job.spec.resources.gpu:
+        return min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=None)
+    return int(job.spec.resources.memory) if job.spec.resources.memory else None
 
 
 def num_nodes_used(job: TrainingJob, mesh: Mesh) -> int:

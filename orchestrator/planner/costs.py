@@ -136,11 +136,14 @@ def device_bytes(rows: tuple[MemoryEstimate, ...]) -> int:
 def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
     parallelism, width = job.spec.parallelism, parameter_bytes(job)
     total = counts.total
-    offload = parallelism.offload == "cpu"
     formula = f"{STATE_BYTES} P / S = 16 x {total:,} / {mesh.num_shards}"
     states = model_state_bytes(counts, mesh.num_shards)
     what = "model states: fp32 shards, gradients, AdamW moments"
-    rows = [MemoryEstimate(what, "node" if offload else "device", states, formula, exact=True)]
+    where: MemoryOwner = "device"
+    if parallelism.offload == "cpu" and mesh.num_shards > 1:  # only FSDP2 offloads
+        workers, where = job.spec.workers_per_node, "node"
+        formula, states = f"{workers} workers x {formula}", workers * states
+    rows = [MemoryEstimate(what, where, states, formula, exact=True)]
     keep = parallelism.reshard_after_forward
     if mesh.shard > 1 and keep is False:
         formula = f"{width} P: reshardAfterForward is false"

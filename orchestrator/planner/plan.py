@@ -11,7 +11,7 @@ from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
 from . import costs
-from .choose import choose_mesh, num_nodes_used
+from .choose import choose_mesh, num_nodes_used, smallest_device
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def make_plan(
     """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
     replica group fits on them."""
     if device_memory_bytes is None:
-        device_memory_bytes = _device_memory(job, facts)
+        device_memory_bytes = smallest_device(job, [facts])
     if num_nodes is None:
         num_nodes = job.spec.nodes.max
     chosen = choose_mesh(job, num_nodes, device_memory_bytes)
@@ -107,12 +107,6 @@ def make_plan(
         device_memory_bytes=device_memory_bytes,
         warnings=tuple(_warnings(job, mesh, facts, sizes, device_memory_bytes)),
     )
-
-
-def _device_memory(job: TrainingJob, facts: NodeFacts) -> int | None:
-    if job.spec.resources.gpu:
-        return min((gpu.memory_bytes for gpu in facts.gpus), default=None)
-    return int(job.spec.resources.memory) if job.spec.resources.memory else None
 
 
 def _node(job: TrainingJob, mesh: Mesh, node_rank: int) -> NodePlan:
@@ -174,6 +168,28 @@ def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[SizePlan,
     return tuple(sizes)
 
 
+def _advice(job: TrainingJob, mesh: Mesh | None, device_memory_bytes: int) -> str:
+    """What makes the job need less of a device: first what outweighs the rest."""
+    recipe, parallelism = job.spec.entrypoint.recipe, job.spec.parallelism
+    assert recipe is not None and mesh is not None
+    counts = costs.count_parameters(recipe.config.model)
+    states = costs.model_state_bytes(counts, mesh.num_shards)
+    if states > costs.USABLE * device_memory_bytes:
+        room = costs.USABLE * device_memory_bytes
+        shards = -(-costs.STATE_BYTES * counts.total // int(room))
+        return (
+            f"the model states alone need {states / 2**30:.1f} GiB: share them between at least "
+            f"{shards} workers (parallelism.shard, nodes.max), or set parallelism.offload: cpu"
+        )
+    ways = []
+    if costs.micro_batch(recipe.config, mesh) > 1:
+        ways.append("recipe.config.microBatch: 1")
+    if parallelism.activation_checkpointing.mode == "none":
+        ways.append("parallelism.activationCheckpointing: {mode: full}")
+    ways.append("more workers that share one copy (parallelism.shard)")
+    return "set " + " or ".join(ways)
+
+
 def _warnings(
     job: TrainingJob,
     mesh: Mesh,
@@ -187,8 +203,8 @@ def _warnings(
         if need and device_memory_bytes and need > costs.USABLE * device_memory_bytes:
             found.append(
                 f"on {size.nodes} node{'s' * (size.nodes > 1)} a worker needs about "
-                f"{need / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} GiB; set "
-                f"recipe.config.microBatch or parallelism.activationCheckpointing"
+                f"{need / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} GiB; "
+                f"{_advice(job, size.mesh, device_memory_bytes)}"
             )
     inner = mesh.tensor * mesh.context
     if inner > job.spec.workers_per_node:

@@ -87,7 +87,7 @@ class ControlApi:
     async def _resize(self, arguments: dict[str, Any]) -> wire.Reply:
         nodes = _integer(arguments, "nodes")
         state = self._driver.state
-        if problem := check_resize(state.job, nodes):
+        if problem := check_resize(state.job, nodes, state.device_memory_bytes):
             raise UserError(problem)
         limit = self._backend.node_limit() if isinstance(self._backend, LimitsNodes) else None
         if limit is not None and nodes > limit:

@@ -22,6 +22,7 @@ from yaml.reader import ReaderError
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
 
+from .effects import without_effect
 from .job import PATTERNS, TrainingJob, redacted
 
 
@@ -53,7 +54,10 @@ def parse_job(text: str, source: str = "") -> TrainingJob:
         document = read_yaml(text)
     except BadDocument as error:
         raise SpecError([error.problem], source) from None
-    return job_from_mapping(document, source)
+    job = job_from_mapping(document, source)
+    if problems := without_effect(job):
+        raise SpecError(problems, source)
+    return job
 
 
 def job_from_mapping(document: Any, source: str = "") -> TrainingJob:

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
+from holdfast.orchestrator.api.v1alpha1.effects import without_effect
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.backends.kubernetes.queues import selection
 from holdfast.orchestrator.errors import Problem, SpecError
@@ -36,7 +37,9 @@ def read_job(document: Document, pods: PodSettings, known_path: str = "") -> Tra
         }
     )
     job = selection.with_queue_label(job)
-    problems = [
+    started = bool((document.get("status") or {}).get("jobId"))
+    problems = [] if started else without_effect(job)
+    problems += [
         *_problems(job, pods, known_path),
         *selection.problems(job),
         *template_problems(job),

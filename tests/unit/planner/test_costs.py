@@ -77,9 +77,17 @@ def test_full_activation_checkpointing_saves_activations() -> None:
 
 
 def test_offload_moves_the_states_to_the_node() -> None:
-    job = make_job(recipe={}, parallelism={"offload": "cpu"})
+    job = make_job(recipe={}, parallelism={"offload": "cpu"}, workers=2)
     states = next(r for r in costs.memory_table(job, Mesh(shard=2)) if "states" in r.what)
-    assert states.where == "node"
+    total = count_parameters(Model()).total
+    assert (states.where, states.num_bytes) == ("node", 2 * -(-16 * total // 2))
+
+
+def test_offload_does_nothing_without_shards() -> None:
+    """7B with offload under DDP was planned at 15 GiB and took 115."""
+    job = make_job(recipe={}, parallelism={"offload": "cpu"})
+    states = next(r for r in costs.memory_table(job, Mesh(replicate=2)) if "states" in r.what)
+    assert (states.where, states.num_bytes) == ("device", 16 * count_parameters(Model()).total)
 
 
 def test_buddy_copies_count_only_if_no_replica_holds_the_shard() -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from holdfast.orchestrator.planner import make_plan
-from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from holdfast.orchestrator.api.v1alpha1 import job_to_mapping
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.events import NodeJoined
+from holdfast.orchestrator.core.rank_assignment import mesh_for
+from holdfast.orchestrator.planner import make_plan
+from holdfast.orchestrator.planner.choose import smallest_device
+from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.mesh import Mesh
+
+from ..core.harness import Transcript
 from .builders import FACTS, make_job
 
 
@@ -44,3 +55,60 @@ def test_a_wide_range_of_sizes_shows_its_ends() -> None:
     assert counts[0] == 2
     assert counts[-1] == 1000
     assert len(counts) <= 7
+
+
+def test_the_advice_fits_what_outweighs_the_rest() -> None:
+    """States that do not fit need more shards; activations need checkpointing or a smaller batch."""
+    llama = {"dim": 8192, "numLayers": 80, "numHeads": 64, "numKvHeads": 8, "ffnDim": 28672}
+    states = {"globalBatch": 8, "model": {**llama, "vocabSize": 128256}}
+    job = make_job(nodes=(1, 1), workers=8, recipe=states, resources={"gpu": 1})
+    plan = make_plan(job, FACTS, device_memory_bytes=80 * 2**30)
+    assert plan is not None
+    (warning,) = plan.warnings
+    assert "the model states alone need 131" in warning and "at least 17 workers" in warning
+    activations = {"globalBatch": 512, "model": {"dim": 512, "numHeads": 8}}
+    job = make_job(nodes=(1, 1), workers=2, recipe=activations, resources={"gpu": 1})
+    plan = make_plan(job, FACTS, device_memory_bytes=8 * 2**30)
+    assert plan is not None
+    assert "microBatch: 1 or parallelism.activationCheckpointing" in plan.warnings[0]
+
+
+GPU_MEMORIES = st.sampled_from([8, 16, 24, 40, 80, 141])
+
+
+@given(
+    memory_gib=GPU_MEMORIES,
+    workers=st.sampled_from([1, 2, 4, 8]),
+    nodes=st.integers(1, 8),
+    layers=st.sampled_from([2, 24, 80]),
+    dim=st.sampled_from([256, 2048, 8192]),
+)
+def test_the_controller_launches_the_mesh_that_was_planned(
+    memory_gib: int, workers: int, nodes: int, layers: int, dim: int
+) -> None:
+    model = {"dim": dim, "numLayers": layers, "numHeads": 8, "vocabSize": 32000}
+    job = make_job(
+        nodes=(nodes, nodes), workers=workers, recipe={"model": model}, resources={"gpu": 1}
+    )
+    gpus = (Gpu("H100", memory_gib * 2**30),) * workers
+    node = replace(FACTS, slots=workers, gpus=gpus)
+    plan = make_plan(job, node)
+    transcript = Transcript(job_to_mapping(job))
+    transcript.submit()
+    for number in range(nodes):
+        transcript.apply(NodeJoined(node=f"node-{number}", facts=node, offered_port=40_000))
+    assert plan is not None
+    assert transcript.last(LaunchGroup).membership.mesh == plan.mesh
+
+
+def test_seventy_billion_parameters_are_launched_as_planned() -> None:
+    """It was planned with shard 64 and launched as 8 x 8, which needs 289 GiB of 80."""
+    model = {"dim": 8192, "numLayers": 80, "numHeads": 64, "numKvHeads": 8, "ffnDim": 28672}
+    recipe = {
+        "globalBatch": 64,
+        "model": {**model, "vocabSize": 128256},
+        "data": {"sequenceLength": 4096},
+    }
+    job = make_job(nodes=(8, 8), workers=8, recipe=recipe, resources={"gpu": 1})
+    memory = smallest_device(job, [replace(FACTS, gpus=(Gpu("H100", 80 * 2**30),) * 8)])
+    assert mesh_for(job, 8, memory) == Mesh(shard=64)

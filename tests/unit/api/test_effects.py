@@ -1,0 +1,66 @@
+"""A field that would have no effect is refused by name when a job is submitted, and only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1.effects import without_effect
+from holdfast.orchestrator.api.v1alpha1.load import job_from_mapping, parse_job
+from holdfast.orchestrator.errors import SpecError
+
+SCRIPT = {"script": "train.py"}
+RECIPE = {"recipe": {"name": "pretrain"}}
+
+
+def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "demo"},
+        "spec": {
+            "entrypoint": entrypoint,
+            "workersPerNode": 2,
+            "parallelism": parallelism,
+            **spec,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("precision", document(SCRIPT, {"precision": {"reduce": "bfloat16"}})),
+        (
+            "activationCheckpointing",
+            document(SCRIPT, {"activationCheckpointing": {"mode": "full"}}),
+        ),
+        ("offload", document(SCRIPT, {"offload": "cpu"})),
+        ("reshardAfterForward", document(SCRIPT, {"reshardAfterForward": False})),
+        ("offload", document(RECIPE, {"offload": "cpu"})),
+        ("offload", document(RECIPE, {"offload": "cpu", "shard": 1}, resources={"gpu": 1})),
+        ("precision.reduce", document(RECIPE, {"precision": {"reduce": "bfloat16"}, "shard": 1})),
+        ("precision.parameters", document(RECIPE, {"precision": {"parameters": "float16"}})),
+    ],
+    ids=str,
+)
+def test_a_field_without_its_effect_is_refused_at_submission(field: str, given: Any) -> None:
+    (problem,) = without_effect(job_from_mapping(given))
+    assert problem.field == f"spec.parallelism.{field}"
+    with pytest.raises(SpecError, match=problem.field):
+        parse_job(str(given))  # a dict of such values is YAML
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        document(SCRIPT, {"shard": 2}),
+        document(RECIPE, {"offload": "cpu", "shard": 2}, resources={"gpu": 1}),
+        document(RECIPE, {"precision": {"parameters": "bfloat16", "reduce": "bfloat16"}}),
+        document(RECIPE, {"activationCheckpointing": {"mode": "full"}, "shard": 1}),
+    ],
+    ids=str,
+)
+def test_a_field_with_an_effect_is_accepted(given: Any) -> None:
+    assert without_effect(job_from_mapping(given)) == []
