@@ -24,9 +24,9 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
     Lists every problem with the field, the value, what was expected and the fix; exit code 2.
     """
-    from holdfast.orchestrator.planner import choose_mesh
+    from holdfast.orchestrator.planner.choose import choose_mesh, smallest_device
 
-    from ..preflight import load_checked
+    from ..preflight import load_checked, local_facts
 
     try:
         job = load_checked(file)
@@ -36,7 +36,8 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
         problems = [vars(problem) for problem in error.problems]
         print_json({"valid": False, "file": str(file), "problems": problems})
         raise typer.Exit(2) from None
-    chosen = choose_mesh(job, job.spec.nodes.max)
+    memory = smallest_device(job, [local_facts(job.spec.workers_per_node)])
+    chosen = choose_mesh(job, job.spec.nodes.max, memory)
     assert chosen is not None, "validation let an impossible mesh through"
     mesh, why = chosen
     if as_json:

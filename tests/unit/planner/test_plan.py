@@ -58,7 +58,7 @@ def test_a_wide_range_of_sizes_shows_its_ends() -> None:
 
 
 def test_the_advice_fits_what_outweighs_the_rest() -> None:
-    """States that do not fit need more shards; activations need checkpointing or a smaller batch."""
+    """States need more shards; activations need checkpointing or a smaller batch."""
     llama = {"dim": 8192, "numLayers": 80, "numHeads": 64, "numKvHeads": 8, "ffnDim": 28672}
     states = {"globalBatch": 8, "model": {**llama, "vocabSize": 128256}}
     job = make_job(nodes=(1, 1), workers=8, recipe=states, resources={"gpu": 1})
@@ -66,7 +66,7 @@ def test_the_advice_fits_what_outweighs_the_rest() -> None:
     assert plan is not None
     (warning,) = plan.warnings
     assert "the model states alone need 131" in warning and "at least 17 workers" in warning
-    activations = {"globalBatch": 512, "model": {"dim": 512, "numHeads": 8}}
+    activations = {"globalBatch": 4096, "model": {"dim": 512, "numHeads": 8}}
     job = make_job(nodes=(1, 1), workers=2, recipe=activations, resources={"gpu": 1})
     plan = make_plan(job, FACTS, device_memory_bytes=8 * 2**30)
     assert plan is not None
