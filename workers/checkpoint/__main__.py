@@ -1,4 +1,5 @@
-"""`python -m holdfast.workers.checkpoint list|verify|export`: JSON on standard output, no torch.
+"""`python -m holdfast.workers.checkpoint list|verify|export|repair`: JSON on standard output.
+No torch.
 
 `holdfast checkpoint` runs it. Exit code 0; 1: a checkpoint is damaged; 2: an invalid request. A
 problem is reported as {"error": "..."}.
@@ -7,6 +8,7 @@ problem is reported as {"error": "..."}.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from holdfast.orchestrator.errors import HoldfastError
 
-from . import inspect
+from . import inspect, repair
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,7 +83,13 @@ def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     return body, 0
 
 
-_RUN = {"list": _list, "verify": _verify, "export": _export}
+def _repair(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    result = repair.repair(options.path, options.step, write=not options.dry_run)
+    body = {"path": options.path, **dataclasses.asdict(result)}
+    return body, 1 if result.problems else 0
+
+
+_RUN = {"list": _list, "verify": _verify, "export": _export, "repair": _repair}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,11 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         ("list", "list the checkpoints below a path"),
         ("verify", "read and check every byte of one checkpoint"),
         ("export", "write plain safetensors files"),
+        ("repair", "write a new checkpoint from the intact parts of a damaged one"),
     ):
         command = verbs.add_parser(verb, help=what)
         command.add_argument("path", help="checkpoint path or URL of a job")
         if verb != "list":
             command.add_argument("--step", type=int, help="default: the newest step")
+        if verb == "repair":
+            command.add_argument("--dry-run", action="store_true", help="change nothing")
         if verb == "export":
             command.add_argument("--to", required=True, help="directory to write to")
             command.add_argument("--optimizer", action="store_true", help="include optimizer state")

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint list | save | verify | export | adopt`: checkpoints in the storage tier.
+"""`holdfast checkpoint list | save | verify | repair | export | adopt`: checkpoints in storage.
 
 Commands that read tensors run `python -m holdfast.workers.checkpoint` in a child process, because
 the control plane never imports torch.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, save, verify, export and adopt the checkpoints of a job.
+    help="""List, save, verify, repair, export and adopt the checkpoints of a job.
 
 JOB_OR_PATH is the name of a job, or the directory or URL of its checkpoints
 (spec.checkpoint.path).""",
@@ -222,6 +222,76 @@ def verify(
                 "the manifest"
             )
     raise typer.Exit(code)
+
+
+@app.command()
+@with_target
+def repair(
+    job_or_path: TargetArgument,
+    step: StepOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: JsonOption = False,
+    *,
+    target: Target,
+) -> None:
+    """Write a new checkpoint from the intact parts of a damaged one, and let the job go on.
+
+    A damaged part of a tensor is taken from the newest older checkpoint that has it intact. If
+    there is none, the optimizer's state of that parameter begins at zero; values of the model are
+    never made up. The damaged checkpoint stays as it is. The job must be suspended or have ended; a
+    job that holds because of its checkpoints is resumed.
+
+    Example: `holdfast checkpoint repair my-job`
+    """
+    job = None if _is_path(job_or_path) else _find(job_or_path, target)
+    if job is not None:
+        _expect_idle(job_or_path, job.view().state)
+    more = [] if step is None else ["--step", str(step)]
+    with _storage(job_or_path, target) as path:
+        code, body = _run(["repair", path, *more, "--dry-run"], False)
+        if not as_json:
+            _show_repair(body)
+        elif code != 0:
+            print_json(body)
+        if code == 0:
+            if not yes:
+                typer.confirm("Write it?", abort=True)
+            code, body = _run(["repair", path, *more], as_json)
+    if code == 0 and not as_json:
+        typer.echo(f"written: {body['written']} in {body['path']}, {size(body['num_bytes'])}")
+    if code == 0 and job is not None and job.view().hold:
+        answer = job.request("resume")
+        if not as_json:
+            typer.echo(f"job {job_or_path}: {answer.detail}")
+    raise typer.Exit(code)
+
+
+SHOWN_PARTS = 20
+
+
+def _show_repair(body: dict[str, Any]) -> None:
+    """What would be replaced by what, or why it cannot be repaired."""
+    for problem in body["problems"]:
+        typer.echo(f"cannot be repaired: {problem}")
+    if body["problems"]:
+        typer.echo("name an older checkpoint with --step, or begin at step 0: holdfast resume JOB "
+                   "--start-over", err=True)  # fmt: skip
+        return
+    found = body["replaced"]
+    typer.echo(f"{body['directory']} can be repaired; {plural(len(found), 'part')} replaced")
+    for one in found[:SHOWN_PARTS]:
+        source = "zeros" if one["source"] == "zeros" else f"from {one['source']}"
+        typer.echo(f"  {one['file']}: {one['tensor']}: {source}")
+    if len(found) > SHOWN_PARTS:
+        typer.echo(f"  and {len(found) - SHOWN_PARTS} more; the manifest lists all")
+
+
+def _expect_idle(job: str, state: str) -> None:
+    """Raises UserError for a job that may write checkpoints now."""
+    if state != "suspended" and state not in TERMINAL:
+        fix = f"holdfast suspend {job}"
+        expected = "a job that is suspended or has ended"
+        raise UserError(str(Problem("job", f"{job}, {state}", expected, fix)))
 
 
 @app.command()

@@ -11,6 +11,7 @@ import pytest
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 
 from ..runtime.checkpoint_store.test_store import MESH, put
+from ..workers.checkpoint.test_repair import checkpoint, damage
 from .conftest import Holdfast
 
 
@@ -75,6 +76,19 @@ def test_adopt_refuses_an_invalid_job_name(
 def test_adopt_refuses_a_directory_without_checkpoints(tmp_path: Path, holdfast: Holdfast) -> None:
     done = holdfast("checkpoint", "adopt", str(tmp_path), "--job", "other", "--yes")
     assert done.code == 2 and "no committed checkpoint" in done.err
+
+
+def test_repair_shows_what_it_replaces_and_writes_a_checkpoint_that_can_be_used(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    checkpoint(tmp_path, 19)
+    damage(tmp_path, checkpoint(tmp_path, 24), 1, "model.a")
+    done = holdfast("checkpoint", "repair", str(tmp_path), "--yes")
+    assert done.code == 0, done.err
+    assert "model.a: from step-00000019.gen-1" in done.out
+    assert "written: step-00000024.gen-2" in done.out
+    again = holdfast("checkpoint", "repair", str(tmp_path), "--yes")
+    assert again.code == 2 and "is intact" in again.err
 
 
 @pytest.mark.parametrize("words", [["delete", "one"], ["checkpoint", "adopt", "/x", "--job", "b"]])

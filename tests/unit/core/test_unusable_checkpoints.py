@@ -27,7 +27,7 @@ from .harness import Transcript
 PROBLEM = "step-00000019.gen-1/shard-0: model.weight: damaged checkpoint: a checksum differs"
 
 
-def _files(*keys: tuple[int, int]) -> tuple[ShardFile, ...]:
+def shard_files(*keys: tuple[int, int]) -> tuple[ShardFile, ...]:
     return tuple(
         ShardFile(step, generation, shard, 2, f"s{shard}", 1, "c")
         for step, generation in keys
@@ -58,7 +58,7 @@ def _reader_fails(job: Transcript, error: str, message: str = PROBLEM) -> None:
     job.all_stopped(None)
 
 
-def _held(*steps: int) -> Transcript:
+def held(*steps: int) -> Transcript:
     job = _after_the_loss_of_all_memory(*steps)
     for _ in steps:
         job.succeed(LaunchGroup)
@@ -115,9 +115,9 @@ def test_a_new_controller_refuses_what_is_not_in_storage_any_more() -> None:
     job = Transcript().started()
     job.commit(9)
     job.commit(19)
-    job.apply(ControllerStarted(incarnation=2, committed=_files((9, 1)), listed=True))
+    job.apply(ControllerStarted(incarnation=2, committed=shard_files((9, 1)), listed=True))
     assert [known.refusal for known in job.state.catalog.committed] == ["", "missing"]
-    job.apply(ControllerStarted(incarnation=3, committed=_files((9, 1), (19, 1)), listed=True))
+    job.apply(ControllerStarted(incarnation=3, committed=shard_files((9, 1), (19, 1)), listed=True))
     assert [known.refusal for known in job.state.catalog.committed] == ["", ""], "it is back"
 
 
@@ -130,7 +130,7 @@ def test_a_new_controller_refuses_nothing_if_storage_shows_no_checkpoint(listed:
 
 
 def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
-    job = _held(9, 19)
+    job = held(9, 19)
     state = job.state
     assert (state.phase, state.reason.code) == ("suspended", "checkpoint")
     assert not job.of(LaunchGroup) and len(job.all(LaunchGroup)) == 6
@@ -141,7 +141,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
 
 
 def test_a_job_that_holds_holds_again_when_it_is_resumed_without_a_decision() -> None:
-    job = _held(9)
+    job = held(9)
     job.apply(ResumeRequested())
     job.succeed(RequestNodes)
     job.join("c", "d")
@@ -149,8 +149,8 @@ def test_a_job_that_holds_holds_again_when_it_is_resumed_without_a_decision() ->
 
 
 def test_a_repaired_checkpoint_lets_a_job_go_on() -> None:
-    job = _held(9, 19)
-    job.apply(CheckpointsListed(files=_files((9, 1), (19, 1), (19, 7))))
+    job = held(9, 19)
+    job.apply(CheckpointsListed(files=shard_files((9, 1), (19, 1), (19, 7))))
     job.apply(ResumeRequested())
     job.succeed(RequestNodes)
     job.join("c", "d")
@@ -161,7 +161,7 @@ def test_a_repaired_checkpoint_lets_a_job_go_on() -> None:
 
 
 def test_a_user_may_start_over_and_refused_checkpoints_stay_until_a_later_one_is_good() -> None:
-    job = _held(9, 19)
+    job = held(9, 19)
     job.apply(ResumeRequested(start_over=True))
     job.succeed(RequestNodes)
     job.join("c", "d")

@@ -1,0 +1,331 @@
+"""Repair: a new checkpoint from the intact parts of a damaged one. No torch.
+
+A damaged part of a tensor is taken from the newest older checkpoint that has the same part intact.
+If there is none, the optimizer's state of that parameter begins at zero. Values of the model are
+never made up: without an intact copy the checkpoint cannot be repaired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol.files import make_directory, replace, replacing, write_all
+from holdfast.orchestrator.protocol.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    directory_name,
+    encode_manifest,
+    parse_directory_name,
+)
+from holdfast.orchestrator.protocol.mesh import Mesh
+
+from . import inspect
+from .layout import OPTIMIZER, Bytes, Entry, encode_extra, hash_bytes, make_layout
+from .shard_sources import ABSENT, CheckpointFiles, ShardSource, UnreadableCheckpoint
+
+ZEROS = "zeros"
+HEADER = "header"
+"""Named in place of a tensor: names, shapes, and the values that are not tensors."""
+_FILE_NAME = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A part that the repaired checkpoint does not have from the damaged one."""
+
+    file: str
+    tensor: str
+    source: str
+    """Directory of the checkpoint that it is from, or ZEROS."""
+
+
+@dataclass
+class RepairResult:
+    directory: str
+    """The damaged checkpoint."""
+    step: int
+    written: str = ""
+    """Directory of the repaired one; empty: nothing was written."""
+    num_bytes: int = 0
+    replaced: list[Replaced] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why it cannot be repaired."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One entry of the repaired file, and where its bytes are. No source: zeros."""
+
+    entry: Entry
+    source: ShardSource | None
+
+    def data(self) -> Bytes:
+        if self.source is None:
+            return np.zeros(self.entry.num_bytes, dtype=np.uint8)
+        return self.source.data(self.entry.begin, self.entry.end)
+
+
+def repair(path: str, step: int | None = None, *, write: bool) -> RepairResult:
+    """Repair the newest checkpoint, or that of a step. Without `write` nothing is changed. Raises
+    UserError if there is nothing to repair, HoldfastError if the store cannot be read or
+    written."""
+    store = CheckpointFiles(path)
+    found = _checkpoints(store)
+    chosen = next((one for one in found if step is None or one.step == step), None)
+    if chosen is None:
+        have = ", ".join(str(one.step) for one in found) or "none"
+        wanted = "with all its files" if step is None else f"of step {step}"
+        raise UserError(f"{path}: got no checkpoint {wanted}; expected one (steps: {have})")
+    if chosen.committed_at and inspect.verify(path, chosen).ok:
+        raise UserError(f"{path}: {chosen.directory} is intact; expected a damaged checkpoint")
+    work = _Repair(store, chosen, [one for one in found if _key(one) < _key(chosen)])
+    result = work.plan()
+    if write and not result.problems:
+        jobs = [one.job for one in found if one.job]
+        if not jobs:
+            raise HoldfastError(f"{path}: no manifest is left that names the job")
+        generation = 1 + max(_generations(store))
+        work.write(path, generation, jobs[0])
+    return result
+
+
+def _key(manifest: Manifest) -> tuple[int, int]:
+    return (manifest.step, manifest.generation)
+
+
+def _generations(store: CheckpointFiles) -> list[int]:
+    parsed = [parse_directory_name(name) for name in store.directories()]
+    return [found[1] for found in parsed if found is not None]
+
+
+def _checkpoints(store: CheckpointFiles) -> list[Manifest]:
+    """Newest first; also those whose manifest is gone or damaged but whose files are all there."""
+    found = []
+    for name in store.directories():
+        if parse_directory_name(name) is None:
+            continue
+        try:
+            found.append(store.manifest(name))
+        except UnreadableCheckpoint:
+            raise
+        except HoldfastError:
+            found += _without_manifest(store, name)
+    return sorted(found, key=_key, reverse=True)
+
+
+def _without_manifest(store: CheckpointFiles, name: str) -> list[Manifest]:
+    """From the names of the files; none if one is missing."""
+    at = parse_directory_name(name)
+    assert at is not None
+    try:
+        listed: list[dict[str, Any]] = store.filesystem.ls(f"{store.root}/{name}", detail=True)
+    except ABSENT:
+        return []
+    files = []
+    for info in listed:
+        match = _FILE_NAME.fullmatch(str(info["name"]).rpartition("/")[2])
+        if match:
+            shard, count = int(match[1]), int(match[2])
+            files.append(ShardFile(*at, shard, count, match[0], int(info["size"]), ""))
+    files.sort(key=lambda file: file.shard)
+    counts = {file.num_shards for file in files}
+    if len(counts) != 1 or [file.shard for file in files] != list(range(counts.pop())):
+        return []
+    mesh = Mesh(shard=len(files))
+    return [
+        Manifest(
+            job="", step=at[0], generation=at[1], mesh=mesh, files=tuple(files), committed_at=""
+        )
+    ]
+
+
+class _Repair:
+    def __init__(self, store: CheckpointFiles, chosen: Manifest, older: list[Manifest]) -> None:
+        self._store, self._chosen = store, chosen
+        self._donors = [m for m in older if m.mesh.num_shards == chosen.mesh.num_shards]
+        self._sources: dict[tuple[str, int], ShardSource | None] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        self._extra: dict[str, Any] = {}
+        self._fresh: dict[str, None] = {}
+        """Parameters whose optimizer state begins at zero."""
+        self.result = RepairResult(chosen.directory, chosen.step)
+
+    # -- plan -----------------------------------------------------------------------------------
+    def plan(self) -> RepairResult:
+        for file in self._chosen.files:
+            self._plan_file(file)
+        for shard, parts in self._parts.items():
+            self._parts[shard] = [self._zeroed(part, shard) for part in parts]
+        return self.result
+
+    def _plan_file(self, file: ShardFile) -> None:
+        base, origin = self._base(file)
+        if base is None:
+            self.result.problems.append(
+                f"{file.file}: damaged or missing, and no older checkpoint has this file intact"
+            )
+            return
+        if not self._extra or origin == self._chosen.directory:
+            self._extra = base.header().extra
+        if origin != self._chosen.directory:
+            self.result.replaced.append(Replaced(file.file, HEADER, origin))
+        self._parts[file.shard] = [
+            self._part(base, origin, entry, file) for entry in base.header().entries.values()
+        ]
+
+    def _base(self, file: ShardFile) -> tuple[ShardSource | None, str]:
+        """The newest file of this shard whose header is intact."""
+        for manifest in (self._chosen, *self._donors):
+            source = self._source(manifest, file.shard)
+            if source is not None:
+                return source, manifest.directory
+        return None, ""
+
+    def _part(self, base: ShardSource, origin: str, entry: Entry, file: ShardFile) -> _Part:
+        if _intact(base, entry):
+            if origin != self._chosen.directory:
+                self.result.replaced.append(Replaced(file.file, entry.name, origin))
+            return _Part(entry, base)
+        for donor in self._donors:
+            source = self._source(donor, file.shard)
+            other = source.header().entries.get(entry.name) if source is not None else None
+            if source is None or other is None or source is base:
+                continue
+            same = (other.box, other.dtype) == (entry.box, entry.dtype)
+            if same and _intact(source, other):
+                self.result.replaced.append(Replaced(file.file, entry.name, donor.directory))
+                return _Part(other, source)
+        if entry.name.startswith(OPTIMIZER):
+            self._fresh[_parameter(entry.name)] = None
+        else:
+            self.result.problems.append(
+                f"{file.file}: {entry.name} is damaged, and no older checkpoint has it intact"
+            )
+        return _Part(entry, None)
+
+    def _zeroed(self, part: _Part, shard: int) -> _Part:
+        """All state of such a parameter, in all shards: a moment without its counterpart would make
+        a wrong first step."""
+        name = part.entry.name
+        if not name.startswith(OPTIMIZER) or _parameter(name) not in self._fresh:
+            return part
+        file = self._chosen.files[shard].file
+        self.result.replaced = [
+            one for one in self.result.replaced if (one.file, one.tensor) != (file, name)
+        ]
+        self.result.replaced.append(Replaced(file, name, ZEROS))
+        return _Part(part.entry, None)
+
+    def _source(self, manifest: Manifest, shard: int) -> ShardSource | None:
+        """None: its header cannot be used. Raises UnreadableCheckpoint."""
+        at = (manifest.directory, shard)
+        if at not in self._sources:
+            self._sources[at] = None
+            file = next(one for one in manifest.files if one.shard == shard)
+            try:
+                source = self._store.open(manifest.directory, file)
+                header = source.header()
+            except UnreadableCheckpoint:
+                raise
+            except HoldfastError:
+                return None
+            if (header.step, header.shard) == (manifest.step, shard):
+                self._sources[at] = source
+        return self._sources[at]
+
+    # -- write ----------------------------------------------------------------------------------
+    def write(self, path: str, generation: int, job: str) -> None:
+        """The manifest comes last, after all files have been read again."""
+        chosen, system, root = self._chosen, self._store.filesystem, self._store.root
+        directory = f"{root}/{directory_name(chosen.step, generation)}"
+        make_directory(system, directory)
+        files = tuple(self._write_file(directory, file, generation) for file in chosen.files)
+        manifest = msgspec.structs.replace(
+            chosen,
+            job=job,
+            generation=generation,
+            files=files,
+            committed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            repaired={f"{one.file}: {one.tensor}": one.source for one in self.result.replaced},
+        )
+        check = inspect.verify(path, manifest)
+        if not check.ok:
+            self.result.problems += check.problems
+            with contextlib.suppress(Exception):
+                system.rm(directory, recursive=True)
+            return
+        data, target = encode_manifest(manifest), f"{directory}/{MANIFEST_NAME}"
+        if self._store.is_local:
+            replace(Path(target), data)
+        else:
+            system.pipe_file(target, data)
+        self.result.written, self.result.num_bytes = manifest.directory, manifest.num_bytes
+
+    def _write_file(self, directory: str, file: ShardFile, generation: int) -> ShardFile:
+        parts = {part.entry.name: part for part in self._parts[file.shard]}
+        layout = make_layout(
+            [part.entry for part in parts.values()],
+            generation=generation,
+            shard=file.shard,
+            num_shards=file.num_shards,
+            extra=encode_extra(self._extra),
+        )
+        checksums = [hash_bytes(parts[entry.name].data()) for entry in layout.entries]
+        header = bytes(layout.render(self._chosen.step, checksums, encode_extra(self._extra)))
+        digest = xxhash.xxh3_128()
+        with self._file(f"{directory}/{file.file}") as stream:
+            tensors = (parts[entry.name].data().tobytes() for entry in layout.entries)
+            for data in chain((header,), tensors):
+                digest.update(data)
+                write_all(stream, data)
+        return ShardFile(
+            file.step,
+            generation,
+            file.shard,
+            file.num_shards,
+            file.file,
+            layout.num_bytes,
+            digest.hexdigest(),
+        )
+
+    @contextlib.contextmanager
+    def _file(self, path: str) -> Iterator[Any]:
+        if self._store.is_local:
+            with replacing(Path(path)) as file:
+                yield file
+            return
+        file = self._store.filesystem.open(path, "wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()  # close() would complete a partial upload
+            raise
+        file.close()
+
+
+def _intact(source: ShardSource, entry: Entry) -> bool:
+    try:
+        return f"{hash_bytes(source.data(entry.begin, entry.end)):016x}" == entry.checksum
+    except UnreadableCheckpoint:
+        raise
+    except HoldfastError:
+        return False
+
+
+def _parameter(name: str) -> str:
+    """Of an entry of the optimizer."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0]
