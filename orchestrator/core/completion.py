@@ -49,6 +49,7 @@ def end_now(ctx: StepContext, why: str) -> None:
 def suspend(ctx: StepContext) -> None:
     """No workers run: write the newest state, then release all nodes."""
     ctx.state.needs_placement = False
+    ctx.disarm(*PLACEMENT, *PLANNED)
     ctx.move("suspending", _suspend_code(ctx), ctx.state.intent_reason)
     start_drain(ctx, DrainKind.SUSPEND)
 
@@ -146,7 +147,7 @@ def _drained(ctx: StepContext, kind: DrainKind, text: str) -> None:
     # provisioning.release_surplus releases its nodes.
     state.members, state.needs_placement = (), False
     state.deadline_left_s = ctx.left_s("deadline")
-    ctx.disarm(*PLACEMENT, *PLANNED, "deadline", "rejoin")
+    ctx.disarm("deadline", "rejoin")
     if state.hold is not None:
         text = f"{state.hold.text}; {text}".rstrip("; ")
     ctx.move("suspended", _suspend_code(ctx), text or "nothing had to be written")

@@ -182,3 +182,20 @@ def test_after_a_resume_the_error_ends_the_job() -> None:
     assert "twice" in transcript.state.reason.text
     assert transcript.state.restarts == {"user": 1}
     assert transcript.state.traceback == "Traceback: bad"
+
+
+# -- Seed 4000006: a suspend while nodes gather --------------------------------------------------
+def test_a_suspend_ends_the_wait_for_more_nodes() -> None:
+    """The timer of that wait ran on while the job wrote its last step."""
+    job = Transcript(spec({"min": 2, "max": 3})).started("a", "b", "c", step=5)
+    job.lose("a")
+    job.lose("b")
+    job.stopped("c", 5)
+    job.fail(job.last(RequestNodes))
+    job.wait(3.0)
+    assert job.state.phase == "pending"
+    job.join("d")
+    assert "gather" in job.state.timers
+    job.apply(SuspendRequested())
+    assert job.state.phase == "suspending"
+    assert "gather" not in job.state.timers
