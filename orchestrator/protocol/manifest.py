@@ -4,6 +4,7 @@
       step-00000120.gen-3/              one directory per attempt: (step, generation)
         shard-00000-of-00002.safetensors
         shard-00001-of-00002.safetensors
+        shard-00001-of-00002.safetensors.note   only if no controller was there
         manifest.json                   written last, atomically, by the controller
 
 A checkpoint exists once its manifest does; readers trust only files that a manifest names. Every
@@ -48,6 +49,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def directory(self) -> str:
         return directory_name(self.step, self.generation)
+
+
+NOTE_SUFFIX = ".note"
+"""After the name of a shard file."""
+
+
+class ShardNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent without a controller writes beside a shard file, so that the next controller
+    can commit the checkpoint when the agents are gone."""
+
+    file: ShardFile
+    mesh: Mesh
+
+
+def encode_note(note: ShardNote) -> bytes:
+    return msgspec.json.encode(note)
+
+
+def decode_note(data: bytes) -> ShardNote:
+    """Raises ValueError."""
+    return msgspec.json.decode(data, type=ShardNote)
 
 
 def directory_name(step: int, generation: int) -> str:

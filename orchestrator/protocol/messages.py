@@ -156,6 +156,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     checkpoint_path: str
     log_directory: str
     heartbeat_interval_s: float
+    controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S
+    """Without a controller for so long the agent ends its node; None: never."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

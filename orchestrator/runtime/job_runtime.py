@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from .. import limits
 from ..api.v1alpha1 import TrainingJob, job_to_mapping
 from ..backends.base import Backend, NodeGone
 from ..core.events import AnyEvent, JobSubmitted
@@ -110,7 +111,10 @@ class JobRuntime:
         on_change: Callable[[], None] = lambda: None,
         on_note: Callable[[str], None] = lambda text: None,
         timing: JobRuntimeTiming | None = None,
+        controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S,
     ) -> None:
+        """`controller_absence_s`: what recovery.controllerAbsenceSeconds auto means here; None:
+        never."""
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentConnection] = {}
         """Connected nodes."""
@@ -132,6 +136,7 @@ class JobRuntime:
             spec_directory=spec_directory,
             checkpoint_path=checkpoint_path,
         )
+        self._auto_absence_s = controller_absence_s
         self._first_welcome = wire.Welcome(
             spec=document,
             spec_directory=spec_directory,
@@ -199,8 +204,11 @@ class JobRuntime:
         if not self._backend_open:
             await self._open_backend()
             existing = await self.backend.list_nodes()
-        files, listed = _files(self._manifests or []), self._manifests is not None
-        self._manifests = None
+        adopted: list[Manifest] = []
+        if loop.controller.submitted:
+            adopted = await self._adopt_written(loop.state.generation)
+        files = _files([*(self._manifests or []), *adopted])
+        listed, self._manifests = self._manifests is not None, None
         incarnation = self.driver.start(self._submission, files, existing, listed=listed)
         self.log.info("controller %d starts, %d events replayed", incarnation, num_records)
         # Agents may only connect to a core that knows its job.
@@ -264,8 +272,30 @@ class JobRuntime:
     def _welcome(self) -> wire.Welcome:
         recovery = self.state.job.spec.recovery  # it may have been adjusted
         return msgspec.structs.replace(
-            self._first_welcome, heartbeat_interval_s=recovery.heartbeat_interval_s
+            self._first_welcome,
+            heartbeat_interval_s=recovery.heartbeat_interval_s,
+            controller_absence_s=self._absence_s(recovery.controller_absence_s),
         )
+
+    def _absence_s(self, chosen: float | str) -> float | None:
+        if isinstance(chosen, str):
+            return self._auto_absence_s if chosen == "auto" else None
+        return chosen
+
+    async def _adopt_written(self, generation: int) -> list[Manifest]:
+        """Checkpoints that agents wrote while there was no controller. One of an older generation
+        may be from processes that were fenced."""
+        try:
+            async with asyncio.timeout(self._timing.storage_listing_s):
+                found = await self._storage.adopt_written(generation)
+        except (HoldfastError, TimeoutError) as error:
+            self.log.warning("what agents wrote without a controller is not read: %s", error)
+            return []
+        for one in found:
+            text = f"step {one.step} was written without a controller and is a checkpoint now"
+            self.log.info("%s", text)
+            self._on_note(text)
+        return found
 
     # -- reading and reporting -----------------------------------------------------------------
     @property

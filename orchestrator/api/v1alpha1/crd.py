@@ -275,7 +275,10 @@ def _untyped(choices: list[Node]) -> Node:
 
 def _with_bounds(made: Node, choices: list[Node]) -> Node:
     for choice in choices:
-        made |= {"pattern": f"^{choice['const']}$"} if "const" in choice else _bounds(choice)
+        made |= {} if "const" in choice else _bounds(choice)
+    words = [str(choice["const"]) for choice in choices if "const" in choice]
+    if words:
+        made["pattern"] = f"^{words[0]}$" if len(words) == 1 else f"^({'|'.join(words)})$"
     return made
 
 

@@ -154,6 +154,10 @@ class Recovery(Part):
     termination_grace_s: Wait = limits.TERMINATION_GRACE_S
     """Seconds from SIGTERM to SIGKILL in a planned stop of the workers."""
     budgets: Budgets = Budgets()
+    controller_absence_s: Seconds | Auto | Literal["never"] = "auto"
+    """Seconds without a controller after which each agent writes the state in its memory to storage
+    and ends its node; until then training goes on. never: it goes on without limit. auto: never on
+    Kubernetes, where another operator takes over, else 900. Agents read it when they connect."""
     bad_node_strikes: int = Field(default=limits.BAD_NODE_STRIKES, ge=1, le=limits.MAX_COUNT)
     """A node that caused this many incidents within the infrastructure window is cordoned."""
 

@@ -86,8 +86,8 @@ ALERTS = (
         "critical",
         "no replica has led for 2 minutes",
         "the operator's pods and its Lease; `/readyz` says why a replica cannot lead. Training "
-        "goes on [for 15 minutes](../concepts/recovery.md#a-controller-that-dies), but no failure "
-        "is repaired and no checkpoint is committed; then the pods of all jobs end",
+        "goes on ([how long](../concepts/recovery.md#a-controller-that-dies)), but no failure is "
+        "repaired and no checkpoint is committed",
     ),
     Alert(
         "HoldfastHang",

@@ -359,6 +359,7 @@ class JobReconciler:
             tls_name=tls_name(self.owner.uid),
             tls_context=server_context_from_pem(self._keys.certificate, self._keys.key),
             clock=self._clock,
+            controller_absence_s=None,  # another operator takes over
             on_change=self._on_change,
             on_note=lambda text: self.events.record("Warning", "Note", text),
         )

@@ -28,6 +28,10 @@ class AsyncCheckpointStore(Protocol):
         """Committed checkpoints, oldest step first. Raises HoldfastError when the store does not
         answer."""
 
+    async def adopt_written(self, generation: int) -> list[Manifest]:
+        """Commit complete checkpoints of this generation that agents wrote without a controller.
+        Raises HoldfastError when the store does not answer."""
+
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files; returns their bytes."""
 
@@ -93,6 +97,9 @@ class ThreadedCheckpointStore:
 
     async def manifests(self) -> list[Manifest]:
         return await self._executor.call(lambda: self._store().manifests())
+
+    async def adopt_written(self, generation: int) -> list[Manifest]:
+        return await self._executor.call(lambda: self._store().adopt_written(generation))
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         return await self._executor.call(lambda: self._store().commit(step, mesh, files))

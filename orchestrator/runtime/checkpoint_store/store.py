@@ -22,8 +22,11 @@ from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.files import make_directory, replace, sync_directory
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
+    NOTE_SUFFIX,
     Manifest,
+    ShardNote,
     decode_manifest,
+    decode_note,
     directory_name,
     encode_manifest,
     parse_directory_name,
@@ -152,15 +155,55 @@ class CheckpointStore:
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
-    def _manifests(self) -> list[Manifest]:
+    def adopt_written(self, generation: int) -> list[Manifest]:
+        """Commit each step of this generation whose shards all have a note and that has no
+        manifest: agents wrote them without a controller. Raises HoldfastError when the store does
+        not answer."""
+        self.fs.invalidate_cache()
+        try:
+            return self._adopt_written(generation)
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
+
+    def _adopt_written(self, generation: int) -> list[Manifest]:
+        found = []
+        for path in self._directories():
+            step, written_by = parse_directory_name(_name(path)) or (-1, -1)
+            if written_by != generation or self.fs.exists(f"{path}/{MANIFEST_NAME}"):
+                continue
+            notes = self._notes(path)
+            files = tuple(note.file for note in notes)
+            meshes = [note.mesh for note in notes]
+            if not notes or any(mesh != meshes[0] for mesh in meshes):
+                continue
+            try:
+                self.commit(step, meshes[0], files)
+            except CommitRefused:
+                continue  # not all shards
+            manifest = self._manifest(path)
+            found += [manifest] if manifest is not None else []
+        return found
+
+    def _notes(self, directory: str) -> list[ShardNote]:
+        found = []
+        for path in self.fs.ls(directory, detail=False):
+            if path.endswith(NOTE_SUFFIX):
+                try:
+                    found.append(decode_note(bytes(self.fs.cat_file(path))))
+                except ValueError:
+                    continue  # torn
+        return found
+
+    def _directories(self) -> list[str]:
         try:
             paths = self.fs.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
+        return [path.rstrip("/") for path in paths if parse_directory_name(_name(path)) is not None]
+
+    def _manifests(self) -> list[Manifest]:
         found = []
-        for path in paths:
-            if parse_directory_name(path.rstrip("/").rpartition("/")[2]) is None:
-                continue
+        for path in self._directories():
             manifest = self._manifest(path)
             if manifest is not None:
                 found.append(manifest)
@@ -172,6 +215,10 @@ class CheckpointStore:
             return decode_manifest(bytes(data))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
             return None  # not committed, not a checkpoint at all, or damaged
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _why(error: Exception) -> str:

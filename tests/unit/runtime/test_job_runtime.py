@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from holdfast.orchestrator.core.actions import RequestNodes
 from holdfast.orchestrator.core.events import CancelRequested
 from holdfast.orchestrator.core.journal import JournalLost
 from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol.facts import StagedShard
+from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
     THREAD_NAME_PREFIX,
@@ -23,6 +27,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 )
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime, JobRuntimeTiming
+from holdfast.workers.agent.storage import persist
 
 from .harness import BOUND_S, FakeBackend, drive, make_job
 from .test_commits import MemoryJournal
@@ -250,3 +255,47 @@ def test_user_errors_are_raised_before_anything_is_written(tmp_path: Path) -> No
         await cluster.close()
 
     drive(scenario())
+
+
+def test_the_next_controller_commits_what_agents_wrote_without_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        try:
+            job = await cluster.host("alone")
+            await job.stop()
+            generation = job.runtime.state.generation
+            place = Path(job.checkpoint_path(job.job()))
+            for shard in range(2):
+                written = StagedShard(41, generation, shard, 2, 10)
+                directory, name = directory_name(41, generation), shard_file_name(shard, 2)
+                fd = os.memfd_create("shard")
+                os.write(fd, bytes(10))
+                checksum = persist.write_shard(fd, 10, str(place), directory, name)
+                note = persist.note_of(written, name, checksum, Mesh(shard=2))
+                persist.write_note(note, str(place), directory, name)
+            await job.start(job.journal.reopened())
+            view = await job.until(lambda view: bool(view.checkpoints))
+            assert [one.step for one in view.checkpoints] == [41]
+        finally:
+            await cluster.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "auto_s", "seconds"),
+    [("auto", None, None), ("auto", 900.0, 900.0), ("never", 900.0, None), (60.0, None, 60.0)],
+)
+def test_agents_learn_how_long_they_may_be_without_a_controller(
+    tmp_path: Path, chosen: float | str, auto_s: float | None, seconds: float | None
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        try:
+            job = await cluster.host("alone", recovery={"controllerAbsenceSeconds": chosen})
+            job.runtime._auto_absence_s = auto_s
+            assert job.runtime._welcome().controller_absence_s == seconds
+        finally:
+            await cluster.close()
+
+    asyncio.run(scenario())

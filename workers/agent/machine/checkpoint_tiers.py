@@ -257,6 +257,31 @@ class CheckpointTiers:
         held = [buffer for buffer in held if version(_content(buffer)) == newest]
         return [command for buffer in held for command in self._write(buffer)]
 
+    def save_last(self, group: Generation | None) -> list[Command]:
+        """No controller will return: write the two newest complete steps, of which every node has
+        one in common, also those whose report no controller has acknowledged."""
+        own = None
+        if group is not None:
+            own = {w.seat.local_rank for w in group.workers.values() if w.seat.persists}
+        last = list(self.buffers.complete())[:2]
+        out: list[Command] = []
+        for buffer in self.buffers.buffers.values():
+            wanted = buffer.content is not None and version(buffer.content) in last
+            if wanted and (own is None or buffer.slot in own) and not self._is_written(buffer):
+                self._written.discard(key(_content(buffer)))
+                out += self._write(buffer)
+        return out
+
+    def _is_written(self, buffer: StagingBuffer) -> bool:
+        """It is being written, or a controller knows that it was."""
+        at = key(_content(buffer))
+        is_known = at in self._written and at not in self.unacknowledged
+        return at in self._writing.values() or is_known
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing)
+
     def write_done(self, group: Generation | None, done: inputs.WriteDone) -> list[Command]:
         out = self.unpin(group, done.buffer)
         staged = done.staged

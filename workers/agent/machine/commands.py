@@ -10,6 +10,7 @@ from holdfast.orchestrator.protocol.facts import (
     StagedShard,
     WorkerSeat,
 )
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.protocol.messages import FromAgent
 from holdfast.workers.worker_protocol import ToWorker
 
@@ -115,6 +116,8 @@ class WriteStorage(CommandBase, frozen=True):
     staged: StagedShard
     directory: str
     file: str
+    mesh: Mesh | None = None
+    """Without a controller: write a note with it beside the file."""
 
 
 class PushToBuddy(CommandBase, frozen=True):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StagedShard, WorkerBeat
@@ -108,6 +110,8 @@ class AgentMachine:
         self._connected = False
         """Between Welcome and LinkDown."""
         self._absent_since_ns: int | None = None
+        self._last_save_ns: int | None = None
+        """No controller came in time, and the last steps are written until then."""
         self._heartbeat_ns: int | None = None
         self._refill_ns: int | None = None
         self._outbox: list[m.FromAgent] = []
@@ -132,7 +136,7 @@ class AgentMachine:
         if self._connected:
             due.append(self._heartbeat_ns)
         elif self._absent_since_ns is not None:
-            due.append(self._absent_since_ns + int(limits.CONTROLLER_ABSENCE_S * SECOND_NS))
+            due.append(self._last_save_ns or self._absence_ends_ns())
         due += [group.stop.deadline_ns if group and group.stop else None]
         if self._preemption is not None and not self._ending:
             due += [self._preemption.due_ns(self._connected)]
@@ -182,7 +186,8 @@ class AgentMachine:
                 self._port = given.port
                 return []
             case inputs.WriteDone():
-                return self.tiers.write_done(group, given)
+                out = self.tiers.write_done(group, given)
+                return [*out, *self._give_up_controller(now_ns)]
             case inputs.PushDone():
                 return self.tiers.push_done(group, given)
             case inputs.CopyDone():
@@ -221,6 +226,8 @@ class AgentMachine:
         """Messages wait for a connection, except heartbeats and what every Welcome sends again."""
         out: list[Command] = []
         for command in found:
+            if isinstance(command, commands.WriteStorage) and not self._connected:
+                command = self._with_mesh(command)
             message = command.message if isinstance(command, commands.Send) else None
             if message is None or self._connected or isinstance(message, m.Hello):
                 out.append(command)
@@ -230,7 +237,7 @@ class AgentMachine:
 
     # -- the connection -----------------------------------------------------------------------
     def _on_link_up(self, up: inputs.LinkUp) -> list[Command]:
-        self._link_up, self._absent_since_ns = True, None
+        self._link_up, self._absent_since_ns, self._last_save_ns = True, None, None
         self._port = up.offered_port
         group = self.group
         runs = group is not None and not group.stopped
@@ -289,13 +296,38 @@ class AgentMachine:
         if group and stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
             out += group.continue_stop(now_ns, stop)
             out += self._settle_stop(now_ns, group)
-        absent = self._absent_since_ns
-        if absent is not None and now_ns >= absent + int(limits.CONTROLLER_ABSENCE_S * SECOND_NS):
-            out += self._end(now_ns, f"no controller for {limits.CONTROLLER_ABSENCE_S:g} s")
+        out += self._give_up_controller(now_ns)
         out += self._leave_in_time(now_ns)
         if self._ending_ns is not None and now_ns >= self._ending_ns and not self._ended:
             out += self._end_node()
         return out
+
+    # -- without a controller ------------------------------------------------------------------
+    def _absence_ends_ns(self) -> int | None:
+        """None: a controller is there, or the node waits for one without limit."""
+        limit_s = self._absence_s
+        if self._absent_since_ns is None or limit_s is None:
+            return None
+        return self._absent_since_ns + int(limit_s * SECOND_NS)
+
+    @property
+    def _absence_s(self) -> float | None:
+        """Before the first controller the spec is not known."""
+        welcome = self.welcome
+        return welcome.controller_absence_s if welcome else limits.CONTROLLER_ABSENCE_S
+
+    def _give_up_controller(self, now_ns: int) -> list[Command]:
+        """Write what only memory holds, then end the node."""
+        ends = self._absence_ends_ns()
+        if ends is None or now_ns < ends or self._ending:
+            return []
+        out: list[Command] = []
+        if self._last_save_ns is None:
+            self._last_save_ns = now_ns + int(limits.PERSIST_TIMEOUT_S * SECOND_NS)
+            out = self.tiers.save_last(self.group)
+        if self.tiers.is_writing and now_ns < self._last_save_ns:
+            return out
+        return [*out, *self._end(now_ns, f"no controller for {self._absence_s:g} s")]
 
     # -- launch -------------------------------------------------------------------------------
     def _launch(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
@@ -542,6 +574,13 @@ class AgentMachine:
         if self._preemption is not None:
             self._ending_ns = min(self._ending_ns, max(now_ns, self._preemption.end_ns))
         return group.kill_all()
+
+    def _with_mesh(self, command: commands.WriteStorage) -> commands.WriteStorage:
+        """With the note by which the next controller can commit it."""
+        group = self.group
+        if group is None or group.generation != command.staged.generation:
+            return command
+        return msgspec.structs.replace(command, mesh=group.membership.mesh)
 
     def _end_node(self) -> list[Command]:
         self._ended = True

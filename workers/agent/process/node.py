@@ -355,6 +355,9 @@ class AgentProcess:
             checksum = await self._pools.run(
                 "upload", persist.write_shard, fd, command.staged.num_bytes, *where
             )
+            if command.mesh is not None:
+                note = persist.note_of(command.staged, command.file, checksum, command.mesh)
+                await self._pools.run("upload", persist.write_note, note, *where)
         except Exception as error:  # any store's library may raise anything; the error is reported
             detail = f"{type(error).__name__}: {error}"
             self._give(replace(done, detail=detail))

@@ -13,13 +13,17 @@ from typing import Any
 import fsspec
 import xxhash
 
+from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
 from holdfast.orchestrator.protocol.files import (
     is_local,
     make_directory,
+    replace,
     replacing,
     sync_directory,
     write_all,
 )
+from holdfast.orchestrator.protocol.manifest import NOTE_SUFFIX, ShardNote, encode_note
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -36,6 +40,30 @@ def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, n
         return _write_store(fd, num_bytes, system, f"{root.rstrip('/')}/{directory}/{name}")
     finally:
         os.close(fd)
+
+
+def note_of(staged: StagedShard, file: str, checksum: str, mesh: Mesh) -> bytes:
+    """What the next controller has to know of a file that no controller gets a report of."""
+    written = ShardFile(
+        step=staged.step,
+        generation=staged.generation,
+        shard=staged.shard,
+        num_shards=staged.num_shards,
+        file=file,
+        num_bytes=staged.num_bytes,
+        checksum=checksum,
+    )
+    return encode_note(ShardNote(file=written, mesh=mesh))
+
+
+def write_note(note: bytes, checkpoint_path: str, directory: str, name: str) -> None:
+    """Write the note of a durable shard file. Raises as write_shard."""
+    system, root = fsspec.url_to_fs(checkpoint_path)
+    path = f"{root.rstrip('/')}/{directory}/{name}{NOTE_SUFFIX}"
+    if is_local(system):
+        replace(Path(path), note)
+    else:
+        system.pipe_file(path, note)
 
 
 def _write_local(fd: int, num_bytes: int, directory: Path, name: str) -> str:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.protocol.facts import ShardFile
-from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME, directory_name, shard_file_name
+from holdfast.orchestrator.protocol.manifest import (
+    MANIFEST_NAME,
+    NOTE_SUFFIX,
+    ShardNote,
+    directory_name,
+    encode_note,
+    shard_file_name,
+)
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore, CommitRefused
 
@@ -100,3 +107,43 @@ def test_a_directory_that_is_not_shared_is_refused_with_the_reason(tmp_path: Pat
     storage = CheckpointStore(str(tmp_path / "here"), "job")
     with pytest.raises(CommitRefused, match="a directory must be one volume that all nodes and"):
         storage.commit(5, Mesh(), (ShardFile(5, 1, 0, 1, shard_file_name(0, 1), 3, "00"),))
+
+
+# -- written without a controller ------------------------------------------------------------------
+def note(storage: CheckpointStore, *files: ShardFile, mesh: Mesh = MESH) -> None:
+    for file in files:
+        directory = f"{storage.root}/{directory_name(file.step, file.generation)}"
+        data = encode_note(ShardNote(file=file, mesh=mesh))
+        storage.fs.pipe_file(f"{directory}/{file.file}{NOTE_SUFFIX}", data)
+
+
+def test_a_complete_step_that_agents_wrote_without_a_controller_is_committed(
+    storage: CheckpointStore,
+) -> None:
+    files = put(storage, 9, generation=3)
+    note(storage, *files)
+    assert storage.manifests() == [], "not before a controller has looked"
+    (adopted,) = storage.adopt_written(3)
+    assert (adopted.step, adopted.generation, adopted.mesh) == (9, 3, MESH)
+    assert adopted.files == files and storage.manifests() == [adopted]
+    assert storage.adopt_written(3) == [], "it is committed already"
+
+
+def test_what_is_not_complete_or_of_an_older_generation_is_not_adopted(
+    storage: CheckpointStore,
+) -> None:
+    note(storage, *put(storage, 5, generation=2))
+    first, _second = put(storage, 6, generation=3)
+    note(storage, first)
+    put(storage, 7, generation=3)
+    short = put(storage, 8, generation=3)
+    note(storage, *short)
+    storage.fs.pipe_file(f"{storage.root}/{directory_name(8, 3)}/{short[1].file}", b"torn")
+    mixed = put(storage, 9, generation=3)
+    note(storage, mixed[0])
+    note(storage, mixed[1], mesh=Mesh(shard=2))
+    torn = put(storage, 10, generation=3)
+    note(storage, *torn)
+    place = f"{storage.root}/{directory_name(10, 3)}/{torn[0].file}{NOTE_SUFFIX}"
+    storage.fs.pipe_file(place, b"{")
+    assert storage.adopt_written(3) == [] and storage.manifests() == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.orchestrator.limits import CONTROLLER_ABSENCE_S
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, StagedShard
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.machine import MachineTiming
@@ -152,6 +155,72 @@ def test_a_node_without_a_controller_ends_its_workers_and_itself() -> None:
     assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
     harness.worker_ends(0, signal=9)
     assert of(commands.EndNode, harness.worker_ends(1, signal=9))
+
+
+def absent(harness: AgentHarness, seconds: float | None) -> None:
+    """The controller is lost, with this limit of the spec."""
+    assert harness.machine.welcome is not None
+    welcome = msgspec.structs.replace(harness.machine.welcome, controller_absence_s=seconds)
+    harness.receive(welcome)
+    harness.give(inputs.LinkDown())
+
+
+def test_a_node_trains_on_without_a_controller_for_as_long_as_the_spec_allows() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    absent(harness, None)
+    harness.now_ns += int(1000 * CONTROLLER_ABSENCE_S * SECOND_NS)
+    assert not of(commands.Kill, harness.give(inputs.ClockTick()))
+    assert harness.machine.next_deadline_ns() is None
+    other = AgentHarness()
+    other.launch(1)
+    absent(other, 5.0)
+    other.now_ns += 5 * SECOND_NS
+    assert of(commands.Kill, other.give(inputs.ClockTick()))
+
+
+def test_a_node_that_gives_up_its_controller_writes_its_last_two_steps_first() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    absent(harness, 10.0)
+    for step in (0, 1):
+        harness.stage(step)
+    harness.now_ns += 10 * SECOND_NS
+    out = harness.give(inputs.ClockTick())
+    writes = of(commands.WriteStorage, out)
+    assert {(w.staged.step, w.staged.shard) for w in writes} == {
+        (s, k) for s in (0, 1) for k in (0, 1)
+    }
+    assert all(w.mesh == Mesh(shard=2) for w in writes), "with what the next controller needs"
+    assert not of(commands.Kill, out), "the workers live until the steps are written"
+    for write in writes[:-1]:
+        done = inputs.WriteDone(write.buffer, write.staged, write.file, checksum="c")
+        assert not of(commands.Kill, harness.give(done))
+    last = inputs.WriteDone(writes[-1].buffer, writes[-1].staged, writes[-1].file, checksum="c")
+    assert of(commands.Kill, harness.give(last))
+
+
+def test_a_node_whose_storage_does_not_answer_ends_all_the_same() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    request_buffers(harness)
+    absent(harness, 10.0)
+    harness.stage(0)
+    harness.now_ns += 10 * SECOND_NS
+    assert of(commands.WriteStorage, harness.give(inputs.ClockTick()))
+    due = harness.machine.next_deadline_ns()
+    assert due is not None
+    harness.now_ns = due
+    assert of(commands.Kill, harness.give(inputs.ClockTick()))
+
+
+def test_with_a_controller_no_note_is_written() -> None:
+    harness = AgentHarness()
+    harness.launch(1, persist_every_steps=1)
+    request_buffers(harness)
+    writes = of(commands.WriteStorage, harness.stage(0))
+    assert writes and all(w.mesh is None for w in writes)
 
 
 def test_the_last_two_complete_steps_are_kept_while_the_next_is_written() -> None:
