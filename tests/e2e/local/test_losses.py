@@ -1,13 +1,19 @@
-"""Recovery does not change training: every step has the loss of an undisturbed run."""
+"""Recovery does not change training: every step has the loss of an undisturbed run, and the last
+checkpoint has its bytes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+
+from holdfast.orchestrator.protocol.manifest import directory_name
+from holdfast.workers.checkpoint import inspect
+from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
 
 from .local_rig import Job, spec
 
@@ -16,14 +22,19 @@ pytestmark = pytest.mark.e2e
 STEPS = 160
 
 
+class Undisturbed(NamedTuple):
+    losses: dict[int, str]
+    state: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     job = Job(tmp_path_factory.mktemp("undisturbed"), document())
     job.run()
     assert job.wait().state == "succeeded", job.output()
     losses = losses_of(job)
     assert sorted(losses) == list(range(STEPS))
-    return losses
+    return Undisturbed(losses, last_state(job))
 
 
 @pytest.fixture
@@ -47,7 +58,25 @@ def losses_of(job: Job) -> dict[int, str]:
     return found
 
 
-def test_kills_of_a_worker_and_a_node_change_no_loss(job: Job, undisturbed: dict[int, str]) -> None:
+def last_state(job: Job) -> dict[str, Any]:
+    """The last committed checkpoint: the checksum of every tensor of every shard (weights, moments
+    and step counters), and the numbers of the optimizer."""
+    path = str(job.directory.path / "checkpoints")
+    manifest, files, found = inspect.find(path), CheckpointFiles(path), {}
+    assert manifest.step == STEPS - 1
+    for file in manifest.files:
+        header = files.open(directory_name(manifest.step, manifest.generation), file).header()
+        found[f"{file.shard} extra"] = header.extra
+        for name, entry in header.entries.items():
+            found[f"{file.shard} {name}"] = (entry.box, entry.checksum)
+    assert len(manifest.files) == 2
+    assert any(".exp_avg_sq" in name for name in found)
+    return found
+
+
+def test_kills_of_a_worker_and_a_node_change_no_loss_and_no_weight(
+    job: Job, undisturbed: Undisturbed
+) -> None:
     job.until(lambda view: view.step >= 20)
     job.kill(job.worker_pids()[1])
     job.running(incidents=1, steps=15)
@@ -55,14 +84,15 @@ def test_kills_of_a_worker_and_a_node_change_no_loss(job: Job, undisturbed: dict
     job.running(incidents=2, steps=15)
     job.kill(job.worker_pids()[2])
     view = job.wait()
-    assert losses_of(job) == undisturbed
+    assert losses_of(job) == undisturbed.losses
+    assert last_state(job) == undisturbed.state
     assert [i.failure_class for i in view.incidents] == ["infrastructure"] * 3
     assert all(i.restored_from == "memory" for i in view.incidents)
     assert all(i.steps_lost is not None and i.steps_lost <= 1 for i in view.incidents)
 
 
 def test_a_job_that_shrinks_and_grows_again_has_the_same_losses(
-    job: Job, undisturbed: dict[int, str]
+    job: Job, undisturbed: Undisturbed
 ) -> None:
     """Sums have another order at another world size, so losses differ by rounding."""
     job.until(lambda view: view.step >= 20)
@@ -74,5 +104,5 @@ def test_a_job_that_shrinks_and_grows_again_has_the_same_losses(
     assert [one.world_size_after for one in view.incidents] == [2, 4]
     losses = losses_of(job)
     assert sorted(losses) == list(range(STEPS))
-    for step, loss in undisturbed.items():
+    for step, loss in undisturbed.losses.items():
         assert float(losses[step]) == pytest.approx(float(loss), rel=0.02, abs=0.02)
