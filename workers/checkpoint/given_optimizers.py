@@ -67,34 +67,48 @@ def expect_stateless(wrapper: Any, inner: Iterable[Any]) -> None:
         )
 
 
-def refuse_other_optimizers(
-    owner: object, known: Mapping[str, Any], given: Given, names: Mapping[int, str]
-) -> None:
-    """While `owner` lives, a step of an optimizer that was not given to restore raises UserError if
-    it has parameters of the model: its state would be in no checkpoint. `names` are those of the
-    parameters, by id."""
-    allowed = {id(one) for one in known.values()} | {id(one) for one, _ in wrappers(given)}
-    others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+class OnlyThese:
+    """While it lives, a step of an optimizer that was not given to restore raises UserError if it
+    has parameters of the model: its state would be in no checkpoint."""
 
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in allowed or optimizer in others:
+    def __init__(self, known: Mapping[str, Any], given: Given, names: Mapping[int, str]) -> None:
+        """`names` are those of the parameters, by id."""
+        self._allowed = {id(one) for one in known.values()}
+        self._allowed |= {id(one) for one, _ in wrappers(given)}
+        self._names = names
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        if not _guards:
+            register_optimizer_step_pre_hook(_check_all)
+        _guards[:] = [guard for guard in _guards if guard() is not None] + [weakref.ref(self)]
+
+    def check(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._allowed or optimizer in self._others:
             return
         inside = _inner(optimizer)
-        if inside and all(id(one) in allowed for _, one in _walk(inside, "")):
-            others.add(optimizer)
+        if inside and all(id(one) in self._allowed for _, one in _walk(inside, "")):
+            self._others.add(optimizer)
             return
         stepped = [
-            names[id(parameter)]
+            self._names[id(parameter)]
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) in names
+            if id(parameter) in self._names
         ]
         if stepped:
             raise _not_given(type(optimizer).__name__, stepped)
-        others.add(optimizer)
+        self._others.add(optimizer)
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(owner, handle.remove)
+
+_guards: list[weakref.ref[OnlyThese]] = []
+"""One hook serves all, and stays: torch iterates over its hooks while garbage collection may end a
+guard."""
+
+
+def _check_all(optimizer: Optimizer, *_: Any) -> None:
+    for reference in _guards:
+        guard = reference()
+        if guard is not None:
+            guard.check(optimizer)
 
 
 def expect_in_backward_given(parameters: Mapping[str, Any], known: Mapping[str, Any]) -> None:

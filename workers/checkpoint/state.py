@@ -63,7 +63,7 @@ class TrainingState:
         names = {id(p): name for name, p in self.parameters.items()}
         for one in self.optimizers:
             names |= {id(p): name for name, p in one.stepped.items()}
-        given_optimizers.refuse_other_optimizers(self, found, optimizer, names)
+        self._guard = given_optimizers.OnlyThese(found, optimizer, names)
 
     # -- export ---------------------------------------------------------------------------------
     def model_tensors(self) -> Iterator[StateTensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.checkpoint.layout import parse_header
@@ -144,6 +146,27 @@ def test_a_second_optimizer_that_was_not_given_is_refused_at_its_first_step() ->
     kept = TrainingState(model, [first, second], None)
     train(other, SGD(other.parameters(), lr=0.1), range(1))
     assert len(kept.optimizers) == 2
+
+
+def test_the_end_of_a_state_during_a_step_disturbs_no_optimizer() -> None:
+    """Garbage collection may run between two hooks of a step, which torch iterates over."""
+    model, other = net(), net()
+    optimizer = AdamW(model.parameters())
+    states = [TrainingState(other, AdamW(other.parameters()), None)]
+    states.append(TrainingState(model, optimizer, None))
+
+    def end_the_first(*_: Any) -> None:
+        del states[:1]
+        gc.collect()
+
+    hooks = (end_the_first, lambda *_: None)
+    handles = [register_optimizer_step_pre_hook(hook) for hook in hooks]
+    try:
+        train(model, optimizer, range(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(states) == 1
 
 
 def test_an_optimizer_inside_one_that_is_no_known_wrapper_is_refused_at_its_step() -> None:
