@@ -62,6 +62,9 @@ class LaunchGroup(Action, frozen=True, kw_only=True, tag="launch-group"):
     seats: tuple[WorkerSeat, ...]
     buddy: str = ""
     persist_every_steps: int = 0
+    own_shards: bool = False
+    """The state was written on the same mesh, the number of replicas aside: each rank reads its own
+    shard only, and the node is sent the sources of its ranks' shards only."""
 
 
 class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):

@@ -57,6 +57,7 @@ class StepContext:
             seats=action.seats,
             buddy=action.buddy,
             persist_every_steps=action.persist_every_steps,
+            own_shards=action.own_shards,
         )
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from ..protocol.facts import Membership, Restore
+from ..protocol.mesh import Mesh
 from . import completion, drain, provisioning
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, nothing_usable, why_nothing_usable
@@ -121,6 +124,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             seats=seats[node_rank],
             buddy=buddy_of.get(name, ""),
             persist_every_steps=persist_cadence(state.job),
+            own_shards=restore is not None and _same_shards(state, restore, mesh),
         )
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
@@ -129,6 +133,14 @@ def _launch(ctx: StepContext, size: int) -> None:
     phase = "starting" if state.phase == "pending" else state.phase
     ctx.move(phase, reason.code, decision)
     _fill_incident(ctx, state.incident, membership, decision)
+
+
+def _same_shards(state: JobState, restore: Restore, mesh: Mesh) -> bool:
+    """Whether the state was written on this mesh, the number of replicas aside."""
+    written = state.meshes.get(restore.generation)
+    return written is not None and msgspec.structs.replace(written, replicate=1) == (
+        msgspec.structs.replace(mesh, replicate=1)
+    )
 
 
 def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[str, ...]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -203,6 +204,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that wrote the state."""
     num_shards: int
     sources: tuple[ShardLocation, ...] = ()
+    """In order of the shards."""
     directory: str = ""
     """Directory of a committed checkpoint, relative to the checkpoint path; empty: from memory."""
 
@@ -223,3 +225,17 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    def with_sources_of(self, shards: Iterable[int]) -> Membership:
+        """The same with the sources of these shards only: those of all shards of a large job are
+        megabytes."""
+        if self.restore is None or not self.restore.sources:
+            return self
+        every, kept = self.restore.sources, []
+        for shard in sorted(set(shards)):
+            at = bisect_left(every, shard, key=lambda source: source.shard)
+            while at < len(every) and every[at].shard == shard:
+                kept.append(every[at])
+                at += 1
+        restore = msgspec.structs.replace(self.restore, sources=tuple(kept))
+        return msgspec.structs.replace(self, restore=restore)

@@ -50,6 +50,7 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     buddy: str
     persist_every_steps: int
     membership: int
+    own_shards: bool = False
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,9 +145,12 @@ def to_message(
     if it is connected."""
     match action:
         case LaunchGroup():
+            membership = action.membership
+            if action.own_shards:
+                membership = membership.with_sources_of(seat.shard for seat in action.seats)
             return wire.LaunchWorkers(
                 action_id=action.action_id,
-                membership=action.membership,
+                membership=membership,
                 node_rank=action.node_rank,
                 seats=action.seats,
                 buddy=action.buddy if buddy else "",

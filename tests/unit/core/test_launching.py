@@ -21,6 +21,7 @@ from holdfast.orchestrator.core.events import (
     Tick,
 )
 from holdfast.orchestrator.core.launching import MESHES_KEPT
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .harness import SECOND, Transcript, facts, spec
 
@@ -87,6 +88,30 @@ def test_a_killed_worker_costs_a_new_generation_from_memory() -> None:
     assert (incident.culprit_node, incident.culprit_rank) == ("b", 2)
     assert incident.restored_from == "memory"
     assert job.state.restarts == {"infrastructure": 1}
+
+
+@pytest.mark.parametrize(
+    ("written", "own"),
+    [
+        pytest.param(Mesh(replicate=2, shard=2), True, id="same"),
+        pytest.param(Mesh(replicate=9, shard=2), True, id="other-replicas"),
+        pytest.param(Mesh(replicate=2, tensor=2), False, id="other-axes"),
+        pytest.param(None, False, id="unknown"),
+    ],
+)
+def test_only_on_the_same_mesh_is_each_rank_known_to_read_its_own_shard(
+    written: Mesh | None, own: bool
+) -> None:
+    job = Transcript().started(step=3)
+    job.exits(2, signal=9, step=7)
+    del job.state.meshes[1]
+    if written is not None:
+        job.state.meshes[1] = written
+    job.all_stopped(7)
+    assert [launch.own_shards for launch in job.of(LaunchGroup)] == [own, own]
+    job.succeed(StopGroup)
+    job.wait(16)
+    assert [launch.own_shards for launch in job.of(LaunchGroup)] == [own, own], "sent again"
 
 
 def test_the_master_port_is_new_in_every_generation() -> None:

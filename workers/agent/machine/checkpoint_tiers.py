@@ -210,6 +210,10 @@ class CheckpointTiers:
         sources = tuple(source for source in restore.sources if source.shard == shard)
         if not sources:
             return [_no_shard(group, rank, shard, "it is in no node's memory")]
+        # The replicas of a shard begin at different nodes, and so do the ranks of a node.
+        replica = group.membership.mesh.coordinates(rank)["replicate"]
+        first = (replica + shard) % len(sources)
+        sources = sources[first:] + sources[:first]
         wanted = StagedShard(restore.step, restore.generation, shard, restore.num_shards, 0)
         return [commands.FetchFromPeer(group.generation, rank, wanted, sources)]
 

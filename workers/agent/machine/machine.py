@@ -352,7 +352,10 @@ class AgentMachine:
         group = self.group = Generation(message, workers, [message.action_id])
         self._stopped_ranks = frozenset()
         out = self.tiers.launch(group)
-        out += [commands.Fork(membership, message.node_rank, seat) for seat in message.seats]
+        for seat in message.seats:
+            # A packet holds the sources of one shard; this machine keeps those of all of them.
+            for_rank = membership.with_sources_of([seat.shard])
+            out.append(commands.Fork(for_rank, message.node_rank, seat))
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
