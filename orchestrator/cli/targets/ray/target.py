@@ -39,6 +39,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult
 from ..tempdir import on_sigterm
+from .driver import fork_driver
 from .job import RayJob
 from .jobs_api import metadata
 
@@ -103,14 +104,13 @@ class RayTarget:
             # Before connecting: several Ray nodes of one machine unpack a job's working_dir into
             # the same directory, one after the other, and each replaces it.
             job, directory = self._load(file), file.absolute().parent
-            shown = metadata(job)
+            name, shown, job_id = job.name, metadata(job), secrets.token_hex(8)
+            num_killed = fork_driver() if submission_id() else 0
             cluster.connect(self._address, shown)
-            if self._outside:
-                _expect_script(job, directory)
-            for expired in self.expire(kv.jobs()):
-                stderr().print(f"job {expired}: deleted, its ttlSecondsAfterFinished is over")
-            self._create(job, directory)
-            name = job.name
+            if num_killed and self._created(name, job_id):
+                self._revive(self.find(name), display)
+            else:
+                self._start(job, directory, job_id)
         else:
             assert attach is not None
             name, shown = attach, {}
@@ -136,6 +136,20 @@ class RayTarget:
                 return RunResult(None, 130)
         return RunResult(view, 0 if view.state == "succeeded" else 1)
 
+    def _start(self, job: TrainingJob, directory: Path, job_id: str) -> None:
+        """Raises UserError for a script that no node has, or a name that is taken."""
+        if self._outside:
+            _expect_script(job, directory)
+        for expired in self.expire(kv.jobs()):
+            stderr().print(f"job {expired}: deleted, its ttlSecondsAfterFinished is over")
+        self._create(job, directory, job_id)
+
+    def _created(self, name: str, job_id: str) -> bool:
+        """Whether an earlier driver of this Ray job created the job before it was killed."""
+        return kv.JobKeyValueStore(name).exists(kv.RECORD) and (
+            self.find(name).order.job_id == job_id
+        )
+
     def expire(self, jobs: list[str]) -> list[str]:
         """Delete the records of jobs that finished longer than their ttlSecondsAfterFinished ago;
         returns their names."""
@@ -159,9 +173,9 @@ class RayTarget:
         check_submission(job, file.absolute().parent, str(file), ships=False)
         return job
 
-    def _create(self, job: TrainingJob, spec_directory: Path) -> None:
+    def _create(self, job: TrainingJob, spec_directory: Path, job_id: str) -> None:
         """Raises UserError when the name is taken."""
-        store, job_id = kv.JobKeyValueStore(job.name), secrets.token_hex(8)
+        store = kv.JobKeyValueStore(job.name)
         made = make_keys(names.tls(job_id))
         order = ControllerOrder(
             document=job_to_mapping(job),

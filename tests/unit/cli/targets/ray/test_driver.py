@@ -1,0 +1,70 @@
+"""The driver of a submitted job is a child of the Ray job's process, and is replaced when it is
+killed. Each case is a process of its own, which forks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from holdfast.orchestrator.cli.targets.ray.driver import fork_driver
+num_killed = fork_driver(pause_s=0.0, max_early=3)
+assert "ray" not in sys.modules
+print("driver", num_killed, flush=True)
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)\n"
+WAIT = "os.read(0, 1)\n"
+
+
+def start(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM + program], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_killed_driver_is_replaced_and_the_exit_code_is_that_of_the_last() -> None:
+    process = start(f"if not num_killed: {KILL}sys.exit(7)\n")
+    stdout, stderr = process.communicate()
+    assert process.returncode == 7 and stdout == "driver 0\ndriver 1\n"
+    assert "was killed (SIGKILL); training goes on, and another driver attaches" in stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_a_driver_that_ends_is_not_replaced(code: int) -> None:
+    process = start(f"sys.exit({code})\n")
+    assert process.communicate() == ("driver 0\n", "") and process.returncode == code
+
+
+def test_drivers_that_are_all_killed_early_end_the_ray_job() -> None:
+    process = start(KILL)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 128 + signal.SIGKILL
+    assert stdout == "driver 0\ndriver 1\ndriver 2\n" and "this Ray job ends" in stderr
+
+
+def test_a_ray_job_that_is_stopped_gets_no_other_driver() -> None:
+    """Ray signals the process and its children, and kills what is left seconds later."""
+    process = start(WAIT + KILL)
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "driver 0\n"
+    process.send_signal(signal.SIGTERM)
+    # The signal is handled before the driver's end is read: both go to the same process, in order.
+    process.stdin.write("x")
+    process.stdin.close()
+    process.wait()
+    assert process.stdout.read() == "" and process.returncode == 128 + signal.SIGKILL
+
+
+def test_the_driver_ends_with_its_parent() -> None:
+    process = start("print(os.getpid(), flush=True)\n" + WAIT)
+    assert process.stdout is not None
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    assert lines[0] == "driver 0\n" and int(lines[1]) != process.pid
+    process.kill()
+    assert process.stdout.read() == "", "the pipe ends with its last writer"
+    process.wait()
