@@ -209,11 +209,10 @@ class RayHost:
             await asyncio.sleep(self._timing.trim_s)
 
     async def _export(self) -> None:
-        """The metrics that a local job serves at /metrics, to Ray's exporter."""
-        metrics, seen = RayMetrics(), -1
+        """The metrics that a local job serves at /metrics, to Ray's exporter. Also while nothing
+        changes: ages grow, and a Ray node that restarts its exporter knows none."""
+        metrics = RayMetrics()
         while True:
-            await self.runtime.changes.after(seen)
-            seen = self.runtime.changes.count
             metrics.export(self.job.name, self.runtime.view())
             await asyncio.sleep(self._timing.metrics_s)
 

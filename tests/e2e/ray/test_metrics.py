@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 import urllib.request
 from pathlib import Path
@@ -56,6 +58,29 @@ def test_rays_exporter_serves_the_jobs_metrics_with_a_prefix(tmp_path: Path) -> 
         assert names <= known
         ours = [line for line in page.splitlines() if line.startswith("ray_holdfast_job_world")]
         assert re.search(size, page), ours
+    finally:
+        job.end()
+
+
+def test_a_restarted_controller_leaves_one_series_of_a_count(tmp_path: Path) -> None:
+    job = Job(tmp_path, "counted", 1_000_000)
+    series = r'^ray_holdfast_tokens_total\{[^}]*job="counted"[^}]*\} (\S+)$'
+
+    def counts() -> list[float]:
+        return [float(one) for one in re.findall(series, exported(), re.MULTILINE)]
+
+    try:
+        job.running()
+        give_up = time.monotonic() + BOUND_S
+        while not (before := counts()):
+            assert time.monotonic() < give_up
+            time.sleep(1.0)  # Ray exports periodically, without an event
+        os.kill(job.controller()["pid"], signal.SIGKILL)
+        job.until(lambda view: view.controller_restarts > 0)
+        while not (len(after := counts()) == 1 and after[0] > max(before)):
+            assert time.monotonic() < give_up, after
+            time.sleep(1.0)
+        assert re.search(r"ray_holdfast_job_incidents_total\{[^}]*\} 0(\.0)?$", exported(), re.M)
     finally:
         job.end()
 
