@@ -120,7 +120,13 @@ BUDDY_NETWORK_PERCENT = 50
 """Of the time of a push in which it sends: half of the link stays for training even while a buddy
 gets its copy."""
 
-MEMORY_EVERY_STEPS = 1
+STAGING_BUDGET_PERCENT = 3.0
+"""Of the step time that staging may cost: at this much a checkpoint in memory is cheaper than what
+it saves on any cluster that fails once a day."""
+
+MAX_STAGING_INTERVAL = 1000
+"""Steps between two stagings if only time limits them otherwise."""
+
 STORAGE_EVERY_STEPS = 100
 KEEP_LAST = 2
 """Never fewer than two committed checkpoints while a third is being written."""

@@ -110,6 +110,8 @@ class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
     checkpoint_path: str = ""
     node: str = ""
     spec_directory: str = ""
+    stage_every_steps: int = 0
+    """Stage every Nth step; 0: as the spec says."""
     log_file: str = ""
     """File for stdout and stderr. Empty: the file descriptor that comes with this message."""
 
@@ -120,6 +122,13 @@ class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):
     step: int
     hold: bool = False
     """After it, wait up to limits.HOLD_S for the stop that follows."""
+
+
+class StageEvery(WorkerMessage, frozen=True, kw_only=True, tag="stage-every"):
+    """Stage every Nth step from `from_step` on."""
+
+    every_steps: int
+    from_step: int
 
 
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
@@ -160,4 +169,4 @@ FromWorker = (
     | Failed
     | Finished
 )
-ToWorker = Assign | StageAt | Buffer | BufferFree | Shard | NoShard
+ToWorker = Assign | StageAt | StageEvery | Buffer | BufferFree | Shard | NoShard

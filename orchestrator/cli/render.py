@@ -88,6 +88,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
     yield "checkpoint", checkpoints(view)
+    if view.staging:
+        yield "staging", view.staging
     if view.copied_step >= 0:
         yield "at buddies", copies(view)
     for one in view.refused_checkpoints:

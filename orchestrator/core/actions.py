@@ -65,6 +65,7 @@ class LaunchGroup(Action, frozen=True, kw_only=True, tag="launch-group"):
     own_shards: bool = False
     """The state was written on the same mesh, the number of replicas aside: each rank reads its own
     shard only, and the node is sent the sources of its ranks' shards only."""
+    stage_every_steps: int = 0
 
 
 class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):

@@ -58,6 +58,7 @@ class StepContext:
             buddy=action.buddy,
             persist_every_steps=action.persist_every_steps,
             own_shards=action.own_shards,
+            stage_every_steps=action.stage_every_steps,
         )
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:

@@ -279,6 +279,8 @@ class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
     workers: tuple[WorkerBeat, ...] = ()
     staged_step: int = -1
     copied_step: int = -1
+    stage_every_steps: int = 0
+    stage_from_step: int = 0
 
 
 AnyEvent = (

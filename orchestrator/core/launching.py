@@ -8,7 +8,7 @@ import msgspec
 
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
-from . import completion, drain, provisioning
+from . import completion, drain, provisioning, staging_interval
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, nothing_usable, why_nothing_usable
 from .context import StepContext
@@ -125,6 +125,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             buddy=buddy_of.get(name, ""),
             persist_every_steps=persist_cadence(state.job),
             own_shards=restore is not None and _same_shards(state, restore, mesh),
+            stage_every_steps=staging_interval.at_launch(state),
         )
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
@@ -156,6 +157,7 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     state.launch_actions, state.launching, state.exits = {}, {}, {}
     state.active, state.needs_placement, state.first_step_done = True, False, False
     state.step = membership.restore.step if membership.restore else -1
+    staging_interval.begin_generation(state)
     state.launched_ns = ctx.now_ns
     state.resize_pending = state.resize_pending and len(members) != full_size(state)
     ctx.disarm(*PLACEMENT, *PLANNED)
@@ -262,6 +264,7 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         return
     state.step = max(state.step, event.step)
     if state.first_step_done:
+        staging_interval.consider(ctx, event)
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
     state.num_store_failures = 0

@@ -66,7 +66,7 @@ def awaited(ctx: StepContext, purpose: Purpose) -> bool:
 
 
 def _useful(state: JobState, purpose: Purpose) -> bool:
-    every_step = state.job.spec.checkpoint.staging_interval <= 1
+    every_step = state.stage_every_steps <= 1
     return purpose not in UNPLANNED and state.first_step_done and not every_step
 
 

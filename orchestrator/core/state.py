@@ -105,6 +105,18 @@ class Quiesce(Struct):
     """When the interruption was last requested."""
 
 
+class StagingInterval(Struct, frozen=True):
+    """Every how many steps the memory tier stages, chosen by staging_interval.py."""
+
+    every_steps: int
+    since_step: int
+    """All ranks change at this step; 0: their generation began with it."""
+    judged_from: int
+    """What is measured before this step is of the interval before."""
+    chosen_ns: int
+    reason: Reason
+
+
 class PendingNode(Struct, frozen=True):
     """A node that the backend has promised and that has not joined."""
 
@@ -352,6 +364,8 @@ class JobState(Struct):
     """Its intent is then "suspend"."""
     num_store_failures: int = 0
     """Generations in a row that could not read the store."""
+    staging_interval: StagingInterval | None = None
+    """Of checkpoint.memory.everySteps: auto, once a staging was measured."""
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
     """Restarts charged to the restart budgets, by class -> when."""
@@ -409,6 +423,14 @@ class JobState(Struct):
         if self.incidents and self.incidents[-1].first_step_ns is None:
             return self.incidents[-1]
         return None
+
+    @property
+    def stage_every_steps(self) -> int:
+        """Every how many steps the running generation stages, or will once a change is effective.
+        Without a memory tier: for storage."""
+        checkpoint, chosen = self.job.spec.checkpoint, self.staging_interval
+        auto = checkpoint.memory.every_steps == "auto"
+        return chosen.every_steps if auto and chosen else checkpoint.staging_interval
 
     def node_of(self, rank: int) -> str:
         """The node that a rank of the current generation runs on; empty outside the world."""

@@ -82,6 +82,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     stall_s: float = 0.0
     """Time the last staging blocked the training loop."""
+    copy_s: float = 0.0
+    """Time of its copy from the device, which runs beside the training; 0 on the CPU."""
+    staging_s: float = 0.0
+    """Time from its beginning to its end, checksums included."""
     device_memory_peak_bytes: int = 0
     flops_per_step: float = 0.0
     """Model FLOPs of one step of the whole job; 0: the training loop does not report them."""

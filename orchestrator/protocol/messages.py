@@ -60,6 +60,9 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Newest step that all workers of the node have staged."""
     copied_step: int = -1
     """Newest step of which all buddies hold a copy, as the controller has confirmed it."""
+    stage_every_steps: int = 0
+    """The workers stage every Nth step, from `stage_from_step` on; 0: as the spec says."""
+    stage_from_step: int = 0
 
 
 class Launched(Message, frozen=True, kw_only=True, tag="launched"):
@@ -181,6 +184,8 @@ class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     buddy_port: int = 0
     persist_every_steps: int = 0
     """Write every Nth step to storage; 0: only when Persist is received."""
+    stage_every_steps: int = 0
+    """Workers stage every Nth step; 0: as the spec says."""
     agreed_copies: bool = False
     """The controller names the steps that are copied to the buddy (CopyStep); the first one is the
     first that is staged. False: the agent copies what is newest."""
@@ -205,6 +210,14 @@ class Stage(Message, frozen=True, kw_only=True, tag="stage"):
     step: int
     hold: bool = False
     """Wait a moment after the step: StopWorkers follows."""
+
+
+class StageEvery(Message, frozen=True, kw_only=True, tag="stage-every"):
+    """Stage every Nth step from `from_step` on; before it as until now."""
+
+    generation: int
+    every_steps: int
+    from_step: int
 
 
 class Persist(Message, frozen=True, kw_only=True, tag="persist"):
@@ -272,8 +285,8 @@ FromAgent = (
     | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent
 )  # fmt: skip
 ToAgent = (
-    Welcome | Refused | LaunchWorkers | StopWorkers | Stage | Persist | CopyStep | Committed | Chaos
-    | Shutdown
+    Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep
+    | Committed | Chaos | Shutdown
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

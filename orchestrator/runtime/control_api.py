@@ -221,7 +221,7 @@ class ControlApi:
             raise UserError(str(Problem("job", state.phase, "a running job")))
         unrecorded = max(0, self._view().step - state.step)  # steps that only heartbeats report
         generation, step = state.generation, step_ahead(state) + unrecorded
-        stages_every_step = state.job.spec.checkpoint.staging_interval == 1
+        stages_every_step = state.stage_every_steps == 1
         for link in [self._links[name] for name in state.members if name in self._links]:
             if not stages_every_step:
                 link.send(wire.Stage(action_id=0, generation=generation, step=step))

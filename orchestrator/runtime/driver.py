@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from ..core.actions import AnyAction
 from ..core.context import SECOND_NS
-from ..core.copy_rounds import CopyOrder
 from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
 from ..core.state import JobState
 from ..protocol.facts import ShardFile
 from .clock import Clock
 from .job_loop import JobLoop, Ready
+from .translate import Order
 
 UNWRITTEN_RETRY_NS = SECOND_NS
 """Time between two attempts to write records that are in memory only."""
 
-CarryOut = Callable[[AnyAction | CopyOrder], None]
+CarryOut = Callable[[AnyAction | Order], None]
 """Starts an action. Must not block; the result comes back as an event."""
 
 

@@ -25,10 +25,11 @@ from ..core.actions import (
 )
 from ..core.copy_rounds import CopyOrder
 from ..core.events import ActionFailed, ActionSucceeded, ActionUnknown, AnyEvent
+from ..core.staging_interval import IntervalOrder
 from ..protocol import messages as wire
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
-from .translate import Answer, AwaitedAnswers, NodeAction, to_message
+from .translate import Answer, AwaitedAnswers, NodeAction, Order, to_message
 
 Result = str | tuple[str, ...]
 """Of an action that succeeded: a detail for people, or the names of promised nodes."""
@@ -52,12 +53,12 @@ class Executor:
         self._awaited = AwaitedAnswers()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def carry_out(self, action: AnyAction | CopyOrder) -> None:
+    def carry_out(self, action: AnyAction | Order) -> None:
         """Start an action. Never blocks."""
         match action:
             case LaunchGroup() | StopGroup() | StageStep():
                 self._send(action)
-            case CopyOrder():
+            case CopyOrder() | IntervalOrder():
                 link = self._links.get(action.node)
                 if link is not None:
                     link.send(to_message(action))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..api.v1alpha1 import TrainingJob
 from ..core.actions import AnyAction
 from ..core.controller import Controller
-from ..core.copy_rounds import CopyOrder, CopyRounds
+from ..core.copy_rounds import CopyRounds
 from ..core.events import (
     ActionUnknown,
     AnyEvent,
@@ -29,12 +29,14 @@ from ..core.events import (
 )
 from ..core.journal import Record
 from ..core.progress_monitor import ProgressMonitor
-from ..core.state import JobState
+from ..core.staging_interval import orders
+from ..core.state import JobState, StagingInterval
 from ..core.transitions import JobPhase
 from ..protocol.facts import ShardFile
 from . import snapshot
 from .observe.projection import JobProjection
 from .observe.view import JobView
+from .translate import Order
 
 
 class Ready(NamedTuple):
@@ -45,7 +47,7 @@ class Ready(NamedTuple):
     actions: tuple[AnyAction, ...]
     must_commit: bool
     """The records hold a decision or a new phase. Others may wait for the next commit."""
-    orders: tuple[CopyOrder, ...] = ()
+    orders: tuple[Order, ...] = ()
     """To be sent like actions. Nothing waits for them: an agent that misses one reports again."""
 
 
@@ -59,7 +61,7 @@ class JobLoop:
         self.projection = projection or JobProjection(job)
         self._monitor = ProgressMonitor(job, controller)
         self._rounds = CopyRounds()
-        self._orders: list[CopyOrder] = []
+        self._orders: list[Order] = []
         self._queue: deque[Record] = deque()
         self._last_ns = 0
         self._advanced = True
@@ -157,13 +159,13 @@ class JobLoop:
         """Take in everything that is queued or due."""
         assert self._advanced, "the records of the last Ready are not durable yet"
         self._advanced = False
-        phase = self._phase()
+        phase, interval = self._phase(), self._interval()
         records: list[Record] = []
         actions: list[AnyAction] = []
         while self._queue:
             self._absorb(*self._queue.popleft(), records, actions)
         self._tick(now_ns, records, actions)
-        decided = bool(actions) or self._phase() != phase
+        decided = bool(actions) or (self._phase(), self._interval()) != (phase, interval)
         orders, self._orders = tuple(self._orders), []
         return Ready(tuple(records), tuple(actions), decided, orders)
 
@@ -181,6 +183,9 @@ class JobLoop:
     def _phase(self) -> JobPhase | None:
         return self.controller.state.phase if self.controller.submitted else None
 
+    def _interval(self) -> StagingInterval | None:
+        return self.controller.state.staging_interval if self.controller.submitted else None
+
     def _absorb(
         self, at_ns: int, first: AnyEvent, records: list[Record], actions: list[AnyAction]
     ) -> None:
@@ -191,6 +196,8 @@ class JobLoop:
             event = pending.popleft()
             if isinstance(event, HeartbeatReceived):
                 self.projection.beat(now_ns, event)
+                if self.controller.submitted:
+                    self._orders += orders(self.controller.state, [event])
             elif isinstance(event, StepCopied):
                 self._orders += self._rounds.observe(now_ns, event, self.controller.state)
                 continue

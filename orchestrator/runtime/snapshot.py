@@ -51,6 +51,7 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     persist_every_steps: int
     membership: int
     own_shards: bool = False
+    stage_every_steps: int = 0
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):

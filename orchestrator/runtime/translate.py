@@ -10,10 +10,13 @@ from collections.abc import Collection
 from ..core import events
 from ..core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
 from ..core.copy_rounds import CopyOrder
+from ..core.staging_interval import IntervalOrder
 from ..core.state import JobState
 from ..protocol import messages as wire
 from ..protocol.facts import NodeFacts
 
+Order = CopyOrder | IntervalOrder
+"""Sent like an action, but without a result: what an agent reports shows whether it has it."""
 NodeAction = LaunchGroup | StopGroup | StageStep
 """Actions that a node answers."""
 Answer = wire.Launched | wire.Stopped | wire.ShardStaged
@@ -87,6 +90,8 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 workers=message.workers,
                 staged_step=message.staged_step,
                 copied_step=message.copied_step,
+                stage_every_steps=message.stage_every_steps,
+                stage_from_step=message.stage_from_step,
             )
         case wire.WorkerExitReport():
             return events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
@@ -139,7 +144,7 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
 
 
 def to_message(
-    action: NodeAction | PersistStep | CopyOrder, buddy: NodeFacts | None = None
+    action: NodeAction | PersistStep | Order, buddy: NodeFacts | None = None
 ) -> wire.Message:
     """The message that has a node carry out an action. `buddy`: the facts of the buddy of a launch,
     if it is connected."""
@@ -157,6 +162,7 @@ def to_message(
                 buddy_address=buddy.address if buddy else "",
                 buddy_port=buddy.data_port if buddy else 0,
                 persist_every_steps=action.persist_every_steps,
+                stage_every_steps=action.stage_every_steps,
                 agreed_copies=True,
             )
         case StopGroup():
@@ -172,6 +178,12 @@ def to_message(
                 generation=action.generation,
                 step=action.step,
                 hold=True,
+            )
+        case IntervalOrder():
+            return wire.StageEvery(
+                generation=action.generation,
+                every_steps=action.every_steps,
+                from_step=action.from_step,
             )
         case CopyOrder():
             return wire.CopyStep(

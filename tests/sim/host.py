@@ -13,6 +13,7 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.controller import Controller
+from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.journal import Record
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.protocol import messages as m
@@ -207,7 +208,8 @@ class Host:
         for order in ready.orders:
             link = self.links.get(order.node)
             if link is not None:
-                self.world.oracle.copied(self.state, order)
+                if isinstance(order, CopyOrder):
+                    self.world.oracle.copied(self.state, order)
                 link.to_agent(translate.to_message(order))
         if crash:
             self.crash()

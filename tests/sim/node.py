@@ -95,6 +95,11 @@ class SimNode:
             case _:
                 pass
 
+    def stage_every(self, generation: int) -> int:
+        """The interval with which the workers of a generation are forked."""
+        group = self.machine.group
+        return group.stage_every[0] if group and group.generation == generation else 0
+
     # -- workers ------------------------------------------------------------------------------
     def _fork(self, out: commands.Fork) -> None:
         if not self.alive:

@@ -37,6 +37,8 @@ class SimWorker:
         self.writable: list[int] = []
         self.wants_to_stage: int | None = None
         self.requested = -1
+        self.intervals = [(0, node.stage_every(membership.generation))]
+        """(from this step on, every Nth is staged)."""
         self.gang = self.world.gang(membership)
 
     # -- to the agent -------------------------------------------------------------------------
@@ -79,6 +81,8 @@ class SimWorker:
         match message:
             case worker_protocol.StageAt():
                 self.requested = message.step
+            case worker_protocol.StageEvery():
+                self.intervals.append((message.from_step, message.every_steps))
             case worker_protocol.Buffer():
                 self.writable.append(message.buffer)
                 self._stage()
@@ -129,9 +133,11 @@ class SimWorker:
         if not self._runs(self.advance):
             return
         self.step += 1
-        every = self.world.host.job.spec.checkpoint.staging_interval
+        checkpoint = self.world.host.job.spec.checkpoint
+        chosen = [every for begin, every in self.intervals if begin <= self.step][-1]
+        due = checkpoint.stages(self.step, chosen or checkpoint.staging_interval)
         last = self.step == self.world.total_steps - 1
-        if last or self.step == self.requested or (self.step + 1) % every == 0:
+        if last or self.step == self.requested or due:
             self.wants_to_stage = self.step
             self._stage()
         else:
@@ -155,8 +161,13 @@ class SimWorker:
         self._report()
 
     def _report(self) -> None:
+        stall_s = self.world.sizes.stall_s
         progress = worker_protocol.Progress(
-            step=self.step, loss=1.0 / (self.step + 1), step_s=self.world.step_s
+            step=self.step,
+            loss=1.0 / (self.step + 1),
+            step_s=self.world.step_s,
+            stall_s=stall_s,
+            staging_s=stall_s,
         )
         self.send(progress)
         held_s = limits.HOLD_S if self.step == self.requested else 0.0

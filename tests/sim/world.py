@@ -23,7 +23,8 @@ FAULTS_S = 60.0
 BOUND_S = 900.0
 """The job must have ended by then."""
 STAGE_EVERY = 6
-"""Steps between stagings in a third of the worlds; in the others every step is staged."""
+"""Steps between stagings in a third of the worlds; in one third the controller chooses, in the last
+one every step is staged."""
 
 # (nodes, workers per node, shard): FSDP over nodes, HSDP in and over nodes, DDP, one node.
 SHAPES = (
@@ -76,7 +77,7 @@ class World(VirtualTime):
         }
         storage = self.rng.choice(({"everySteps": 5}, {"everySteps": 10}, {"everySeconds": 4}))
         memory = {"buddy": self.rng.choice(("auto", "auto", "always", "never"))}
-        memory["everySteps"] = STAGE_EVERY if self.seed % 3 == 2 else 1
+        memory["everySteps"] = (1, "auto", STAGE_EVERY)[self.seed % 3]
         return {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": "TrainingJob",

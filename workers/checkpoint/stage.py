@@ -76,6 +76,17 @@ class Stager:
         self._urgent: list[bool] = []
         """Whether the next forward waits for the copy of the tensor."""
         self._cuda = _CudaCopier(state, device) if device.type == "cuda" else None
+        self._on_cpu_s = 0.0
+
+    @property
+    def copy_s(self) -> float:
+        """Time of the last copy from the device."""
+        return self._cuda.copy_s if self._cuda is not None else 0.0
+
+    @property
+    def staging_s(self) -> float:
+        """Time from the beginning of the last staging to its end."""
+        return self._cuda.staging_s if self._cuda is not None else self._on_cpu_s
 
     def prepare(self) -> None:
         """Requests buffers before the first staging if the optimizer already has its state."""
@@ -106,6 +117,7 @@ class Stager:
                 )
             ]
             _complete(self._buffers, layout, view, buffer, step, extra, checksums)
+            self._on_cpu_s = time.perf_counter() - begin
         return time.perf_counter() - begin
 
     def finish(self) -> None:
@@ -207,6 +219,7 @@ class _CudaCopier:
         self._jobs: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = (
             queue.SimpleQueue()
         )
+        self._began = self.copy_s = self.staging_s = 0.0
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
@@ -235,6 +248,7 @@ class _CudaCopier:
         """Starts the copy. Work that is queued on the training stream from now on waits for the
         `urgent` tensors only."""
         self._idle.clear()
+        self._began = time.perf_counter()
         training = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(training)
         pairs = list(zip(targets, sources, urgent, strict=True))
@@ -272,7 +286,9 @@ class _CudaCopier:
             copied, done = self._jobs.get()
             try:
                 copied.synchronize()
+                self.copy_s = time.perf_counter() - self._began
                 done()
+                self.staging_s = time.perf_counter() - self._began
             except BaseException as error:
                 self._error = error
             finally:

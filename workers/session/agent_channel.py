@@ -39,8 +39,10 @@ class AgentChannel:
         connection: socket.socket,
         hold_s: float = limits.HOLD_S,
         inspection_socket: socket.socket | None = None,
+        stage_every_steps: int = 0,
     ) -> None:
-        """`hold_s`: longest wait for a planned stop."""
+        """`hold_s`: longest wait for a planned stop. `stage_every_steps`: until the agent says
+        otherwise."""
         self._connection, self._hold_s = connection, hold_s
         self._inspection = inspection_socket
         self._poll = select.poll()
@@ -51,6 +53,7 @@ class AgentChannel:
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
+        self._every, self._intervals = stage_every_steps, deque[worker_protocol.StageEvery]()
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -119,6 +122,14 @@ class AgentChannel:
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
 
+    def stage_every(self, step: int) -> int:
+        """Every how many steps are staged at this step, as the agent says; 0: it says nothing."""
+        while self._receive(timeout_s=0):
+            pass
+        while self._intervals and self._intervals[0].from_step <= step:
+            self._every = self._intervals.popleft().every_steps
+        return self._every
+
     def stage_requested(self, step: int) -> bool | None:
         """Whether to hold after this step; None: the agent has not requested to stage it."""
         while self._receive(timeout_s=0):
@@ -161,6 +172,8 @@ class AgentChannel:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
             case worker_protocol.StageAt():
                 self._requested_steps[message.step] = message.hold
+            case worker_protocol.StageEvery():
+                self._intervals.append(message)
             case worker_protocol.Buffer():
                 assert fd is not None
                 self._unmapped[message.buffer] = (fd, message.num_bytes)

@@ -55,13 +55,19 @@ class Session:
         self.meshes = Meshes(shape, device.type)
         self.generation = attached.assign.membership.generation if attached else 1
         self._channel = (
-            AgentChannel(attached.link, inspection_socket=attached.inspection) if attached else None
+            AgentChannel(
+                attached.link,
+                inspection_socket=attached.inspection,
+                stage_every_steps=attached.assign.stage_every_steps,
+            )
+            if attached
+            else None
         )
         self._restore = attached.assign.membership.restore if attached else None
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
         """Working directory of the job, to which paths in the recipe's settings are relative."""
-        self._stage_every = attached.job.spec.checkpoint.staging_interval if attached else 0
+        self._checkpoint = attached.job.spec.checkpoint if attached else None
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
         self._last_step, self._last_staged = -1, -1
@@ -210,7 +216,7 @@ class Session:
         now = time.perf_counter()
         step_s = now - self._step_began
         hold = self._stage_requested(step)
-        if hold is not None or (self._stage_every and (step + 1) % self._stage_every == 0):
+        if hold is not None or self._is_due(step):
             self.save()
         if hold and self._stager is not None:
             self._stager.finish()  # the agent must get the shard before the report of the step
@@ -278,9 +284,19 @@ class Session:
     def _stage_requested(self, step: int) -> bool | None:
         """Whether a planned stop follows this step; None: the agent has not requested the step. It
         requests none if every step is staged."""
-        if self._channel is None or self._stage_every <= 1:
+        if self._channel is None or self._checkpoint is None:
+            return None
+        if self._checkpoint.memory.every_steps != "auto" and self._checkpoint.staging_interval <= 1:
             return None
         return self._channel.stage_requested(step)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the interval of this moment has this step; the same on all ranks."""
+        if self._channel is None or self._checkpoint is None:
+            return False
+        auto = self._checkpoint.memory.every_steps == "auto"
+        every = self._channel.stage_every(step) if auto else 0
+        return self._checkpoint.stages(step, every or self._checkpoint.staging_interval)
 
     def _enter(self, phase: WorkerPhase) -> None:
         if self._channel is not None:
@@ -321,6 +337,8 @@ class Session:
                 tokens=tokens,
                 step_s=step_s,
                 stall_s=self._stall_s,
+                copy_s=self._stager.copy_s if self._stager else 0.0,
+                staging_s=self._stager.staging_s if self._stager else 0.0,
                 device_memory_peak_bytes=peak,
                 flops_per_step=flops,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,8 +15,13 @@ class MemoryTier(Part):
     """Checkpoints in the memory of the nodes: cheap and frequent. They survive the loss of one
     failure domain, not of two."""
 
-    every_steps: int = Field(default=limits.MEMORY_EVERY_STEPS, ge=0, le=limits.MAX_COUNT)
-    """Stage after every Nth step; 0: no memory tier."""
+    every_steps: Auto | Annotated[int, Field(ge=0, le=limits.MAX_COUNT)] = "auto"
+    """Stage after every Nth step; 0: no memory tier. auto: after every step, or as often as
+    budgetPercent allows, by what the job measures; steps that go to storage are staged too."""
+    budget_percent: float = Field(
+        default=limits.STAGING_BUDGET_PERCENT, gt=0, le=100, allow_inf_nan=False
+    )
+    """Share of the step time that staging may cost, with everySteps: auto."""
     buddy: Literal["auto", "always", "never"] = "auto"
     """Whether each shard is also copied to the memory of a second node. auto: only if no other
     replica group holds the same shard."""
@@ -76,13 +81,23 @@ class Checkpoint(Part):
 
     @property
     def staging_interval(self) -> int:
-        """Workers stage after every Nth step. Without the memory tier they stage for storage
-        only."""
+        """Workers stage after every Nth step, with auto until the controller chooses another
+        interval. Without the memory tier they stage for storage only."""
+        if self.memory.every_steps == "auto":
+            return 1
         if self.memory.every_steps:
             return self.memory.every_steps
         if self.storage.every_s is not None:
             return 1  # the agent chooses by the clock; all ranks must stage the same steps
         return self.storage.every_steps or limits.STORAGE_EVERY_STEPS
+
+    def stages(self, step: int, every_steps: int) -> bool:
+        """Whether workers stage this step, if every `every_steps`-th one is. Steps count from 0."""
+        if (step + 1) % every_steps == 0:
+            return True
+        if self.memory.every_steps != "auto" or self.storage.every_s is not None:
+            return False
+        return (step + 1) % (self.storage.every_steps or limits.STORAGE_EVERY_STEPS) == 0
 
     @model_validator(mode="after")
     def _check_path(self) -> Checkpoint:

@@ -64,7 +64,7 @@ class TimeAccounting:
             self._begin(state)
         if isinstance(event, StepCompleted):
             if event.generation == state.generation:
-                self._progress(event)
+                self._progress(event, state.stage_every_steps)
             else:
                 # The last report of an interrupted generation: steps after it are trained again.
                 self._totals.high = max(self._totals.high, event.step)
@@ -94,11 +94,11 @@ class TimeAccounting:
         self._totals.launched = True
         self._totals.step = restore.step if restore else -1
 
-    def _progress(self, event: StepCompleted) -> None:
+    def _progress(self, event: StepCompleted, every: int) -> None:
         if event.step > self._totals.step and self._totals.unassigned_ns:
             self._assign(event.step)
         elif event.step > self._totals.step:
-            self._settle(self._totals.open_ns, event.step, event.stall_s)
+            self._settle(self._totals.open_ns, event.step, event.stall_s / every)
             self._totals.open_ns = 0
         self._totals.step_s = event.step_s or self._totals.step_s
         self._totals.reported = True

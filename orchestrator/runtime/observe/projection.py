@@ -24,6 +24,7 @@ from holdfast.orchestrator.core.events import (
     ShardPersisted,
     StepCompleted,
 )
+from holdfast.orchestrator.core.staging_interval import describe
 from holdfast.orchestrator.core.state import JobState, NodeRecord
 from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
 
@@ -232,6 +233,8 @@ class JobProjection:
         )
         view.tokens_total, view.commits = kept.tokens_total, kept.commits
         view.durable_s = kept.durable_s
+        view.staging = describe(state)
+        view.stage_every_steps = state.stage_every_steps if view.staging else 0
         view.storage_problem = kept.storage_problem
         view.storage_failures = kept.storage_failures
         view.storage_skipped = kept.storage_skipped

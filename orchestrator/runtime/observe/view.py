@@ -156,6 +156,10 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Newest step of which all buddies hold a copy; -1: none, or no buddies are needed."""
     copies: str = ""
     """How often all buddies get a copy, and why."""
+    staging: str = ""
+    """Every how many steps the memory tier stages, and why."""
+    stage_every_steps: int = 0
+    """0: there is no memory tier."""
     checkpoints: list[CheckpointView] = []
     """Committed to storage, oldest first."""
     refused_checkpoints: list[RefusedCheckpoint] = []

@@ -46,7 +46,7 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
             "workersPerNode": 2,
             "resources": {"cpu": 1},
             "parallelism": {"shard": 2},
-            "checkpoint": {"storage": {"everySteps": 50}},
+            "checkpoint": {"storage": {"everySteps": 50}, "memory": {"everySteps": 1}},
             **changes,
         },
     }

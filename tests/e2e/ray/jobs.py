@@ -63,7 +63,11 @@ class Job:
         self.name = name
         self.file = place / f"{name}.yaml"
         changes = {
-            "checkpoint": {"path": str(place / name), "storage": {"everySteps": 50}}
+            "checkpoint": {
+                "path": str(place / name),
+                "storage": {"everySteps": 50},
+                "memory": {"everySteps": 1},
+            }
         } | changes
         self.file.write_text(yaml.safe_dump(spec(name, steps, **changes)))
         self.output = place / f"{name}.log"

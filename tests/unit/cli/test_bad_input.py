@@ -129,6 +129,16 @@ CASES = [
         id="a number where a string must stand",
     ),
     pytest.param(
+        SCRIPT + "  checkpoint: {memory: {budgetPercent: 0}}\n",
+        ["spec.checkpoint.memory.budgetPercent: got 0"],
+        id="no budget",
+    ),
+    pytest.param(
+        SCRIPT + "  checkpoint: {memory: {everySteps: often}}\n",
+        ["spec.checkpoint.memory.everySteps", "got often"],
+        id="neither auto nor a number",
+    ),
+    pytest.param(
         SCRIPT + "  checkpoint: {storage: {everySteps: 10, everySeconds: 5}}\n",
         ["spec.checkpoint.storage", "at most one of them"],
         id="two cadences",

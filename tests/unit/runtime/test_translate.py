@@ -9,6 +9,7 @@ import pytest
 from holdfast.orchestrator.core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, GroupStopped
+from holdfast.orchestrator.core.staging_interval import IntervalOrder
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile
 from holdfast.orchestrator.runtime import translate
@@ -16,7 +17,7 @@ from tests.unit.core.harness import Transcript
 
 SHARD = ShardFile(3, 1, 0, 2, "file", 100, "c")
 MESSAGES: tuple[wire.Message, ...] = (
-    wire.Heartbeat(generation=1, staged_step=3, copied_step=2),
+    wire.Heartbeat(generation=1, staged_step=3, copied_step=2, stage_every_steps=4),
     wire.Launched(action_id=1, generation=1, ok=True),
     wire.WorkerExitReport(generation=1, exit=Exit(rank=0, code=1)),
     wire.Stopped(action_id=2, generation=1, offered_port=4000),
@@ -62,6 +63,7 @@ def test_a_message_has_every_field_of_its_action() -> None:
         StageStep(**common, step=9),
         PersistStep(**common, step=9),
         CopyOrder(node="a", generation=1, step=9, confirmed=4),
+        IntervalOrder(node="a", generation=1, every_steps=4, from_step=20),
     )
     for action in actions:
         message = translate.to_message(action)

@@ -63,6 +63,7 @@ class Fork(CommandBase, frozen=True):
     membership: Membership
     node_rank: int
     seat: WorkerSeat
+    stage_every_steps: int = 0
 
 
 class RefillStandbys(CommandBase, frozen=True):

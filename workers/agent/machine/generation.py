@@ -150,6 +150,8 @@ class Generation:
     launched: bool = False
     stop: Stopping | None = None
     stopped: bool = False
+    stage_every: tuple[int, int] = (0, 0)
+    """(every Nth step is staged, from this step on); 0: as the spec says."""
     stage_request: Stage | None = None
     """A requested step that is not answered yet."""
     advanced: bool = False

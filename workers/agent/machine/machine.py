@@ -210,6 +210,8 @@ class AgentMachine:
                 return self._stop(now_ns, message)
             case m.Stage():
                 return self._request_stage(running, message)
+            case m.StageEvery():
+                return self._stage_every(running, message)
             case m.Persist():
                 return self.tiers.persist(running, message)
             case m.CopyStep():
@@ -282,6 +284,8 @@ class AgentMachine:
             generation=group.generation if group and not group.stopped else 0,
             workers=tuple(beats),
             staged_step=self.tiers.staged_step(),
+            stage_every_steps=group.stage_every[0] if group else 0,
+            stage_from_step=group.stage_every[1] if group else 0,
             copied_step=self.tiers.rounds.confirmed[1] if self.tiers.rounds.confirmed else -1,
         )
         return commands.Send(heartbeat)
@@ -350,12 +354,14 @@ class AgentMachine:
         self._refill_ns = None
         workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
         group = self.group = Generation(message, workers, [message.action_id])
+        group.stage_every = (message.stage_every_steps, 0)
         self._stopped_ranks = frozenset()
         out = self.tiers.launch(group)
+        every = message.stage_every_steps
         for seat in message.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = membership.with_sources_of([seat.shard])
-            out.append(commands.Fork(for_rank, message.node_rank, seat))
+            out.append(commands.Fork(for_rank, message.node_rank, seat, every))
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
@@ -456,6 +462,16 @@ class AgentMachine:
         if message.action_id:
             group.stage_request = message
         request = worker_protocol.StageAt(step=message.step, hold=message.hold)
+        return [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
+
+    def _stage_every(self, group: Generation | None, message: m.StageEvery) -> list[Command]:
+        """Have all workers stage every Nth step from a step that is ahead of them."""
+        if group is None or group.stop is not None:
+            return []
+        group.stage_every = (message.every_steps, message.from_step)
+        request = worker_protocol.StageEvery(
+            every_steps=message.every_steps, from_step=message.from_step
+        )
         return [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]
 
     def _answer_stage_request(self) -> list[Command]:

@@ -291,6 +291,7 @@ class AgentProcess:
             checkpoint_path=welcome.checkpoint_path,
             node=self._options.node,
             spec_directory=welcome.spec_directory,
+            stage_every_steps=fork.stage_every_steps,
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",
         )
         if logs:

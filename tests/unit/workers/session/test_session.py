@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.resilience import Checkpoint, MemoryTier, StorageTier
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -226,7 +227,7 @@ def attached(ends: tuple[socket.socket, AgentChannel]) -> tuple[socket.socket, S
     agent, link = ends
     agent.settimeout(10)
     found = Session(RankEnv(), torch.device("cpu"), Mesh())
-    found._channel, found._stage_every = link, 100
+    found._channel, found._checkpoint = link, Checkpoint(memory=MemoryTier(every_steps=100))
     found.restore(*build())
     for number in range(3):
         fd = os.memfd_create("buffer")
@@ -295,6 +296,49 @@ def test_a_request_for_a_past_step_is_ignored(
     worker_transport.send(agent, worker_protocol.StageAt(step=0))
     found.step(1)
     assert not [m for m in received(agent) if isinstance(m, worker_protocol.Staged)]
+
+
+def staged_steps(agent: socket.socket) -> list[int]:
+    return [m.step for m in received(agent) if isinstance(m, worker_protocol.Staged)]
+
+
+def test_the_interval_changes_at_the_step_that_the_agent_names(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found._checkpoint = Checkpoint(storage=StorageTier(every_steps=10))
+    found.step(0)
+    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=4, from_step=2))
+    for number in range(3, 5):
+        fd = os.memfd_create("buffer")
+        os.truncate(fd, 1 << 20)
+        worker_transport.send(agent, worker_protocol.Buffer(buffer=number, num_bytes=1 << 20), fd)
+        os.close(fd)
+    for step in range(1, 11):
+        found.step(step)
+    # Every step before step 2; then every 4th, and step 9 because it goes to storage.
+    assert staged_steps(agent) == [0, 1, 3, 7, 9]
+
+
+def test_a_number_in_the_spec_ignores_the_agents_interval(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=3))
+    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=1, from_step=0))
+    for step in range(7):
+        found.step(step)
+    assert staged_steps(agent) == [2, 5]
+
+
+def test_a_step_report_says_how_long_a_staging_takes(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found._checkpoint = Checkpoint()
+    found.step(0)
+    (report,) = [m for m in received(agent) if isinstance(m, worker_protocol.Progress)]
+    assert 0 < report.staging_s <= report.stall_s and report.copy_s == 0
 
 
 def test_a_closed_connection_raises_agent_gone(ends: tuple[socket.socket, AgentChannel]) -> None:

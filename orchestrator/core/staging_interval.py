@@ -1,0 +1,190 @@
+"""Which steps the memory tier stages: every k-th, chosen so that staging stays within a budget.
+
+A staging costs the time that it blocks the training loop, and the part of the copy from the device
+that does not fit beside the next forward and backward. k is the smallest number with which that
+cost, spread over k steps, is within `checkpoint.memory.budgetPercent` of a step, and with which a
+staging is complete before the next one begins. Pure; decided on StepCompleted, so a replay decides
+the same. All ranks change at one step that lies ahead of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from .. import limits
+from ..api.v1alpha1 import Checkpoint
+from . import quiesce
+from .actions import Reason
+from .context import SECOND_NS, StepContext
+from .events import HeartbeatReceived, StepCompleted
+from .state import JobState, StagingInterval
+
+HIDDEN = 0.5
+"""Share of a step beside which the copy from the device is assumed to run. The optimizer comes at
+the end of a step, but a loop may evaluate or log before; half is on the safe side."""
+SETTLED_STEPS = 16
+"""Steps in a new interval before it is judged: half of the steps that the median is over."""
+RAISE, LOWER = 1.25, 0.5
+"""Change the interval if the wanted one is larger, or smaller, than this many times the current."""
+LOWER_AFTER_S = 60.0
+"""A shorter interval is tried at most this often: a slow moment must not be followed by another."""
+
+
+class IntervalOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent to a node as messages.StageEvery."""
+
+    node: str
+    generation: int
+    every_steps: int
+    from_step: int
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Of one staging, on the slowest rank."""
+
+    blocked_s: float
+    """Blocks the training loop, without the wait for the staging before."""
+    delayed_s: float
+    """The copy delays the next optimizer step."""
+    step_s: float
+    """A step without staging."""
+    whole_s: float
+    """From its beginning to its end."""
+
+    @property
+    def total_s(self) -> float:
+        return self.blocked_s + self.delayed_s
+
+
+def is_auto(checkpoint: Checkpoint) -> bool:
+    return checkpoint.memory.every_steps == "auto"
+
+
+def at_launch(state: JobState) -> int:
+    """For LaunchGroup: 0 where the spec has the number."""
+    return state.stage_every_steps if is_auto(state.job.spec.checkpoint) else 0
+
+
+def measured(event: StepCompleted, every: int) -> Costs:
+    """From the newest report. `step_s` is a median: it has the staging in it if most steps do."""
+    step_s = event.step_s
+    if every <= 2:
+        step_s -= event.stall_s / every
+    step_s = max(step_s, event.step_s / 10)
+    waited_s = max(0.0, event.staging_s - every * step_s) if event.copy_s else 0.0
+    blocked_s = max(0.0, event.stall_s - waited_s)
+    delayed_s = max(0.0, event.copy_s - HIDDEN * step_s)
+    return Costs(blocked_s, delayed_s, step_s, event.staging_s)
+
+
+def wanted(costs: Costs, budget_percent: float, most: int) -> int:
+    """The smallest interval within the budget, and at least as long as a staging takes."""
+    budget_s = budget_percent / 100 * costs.step_s
+    fits = math.ceil(costs.total_s / budget_s - 1e-9)
+    return max(1, min(most, max(fits, math.ceil(costs.whole_s / costs.step_s))))
+
+
+def longest(checkpoint: Checkpoint) -> int:
+    """Steps for storage are staged too, so a longer interval would not change anything."""
+    storage = checkpoint.storage
+    if storage.every_s is not None:
+        return limits.MAX_STAGING_INTERVAL
+    return min(limits.MAX_STAGING_INTERVAL, storage.every_steps or limits.STORAGE_EVERY_STEPS)
+
+
+def consider(ctx: StepContext, event: StepCompleted) -> None:
+    """Choose the interval anew if what was measured asks for it."""
+    state, checkpoint = ctx.state, ctx.state.job.spec.checkpoint
+    steady = state.stop is None and state.quiesce is None and not quiesce.pace_left_s(state)
+    # Workers of an older version do not report how long a staging takes.
+    if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
+        return
+    chosen = state.staging_interval
+    every = state.stage_every_steps
+    if chosen is not None and state.step < chosen.judged_from:
+        return
+    costs, most = measured(event, every), longest(checkpoint)
+    best = wanted(costs, checkpoint.memory.budget_percent, most)
+    waited_s = (ctx.now_ns - chosen.chosen_ns) / SECOND_NS if chosen is not None else LOWER_AFTER_S
+    longer = best > RAISE * every
+    shorter = best < LOWER * every and waited_s >= LOWER_AFTER_S
+    if chosen is not None and not (longer or shorter):
+        return
+    changes = longer or shorter
+    _choose(ctx, best if changes else every, costs, changes)
+
+
+def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
+    state = ctx.state
+    begin = quiesce.step_ahead(state) if changes else state.step
+    text = _sentence(every, costs, state.job.spec.checkpoint)
+    before = state.staging_interval.since_step if state.staging_interval else 0
+    state.staging_interval = StagingInterval(
+        every_steps=every,
+        since_step=begin if changes else before,
+        judged_from=begin + max(every, SETTLED_STEPS),
+        chosen_ns=ctx.now_ns,
+        reason=Reason("checkpoint", text),
+    )
+    if changes:
+        ctx.note(f"from step {begin} on, the memory tier stages {text}")
+
+
+def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
+    often = f"every {every} steps" if every > 1 else "every step"
+    share = 100 * costs.total_s / every / costs.step_s
+    copy = f", of which the copy {costs.delayed_s:.2g} s" if costs.delayed_s else ""
+    budget = checkpoint.memory.budget_percent
+    why = f"a staging costs {costs.total_s:.2g} s{copy}; a step takes {costs.step_s:.2g} s"
+    if share > budget and every == longest(checkpoint):
+        more = f"{share:.2g} % of it even in the longest interval, the budget {budget:g} %"
+        return f"{often}: {why}; this is {more}"
+    if costs.whole_s > costs.step_s and math.ceil(costs.whole_s / costs.step_s) == every:
+        return f"{often}: a staging takes {costs.whole_s:.2g} s, a step {costs.step_s:.2g} s"
+    return f"{often}: {why}; this is {share:.2g} % of it, the budget {budget:g} %"
+
+
+def begin_generation(state: JobState) -> None:
+    """Its workers begin with the interval of the last one, which is judged anew."""
+    if state.staging_interval is not None:
+        begin = state.step + 1
+        judged = begin + max(state.staging_interval.every_steps, SETTLED_STEPS)
+        state.staging_interval = msgspec.structs.replace(
+            state.staging_interval, since_step=0, judged_from=judged
+        )
+
+
+def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[IntervalOrder]:
+    """To members whose heartbeat shows another interval than the chosen one."""
+    chosen = state.staging_interval
+    if chosen is None or not is_auto(state.job.spec.checkpoint) or state.stop is not None:
+        return []
+    here = (chosen.every_steps, chosen.since_step)
+    return [
+        IntervalOrder(
+            node=beat.node,
+            generation=state.generation,
+            every_steps=chosen.every_steps,
+            from_step=chosen.since_step,
+        )
+        for beat in beats
+        if beat.generation == state.generation and state.active and beat.node in state.members
+        # 0: an agent of an older version, or no workers.
+        and beat.stage_every_steps and (beat.stage_every_steps, beat.stage_from_step) != here
+    ]  # fmt: skip
+
+
+def describe(state: JobState) -> str:
+    """Every how many steps the memory tier stages, and why; empty without a memory tier."""
+    checkpoint = state.job.spec.checkpoint
+    if not checkpoint.memory.every_steps:
+        return ""
+    if not is_auto(checkpoint):
+        number = checkpoint.staging_interval
+        often = f"every {number} steps" if number > 1 else "every step"
+        return f"{often}: checkpoint.memory.everySteps"
+    chosen = state.staging_interval
+    return chosen.reason.text if chosen is not None else "every step, until a staging is measured"
