@@ -96,7 +96,7 @@ def longest(checkpoint: Checkpoint) -> int:
 
 
 def consider(ctx: StepContext, event: StepCompleted) -> None:
-    """Choose the interval anew if what was measured asks for it."""
+    """Choose the interval again if what was measured asks for it."""
     state, checkpoint = ctx.state, ctx.state.job.spec.checkpoint
     steady = state.stop is None and state.quiesce is None and not quiesce.pace_left_s(state)
     # Workers of an older version do not report how long a staging takes.
@@ -148,7 +148,7 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 
 
 def begin_generation(state: JobState) -> None:
-    """Its workers begin with the interval of the last one, which is judged anew."""
+    """Its workers begin with the interval of the last one, which is judged again."""
     if state.staging_interval is not None:
         begin = state.step + 1
         judged = begin + max(state.staging_interval.every_steps, SETTLED_STEPS)

@@ -27,7 +27,11 @@ def test_nodes_are_added_for_a_job_replaced_and_removed_after_its_end(
     assert cluster.nodes() == set(), "no job has requested any"
     job = Job(
         tmp_path, "growing", 1_000_000, cluster=cluster, nodes={"min": 1, "max": 2},
-        checkpoint={"path": str(tmp_path / "growing"), "storage": {"everySteps": 20}, "memory": {"everySteps": 1}},
+        checkpoint={
+            "path": str(tmp_path / "growing"),
+            "storage": {"everySteps": 20},
+            "memory": {"everySteps": 1},
+        },
     )  # fmt: skip
     try:
         assert job.running(nodes=2).world_size == 4
@@ -51,7 +55,11 @@ def test_a_job_that_can_only_run_whole_gets_all_its_nodes_at_once(
     """Its nodes are requested as one placement group, which has no room at first."""
     job = Job(
         tmp_path, "whole", 1_000_000, cluster=cluster, nodes={"min": 2, "max": 2},
-        checkpoint={"path": str(tmp_path / "whole"), "storage": {"everySteps": 20}, "memory": {"everySteps": 1}},
+        checkpoint={
+            "path": str(tmp_path / "whole"),
+            "storage": {"everySteps": 20},
+            "memory": {"everySteps": 1},
+        },
     )  # fmt: skip
     try:
         assert job.running(nodes=2).generation == 1, "it never started with fewer"

@@ -48,7 +48,11 @@ class WatchedJob:
     def __init__(self, cluster: HeadedCluster, place: Path, name: str) -> None:
         self.cluster, self.place, self.name = cluster, place, name
         self.file = place / f"{name}.yaml"
-        storage = {"path": str(place / "checkpoints"), "storage": {"everySteps": 20}, "memory": {"everySteps": 1}}
+        storage = {
+            "path": str(place / "checkpoints"),
+            "storage": {"everySteps": 20},
+            "memory": {"everySteps": 1},
+        }
         self.file.write_text(yaml.safe_dump(spec(name, 1_000_000, checkpoint=storage)))
         self.output = place / f"{name}.log"
         self._views: subprocess.Popen[str] | None = None
