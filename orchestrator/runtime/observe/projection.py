@@ -202,26 +202,6 @@ class JobProjection:
             restarts={str(name): count for name, count in state.restarts.items()},
             step=state.step,
             total_steps=recipe.config.steps if recipe else None,
-            checkpoints=[
-                CheckpointView(
-                    step=one.step,
-                    generation=one.generation,
-                    num_bytes=one.num_bytes,
-                    committed_ns=one.committed_ns,
-                )
-                for one in state.catalog.committed
-                if not one.refused and one.key not in state.catalog.deleting
-            ],
-            refused_checkpoints=[
-                RefusedCheckpoint(
-                    step=one.step,
-                    generation=one.generation,
-                    refusal=one.refusal or "damaged",
-                    problem=one.problem,
-                )
-                for one in state.catalog.committed
-                if one.refused and one.key not in state.catalog.deleting
-            ],
             hold=state.hold.text if state.hold is not None else "",
             checkpoint_path=checkpoint_path,
             incidents=incident_views(state, no_steps=self._no_steps),
@@ -233,8 +213,7 @@ class JobProjection:
         )
         view.tokens_total, view.commits = kept.tokens_total, kept.commits
         view.durable_s = kept.durable_s
-        view.staging = describe(state)
-        view.stage_every_steps = state.stage_every_steps if view.staging else 0
+        self._fill_checkpoints(view, state)
         view.storage_problem = kept.storage_problem
         view.storage_failures = kept.storage_failures
         view.storage_skipped = kept.storage_skipped
@@ -250,6 +229,32 @@ class JobProjection:
         view.copied_step = min(steps, default=-1)
         view.copies = copies if view.copied_step >= 0 else ""
         return view
+
+    def _fill_checkpoints(self, view: JobView, state: JobState) -> None:
+        catalog = state.catalog
+        here = [one for one in catalog.committed if one.key not in catalog.deleting]
+        view.checkpoints = [
+            CheckpointView(
+                step=one.step,
+                generation=one.generation,
+                num_bytes=one.num_bytes,
+                committed_ns=one.committed_ns,
+            )
+            for one in here
+            if not one.refused
+        ]
+        view.refused_checkpoints = [
+            RefusedCheckpoint(
+                step=one.step,
+                generation=one.generation,
+                refusal=one.refusal or "damaged",
+                problem=one.problem,
+            )
+            for one in here
+            if one.refused
+        ]
+        view.staging = describe(state)
+        view.stage_every_steps = state.stage_every_steps if view.staging else 0
 
     def _fill_progress(
         self, view: JobView, state: JobState, heartbeats: list[HeartbeatReceived]

@@ -135,7 +135,7 @@ CASES = [
     ),
     pytest.param(
         SCRIPT + "  checkpoint: {memory: {everySteps: often}}\n",
-        ["spec.checkpoint.memory.everySteps", "got often"],
+        ["spec.checkpoint.memory.everySteps", "got 'often'; expected auto or a valid integer"],
         id="neither auto nor a number",
     ),
     pytest.param(
