@@ -1,0 +1,70 @@
+"""A node that will be taken away: when its workers are stopped, and when its memory is written.
+
+Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.orchestrator.protocol import messages as m
+
+from .generation import SECOND_NS
+
+
+@dataclass(frozen=True)
+class MachineTiming:
+    refill_delay_s: float = 1.0
+    """From the first step of a generation to the fork of standbys: start-up needs the cores."""
+    spare_delay_s: float = 4.0
+    """From Welcome to the fork of standbys on a node without ranks. A spare often joins because
+    another node was just lost, and where nodes share cores its warm-up would delay the recovery."""
+    stack_margin_s: float = 0.5
+    """After limits.STACK_TIMEOUT_S and this, workers are killed without their stacks."""
+    save_share: float = 0.5
+    """Share of the grace after which a node without a controller writes what it has staged. A
+    restarted controller is back within seconds and plans better; storage needs time too."""
+    margin_s: float = 2.0
+    """End of the workers before the end of the grace: to reap them, and for the container runtime
+    to notice. Half of it is kept for a worker that cannot be killed."""
+
+
+@dataclass
+class Preemption:
+    """A node that will be taken away (SIGTERM: drain, preemption, eviction), from SIGTERM on.
+
+    The controller is notified at once and after every reconnect. Workers train on and memory is
+    served until the controller sends Shutdown. Without a controller the staged state goes to
+    storage at `save_ns`. The node always ends before its grace is over.
+    """
+
+    detail: str
+    began_ns: int
+    grace_s: float
+    timing: MachineTiming
+    saved: bool = False
+
+    @property
+    def _margin_s(self) -> float:
+        return min(self.timing.margin_s, self.grace_s / 4)
+
+    @property
+    def kill_ns(self) -> int:
+        """The workers are killed."""
+        return self.began_ns + int((self.grace_s - self._margin_s) * SECOND_NS)
+
+    @property
+    def end_ns(self) -> int:
+        """The agent ends, whatever its workers do."""
+        return self.began_ns + int((self.grace_s - self._margin_s / 2) * SECOND_NS)
+
+    @property
+    def save_ns(self) -> int:
+        return self.began_ns + int(self.timing.save_share * self.grace_s * SECOND_NS)
+
+    def due_ns(self, connected: bool) -> int:
+        return self.kill_ns if connected or self.saved else min(self.save_ns, self.kill_ns)
+
+    def message(self, now_ns: int) -> m.NodeLeaving:
+        grace_s = max(0.0, (self.kill_ns - now_ns) / SECOND_NS)
+        return m.NodeLeaving(detail=self.detail, grace_s=grace_s)
