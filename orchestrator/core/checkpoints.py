@@ -181,13 +181,30 @@ def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
     clean(ctx)
 
 
-def commit_failed(ctx: StepContext, action: CommitManifest, detail: str) -> None:
+def commit_failed(
+    ctx: StepContext, action: CommitManifest, detail: str, *, final: bool = False
+) -> None:
+    """`final`: its shards do not hold every value, so nobody could restore it."""
+    if final:
+        _give_up_commit(ctx, action, detail)
+        return
     ctx.state.catalog.pending[action.step, action.generation].commit_action = None
     text = f"the manifest of step {action.step} was not written ({detail}); trying again"
     ctx.note(text)
     if ctx.state.drain is not None:
         ctx.state.drain.problem = text
     ctx.arm_once("commit", COMMIT_RETRY_S)
+
+
+def _give_up_commit(ctx: StepContext, action: CommitManifest, detail: str) -> None:
+    state, key = ctx.state, (action.step, action.generation)
+    state.catalog.pending.pop(key, None)
+    ctx.note(f"not committed: {detail}")
+    _delete(ctx, key, f"not committed: {detail}")
+    drain = state.drain
+    if drain is not None and key == (drain.step, drain.generation):
+        drain.problem, drain.hopeless = detail, True
+        ctx.disarm("drain")
 
 
 def retry_commits(ctx: StepContext) -> None:

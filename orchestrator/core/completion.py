@@ -101,7 +101,7 @@ def check_drain(ctx: StepContext) -> None:
             _drained(ctx, writing.kind, f"step {newest.step} is committed")
         case "lost":
             _drain_another(ctx, writing)
-        case "under way" if ctx.due("persist"):
+        case "under way" if ctx.due("persist") or writing.hopeless:
             _give_up(ctx, writing)
 
 
@@ -119,8 +119,9 @@ def _give_up(ctx: StepContext, writing: Drain) -> None:
     """Storage does not take the last checkpoint. What was trained is lost with the nodes' memory,
     so a job whose workers are done has not succeeded."""
     newest = newest_committed(ctx.state)
+    within = "" if writing.hopeless else f" in {drain.final_timeout_s(ctx.state):g} s"
     text = (
-        f"step {writing.step} was not written to storage in {drain.final_timeout_s(ctx.state):g} s "
+        f"step {writing.step} was not written to storage{within} "
         f"({writing.problem or 'the store did not answer'}); storage holds "
         f"{f'step {newest.step}' if newest else 'no checkpoint'}"
     )

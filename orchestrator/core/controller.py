@@ -249,7 +249,7 @@ def _failed(ctx: StepContext, event: e.ActionFailed) -> None:
         case a.ReleaseNode():
             provisioning.release_failed(ctx, action, event.detail)
         case a.CommitManifest():
-            checkpoints.commit_failed(ctx, action, event.detail)
+            checkpoints.commit_failed(ctx, action, event.detail, final=event.final)
         case a.DeleteCheckpoint():
             ctx.note(f"step {action.step} was not deleted: {event.detail}")
             checkpoints.deleted(ctx, action)

@@ -185,6 +185,8 @@ class ActionFailed(Event, frozen=True, kw_only=True, tag="action-failed"):
     action_id: int
     generation: int = 0
     detail: str = ""
+    final: bool = False
+    """Of CommitManifest: another attempt cannot succeed, as its shards do not hold every value."""
 
 
 class ActionUnknown(Event, frozen=True, kw_only=True, tag="action-unknown"):

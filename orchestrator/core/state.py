@@ -269,6 +269,8 @@ class Drain(Struct):
     attempts: int = 0
     problem: str = ""
     """Why the last attempt failed."""
+    hopeless: bool = False
+    """Another attempt cannot succeed."""
 
 
 class Hold(Struct, frozen=True):

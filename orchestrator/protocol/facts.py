@@ -58,6 +58,16 @@ class StagedShard(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class CoverageSum(msgspec.Struct, frozen=True):
+    """Which values of which tensors a shard file holds, as two sums modulo 2**64
+    (protocol/coverage.py). Equal as long as the layout of the file is."""
+
+    weighted: int
+    """Over all boxes: parts of the tensor x sum over the corners of the box."""
+    whole: int
+    """Over all tensors in the file: sum over the corners of the whole tensor."""
+
+
 class ShardFile(msgspec.Struct, frozen=True):
     """One rank's training state of one step as a durable file in the storage tier."""
 
@@ -70,6 +80,8 @@ class ShardFile(msgspec.Struct, frozen=True):
     num_bytes: int
     checksum: str
     """xxh3_128 of the whole file, hex."""
+    coverage: CoverageSum | None = None
+    """None: written by a version that did not report it."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

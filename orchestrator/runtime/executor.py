@@ -29,6 +29,7 @@ from ..core.staging_interval import IntervalOrder
 from ..protocol import messages as wire
 from .agent_server import AgentConnection
 from .checkpoint_store.async_store import AsyncCheckpointStore
+from .checkpoint_store.store import NotCovered
 from .translate import Answer, AwaitedAnswers, NodeAction, Order, to_message
 
 Result = str | tuple[str, ...]
@@ -125,7 +126,8 @@ class Executor:
         # Clients of backends and storage drivers raise what their libraries raise. Without a
         # result event the core would wait without end, so every exception becomes one.
         except Exception as error:
-            self._failed(action, str(error) or type(error).__name__)
+            final = isinstance(error, NotCovered)
+            self._failed(action, str(error) or type(error).__name__, final=final)
         else:
             self._succeeded(action, result)
 
@@ -177,9 +179,14 @@ class Executor:
             )
         )
 
-    def _failed(self, action: AnyAction, detail: str) -> None:
+    def _failed(self, action: AnyAction, detail: str, *, final: bool = False) -> None:
         self._submit(
-            ActionFailed(action_id=action.action_id, generation=action.generation, detail=detail)
+            ActionFailed(
+                action_id=action.action_id,
+                generation=action.generation,
+                detail=detail,
+                final=final,
+            )
         )
 
     def _unknown(self, action: AnyAction, detail: str) -> None:

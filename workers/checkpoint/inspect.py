@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.protocol.coverage import BoxKey, uncovered
 from holdfast.orchestrator.protocol.manifest import Manifest, parse_directory_name
 
 from .layout import DTYPE_BYTES, INTEGER_DTYPES, MODEL, Box, DamagedCheckpoint, Entry, hash_bytes
@@ -84,7 +86,7 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
     together have every value of every tensor."""
     store = CheckpointFiles(path)
     result = VerifyResult(manifest.directory, num_files=len(manifest.files))
-    volumes: dict[str, tuple[int, int]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], list[BoxKey]] = {}
     for file in manifest.files:
         try:
             checksum = store.whole_file_checksum(manifest.directory, file)
@@ -103,14 +105,12 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
             what = f"checksum {checksum}; its manifest says {file.checksum}"
             result.problems.append(str(DamagedCheckpoint(source.name, what)))
         result.num_bytes += file.num_bytes
-        _add_volumes(volumes, entries)
-    result.num_tensors = len(volumes)
+        for entry in entries:
+            held = boxes.setdefault((entry.name, entry.box.global_shape), [])
+            held.append((entry.box.offset, entry.box.shape))
+    result.num_tensors = len({name for name, _shape in boxes})
     if result.ok:
-        result.problems += [
-            f"{manifest.directory}: {name}: {got} of {want} values in all shards"
-            for name, (got, want) in volumes.items()
-            if got < want
-        ]
+        result.problems += [f"{manifest.directory}: {gap}" for gap in _gaps(boxes)]
     return result
 
 
@@ -118,11 +118,13 @@ def _intact(source: ShardSource, entry: Entry) -> bool:
     return f"{hash_bytes(source.data(entry.begin, entry.end)):016x}" == entry.checksum
 
 
-def _add_volumes(volumes: dict[str, tuple[int, int]], entries: Iterable[Entry]) -> None:
-    for entry in entries:
-        got, _ = volumes.get(entry.name, (0, 0))
-        want = Box(entry.box.global_shape, (), entry.box.global_shape).num_elements
-        volumes[entry.name] = (got + entry.box.num_elements, want)
+def _gaps(boxes: dict[tuple[str, tuple[int, ...]], list[BoxKey]]) -> list[str]:
+    found = []
+    for (name, shape), held in boxes.items():
+        if missing := uncovered(shape, held):
+            want = math.prod(shape)
+            found.append(f"{name}: {want - missing} of {want} values in all shards")
+    return found
 
 
 # -- export -----------------------------------------------------------------------------------

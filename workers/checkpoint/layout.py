@@ -19,7 +19,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -70,6 +70,8 @@ class Box:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    parts: int = field(default=0, compare=False)
+    """In how many different parts the tensor is, over the ranks of a replica; 0: unknown."""
 
     @property
     def num_elements(self) -> int:
@@ -189,7 +191,11 @@ def make_layout(
     out += _escape('"tensors":{')
     checksums_at = []
     for index, entry in enumerate(placed):
-        held = {"global_shape": list(entry.box.global_shape), "offset": list(entry.box.offset)}
+        held: dict[str, Any] = {
+            "global_shape": list(entry.box.global_shape), "offset": list(entry.box.offset),
+        }  # fmt: skip
+        if entry.box.parts:
+            held["parts"] = entry.box.parts
         text = f"{',' if index else ''}{json.dumps(entry.name)}:{json.dumps(held)[:-1]}"
         out += _escape(text + ',"checksum":"')
         checksums_at.append(len(out))
@@ -228,6 +234,7 @@ class _EntryMetadata(msgspec.Struct):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     checksum: str
+    parts: int = 0
 
 
 class _Metadata(msgspec.Struct):
@@ -300,7 +307,7 @@ def _metadata(text: str) -> _Metadata:
 def _entry(name: str, tensor: _TensorHeader | None, held: _EntryMetadata, file: str) -> Entry:
     if tensor is None:
         raise DamagedCheckpoint(file, "tensors and metadata in its header disagree", name)
-    box = Box(held.global_shape, held.offset, tensor.shape)
+    box = Box(held.global_shape, held.offset, tensor.shape, held.parts)
     begin, end = tensor.data_offsets
     fits = len(box.shape) == len(box.offset) == len(box.global_shape) and all(
         o >= 0 and n >= 0 and o + n <= g

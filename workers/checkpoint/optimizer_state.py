@@ -39,7 +39,7 @@ BoxOf = Callable[[str, Tensor], Box]
 """The box of a parameter, by name."""
 
 _AS_PARAMETER, _NUMBER = (True, 0, None), (False, 1, torch.float32)
-_SCALAR = Box((), (), ())
+_SCALAR = Box((), (), (), 1)
 _NAMES_OF_PARAMETERS = ("params", "param_names")
 
 
@@ -410,7 +410,7 @@ def _axis_name(tensor: DTensor, dim: int) -> str:
 
 
 def _flat(num_elements: int) -> Box:
-    return Box((num_elements,), (0,), (num_elements,))
+    return Box((num_elements,), (0,), (num_elements,), 1)
 
 
 def _some(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,10 +135,13 @@ def box_of(tensor: Tensor) -> Box:
     """The box of this rank's part of a tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Box(shape, (0,) * len(shape), shape)
+        return Box(shape, (0,) * len(shape), shape, 1)
+    mesh = tensor.device_mesh
+    split = [dim for dim, one in enumerate(tensor.placements) if not one.is_replicate()]
+    parts = math.prod(mesh.size(dim) for dim in split)
     local, offset = compute_local_shape_and_global_offset(
         shape, tensor.device_mesh, tensor.placements
     )
     # An empty part has no position; 0 passes every check.
     empty = 0 in local
-    return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local))
+    return Box(shape, (0,) * len(shape) if empty else tuple(offset), tuple(local), parts)

@@ -18,7 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
-from holdfast.orchestrator.protocol.facts import ShardFile
+from holdfast.orchestrator.protocol import coverage
+from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
 from holdfast.orchestrator.protocol.files import make_directory, replace, sync_directory
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
@@ -34,10 +35,16 @@ from holdfast.orchestrator.protocol.manifest import (
 from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .options import CHECKPOINT_FIELD, missing_driver, options_of_one_job
+from .shard_headers import gaps, read_boxes
 
 
 class CommitRefused(HoldfastError):
     """The files in the store differ from what the agents reported."""
+
+
+class NotCovered(CommitRefused):
+    """The shards do not hold every value of every tensor, so nobody could restore the checkpoint.
+    Another attempt cannot change that."""
 
 
 class CheckpointStore:
@@ -60,6 +67,8 @@ class CheckpointStore:
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{path}: cannot be opened ({_why(error)})") from None
         self._local = isinstance(self.fs, LocalFileSystem)
+        self._gaps: dict[tuple[CoverageSum | None, ...], str] = {}
+        """Sums that prove nothing -> what the headers showed; one reading per layout."""
 
     def prepare(self) -> None:
         """Create the directory and prove that it can be written. Raises UserError."""
@@ -81,7 +90,8 @@ class CheckpointStore:
     def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files, atomically; returns their bytes.
 
-        Raises CommitRefused when a file is missing or has another size than was reported.
+        Raises CommitRefused when a file is missing or has another size than was reported,
+        NotCovered when the files do not hold every value of every tensor.
         """
         generations = {file.generation for file in files}
         shards = sorted(file.shard for file in files)
@@ -93,6 +103,7 @@ class CheckpointStore:
         self.fs.invalidate_cache(directory)
         for file in files:
             self._check(directory, file)
+        self._check_coverage(directory, mesh, files)
         manifest = Manifest(
             job=self._job_name,
             step=step,
@@ -115,6 +126,17 @@ class CheckpointStore:
             raise CommitRefused(text) from None
         if size != file.num_bytes:
             raise CommitRefused(f"{path}: got {size} bytes; expected {file.num_bytes}")
+
+    def _check_coverage(self, directory: str, mesh: Mesh, files: tuple[ShardFile, ...]) -> None:
+        ordered = sorted(files, key=lambda file: file.shard)
+        sums = tuple(file.coverage for file in ordered)
+        if not any(sums) or coverage.proved(ordered, mesh):
+            return
+        if sums not in self._gaps:
+            boxes = [read_boxes(self.fs, f"{directory}/{file.file}") for file in ordered]
+            self._gaps = {sums: gaps(boxes, mesh)}
+        if self._gaps[sums]:
+            raise NotCovered(f"step {files[0].step}: {self._gaps[sums]}")
 
     def _put(self, path: str, data: bytes) -> None:
         if not self._local:

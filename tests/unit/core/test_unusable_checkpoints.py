@@ -14,6 +14,7 @@ from holdfast.orchestrator.core.actions import (
     RequestNodes,
 )
 from holdfast.orchestrator.core.events import (
+    ActionFailed,
     CheckpointsListed,
     ControllerStarted,
     ResumeRequested,
@@ -191,3 +192,31 @@ def test_steps_that_only_heartbeats_reported_count_when_all_nodes_are_lost() -> 
     job.step(20)  # what the last heartbeats say
     incident = job.state.incidents[-1]
     assert incident.step_before == 20 and incident.at_least
+
+
+def test_a_checkpoint_without_every_value_is_deleted_and_not_committed_again() -> None:
+    job = Transcript().started()
+    for shard in range(2):
+        job.persisted(9, shard)
+    job.apply(_not_covered(job))
+    assert job.one(DeleteCheckpoint).step == 9
+    assert not job.state.catalog.pending and not job.state.catalog.committed
+    job.wait(60)
+    assert len(job.all(CommitManifest)) == 1
+
+
+def test_a_finished_job_whose_state_is_not_whole_ends_at_once_and_says_why() -> None:
+    job = Transcript().started(step=9)
+    for rank in range(4):
+        job.exits(rank, code=0, step=9)
+    job.all_stopped(9)
+    for shard in range(2):
+        job.persisted(9, shard)
+    job.apply(_not_covered(job))
+    assert job.state.phase == "failed" and "model.a lacks 12 values" in job.state.reason.text
+
+
+def _not_covered(job: Transcript) -> ActionFailed:
+    commit = job.last(CommitManifest)
+    detail = "step 9: the 2 shards do not hold every value: model.a lacks 12 values"
+    return ActionFailed(action_id=commit.action_id, detail=detail, final=True)

@@ -307,6 +307,7 @@ class CheckpointTiers:
             file=done.file,
             num_bytes=staged.num_bytes,
             checksum=done.checksum,
+            coverage=done.coverage,
         )
         report = Persisted(generation=staged.generation, shard=file, seconds=done.seconds)
         self.unacknowledged[key(staged)] = report

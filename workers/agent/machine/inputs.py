@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.orchestrator.protocol.facts import NodeFacts, Stack, StagedShard
+from holdfast.orchestrator.protocol.facts import CoverageSum, NodeFacts, Stack, StagedShard
 from holdfast.orchestrator.protocol.messages import ToAgent
 from holdfast.workers.worker_protocol import FromWorker
 
@@ -103,6 +103,7 @@ class WriteDone(InputBase, frozen=True):
     staged: StagedShard
     file: str
     checksum: str = ""
+    coverage: CoverageSum | None = None
     seconds: float = 0.0
     detail: str = ""
 

@@ -353,18 +353,19 @@ class AgentProcess:
         begin = time.monotonic()
         try:
             where = (path, command.directory, command.file)
-            checksum = await self._pools.run(
+            written = await self._pools.run(
                 "upload", persist.write_shard, fd, command.staged.num_bytes, *where
             )
             if command.mesh is not None:
-                note = persist.note_of(command.staged, command.file, checksum, command.mesh)
+                note = persist.note_of(command.staged, command.file, written, command.mesh)
                 await self._pools.run("upload", persist.write_note, note, *where)
         except Exception as error:  # any store's library may raise anything; the error is reported
             detail = f"{type(error).__name__}: {error}"
             self._give(replace(done, detail=detail))
         else:
             seconds = time.monotonic() - begin
-            self._give(replace(done, checksum=checksum, seconds=seconds))
+            found = {"checksum": written.checksum, "coverage": written.coverage}
+            self._give(replace(done, **found, seconds=seconds))
 
     async def _push(self, command: commands.PushToBuddy, fd: int) -> None:
         target = (command.address, command.port, self._credentials, command.staged, fd)

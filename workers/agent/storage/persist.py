@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import xxhash
 
-from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
+from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile, StagedShard
 from holdfast.orchestrator.protocol.files import (
     is_local,
     make_directory,
@@ -24,36 +24,50 @@ from holdfast.orchestrator.protocol.files import (
 )
 from holdfast.orchestrator.protocol.manifest import NOTE_SUFFIX, ShardNote, encode_note
 from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.checkpoint.coverage import coverage_of_file
 
 CHUNK_BYTES = 4 * 2**20
 
 
-def write_shard(fd: int, num_bytes: int, checkpoint_path: str, directory: str, name: str) -> str:
-    """Copy the first `num_bytes` of `fd`; returns the xxh3_128 of the file, hex. Takes over `fd`.
+class Written(NamedTuple):
+    checksum: str
+    """xxh3_128 of the file, hex."""
+    coverage: CoverageSum | None
+    """Which values the file holds."""
+
+
+def write_shard(
+    fd: int, num_bytes: int, checkpoint_path: str, directory: str, name: str
+) -> Written:
+    """Copy the first `num_bytes` of `fd` to a durable file. Takes over `fd`.
 
     Raises OSError, or what the store's library raises, when the file is not durable.
     """
     try:
         system, root = fsspec.url_to_fs(checkpoint_path)
         if is_local(system):
-            return _write_local(fd, num_bytes, Path(root) / directory, name)
-        return _write_store(fd, num_bytes, system, f"{root.rstrip('/')}/{directory}/{name}")
+            checksum = _write_local(fd, num_bytes, Path(root) / directory, name)
+        else:
+            path = f"{root.rstrip('/')}/{directory}/{name}"
+            checksum = _write_store(fd, num_bytes, system, path)
+        return Written(checksum, coverage_of_file(fd))
     finally:
         os.close(fd)
 
 
-def note_of(staged: StagedShard, file: str, checksum: str, mesh: Mesh) -> bytes:
+def note_of(staged: StagedShard, file: str, done: Written, mesh: Mesh) -> bytes:
     """What the next controller has to know of a file that no controller gets a report of."""
-    written = ShardFile(
+    reported = ShardFile(
         step=staged.step,
         generation=staged.generation,
         shard=staged.shard,
         num_shards=staged.num_shards,
         file=file,
         num_bytes=staged.num_bytes,
-        checksum=checksum,
+        checksum=done.checksum,
+        coverage=done.coverage,
     )
-    return encode_note(ShardNote(file=written, mesh=mesh))
+    return encode_note(ShardNote(file=reported, mesh=mesh))
 
 
 def write_note(note: bytes, checkpoint_path: str, directory: str, name: str) -> None:
