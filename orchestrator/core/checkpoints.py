@@ -184,7 +184,7 @@ def commit_succeeded(ctx: StepContext, action: CommitManifest) -> None:
 def commit_failed(
     ctx: StepContext, action: CommitManifest, detail: str, *, final: bool = False
 ) -> None:
-    """`final`: its shards do not hold every value, so nobody could restore it."""
+    """`final`: its shards do not hold every value, so it cannot be restored."""
     if final:
         _give_up_commit(ctx, action, detail)
         return

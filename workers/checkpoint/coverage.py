@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import lru_cache
 
 import xxhash
 
@@ -36,6 +37,7 @@ def coverage_sum(header: Header) -> CoverageSum | None:
     return CoverageSum(weighted % MODULUS, whole % MODULUS)
 
 
+@lru_cache(maxsize=2**15)  # boxes stay the same over a generation
 def _corners(name: str, box: Box) -> int:
     """The alternating sum over the corners of a box."""
     total = 0

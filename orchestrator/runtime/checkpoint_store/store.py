@@ -43,8 +43,8 @@ class CommitRefused(HoldfastError):
 
 
 class NotCovered(CommitRefused):
-    """The shards do not hold every value of every tensor, so nobody could restore the checkpoint.
-    Another attempt cannot change that."""
+    """The shards do not hold every value of every tensor, so the checkpoint cannot be restored.
+    Another attempt does not change that."""
 
 
 class CheckpointStore:
