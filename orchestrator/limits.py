@@ -68,6 +68,30 @@ HANG_FLOOR_S = 3.0
 HANG_STEP_FACTOR = 3.0
 """The hang timeout is the floor plus this many step times (median of the recent ones)."""
 
+BUSY_TIMEOUT_S = 30.0
+"""Hang timeout of a worker that computes, reads or compiles: a slow read and a recompilation take
+seconds, and a restart costs about as much as this wait saves."""
+
+WORST_GAP_FACTOR = 3.0
+"""Times the longest time without progress that ended by itself, if that is more: some jobs pause
+regularly."""
+
+STARVED_FACTOR = 4.0
+"""Times the hang timeout of a busy worker on a machine whose processes wait for the CPU."""
+
+STARVED_PRESSURE = 0.75
+"""Share of the time that runnable threads wait for the CPU, on a starved machine. Twice as many
+threads as cores give 0.5, which is usual on one machine with several nodes."""
+
+SUSPICION_LEAD_S = 1.0
+"""Workers are inspected so long before the hang timeout: the answers come before the decision."""
+
+IDLE_S = 1.0
+"""Time without CPU use and I/O after which a process is idle: two measurements."""
+
+QUIET_S = 0.5
+"""I/O and children of a worker are measured when it has made no progress for this long."""
+
 HANG_SAMPLES = 5
 """Steps of a generation after which the measured hang timeout replaces the start-up timeout."""
 

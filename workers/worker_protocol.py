@@ -91,6 +91,7 @@ class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
     message: str
     traceback: str
     secondary: bool = False
+    out_of_memory: bool = False
 
 
 class Finished(WorkerMessage, frozen=True, kw_only=True, tag="finished"):

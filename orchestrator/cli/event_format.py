@@ -161,6 +161,9 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
     e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
+    e.HangSuspected: lambda v: f"hang suspected: {v.evidence}",
+    e.HangSuspicionEnded: lambda v: f"progress again, after {v.seconds:.1f} s without any",
+    e.GroupInspected: lambda v: f"{plural(len(v.stacks), 'worker')} inspected",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
     e.HeartbeatsLost: lambda v: (
         f"no heartbeat from any of {plural(v.nodes, 'node')} for {v.seconds:.1f} s: this machine "

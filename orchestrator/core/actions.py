@@ -76,6 +76,13 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     stacks: bool = False
 
 
+class InspectGroup(Action, frozen=True, kw_only=True, tag="inspect-group"):
+    """Have a node report what its workers do. Succeeds when it is sent; the answer is
+    GroupInspected."""
+
+    node: str
+
+
 class StageStep(Action, frozen=True, kw_only=True, tag="stage-step"):
     """Have a node's workers stage exactly this step. Succeeds when all of them have; fails when
     one of them is past it."""
@@ -114,6 +121,6 @@ class FinishJob(Action, frozen=True, kw_only=True, tag="finish-job"):
 
 
 AnyAction = (
-    RequestNodes | ReleaseNode | LaunchGroup | StopGroup | StageStep | PersistStep
+    RequestNodes | ReleaseNode | LaunchGroup | StopGroup | InspectGroup | StageStep | PersistStep
     | CommitManifest | DeleteCheckpoint | FinishJob
 )  # fmt: skip

@@ -217,6 +217,18 @@ def _hang(ctx: StepContext, event: e.HangDetected) -> None:
     recovery.interrupt(ctx, cause)
 
 
+def _hang_suspected(ctx: StepContext, event: e.HangSuspected) -> None:
+    state = ctx.state
+    if event.generation == state.generation and state.active and state.stop is None:
+        recovery.inspect(ctx, event)
+
+
+def _inspected(ctx: StepContext, event: e.GroupInspected) -> None:
+    state = ctx.state
+    if event.generation == state.generation and state.active and state.stop is None:
+        recovery.inspected(ctx, event)
+
+
 def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
     ctx.note(f"{event.node} is slow: {event.evidence}")
 
@@ -363,6 +375,9 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.WorkerExited: _exited,
     e.StepCompleted: launching.step_completed,
     e.HangDetected: _hang,
+    e.HangSuspected: _hang_suspected,
+    e.HangSuspicionEnded: recovery.suspicion_ended,
+    e.GroupInspected: _inspected,
     e.StragglerDetected: _straggler,
     e.HeartbeatsLost: recovery.heartbeats_lost,
     e.HeartbeatsRestored: recovery.heartbeats_restored,

@@ -141,6 +141,30 @@ class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
     basis: SuspectBasis = ""
 
 
+class HangSuspected(Event, frozen=True, kw_only=True, tag="hang-suspected"):
+    """From the progress monitor: no progress for almost the hang limit. The workers are inspected
+    and go on; nothing is charged."""
+
+    generation: int
+    evidence: str
+
+
+class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-ended"):
+    """From the progress monitor: there is progress again."""
+
+    generation: int
+    seconds: float
+    """How long there was none."""
+
+
+class GroupInspected(Event, frozen=True, kw_only=True, tag="group-inspected"):
+    """What the workers of one node do, while a hang is suspected."""
+
+    node: str
+    generation: int
+    stacks: tuple[Stack, ...] = ()
+
+
 class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detected"):
     """From the progress monitor; noted, not acted on."""
 
@@ -283,13 +307,15 @@ class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
     copied_step: int = -1
     stage_every_steps: int = 0
     stage_from_step: int = 0
+    cpu_pressure: float = 0.0
 
 
 AnyEvent = (
     JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
     | CancelRequested
     | FaultInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepCompleted
-    | HangDetected | StragglerDetected | HeartbeatsLost | HeartbeatsRestored
+    | HangDetected | HangSuspected | HangSuspicionEnded | GroupInspected | StragglerDetected
+    | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted

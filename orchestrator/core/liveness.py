@@ -4,7 +4,8 @@ A node without heartbeats is lost after `heartbeatTimeoutSeconds`, if other node
 meanwhile. If no node did, the controller is probably the problem: its machine is overloaded, or its
 network is down. Then no node is declared lost until one sends a heartbeat again; the others get
 half a heartbeat timeout more. After ALL_SILENT_FACTOR timeouts all nodes are declared lost; if they
-really were, the wait has cost that time.
+really were, the wait has cost that time. A node whose machine was short of CPU time at its last
+heartbeat, or has been since by those of other nodes there, gets the same time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class FailureDetector:
         """Watched nodes -> when their last message was observed."""
         self._arrived: dict[str, int] = {}
         """When a message came that may wait to be observed."""
+        self._starved: dict[str, int] = {}
+        """Node -> when its machine was last short of CPU time."""
         self._any_ns = 0
         """When the last message of any node came."""
         self.ended_ns = 0
@@ -55,6 +58,10 @@ class FailureDetector:
         self._heard[node] = now_ns
         self._hear(now_ns, recovery)
 
+    def starved(self, now_ns: int, nodes: Iterable[str]) -> None:
+        """The machine of these nodes is short of CPU time: their heartbeats may be late."""
+        self._starved |= dict.fromkeys(nodes, now_ns)
+
     def _hear(self, now_ns: int, recovery: Recovery) -> None:
         if now_ns - self._any_ns >= _doubt_ns(recovery):
             self.ended_ns = now_ns
@@ -78,6 +85,7 @@ class FailureDetector:
         known = dict.fromkeys(nodes)
         self._heard = {node: at for node, at in self._heard.items() if node in known}
         self._arrived = {node: at for node, at in self._arrived.items() if node in known}
+        self._starved = {node: at for node, at in self._starved.items() if node in known}
         out: list[AnyEvent] = []
         if self._lost_since_ns is not None and self._any_ns > self._lost_since_ns:
             quiet_s = (self.ended_ns - self._lost_since_ns) / SECOND_NS
@@ -86,6 +94,8 @@ class FailureDetector:
         for node in list(self._heard):
             if now_ns >= self._lost_ns(node, recovery):
                 detail = _why(now_ns - self._at(node), recovery.heartbeat_timeout_s)
+                if self._starved.get(node, -1) >= self._at(node):
+                    detail += " or when its machine is short of CPU time"
                 del self._heard[node]
                 out.append(NodeLost(node=node, cause="silent", detail=detail))
         if not self._heard:
@@ -113,6 +123,8 @@ class FailureDetector:
         at, doubt = self._at(node), _doubt_ns(recovery)
         latest = at + seconds(limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s)
         due = at + seconds(recovery.heartbeat_timeout_s)
+        if self._starved.get(node, -1) >= at:
+            return latest
         if self.ended_ns > at:
             due = max(due, self.ended_ns + doubt)
         return latest if self._any_ns + doubt <= due else min(due, latest)

@@ -9,7 +9,7 @@ applies to the rank whose progress is the oldest.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from .. import limits
@@ -21,7 +21,10 @@ from .events import (
     AdjustRequested,
     AnyEvent,
     ControllerStarted,
+    GroupInspected,
     HangDetected,
+    HangSuspected,
+    HangSuspicionEnded,
     HeartbeatReceived,
     NodeJoined,
     NodeLost,
@@ -29,15 +32,20 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
+from .hang_limits import PULSE_STALE_S, Condition, Inspected, condition, describe
 from .liveness import FailureDetector
 from .state import JobState
 
 RECENT_STEPS = 32
 """Step times that the median is taken over."""
-PULSE_STALE_S = 3 * limits.PULSE_INTERVAL_S
-"""Without a pulse for longer, the process is stopped, or its interpreter is blocked."""
 FRESH_BEATS = 1.5
 """Heartbeat intervals for which the last heartbeat counts as current."""
+GAP_BEATS = 2.0
+"""Heartbeat intervals that a time without progress may be longer than the heartbeats showed."""
+STARVED_MEMORY_S = 10.0
+"""For so long after a starved heartbeat the job's machines count as starved."""
+INSPECT_AGAIN_S = 5.0
+"""While a suspicion lasts: what workers do changes."""
 BIG_JOB_RANKS = 256
 CHECK_NS_PER_RANK = 10_000
 """Checks of a big job are at least this far apart, times its ranks: a few percent of a core."""
@@ -52,6 +60,10 @@ class _Rank:
     beat: WorkerBeat
     moved_ns: int
     """Last sign of progress, by the controller's clock."""
+    seen_ns: int = 0
+    """When the beat came."""
+    ran_ns: int = 0
+    """When the process was last seen not stopped."""
 
 
 @dataclass(slots=True)
@@ -68,6 +80,13 @@ class _Generation:
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     num_steps: int = 0
     hung: bool = False
+    suspected_ns: int | None = None
+    """When a hang was last suspected; None: there is progress."""
+    suspected_since_ns: int = 0
+    """The oldest progress at that time."""
+    inspected: dict[int, Inspected] = field(default_factory=dict)
+    busy_ns: int = 0
+    """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
     slow: dict[str, int] = field(default_factory=dict)
     """Node -> steps in a row in which it was slow."""
     stragglers: dict[str, None] = field(default_factory=dict)
@@ -91,6 +110,10 @@ class ProgressMonitor:
         self._controller = controller
         self._detector = FailureDetector()
         self._current = _Generation()
+        self._worst_gap_s = 0.0
+        """Longest time without progress of a rank in training that ended by itself."""
+        self._starved_ns: int | None = None
+        """When a machine of the job was last short of CPU time."""
         self._unchecked = False
         """Heartbeats of this generation have come since the last check."""
         self._checked_ns = 0
@@ -119,6 +142,7 @@ class ProgressMonitor:
         if isinstance(event, HeartbeatReceived):
             if event.node in self._state.nodes:
                 self._detector.heard(now_ns, event.node, self._recovery)
+                self._note_pressure(now_ns, event)
                 self._record(now_ns, event)
             if now_ns - self._checked_ns < self._pause_ns():
                 return ()
@@ -133,6 +157,9 @@ class ProgressMonitor:
                 self._detector.heard(now_ns, event.node, self._recovery)
             case AdjustRequested():
                 self._detector.reset(now_ns)
+            case GroupInspected() if event.generation == self._current.number:
+                for stack in event.stacks:
+                    self._current.inspected[stack.rank] = Inspected(stack, now_ns)
             case ControllerStarted():
                 # How long agents may take to reconnect is a timer of the controller.
                 self._detector.begin(now_ns)
@@ -146,7 +173,7 @@ class ProgressMonitor:
         if self._state.terminal:
             return tuple(out)
         out += self._detector.judge(now_ns, self._state.nodes, self._recovery)
-        return (*out, *self._hang(now_ns))
+        return (*out, *(self._hang(now_ns) or self._suspicion(now_ns)))
 
     def next_deadline_ns(self) -> int | None:
         """When to observe a Tick at the latest."""
@@ -164,7 +191,8 @@ class ProgressMonitor:
     def _first_due_ns(self) -> int | None:
         hang = self._hang_limit()
         lost_ns = self._detector.next_ns(self._state.nodes, self._recovery)
-        due = (lost_ns, hang.due_ns if hang is not None else None)
+        suspicion_ns = self._suspicion_ns()
+        due = (lost_ns, hang.due_ns if hang is not None else None, suspicion_ns)
         return min((at for at in due if at is not None), default=None)
 
     def _pause_ns(self) -> int:
@@ -198,7 +226,28 @@ class ProgressMonitor:
             now = (worker.step, worker.ticks)
             if known is None or now >= (known.beat.step, known.beat.ticks):
                 moved_ns = now_ns - seconds(worker.quiet_s)
-                current.ranks[worker.rank] = _Rank(worker, moved_ns)
+                ran_ns = known.ran_ns if worker.stopped and known is not None else now_ns
+                if known is not None and now > (known.beat.step, known.beat.ticks):
+                    self._note_gap(known, worker, moved_ns)
+                current.ranks[worker.rank] = _Rank(worker, moved_ns, now_ns, ran_ns)
+
+    def _note_gap(self, known: _Rank, worker: WorkerBeat, moved_ns: int) -> None:
+        """A rank has made progress. Steps between two heartbeats are not seen, so the time without
+        any is at most what the last heartbeat showed and the time until the next ones."""
+        if self._current.num_steps == 0 or {known.beat.phase, worker.phase} & {*WORKING, "start"}:
+            return
+        shown_s = known.beat.quiet_s + GAP_BEATS * self._recovery.heartbeat_interval_s
+        gap_s = min((moved_ns - known.moved_ns) / SECOND_NS, shown_s)
+        self._worst_gap_s = max(self._worst_gap_s, gap_s)
+
+    def _note_pressure(self, now_ns: int, beat: HeartbeatReceived) -> None:
+        if beat.cpu_pressure < limits.STARVED_PRESSURE:
+            return
+        self._starved_ns = now_ns
+        nodes = self._state.nodes
+        host = nodes[beat.node].facts.hostname
+        here = [name for name, node in nodes.items() if node.facts.hostname == host]
+        self._detector.starved(now_ns, here)
 
     def _progress(self, now_ns: int) -> list[AnyEvent]:
         """What the heartbeats since the last check say about steps."""
@@ -262,6 +311,8 @@ class ProgressMonitor:
         if not state.active or state.stop is not None or current.hung:
             return None
         live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
+        if (stopped := self._stopped_limit(live)) is not None:
+            return stopped
         if current.num_steps == 0:
             # A script that does not use the session reports no progress.
             if not self._recipe and all(known.beat.ticks == 0 for known in live.values()):
@@ -276,40 +327,141 @@ class ProgressMonitor:
             newest_ns = max(known.moved_ns for known in live.values())
             limit_s = limits.SAVE_TIMEOUT_S
             return _Limit(newest_ns + seconds(limit_s), limit_s, "save")
-        limit_s = self.hang_limit_s()
+        limit = self._train_limit(live)
         quietest = min(live, key=lambda rank: (live[rank].moved_ns, rank))
         oldest_ns = live[quietest].moved_ns
+        if limit.name == "hang":
+            oldest_ns = max(oldest_ns, current.busy_ns)
+        due_ns = self._due_after(oldest_ns, limit.limit_s)
+        # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
+        return replace(limit, due_ns=due_ns) if self._current_at(quietest, due_ns) else None
+
+    def _due_after(self, oldest_ns: int, limit_s: float) -> int:
         # While no node sent heartbeats, the workers may have been stopped as well.
         since_ns = max(oldest_ns, self._detector.ended_ns)
         latest_ns = oldest_ns + seconds(limits.ALL_SILENT_FACTOR * limit_s)
-        due_ns = min(since_ns + seconds(limit_s), latest_ns)
-        # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
-        heard_ns = self._detector.last_ns(state.node_of(quietest))
-        if due_ns > heard_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s):
+        return min(since_ns + seconds(limit_s), latest_ns)
+
+    def _current_at(self, rank: int, due_ns: int) -> bool:
+        """The last heartbeat of the rank's node counts as current at `due_ns`."""
+        heard_ns = self._detector.last_ns(self._state.node_of(rank))
+        return due_ns <= heard_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
+
+    def _stopped_limit(self, live: dict[int, _Rank]) -> _Limit | None:
+        """A stopped process makes no progress, in whatever phase."""
+        stopped = [rank for rank, known in live.items() if known.beat.stopped]
+        if not stopped or self._recovery.hang_timeout_s != "auto":
             return None
-        return _Limit(due_ns, limit_s, "hang")
+        first = min(stopped, key=lambda rank: (live[rank].ran_ns, rank))
+        limit_s = limits.HANG_FLOOR_S
+        due_ns = self._due_after(live[first].ran_ns, limit_s)
+        if not self._current_at(first, due_ns):
+            return None
+        return _Limit(due_ns, limit_s, "stopped-process")
+
+    def _train_limit(self, live: dict[int, _Rank]) -> _Limit:
+        """How long the live ranks may make no progress, by what they do; due_ns is not set."""
+        limit_s = self.hang_limit_s()
+        if not self._learned:
+            return _Limit(0, limit_s, "hang")
+        found = self._condition(live)
+        if found == "idle":
+            return _Limit(0, limit_s, "hang")
+        gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
+        busy_s = max(limit_s, self._recovery.busy_timeout_s, gap_s)
+        if found == "starved":
+            return _Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")
+        return _Limit(0, busy_s, "busy-worker")
+
+    def _condition(self, live: dict[int, _Rank]) -> Condition:
+        now_ns = max(known.seen_ns for known in live.values())
+        starved_ns = self._starved_ns
+        starved = starved_ns is not None and now_ns - starved_ns <= seconds(STARVED_MEMORY_S)
+        beats = [known.beat for known in live.values()]
+        found = condition(now_ns, beats, self._current.inspected, starved=starved)
+        if found in ("busy", "starved"):
+            self._current.busy_ns = now_ns
+        return found
+
+    @property
+    def _learned(self) -> bool:
+        """The measured limits apply."""
+        auto = self._recovery.hang_timeout_s == "auto"
+        return (
+            auto and self._current.num_steps >= limits.HANG_SAMPLES and bool(self._current.step_s)
+        )
 
     def hang_limit_s(self) -> float:
         """How long a rank may have no progress in phase `train`."""
         if self._recovery.hang_timeout_s != "auto":
             return self._recovery.hang_timeout_s
         current = self._current
-        if current.num_steps < limits.HANG_SAMPLES or not current.step_s:
+        if not self._learned:
             return self._recovery.startup_timeout_s
         return limits.HANG_FLOOR_S + limits.HANG_STEP_FACTOR * median(current.step_s)
+
+    # -- suspicions ---------------------------------------------------------------------------
+    def _suspicion_ns(self) -> int | None:
+        """When to ask what the workers do; None: there is no need."""
+        current, state = self._current, self._state
+        if not state.active or state.stop is not None or current.hung or not self._learned:
+            return None
+        live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
+        if not live or any(known.beat.phase in WORKING for known in live.values()):
+            return None
+        quietest = min(live, key=lambda rank: (live[rank].moved_ns, rank))
+        wait_s = self.hang_limit_s() - limits.SUSPICION_LEAD_S
+        due_ns = self._due_after(live[quietest].moved_ns, wait_s)
+        if current.suspected_ns is not None:
+            due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
+        return due_ns if self._current_at(quietest, due_ns) else None
+
+    def _suspicion(self, now_ns: int) -> list[AnyEvent]:
+        current, state = self._current, self._state
+        live = [known for rank, known in current.ranks.items() if rank not in state.exits]
+        oldest_ns = min((known.moved_ns for known in live), default=now_ns)
+        number = current.number
+        # A beat's age is rounded, so the same progress may seem a little newer.
+        moved = oldest_ns > current.suspected_since_ns + seconds(limits.SUSPICION_LEAD_S)
+        if current.suspected_ns is not None and moved:
+            gap_s = (oldest_ns - current.suspected_since_ns) / SECOND_NS
+            current.suspected_ns = None
+            current.inspected.clear()
+            return [HangSuspicionEnded(generation=number, seconds=gap_s)]
+        due_ns = self._suspicion_ns()
+        if due_ns is None or now_ns < due_ns:
+            return []
+        if current.suspected_ns is None:
+            current.suspected_since_ns = oldest_ns
+        current.suspected_ns = now_ns
+        suspects = self._suspects(now_ns)
+        text = f"{self._why(suspects)}; all ranks had finished step {current.done}"
+        return [HangSuspected(generation=number, evidence=text)]
+
+    def _why(self, suspects: list[tuple[int, str]]) -> str:
+        if not suspects:
+            return "no rank has reported"
+        rank, why = suspects[0]
+        known = self._current.ranks.get(rank)
+        shown = describe(rank, known.beat if known else None, self._current.inspected.get(rank))
+        return f"{why}; {shown}" if shown else why
 
     def _suspects(self, now_ns: int) -> list[tuple[int, str]]:
         """(live rank, why it is suspected), the likeliest culprit first."""
         state, found = self._state, []
         size = state.membership.world_size if state.membership else 0
         unknown = [r for r in range(size) if r not in self._current.ranks and r not in state.exits]
+        beats = [known.beat for known in self._current.ranks.values()]
+        fresh = any(beat.pulse_age_s <= PULSE_STALE_S for beat in beats)
         for rank, known in self._current.ranks.items():
             if rank in state.exits:
                 continue
             beat, age = known.beat, (now_ns - known.moved_ns) / SECOND_NS
             stale = beat.pulse_age_s > PULSE_STALE_S
             # At one step the slowest rank comes first: the others wait for it.
-            order = (not beat.stopped, not stale, beat.step, beat.ticks, age, rank)
+            waits = self._waits(rank)
+            moved = (beat.step, beat.ticks, age)
+            order = (not beat.stopped, not (stale and fresh), waits, *moved, rank)
             if beat.stopped:
                 why = f"rank {rank} is stopped (state T), last progress {age:.1f} s ago"
             elif stale:
@@ -320,6 +472,12 @@ class ProgressMonitor:
         found.sort()
         silent = [(rank, f"rank {rank} has never reported") for rank in unknown]
         return silent + [(rank, why) for _order, rank, why in found]
+
+    def _waits(self, rank: int) -> int:
+        """How surely the rank waits for its peers, as of its inspection: from 0 (it does not)."""
+        known = self._current.inspected.get(rank)
+        activity = known.stack.activity if known is not None else ""
+        return {"nothing": 0, "reads": 1, "compiles": 1, "peers": 3, "device": 3}.get(activity, 2)
 
     def _basis(self, suspects: list[tuple[int, str]]) -> SuspectBasis:
         """What distinguishes the first suspect. A later report alone is chance: a few milliseconds
@@ -345,9 +503,9 @@ class ProgressMonitor:
         if limit.name == "hang" and current.step_s and self._recovery.hang_timeout_s == "auto":
             step_s = median(current.step_s)
             of += f" ({limits.HANG_FLOOR_S:g} s + {limits.HANG_STEP_FACTOR:g} x {step_s:.2f} s)"
-        why = suspects[0][1] if suspects else "no rank has reported"
         return (
-            f"{why}; the {of} is {limit.limit_s:.1f} s; all ranks had finished step {current.done}"
+            f"{self._why(suspects)}; the {of} is {limit.limit_s:.1f} s; "
+            f"all ranks had finished step {current.done}"
         )
 
     # -- stragglers ---------------------------------------------------------------------------

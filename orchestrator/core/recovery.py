@@ -9,11 +9,18 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from . import nodes, quiesce
-from .actions import Reason, ReasonCode, StopGroup
+from . import hang_limits, nodes, quiesce
+from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds
-from .events import GroupStopped, HeartbeatsLost, HeartbeatsRestored
+from .events import (
+    GroupInspected,
+    GroupStopped,
+    HangSuspected,
+    HangSuspicionEnded,
+    HeartbeatsLost,
+    HeartbeatsRestored,
+)
 from .failure import (
     HOPELESS_TYPES,
     Failure,
@@ -176,6 +183,31 @@ def heartbeats_restored(ctx: StepContext, event: HeartbeatsRestored) -> None:
     _show(ctx, f"heartbeats arrive again, after {event.seconds:.1f} s without any")
 
 
+def inspect(ctx: StepContext, event: HangSuspected) -> None:
+    """Ask all nodes what their workers do."""
+    _show(ctx, f"no progress: {event.evidence}")
+    reason = Reason("hang", event.evidence)
+    for name in ctx.state.members:
+        if name in ctx.state.nodes:
+            ctx.emit(InspectGroup, reason, node=name)
+
+
+def inspected(ctx: StepContext, event: GroupInspected) -> None:
+    """Show what a worker does that its peers may wait for."""
+    ctx.state.inspected |= {stack.rank: stack for stack in event.stacks}
+    for stack in event.stacks:
+        if stack.activity in ("nothing", "reads", "compiles"):
+            text = hang_limits.describe(stack.rank, None, hang_limits.Inspected(stack, 0))
+            _show(ctx, f"no progress: {text}, on {event.node}")
+            return
+
+
+def suspicion_ended(ctx: StepContext, event: HangSuspicionEnded) -> None:
+    """A hang that ends by itself is not charged."""
+    ctx.state.inspected.clear()
+    _show(ctx, f"progress again, after {event.seconds:.1f} s without any")
+
+
 def _show(ctx: StepContext, text: str) -> None:
     ctx.note(text)
     if ctx.state.phase == "running":
@@ -216,6 +248,7 @@ def conclude(ctx: StepContext) -> Reason | None:
     staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
     state.step = max(state.step, incident.step_before)
+    _add_inspected(state, stop)
     incident.stacks = _kept_stacks(stop.stacks, stop.hang[0] if stop.hang is not None else ())
     if stop.purpose == "preemption":
         names = ", ".join(node for node, _why in stop.leaving)
@@ -225,6 +258,15 @@ def conclude(ctx: StepContext) -> Reason | None:
         incident.culprit_node = stop.leaving[0][0]
         return _charge(ctx, incident)
     return _judge(ctx, stop, incident) if stop.purpose == "failure" else None
+
+
+def _add_inspected(state: JobState, stop: PendingStop) -> None:
+    """A worker that ended before its stack was taken, because its peers were killed, has the one of
+    the inspection."""
+    taken = {stack.rank for stack in stop.stacks}
+    if stop.hang is not None:
+        stop.stacks += [stack for rank, stack in state.inspected.items() if rank not in taken]
+    state.inspected = {}
 
 
 def _kept_stacks(stacks: list[Stack], suspects: tuple[int, ...]) -> dict[int, str]:

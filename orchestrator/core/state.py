@@ -355,6 +355,8 @@ class JobState(Struct):
     """When that was reported."""
     step: int = -1
     """The last step known to be finished by all ranks."""
+    inspected: dict[int, Stack] = field(default_factory=dict)
+    """Rank -> what it did when a hang was last suspected; empty while there is progress."""
     quiesce: Quiesce | None = field(default=None, name="staging")
     stop: PendingStop | None = None
     needs_placement: bool = field(default=False, name="placing")

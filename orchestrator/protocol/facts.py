@@ -130,6 +130,9 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     or the interpreter is blocked."""
     stopped: bool = False
     """The process is stopped (state T of /proc/PID/stat)."""
+    idle_s: float = 0.0
+    """Seconds for which the processes of the worker used no CPU, did not wait for it, and did no
+    I/O; 0: they did, or it was not measured."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     stage_every_steps: int = 0
     """The workers stage every Nth step, from `stage_from_step` on; 0: as the spec says."""
     stage_from_step: int = 0
+    cpu_pressure: float = 0.0
+    """Share of the time that runnable threads of the workers waited for a CPU; 0: unknown."""
 
 
 class Launched(Message, frozen=True, kw_only=True, tag="launched"):
@@ -89,6 +91,13 @@ class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
     staged: tuple[StagedShard, ...] = ()
     stacks: tuple[Stack, ...] = ()
     offered_port: int = 0
+
+
+class Inspected(Message, frozen=True, kw_only=True, tag="inspected"):
+    """Result of Inspect. Texts only of ranks that do not wait for their peers."""
+
+    generation: int
+    stacks: tuple[Stack, ...] = ()
 
 
 class ShardStaged(Message, frozen=True, kw_only=True, tag="staged"):
@@ -201,6 +210,12 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     """Collect the stacks of every worker first."""
 
 
+class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
+    """Report what every worker of the generation does. It goes on undisturbed."""
+
+    generation: int
+
+
 class Stage(Message, frozen=True, kw_only=True, tag="stage"):
     """Have all workers stage this step, regardless of their interval."""
 
@@ -282,11 +297,11 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
-    | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent
+    | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | Inspected
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep
-    | Committed | Chaos | Shutdown
+    | Committed | Chaos | Shutdown | Inspect
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

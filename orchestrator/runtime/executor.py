@@ -16,6 +16,7 @@ from ..core.actions import (
     CommitManifest,
     DeleteCheckpoint,
     FinishJob,
+    InspectGroup,
     LaunchGroup,
     PersistStep,
     ReleaseNode,
@@ -63,8 +64,8 @@ class Executor:
                 link = self._links.get(action.node)
                 if link is not None:
                     link.send(to_message(action))
-            case PersistStep():
-                self._persist(action)
+            case PersistStep() | InspectGroup():
+                self._send_unanswered(action)
             case RequestNodes():
                 self._run(action, self._request_nodes(action))
             case ReleaseNode():
@@ -96,8 +97,8 @@ class Executor:
         self._awaited.sent(action)
         link.send(to_message(action, buddy.facts if buddy is not None else None))
 
-    def _persist(self, action: PersistStep) -> None:
-        """Succeeds when it is sent; the files are reported one by one (Persisted)."""
+    def _send_unanswered(self, action: PersistStep | InspectGroup) -> None:
+        """Succeeds when it is sent; what follows is reported by itself (Persisted, Inspected)."""
         link = self._links.get(action.node)
         if link is None:
             self._failed(action, f"{action.node} is not connected")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..core import events
-from ..core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
+from ..core.actions import InspectGroup, LaunchGroup, PersistStep, StageStep, StopGroup
 from ..core.copy_rounds import CopyOrder
 from ..core.staging_interval import IntervalOrder
 from ..core.state import JobState
@@ -92,6 +92,11 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 copied_step=message.copied_step,
                 stage_every_steps=message.stage_every_steps,
                 stage_from_step=message.stage_from_step,
+                cpu_pressure=message.cpu_pressure,
+            )
+        case wire.Inspected():
+            return events.GroupInspected(
+                node=node, generation=message.generation, stacks=message.stacks
             )
         case wire.WorkerExitReport():
             return events.WorkerExited(node=node, generation=message.generation, exit=message.exit)
@@ -144,7 +149,7 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
 
 
 def to_message(
-    action: NodeAction | PersistStep | Order, buddy: NodeFacts | None = None
+    action: NodeAction | PersistStep | InspectGroup | Order, buddy: NodeFacts | None = None
 ) -> wire.Message:
     """The message that has a node carry out an action. `buddy`: the facts of the buddy of a launch,
     if it is connected."""
@@ -189,6 +194,8 @@ def to_message(
             return wire.CopyStep(
                 generation=action.generation, step=action.step, confirmed=action.confirmed
             )
+        case InspectGroup():
+            return wire.Inspect(generation=action.generation)
         case PersistStep():
             return wire.Persist(
                 action_id=action.action_id, generation=action.generation, step=action.step

@@ -250,7 +250,7 @@ class Host:
         match action:
             case a.LaunchGroup() | a.StopGroup() | a.StageStep():
                 self._send(action)
-            case a.PersistStep():
+            case a.PersistStep() | a.InspectGroup():
                 link = self.links.get(action.node)
                 if link is not None:
                     link.to_agent(translate.to_message(action))

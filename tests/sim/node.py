@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.protocol.facts import NodeFacts, Stack
+from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.protocol.facts import NodeFacts, Stack, StackActivity
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 from holdfast.workers.agent.machine.commands import Command
@@ -68,6 +69,8 @@ class SimNode:
                 self._kill(out)
             case commands.TakeStacks():
                 world.after(world.between(0.05, 0.5), lambda: self._stacks(out))
+            case commands.InspectWorkers():
+                world.after(world.between(0.05, 0.5), lambda: self._inspected(out))
             case commands.OfferPort():
                 self._port += 1
                 world.after(0.001, lambda port=self._port: self.feed(inputs.PortOffered(port)))
@@ -145,9 +148,34 @@ class SimNode:
         for rank in out.ranks:
             worker = self.workers.get((out.generation, rank))
             if worker is not None and worker.alive:
-                state = "T" if worker.stopped else "S"
-                stacks.append(Stack(rank, f"stack of {rank}", not worker.stopped, state))
+                state, doing = "S", worker.doing
+                if worker.stopped:
+                    state, doing = "T", "nothing"
+                stacks.append(Stack(rank, f"stack of {rank}", doing == "peers", state, doing))
         self.feed(inputs.StacksTaken(out.generation, tuple(stacks)))
+
+    def _inspected(self, out: commands.InspectWorkers) -> None:
+        stacks = []
+        for rank in out.ranks:
+            worker = self.workers.get((out.generation, rank))
+            if worker is not None and worker.alive:
+                kind: StackActivity = "" if worker.stopped else worker.doing
+                stacks.append(Stack(rank, f"stack of {rank}", kind == "peers", "S", kind))
+        self.feed(inputs.WorkersInspected(out.generation, tuple(stacks)))
+
+    def measure(self) -> None:
+        """What the kernel shows of the workers, as long as one of the job is delayed."""
+        group = self.machine.group
+        if not self.alive or group is None:
+            return
+        idle_s: dict[int, float] = {}
+        for rank, known in group.workers.items():
+            worker = self.workers.get((group.generation, rank))
+            busy = worker is not None and worker.uses_cpu
+            if worker is not None:
+                worker.send(worker_protocol.Pulse())
+            idle_s[rank] = 0.0 if busy else (self.world.now - known.progress_ns) / SECOND_NS
+        self.feed(inputs.ActivityMeasured(idle_s, self.world.cpu_pressure))
 
     # -- tiers --------------------------------------------------------------------------------
     def _written(self, out: commands.WriteStorage, payload: Payload | None) -> None:

@@ -7,16 +7,28 @@ so that a wrong restore is detected.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.facts import Membership, StackActivity, WorkerSeat
 from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.workers import worker_protocol
 
 if TYPE_CHECKING:
     from .node import SimNode
     from .world import World
+
+
+@dataclass(frozen=True)
+class Delay:
+    """One rank is late at one step."""
+
+    seconds: float | None
+    """None: it never arrives."""
+    doing: StackActivity
+    uses_cpu: bool
+
 
 Payload = tuple[int, int, int]
 """(step, shard, num_shards): the training state of one rank."""
@@ -40,6 +52,8 @@ class SimWorker:
         self.intervals = [(0, node.stage_every(membership.generation))]
         """(from this step on, every Nth is staged)."""
         self.gang = self.world.gang(membership)
+        self.doing: StackActivity = "peers"
+        self.uses_cpu = False
 
     # -- to the agent -------------------------------------------------------------------------
     def send(self, message: worker_protocol.FromWorker) -> None:
@@ -124,9 +138,20 @@ class SimWorker:
             self.world.after(self.world.between(0.0, 0.1), lambda: self.end(0, None))
         elif self.world.poison == self.step and self.rank == 0:
             self.fail("ValueError", f"the data of step {self.step + 1} is bad", secondary=False)
+        elif (delay := self.world.delays.pop(self.rank, None)) is not None:
+            self.doing, self.uses_cpu = delay.doing, delay.uses_cpu
+            self.world.measure_activity()
+            if delay.seconds is not None:
+                self.world.after(delay.seconds, self._arrive)
         else:
-            self.ready = True
-            self.gang.arrive()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        if not self._runs(self._arrive):
+            return
+        self.doing, self.uses_cpu = "peers", False
+        self.ready = True
+        self.gang.arrive()
 
     def advance(self) -> None:
         """This rank has finished the collective of a step."""
@@ -190,6 +215,8 @@ class SimWorker:
     def fail(self, error_type: str, message: str, *, secondary: bool = False) -> None:
         if not self.alive or self.stopped:
             return
+        if secondary and self.doing != "peers":
+            return  # it is in no collective, so it does not see that a peer is gone
         trace = f'Traceback:\n  File "train.py", line 1, in step\n{error_type}: {message}'
         self.send(
             worker_protocol.Failed(

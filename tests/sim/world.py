@@ -15,7 +15,7 @@ from .network import Link
 from .node import SimNode
 from .oracle import Oracle, Storage
 from .sizes import Sizes
-from .trainer import SimGang
+from .trainer import Delay, SimGang
 from .virtual_time import VirtualTime
 
 FAULTS_S = 60.0
@@ -61,6 +61,10 @@ class World(VirtualTime):
         self._leaving: dict[str, None] = {}
         self.write_failures = 0.0
         self.fork_failures = 0.0
+        self.delays: dict[int, Delay] = {}
+        """Rank -> how it is late at its next step."""
+        self.cpu_pressure = 0.0
+        self._measuring = False
         self.num_faults = 0
         self.cancelled = False
         self.oracle = Oracle(self)
@@ -95,6 +99,20 @@ class World(VirtualTime):
     # -- for trainers and nodes ---------------------------------------------------------------
     def gang(self, membership: Membership) -> SimGang:
         return self._gangs.setdefault(membership.generation, SimGang(self, membership))
+
+    def measure_activity(self) -> None:
+        """Twice a second, as long as a rank is late."""
+        if not self._measuring:
+            self._measuring = True
+            self._measure()
+
+    def _measure(self) -> None:
+        workers = [w for n in self.nodes.values() for w in n.workers.values() if n.alive]
+        self._measuring = any(w.alive and w.doing != "peers" for w in workers)
+        for node in list(self.nodes.values()):
+            node.measure()
+        if self._measuring:
+            self.after(0.5, self._measure)
 
     def fork_fails(self) -> bool:
         return self.fork_failures > 0 and self.chance(self.fork_failures)

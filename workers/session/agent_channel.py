@@ -6,6 +6,7 @@ thread receives. The pulse thread reads the inspection socket.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -79,7 +80,8 @@ class AgentChannel:
         pulse = worker_protocol.Pulse()
         try:
             while not self._ended.is_set():
-                self.send(pulse)
+                with contextlib.suppress(MemoryError):  # the training thread reports it
+                    self.send(pulse)
                 if self._inspection is None:
                     self._ended.wait(limits.PULSE_INTERVAL_S)
                 elif select.select([self._inspection], [], [], limits.PULSE_INTERVAL_S)[0]:

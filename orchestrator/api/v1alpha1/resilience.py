@@ -154,8 +154,14 @@ class Recovery(Part):
     """Seconds without a heartbeat after which a node is lost. A closed connection is noticed at
     once."""
     hang_timeout_s: Seconds | Auto = "auto"
-    """Seconds without a step after which the workers hang. auto: 3 s plus three times the job's own
-    step time."""
+    """Seconds without a step after which the workers hang, whatever they do. auto: 3 s for a
+    stopped process; 3 s plus three times the job's own step time for a worker that uses no CPU and
+    does no I/O while its peers wait; busyTimeoutSeconds for one that computes, reads or compiles.
+    """
+    busy_timeout_s: Seconds = limits.BUSY_TIMEOUT_S
+    """Seconds without a step that a worker may compute, read or compile, with hangTimeoutSeconds
+    auto. Three times the longest such time that ended by itself, if that is longer; four times as
+    long on a machine whose processes wait for the CPU."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """Seconds from the launch of a generation to its first step."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S

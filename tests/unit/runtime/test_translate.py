@@ -6,7 +6,13 @@ from typing import get_args
 
 import pytest
 
-from holdfast.orchestrator.core.actions import LaunchGroup, PersistStep, StageStep, StopGroup
+from holdfast.orchestrator.core.actions import (
+    InspectGroup,
+    LaunchGroup,
+    PersistStep,
+    StageStep,
+    StopGroup,
+)
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
 from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, GroupStopped
 from holdfast.orchestrator.core.staging_interval import IntervalOrder
@@ -17,7 +23,10 @@ from tests.unit.core.harness import Transcript
 
 SHARD = ShardFile(3, 1, 0, 2, "file", 100, "c")
 MESSAGES: tuple[wire.Message, ...] = (
-    wire.Heartbeat(generation=1, staged_step=3, copied_step=2, stage_every_steps=4),
+    wire.Heartbeat(
+        generation=1, staged_step=3, copied_step=2, stage_every_steps=4, cpu_pressure=0.5
+    ),
+    wire.Inspected(generation=1),
     wire.Launched(action_id=1, generation=1, ok=True),
     wire.WorkerExitReport(generation=1, exit=Exit(rank=0, code=1)),
     wire.Stopped(action_id=2, generation=1, offered_port=4000),
@@ -62,6 +71,7 @@ def test_a_message_has_every_field_of_its_action() -> None:
         StopGroup(**common, grace_s=2.0, stacks=True),
         StageStep(**common, step=9),
         PersistStep(**common, step=9),
+        InspectGroup(**common),
         CopyOrder(node="a", generation=1, step=9, confirmed=4),
         IntervalOrder(node="a", generation=1, every_steps=4, from_step=20),
     )

@@ -87,6 +87,13 @@ class TakeStacks(CommandBase, frozen=True):
     ranks: tuple[int, ...]
 
 
+class InspectWorkers(CommandBase, frozen=True):
+    """Ask workers what they do, without a signal; the result is WorkersInspected."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
 class ToRank(CommandBase, frozen=True):
     """Send a message to a worker; with `buffer`, also the descriptor of that buffer."""
 
@@ -144,6 +151,7 @@ class FetchFromPeer(CommandBase, frozen=True):
 
 Command = (
     Send | CloseLink | Configure | OfferPort | Note | KillNode | EndNode | Fork | RefillStandbys
-    | Kill | TakeStacks | ToRank | MakeBuffer | FreeBuffer | WriteStorage | PushToBuddy
+    | Kill | TakeStacks | InspectWorkers | ToRank
+    | MakeBuffer | FreeBuffer | WriteStorage | PushToBuddy
     | FetchFromPeer
 )  # fmt: skip

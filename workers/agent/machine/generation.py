@@ -43,6 +43,8 @@ class Worker:
     ticks: int = 0
     progress_ns: int = 0
     pulse_ns: int = 0
+    idle_s: float = 0.0
+    """As of the last measurement."""
     last: worker_protocol.Progress | None = None
     failed: worker_protocol.Failed | None = None
     finished: bool = False
@@ -67,7 +69,7 @@ class Worker:
             case _:
                 pass
         self.ticks += 1
-        self.progress_ns = now_ns
+        self.progress_ns, self.idle_s = now_ns, 0.0
 
     def beat(self, now_ns: int, stopped: bool) -> WorkerBeat:
         last = self.last or worker_protocol.Progress(step=-1)
@@ -79,6 +81,7 @@ class Worker:
             quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / SECOND_NS,
             pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / SECOND_NS,
             stopped=stopped,
+            idle_s=self.idle_s,
             **report_fields(last),
         )
 
@@ -112,7 +115,7 @@ class Worker:
             error_message=failed.message,
             traceback=failed.traceback[-limits.MAX_TRACEBACK_BYTES :],
             secondary=failed.secondary,
-            out_of_memory=oom,
+            out_of_memory=oom or failed.out_of_memory,
             at_ns=wall_ns,
         )
         self.ended = True
@@ -177,6 +180,15 @@ class Generation:
     @property
     def exits(self) -> tuple[Exit, ...]:
         return tuple(w.exit for w in self.workers.values() if w.exit is not None)
+
+    def quiet_ranks(self, now_ns: int) -> list[int]:
+        """Ranks without progress for limits.QUIET_S."""
+        before_ns = now_ns - int(limits.QUIET_S * SECOND_NS)
+        return [w.seat.rank for w in self.alive if w.progress_ns < before_ns]
+
+    def measured(self, idle_s: dict[int, float]) -> None:
+        for rank, worker in self.workers.items():
+            worker.idle_s = idle_s.get(rank, 0.0)
 
     def min_step(self) -> int:
         return min((worker.step for worker in self.workers.values()), default=-1)

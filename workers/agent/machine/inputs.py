@@ -84,8 +84,23 @@ class StoppedRanks(InputBase, frozen=True):
     ranks: tuple[int, ...]
 
 
+class ActivityMeasured(InputBase, frozen=True):
+    """What the workers' processes do, twice a second."""
+
+    idle_s: dict[int, float]
+    """Rank -> seconds without CPU use and I/O."""
+    cpu_pressure: float
+
+
 # -- results of commands ----------------------------------------------------------------------
 class StacksTaken(InputBase, frozen=True):
+    generation: int
+    stacks: tuple[Stack, ...]
+
+
+class WorkersInspected(InputBase, frozen=True):
+    """Result of InspectWorkers."""
+
     generation: int
     stacks: tuple[Stack, ...]
 
@@ -136,6 +151,7 @@ class ClockTick(InputBase, frozen=True):
 
 Input = (
     LinkUp | LinkDown | Received | Terminated | WorkerForked | ForkFailed | FromRank | WorkerEnded
-    | ForkserverDied | StoppedRanks | StacksTaken | PortOffered | WriteDone | PushDone | CopyDone
+    | ForkserverDied | StoppedRanks | ActivityMeasured | StacksTaken | WorkersInspected
+    | PortOffered | WriteDone | PushDone | CopyDone
     | ServeDone | ClockTick
 )  # fmt: skip

@@ -26,8 +26,11 @@ from .inputs import Input
 from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
 
-RESENT = m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied
-"""Messages that need not wait for a connection: every Welcome sends their newest state again."""
+RESENT = m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected
+"""Messages that need not wait for a connection: every Welcome sends their newest state again, or
+they are worth nothing later."""
+MAX_INSPECTED_BYTES = 4096
+"""Of one stack in Inspected: the innermost 40 frames."""
 
 
 class AgentMachine:
@@ -59,6 +62,7 @@ class AgentMachine:
         self._outbox: list[m.FromAgent] = []
         self._port = 0
         self._stopped_ranks: frozenset[int] = frozenset()
+        self._cpu_pressure = 0.0
         self._ending: str = ""
         self._ending_ns: int | None = None
         self._ended = False
@@ -122,6 +126,13 @@ class AgentMachine:
             case inputs.StoppedRanks():
                 self._stopped_ranks = frozenset(given.ranks)
                 return []
+            case inputs.ActivityMeasured():
+                self._cpu_pressure = given.cpu_pressure
+                if group is not None:
+                    group.measured(given.idle_s)
+                return []
+            case inputs.WorkersInspected():
+                return self._inspected(given)
             case inputs.StacksTaken():
                 return self._stacks_taken(now_ns, given)
             case inputs.PortOffered():
@@ -150,6 +161,8 @@ class AgentMachine:
                 return self._launch(now_ns, message)
             case m.StopWorkers():
                 return self._stop(now_ns, message)
+            case m.Inspect():
+                return self._inspect(running)
             case m.Stage():
                 return self._request_stage(running, message)
             case m.StageEvery():
@@ -229,6 +242,7 @@ class AgentMachine:
             stage_every_steps=group.stage_every[0] if group else 0,
             stage_from_step=group.stage_every[1] if group else 0,
             copied_step=self.tiers.rounds.confirmed[1] if self.tiers.rounds.confirmed else -1,
+            cpu_pressure=self._cpu_pressure,
         )
         return commands.Send(heartbeat)
 
@@ -393,6 +407,22 @@ class AgentMachine:
         # The next regular heartbeat does not show this worker, so its last steps are sent now.
         last = [self._beat([worker.beat(now_ns, stopped=False)])] if self._connected else []
         return [*last, commands.Send(_exit_report(group, worker))]
+
+    def _inspect(self, group: Generation | None) -> list[Command]:
+        if group is None or group.stop is not None or group.stopped or not group.alive:
+            return []
+        ranks = tuple(worker.seat.rank for worker in group.alive)
+        return [commands.InspectWorkers(group.generation, ranks)]
+
+    def _inspected(self, given: inputs.WorkersInspected) -> list[Command]:
+        """Texts of ranks that wait for their peers show the same collective, so they stay here."""
+        stacks = tuple(
+            msgspec.structs.replace(
+                stack, text="" if stack.in_collective else stack.text[:MAX_INSPECTED_BYTES]
+            )
+            for stack in given.stacks
+        )
+        return [commands.Send(m.Inspected(generation=given.generation, stacks=stacks))]
 
     # -- a requested step ---------------------------------------------------------------------
     def _request_stage(self, group: Generation | None, message: m.Stage) -> list[Command]:

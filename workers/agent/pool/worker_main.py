@@ -41,6 +41,9 @@ _PEER_GONE = re.compile(
     r"|Connection refused|Connection timed out|wait timeout|unexpected EOF",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
+_RESERVE_BYTES = 2 * 2**20
+"""Freed when the entrypoint has failed: a report of a failure for lack of memory needs some."""
 _TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog", re.IGNORECASE)
 _NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
 
@@ -49,6 +52,7 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
     """Everything from the fork to the end of the process."""
     link = socket.socket(fileno=wire_fd)
     code = 1
+    reserve: list[bytearray] = []
     try:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
@@ -62,11 +66,13 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
         worker_transport.attached = worker_transport.Attached(
             link=link, assign=assign, job=job, inspection=socket.socket(fileno=asked_fd)
         )
+        reserve.append(bytearray(_RESERVE_BYTES))
         _run_entrypoint(job)
         code = _leave(0)
     except SystemExit as error:
         code = _leave(_exit_code(error))
     except BaseException as error:
+        reserve.clear()
         error.__traceback__ = _without_launcher(error.__traceback__)
         if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
             error.__traceback__ = None  # the script did not run; the error names the place
@@ -221,7 +227,16 @@ def failure_report(error: BaseException) -> worker_protocol.Failed:
         message=_encodable(text_of(error))[: limits.MAX_TRACEBACK_BYTES // 4],
         traceback=text[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
         secondary=is_secondary(error),
+        out_of_memory=is_out_of_memory(error),
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Host or device memory ran out: the same step may fit on another machine or mesh."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"MemoryError", "OutOfMemoryError"}:
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(text_of(error)))
 
 
 def _encodable(text: str) -> str:

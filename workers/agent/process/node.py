@@ -32,6 +32,7 @@ from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
 
 from ..linux import inventory, output, processes
+from ..linux.activity import ActivityMeter
 from ..machine import commands, inputs
 from ..machine.commands import Command
 from ..machine.inputs import Input
@@ -102,7 +103,12 @@ class ThreadPools:
 
 
 WorkerCommand = (
-    commands.Fork | commands.RefillStandbys | commands.Kill | commands.TakeStacks | commands.ToRank
+    commands.Fork
+    | commands.RefillStandbys
+    | commands.Kill
+    | commands.TakeStacks
+    | commands.InspectWorkers
+    | commands.ToRank
 )
 
 
@@ -142,6 +148,7 @@ class AgentProcess:
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_ranks: tuple[int, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._meter = ActivityMeter()
         self._log_forwarder: LogForwarder | None = None
         self._memory_warned = False
         self._rank_logs: set[Path] = set()
@@ -204,7 +211,18 @@ class AgentProcess:
         if stopped != self._stopped_ranks:
             self._stopped_ranks = stopped
             self._give(inputs.StoppedRanks(stopped))
+        self._measure()
         self._give(inputs.ClockTick())
+
+    def _measure(self) -> None:
+        group = self._machine.group
+        if group is None or group.stopped:
+            return
+        quiet = group.quiet_ranks(time.monotonic_ns())
+        pids = {worker.seat.rank: worker.pid for worker in group.alive if worker.pid}
+        found = self._meter.measure(time.monotonic(), pids, quiet)
+        if found is not None:
+            self._give(inputs.ActivityMeasured(*found))
 
     def _on_link(self, own_address: str) -> None:
         address = self._options.address or own_address
@@ -263,6 +281,8 @@ class AgentProcess:
                 self._workers.kill(command.generation, command.rank, command.signal)
             case commands.TakeStacks():
                 self._spawn(self._take_stacks(command))
+            case commands.InspectWorkers():
+                self._spawn(self._inspect(command))
             case commands.ToRank():
                 fd = None if command.buffer is None else self._memory.fd(command.buffer)
                 self._workers.send(command.generation, command.rank, command.message, fd)
@@ -345,6 +365,13 @@ class AgentProcess:
         generation = command.generation
         taken = await stacks.take(alive, partial(self._workers.inspect, generation))
         self._give(inputs.StacksTaken(generation, taken))
+
+    async def _inspect(self, command: commands.InspectWorkers) -> None:
+        found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
+        alive = {rank: process for rank, process in found.items() if process is not None}
+        generation = command.generation
+        taken = await stacks.inspect(alive, partial(self._workers.inspect, generation))
+        self._give(inputs.WorkersInspected(generation, taken))
 
     async def _write(self, command: commands.WriteStorage, fd: int) -> None:
         assert self._machine.welcome is not None

@@ -6,11 +6,11 @@ import msgspec
 
 from holdfast.orchestrator.limits import CONTROLLER_ABSENCE_S
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, StagedShard
+from holdfast.orchestrator.protocol.facts import Restore, ShardLocation, Stack, StagedShard
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.machine import MachineTiming
+from holdfast.workers.agent.machine.preemption import MachineTiming
 
 from .harness import FACTS, SECOND_NS, AgentHarness, of, request_buffers
 
@@ -103,6 +103,59 @@ def test_stacks_are_taken_before_the_kill_and_never_block_it_for_long() -> None:
     assert not of(commands.Kill, out)
     harness.now_ns += 3 * SECOND_NS
     assert {k.signal for k in of(commands.Kill, harness.give(inputs.ClockTick()))} == {9}
+
+
+def test_an_inspection_reports_what_workers_do_and_leaves_them_alone() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    (asked,) = of(commands.InspectWorkers, harness.receive(m.Inspect(generation=1)))
+    assert asked.ranks == (0, 1)
+    waits = Stack(0, "a collective", True, "S", "peers")
+    outside = Stack(1, "x" * 9000, False, "S", "nothing")
+    out = harness.give(inputs.WorkersInspected(1, (waits, outside)))
+    (answer,) = of(m.Inspected, out)
+    assert [(s.rank, s.activity, len(s.text)) for s in answer.stacks] == [
+        (0, "peers", 0), (1, "nothing", 4096),
+    ]  # fmt: skip
+    assert not of(commands.Kill, out)
+    assert not of(commands.InspectWorkers, harness.receive(m.Inspect(generation=7)))
+
+
+def test_a_heartbeat_has_the_activity_of_the_processes_until_the_next_progress() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    harness.now_ns += SECOND_NS
+    group = harness.machine.group
+    assert group is not None and group.quiet_ranks(harness.now_ns) == [0, 1]
+    harness.give(inputs.ActivityMeasured({0: 2.5, 1: 0.0}, 0.75))
+    due = harness.machine.next_deadline_ns()
+    assert due is not None
+    harness.now_ns = max(harness.now_ns, due)
+    (beat,) = of(m.Heartbeat, harness.give(inputs.ClockTick()))
+    assert ([w.idle_s for w in beat.workers], beat.cpu_pressure) == ([2.5, 0.0], 0.75)
+    harness.from_worker(0, worker_protocol.ProgressTick())
+    assert group.workers[0].idle_s == 0.0
+    assert group.quiet_ranks(harness.now_ns) == [1]
+
+
+def test_a_worker_without_memory_says_so_with_its_exit() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    failed = worker_protocol.Failed(
+        error_type="MemoryError", message="", traceback="", out_of_memory=True
+    )
+    harness.from_worker(1, failed)
+    (exited,) = of(m.WorkerExitReport, harness.worker_ends(1, code=1))
+    assert exited.exit.out_of_memory
+
+
+def test_a_worker_that_the_watchdog_aborted_has_lost_a_peer() -> None:
+    harness = AgentHarness()
+    harness.launch(1)
+    line = "Watchdog caught collective operation timeout"
+    out = harness.give(inputs.WorkerEnded(1, 1, None, 6, watchdog_line=line))
+    (exited,) = of(m.WorkerExitReport, out)
+    assert exited.exit.secondary and exited.exit.error_message == line
 
 
 def test_a_python_error_is_reported_with_the_exit() -> None:

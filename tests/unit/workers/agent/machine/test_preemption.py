@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.workers.agent.machine import commands, inputs
-from holdfast.workers.agent.machine.machine import MachineTiming
+from holdfast.workers.agent.machine.preemption import MachineTiming
 
 from .harness import SECOND_NS, AgentHarness, T, of, request_buffers
 

@@ -7,7 +7,7 @@ import pytest
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.stack_activity import in_collective
 from holdfast.workers.agent.pool.stacks import shorten
-from holdfast.workers.agent.pool.worker_main import failure_report, is_secondary
+from holdfast.workers.agent.pool.worker_main import failure_report, is_out_of_memory, is_secondary
 
 
 class DistNetworkError(RuntimeError):
@@ -123,3 +123,23 @@ def test_a_stack_shows_the_users_frames_without_those_that_start_a_worker() -> N
         'Thread 14 (idle): "holdfast-pulse"',
         "    barrier (torch/distributed/distributed_c10d.py:4000)",
     ]
+
+
+class OutOfMemoryError(RuntimeError):
+    """The name of torch's error for a device."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_reported_as_such(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+    assert failure_report(error).out_of_memory is expected

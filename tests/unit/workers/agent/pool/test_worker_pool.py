@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 
-from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.facts import GroupProgress, Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.machine import inputs
 from holdfast.workers.agent.pool import fork_protocol
+from holdfast.workers.agent.pool.stack_activity import Inspection
 from holdfast.workers.agent.pool.worker_pool import WorkerPool
 
 MEMBERSHIP = Membership(
@@ -62,3 +64,35 @@ def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_soc
         worker_protocol.Progress,
         inputs.WorkerEnded,
     ]
+
+
+def test_an_inspection_gets_what_the_pulse_thread_reports_and_no_more_than_came_in_time() -> None:
+    group = GroupProgress("0", "default_pg", 7, "gloo:all_reduce", done=False)
+
+    async def scene() -> list[Inspection]:
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        pool.attach(ours)
+        pool.assign(ASSIGN, None)
+        request, fds = fork_protocol.receive(server)
+        assert isinstance(request, fork_protocol.ForkWorker)
+        found = [await pool.inspect(1, 5, 9.0)]
+        with socket.socket(fileno=fds[0]) as link, socket.socket(fileno=fds[2]) as asked:
+            first = asyncio.ensure_future(pool.inspect(1, 0, 30.0))
+            second = asyncio.ensure_future(pool.inspect(1, 0, 30.0))
+            while not select.select([asked], [], [], 0)[0]:
+                await asyncio.sleep(0)
+            assert asked.recv(64) == b"?", "one request for both"
+            worker_transport.send(link, worker_protocol.StackReport(text="Current thread"))
+            worker_transport.send(link, worker_protocol.CollectivesReport(groups=(group,)))
+            found += [await first, await second]
+            late = asyncio.ensure_future(pool.inspect(1, 0, 0.01))
+            worker_transport.send(link, worker_protocol.StackReport(text="only the stack"))
+            found.append(await late)
+        server.close()
+        return found
+
+    absent, first, second, late = asyncio.run(scene())
+    assert absent == Inspection()
+    assert first == second == Inspection("Current thread", (group,))
+    assert late.groups == ()
