@@ -15,7 +15,16 @@ from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.coverage import BoxKey, uncovered
 from holdfast.orchestrator.protocol.manifest import Manifest, parse_directory_name
 
-from .layout import DTYPE_BYTES, INTEGER_DTYPES, MODEL, Box, DamagedCheckpoint, Entry, hash_bytes
+from .layout import (
+    DTYPE_BYTES,
+    INTEGER_DTYPES,
+    MODEL,
+    Box,
+    Bytes,
+    DamagedCheckpoint,
+    Entry,
+    hash_bytes,
+)
 from .shard_sources import CheckpointFiles, ShardSource
 
 
@@ -97,7 +106,8 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
             result.problems.append(str(error))
             continue
         result.num_unchecked += not header.checked
-        damaged = [entry.name for entry in entries if not _intact(source, entry)]
+        read = source.entries(entries, lambda: None)
+        damaged = [entry.name for entry, data in read if not _intact(entry, data)]
         for name in damaged:
             what = "its bytes do not match its checksum"
             result.problems.append(str(DamagedCheckpoint(source.name, what, name)))
@@ -114,8 +124,8 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
     return result
 
 
-def _intact(source: ShardSource, entry: Entry) -> bool:
-    return f"{hash_bytes(source.data(entry.begin, entry.end)):016x}" == entry.checksum
+def _intact(entry: Entry, data: Bytes) -> bool:
+    return f"{hash_bytes(data):016x}" == entry.checksum
 
 
 def _gaps(boxes: dict[tuple[str, tuple[int, ...]], list[BoxKey]]) -> list[str]:

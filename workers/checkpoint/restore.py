@@ -64,10 +64,12 @@ def restore(
     num_shards: int,
     num_stored: int,
     step: int,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Fills everything in place; returns the extra state of the first shard read.
 
-    `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`.
+    `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`. `tick` is
+    called as it makes progress.
     Raises DamagedCheckpoint, WrongModel, or what `open_shard` raises.
     """
     model = {held.name: _Target(held) for held in state.model_tensors()}
@@ -83,6 +85,7 @@ def restore(
                     _expect_names(model, names)
                 raise
             header = source.header()
+            tick()
             _expect_identity(header, source.name, index, num_stored, step)
             entries = state.entries_by_name(header.entries, header.extra)
             header = replace(header, entries=entries)
@@ -95,10 +98,8 @@ def restore(
             _add_optimizer_targets(state, targets, header)
             names.update(header.entries)
             extra = header.extra if extra is None else extra
-            for entry in header.entries.values():
-                target = targets.get(entry.name)
-                if target is not None and not target.complete:
-                    _fill(target, entry, source)
+            for entry, data in source.entries(_needed(targets, header), tick):
+                _fill(targets[entry.name], entry, data, source.name)
             if names >= model.keys() and all(t.complete for t in targets.values()):
                 break
     _expect_names(model, names)
@@ -131,15 +132,24 @@ def _add_optimizer_targets(
             targets[name] = _Target(held)
 
 
-def _fill(target: _Target, entry: Entry, source: ShardSource) -> None:
+def _needed(targets: dict[str, _Target], header: Header) -> list[Entry]:
+    """The entries with values that are not filled yet."""
+    found = []
+    for entry in header.entries.values():
+        target, part = targets.get(entry.name), (entry.box.offset, entry.box.shape)
+        if target is None or target.complete or part in target.seen:
+            continue
+        if entry.box.overlap(target.held.box) is not None:
+            target.seen.add(part)
+            found.append(entry)
+    return found
+
+
+def _fill(target: _Target, entry: Entry, data: Bytes, file: str) -> None:
     """Copies the entry's part of the target, and checks all bytes of the entry."""
     held, box = target.held, entry.box
-    part = (box.offset, box.shape)
     ranges = box.overlap(held.box)
-    if ranges is None or part in target.seen:
-        return
-    target.seen.add(part)
-    data = source.data(entry.begin, entry.end)
+    assert ranges is not None
     local = held.local
     if box == held.box and local.device.type == "cpu" and local.is_contiguous():
         checksum = copy_and_hash(flat_bytes(local), data)
@@ -149,7 +159,7 @@ def _fill(target: _Target, entry: Entry, source: ShardSource) -> None:
         target.filled += _copy_part(held, box, ranges, data, DTYPE_BYTES[entry.dtype])
     if f"{checksum:016x}" != entry.checksum:
         what = f"checksum {checksum:016x}; expected {entry.checksum}"
-        raise DamagedCheckpoint(source.name, what, entry.name)
+        raise DamagedCheckpoint(file, what, entry.name)
 
 
 def _copy_part(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ from holdfast.orchestrator.protocol.manifest import (
     parse_directory_name,
 )
 
-from .layout import Bytes, DamagedCheckpoint, Header, header_length, parse_header
+from .layout import Bytes, DamagedCheckpoint, Entry, Header, header_length, parse_header
+from .shard_reading import read_entries
 
 
 class UnreadableCheckpoint(HoldfastError):
@@ -39,6 +41,10 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """No such file; or a file or a directory in the place of the other."""
 
 
+TICK_BYTES = 256 * 2**20
+"""Progress is reported after so many bytes from memory: a fraction of a second."""
+
+
 class ShardSource(Protocol):
     """One shard file."""
 
@@ -48,6 +54,12 @@ class ShardSource(Protocol):
 
     def data(self, begin: int, end: int) -> Bytes:
         """The bytes from begin to end, counted from the end of the header."""
+
+    def entries(
+        self, wanted: Iterable[Entry], tick: Callable[[], None]
+    ) -> Iterator[tuple[Entry, Bytes]]:
+        """Each of these entries and its bytes, which are valid until the next one; in any order.
+        Calls `tick` as it reads."""
 
 
 class MappedShard:
@@ -80,9 +92,21 @@ class MappedShard:
         at = self.header().data_start
         return self.bytes[at + begin : at + end]
 
+    def entries(
+        self, wanted: Iterable[Entry], tick: Callable[[], None]
+    ) -> Iterator[tuple[Entry, Bytes]]:
+        num_bytes = 0
+        for entry in wanted:
+            yield entry, self.data(entry.begin, entry.end)
+            num_bytes += entry.num_bytes
+            if num_bytes >= TICK_BYTES:
+                tick()
+                num_bytes = 0
+
 
 class RemoteShard:
-    """A shard in an object store: one request for the header and one for each range."""
+    """A shard in an object store: two requests for the header, and as few as possible for the
+    data."""
 
     def __init__(self, filesystem: Any, path: str, name: str) -> None:
         self._filesystem, self._path, self.name = filesystem, path, name
@@ -95,11 +119,20 @@ class RemoteShard:
         return self._header
 
     def data(self, begin: int, end: int) -> Bytes:
+        return np.frombuffer(self._part(begin, end), dtype=np.uint8)
+
+    def entries(
+        self, wanted: Iterable[Entry], tick: Callable[[], None]
+    ) -> Iterator[tuple[Entry, Bytes]]:
+        self.header()  # before other threads ask for it
+        return read_entries(wanted, self._part, tick)
+
+    def _part(self, begin: int, end: int) -> bytes:
         at = self.header().data_start
         raw = self._read(at + begin, at + end) if end > begin else b""
         if len(raw) != end - begin:
             raise DamagedCheckpoint(self.name, f"it ends before byte {at + end}")
-        return np.frombuffer(raw, dtype=np.uint8)
+        return raw
 
     def _read(self, begin: int, end: int) -> bytes:
         try:

@@ -311,6 +311,7 @@ class Session:
             num_shards=self.shape.num_shards,
             num_stored=source.num_shards,
             step=source.step,
+            tick=self.tick,
         )
         state.import_extra(extra)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import urllib.request
 from typing import Any
 
 import s3fs
@@ -17,8 +18,21 @@ BUCKET = "bucket"
 KEY, SECRET = "AKIADUMMYDUMMYDUMMY1", "dummy/Secret+that/must+never+be/printed1"
 
 _SERVE = """
-import sys
+import sys, threading, time
+from moto.moto_server import threaded_moto_server
 from moto.server import ThreadedMotoServer
+num_requests, lock = 0, threading.Lock()
+class Application(threaded_moto_server.DomainDispatcherApplication):
+    def __call__(self, environ, start_response):
+        global num_requests
+        if environ["PATH_INFO"] == "/num-requests":
+            start_response("200 OK", [])
+            return [str(num_requests).encode()]
+        with lock:
+            num_requests += 1
+        time.sleep(float(sys.argv[2]))
+        return super().__call__(environ, start_response)
+threaded_moto_server.DomainDispatcherApplication = Application
 server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
 server.start()
 print("ready", flush=True)
@@ -27,9 +41,11 @@ sys.stdin.read()
 
 
 class S3:
-    """The server. Its port is the same after a restart."""
+    """The server. Its port is the same after a restart. It waits `latency_s` before it handles a
+    request."""
 
-    def __init__(self) -> None:
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self._latency_s = latency_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
@@ -45,7 +61,7 @@ class S3:
     def start(self) -> None:
         """Returns when it answers, with an empty bucket."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(self.port)],
+            [sys.executable, "-c", _SERVE, str(self.port), str(self._latency_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -57,6 +73,11 @@ class S3:
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+    def num_requests(self) -> int:
+        """Since the start."""
+        with urllib.request.urlopen(f"{self.url}/num-requests", timeout=60) as answer:
+            return int(answer.read())
 
     def files(self) -> Any:
         """A file system for its contents, not shared with the code under test."""

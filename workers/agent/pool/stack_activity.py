@@ -35,7 +35,7 @@ _ENGINE = re.compile(r"_engine_run_backward|autograd/graph\.py|torch/_tensor\.py
 _READ = re.compile(
     r"torch/utils/data/|/fsspec/|/s3fs/|/gcsfs/|/adlfs/|/datasets/|/pyarrow/|/aiohttp/|/urllib3/"
     r"|/http/client\.py|/socket\.py|/ssl\.py|multiprocessing/(connection|queues)\.py"
-    r"|/(gzip|bz2|lzma|zipfile|tarfile)\.py|checkpoint/(restore|shard_sources)\.py"
+    r"|/(gzip|bz2|lzma|zipfile|tarfile)\.py|checkpoint/(restore|shard_sources|shard_reading)\.py"
 )
 _COMPILE = re.compile(r"torch/(_dynamo|_inductor|_functorch|fx)/|/triton/")
 _DEVICE_CALL = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(|\bfloat\(|\.to\([\"']cpu")

@@ -77,6 +77,9 @@ class ShardInBytes:
         at = self.header().data_start
         return self._bytes[at + begin : at + end]
 
+    def entries(self, wanted, tick):  # type: ignore[no-untyped-def]
+        return ((entry, self.data(entry.begin, entry.end)) for entry in wanted)
+
 
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
