@@ -16,7 +16,7 @@ import psutil
 
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
-from . import jobs_page, names
+from . import jobs_page, names, probe
 
 OLDEST = (2, 51)
 """What `make test-ray-oldest` runs with. Bundles that choose nodes by label came with 2.49."""
@@ -56,6 +56,8 @@ def connect(address: str, metadata: dict[str, str] | None = None) -> None:
     if through_client:
         _hide_closed_channels()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if explicit:
+        check_service(address)
     if explicit and not through_client:
         _check_local_raylet(address)
     options: dict[str, Any] = {}
@@ -168,6 +170,39 @@ def check_listens(address: str) -> None:
         socket.create_connection(_host_and_port(address), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise _no_cluster(address, error.strerror or str(error)) from None
+
+
+def check_service(address: str) -> None:
+    """Raises UserError when something else answers there, or demands a token that is not here."""
+    host, port = _host_and_port(address)
+    service = probe.service_at(host, port)
+    if service == "token-missing":
+        raise token_problem(address, refused=False)
+    if service == "token-refused":
+        raise token_problem(address, refused=True)
+    if service == ("client" if address.startswith(CLIENT) else "gcs") or service == "unknown":
+        return
+    name = address.removeprefix(CLIENT).rpartition(":")[0]
+    what = {"client": "Ray's client server", "gcs": "the head's GCS"}.get(
+        service, "neither the head's GCS nor Ray's client server"
+    )
+    expected = {"client": f"ray://{name}:{port}", "gcs": f"{name}:{port}"}.get(
+        service,
+        f"{name}:6379 (the head's port), ray://{name}:10001 (the client's) or "
+        f"http://{name}:8265 (the dashboard's), or the ports that `ray start` was given",
+    )
+    raise UserError(str(Problem("--ray", f"{address} (that port is {what})", expected)))
+
+
+def token_problem(address: str, *, refused: bool) -> UserError:
+    """The cluster has token authentication, Ray's default from 2.61."""
+    why = "refuses the token of this process" if refused else "demands a token, and none is here"
+    expected = (
+        "RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, in the file that "
+        "RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
+    )
+    fix = "`ray get-auth-token` on the head prints it"
+    return UserError(str(Problem("--ray", f"{address} (the cluster {why})", expected, fix)))
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -61,7 +61,7 @@ class JobsApi:
         from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
 
-        from .cluster import check_listens, check_version
+        from .cluster import check_listens, check_version, token_problem
 
         check_version(ray.__version__)
         for name in CHATTY:
@@ -76,10 +76,14 @@ class JobsApi:
                 version = self._server_version()
         # An answer that is not Ray's: no JSON (an OSError of requests too), no version in it.
         except (OSError, KeyError, ValueError, TypeError) as error:
+            if (refused := _token_refused(error)) is not None:
+                raise token_problem(address, refused=refused) from None
             fix = "`ray status` on the head shows whether it runs; the dashboard must run too"
             got = f"{address} ({_short(error)})"
             raise UserError(str(Problem("--ray", got, dashboard, fix))) from None
         except (RuntimeError, RayError) as error:
+            if (refused := _token_refused(error)) is not None:
+                raise token_problem(address, refused=refused) from None
             versions = f"a cluster of Ray {ray.__version__}, or the cluster's version here"
             text = str(error).lower()
             expected = versions if "version" in text or "not supported" in text else dashboard
@@ -264,6 +268,15 @@ def _no_overrides(wanted: bool) -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
+
+
+def _token_refused(error: Exception) -> bool | None:
+    """Whether a cluster with token authentication refused the token (True) or got none (False);
+    None for every other error. Rays before 2.52 raise an error of requests."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if type(error).__name__ == "AuthenticationError":
+        status = 403 if "Authentication failed" in str(error) else 401
+    return {401: False, 403: True}.get(status or 0)
 
 
 def _reason(error: BaseException) -> str:

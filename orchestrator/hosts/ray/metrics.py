@@ -2,7 +2,7 @@
 
 Ray serves them at every node's metrics port with `ray_` before the name, and adds the id of the
 worker that exports them. Counters are gauges here that hold the whole count: Ray drops the gauge of
-a dead worker (after two of its export intervals) and keeps the counter of one for ever, so a
+a dead worker (after two of its export intervals) and never drops its counter, so a
 restarted controller would leave two series of one job. Prometheus' functions do not look at the
 type; increase() and rate() work.
 """

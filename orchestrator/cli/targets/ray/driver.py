@@ -46,6 +46,8 @@ def fork_driver(*, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY) -> int:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if stopped or os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
+            if num_killed:  # the job exists: a stop waits until this driver can cancel it
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             return num_killed
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code >= 0 or stopped:
@@ -60,6 +62,11 @@ def fork_driver(*, pause_s: float = PAUSE_S, max_early: int = MAX_EARLY) -> int:
         _print(f"the driver of this job was killed ({name}); training goes on, and another driver "
                f"attaches to the job")  # fmt: skip
         time.sleep(pause_s)
+
+
+def accept_stop() -> None:
+    """This driver handles SIGTERM now, also one from before."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _print(text: str) -> None:

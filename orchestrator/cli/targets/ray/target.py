@@ -39,7 +39,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import RunResult
 from ..tempdir import on_sigterm
-from .driver import fork_driver
+from .driver import accept_stop, fork_driver
 from .job import RayJob
 from .jobs_api import metadata
 
@@ -126,6 +126,7 @@ class RayTarget:
 
         attach_again = self.command("run", "--attach", name)
         with display, on_sigterm(stop), HeadMonitor(display, found.order, attach_again):
+            accept_stop()
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:

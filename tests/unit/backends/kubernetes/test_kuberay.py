@@ -53,6 +53,12 @@ def test_there_is_a_manifest_of_each_kind() -> None:
     assert kinds == {"RayCluster", "RayJob"}
 
 
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_every_cluster_demands_a_token(manifest: Path) -> None:
+    spec = yaml.safe_load(manifest.read_text())["spec"]
+    assert spec.get("rayClusterSpec", spec)["authOptions"] == {"mode": "token"}
+
+
 def test_a_misspelt_field_is_an_error() -> None:
     document = yaml.safe_load((ROOT / "manifests/kuberay/rayjob.yaml").read_text())
     document["spec"]["rayClusterSpec"]["workerGroupSpec"] = []

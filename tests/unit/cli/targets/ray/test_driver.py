@@ -60,6 +60,18 @@ def test_a_ray_job_that_is_stopped_gets_no_other_driver() -> None:
     assert process.stdout.read() == "" and process.returncode == 128 + signal.SIGKILL
 
 
+def test_a_stop_while_another_driver_starts_is_handled_once_it_can_cancel_the_job() -> None:
+    process = start(
+        f"if not num_killed: {KILL}"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "from holdfast.orchestrator.cli.targets.ray.driver import accept_stop\n"
+        "from holdfast.orchestrator.cli.targets.tempdir import on_sigterm\n"
+        "with on_sigterm(lambda: sys.exit(1)): accept_stop(); print('not here')\n"
+    )
+    stdout, _stderr = process.communicate()
+    assert stdout == "driver 0\ndriver 1\n" and process.returncode == 1
+
+
 def test_the_driver_ends_with_its_parent() -> None:
     process = start("print(os.getpid(), flush=True)\n" + WAIT)
     assert process.stdout is not None
