@@ -185,6 +185,8 @@ def _checkpoints(
 ) -> Iterator[str | Text]:
     if view.storage_problem:
         yield Text(storage_problem(view), style="red")
+    if view.staging:
+        yield f"staged in memory {view.staging}"
     if not view.checkpoints:
         yield f"no checkpoint in storage ({view.checkpoint_path})" if view.checkpoint_path else ""
         return

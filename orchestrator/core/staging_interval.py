@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import median
 
 import msgspec
 
@@ -25,6 +26,8 @@ from .state import JobState, StagingInterval
 HIDDEN = 0.5
 """Share of a step beside which the copy from the device is assumed to run. The optimizer comes at
 the end of a step, but a loop may evaluate or log before; half is on the safe side."""
+SAMPLES = 3
+"""Stagings that are measured before a decision; their median counts, not a slow moment."""
 SETTLED_STEPS = 16
 """Steps in a new interval before it is judged: half of the steps that the median is over."""
 RAISE, LOWER = 1.25, 0.5
@@ -68,16 +71,17 @@ def at_launch(state: JobState) -> int:
     return state.stage_every_steps if is_auto(state.job.spec.checkpoint) else 0
 
 
-def measured(event: StepCompleted, every: int) -> Costs:
-    """From the newest report. `step_s` is a median: it has the staging in it if most steps do."""
+def measured(event: StepCompleted, samples: list[tuple[float, float, float]], every: int) -> Costs:
+    """Medians. That of the step time has the staging in it if most steps do."""
+    stall_s, copy_s, staging_s = (median(values) for values in zip(*samples, strict=True))
     step_s = event.step_s
     if every <= 2:
-        step_s -= event.stall_s / every
+        step_s -= stall_s / every
     step_s = max(step_s, event.step_s / 10)
-    waited_s = max(0.0, event.staging_s - every * step_s) if event.copy_s else 0.0
-    blocked_s = max(0.0, event.stall_s - waited_s)
-    delayed_s = max(0.0, event.copy_s - HIDDEN * step_s)
-    return Costs(blocked_s, delayed_s, step_s, event.staging_s)
+    waited_s = max(0.0, staging_s - every * step_s) if copy_s else 0.0
+    blocked_s = max(0.0, stall_s - waited_s)
+    delayed_s = max(0.0, copy_s - HIDDEN * step_s)
+    return Costs(blocked_s, delayed_s, step_s, staging_s)
 
 
 def wanted(costs: Costs, budget_percent: float, most: int) -> int:
@@ -106,7 +110,12 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     every = state.stage_every_steps
     if chosen is not None and state.step < chosen.judged_from:
         return
-    costs, most = measured(event, every), longest(checkpoint)
+    sample = (event.stall_s, event.copy_s, event.staging_s)
+    if sample not in state.staging_samples:  # it is that of the last staging, not of this step
+        state.staging_samples = [*state.staging_samples, sample][-SAMPLES:]
+    if len(state.staging_samples) < SAMPLES:
+        return
+    costs, most = measured(event, state.staging_samples, every), longest(checkpoint)
     best = wanted(costs, checkpoint.memory.budget_percent, most)
     waited_s = (ctx.now_ns - chosen.chosen_ns) / SECOND_NS if chosen is not None else LOWER_AFTER_S
     longer = best > RAISE * every
@@ -130,6 +139,7 @@ def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
         reason=Reason("checkpoint", text),
     )
     if changes:
+        state.staging_samples = []
         ctx.note(f"from step {begin} on, the memory tier stages {text}")
 
 
@@ -149,6 +159,7 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 
 def begin_generation(state: JobState) -> None:
     """Its workers begin with the interval of the last one, which is judged again."""
+    state.staging_samples = []
     if state.staging_interval is not None:
         begin = state.step + 1
         judged = begin + max(state.staging_interval.every_steps, SETTLED_STEPS)
@@ -187,4 +198,6 @@ def describe(state: JobState) -> str:
         often = f"every {number} steps" if number > 1 else "every step"
         return f"{often}: checkpoint.memory.everySteps"
     chosen = state.staging_interval
-    return chosen.reason.text if chosen is not None else "every step, until a staging is measured"
+    if chosen is None:
+        return "every step, until stagings are measured" if state.first_step_done else ""
+    return chosen.reason.text

@@ -369,7 +369,9 @@ class JobState(Struct):
     num_store_failures: int = 0
     """Generations in a row that could not read the store."""
     staging_interval: StagingInterval | None = None
-    """Of checkpoint.memory.everySteps: auto, once a staging was measured."""
+    """Of checkpoint.memory.everySteps: auto, once stagings were measured."""
+    staging_samples: list[tuple[float, float, float]] = field(default_factory=list)
+    """(stall_s, copy_s, staging_s) of the last stagings in this interval."""
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
     """Restarts charged to the restart budgets, by class -> when."""

@@ -198,6 +198,10 @@ def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]
         buffers = limits.STAGING_BUFFERS
         size = buffers * shard * workers
         formula = f"{workers} workers x {buffers} buffers x 12 P / {mesh.num_shards}"
+        if checkpoint.memory.every_steps == "auto":
+            formula += (
+                f"; staged as often as {checkpoint.memory.budget_percent:g} % of a step allow"
+            )
         rows.append(
             MemoryEstimate("memory tier: staged checkpoints", "node", size, formula, exact=True)
         )

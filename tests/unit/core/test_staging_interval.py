@@ -40,7 +40,7 @@ class Loop:
         self.transcript = Transcript(spec(checkpoint=self.checkpoint)).started("a", "b", step=None)
         self.begin_ns = self.transcript.now_ns
         self.copied_s = self.complete_s = self.reported_s = 0.0
-        self.stall_s = self.staging_s = 0.0
+        self.stall_s = self.staging_s = self.last_copy_s = 0.0
         self.recent: list[float] = []
         self.intervals = [(0, self.transcript.last(LaunchGroup).stage_every_steps)]
 
@@ -69,8 +69,9 @@ class Loop:
     def _stage(self) -> None:
         begin_s = self.now_s
         self.now_s = max(self.now_s, self.complete_s) + self.launch_s
-        self.stall_s = self.now_s - begin_s
-        self.copied_s = self.now_s + self.copy_s
+        # No two stagings take the same time to the nanosecond.
+        self.stall_s = self.now_s - begin_s + len(self.staged) * 1e-9
+        self.copied_s, self.last_copy_s = self.now_s + self.copy_s, self.copy_s
         self.complete_s = self.copied_s + self.hash_s
         self.staging_s = self.complete_s - self.now_s
         self.staged.append(self.step)
@@ -84,7 +85,7 @@ class Loop:
         self.transcript.apply(
             StepCompleted(
                 generation=1, step=self.step, step_s=median(self.recent), stall_s=self.stall_s,
-                copy_s=self.copy_s, staging_s=self.staging_s,
+                copy_s=self.last_copy_s, staging_s=self.staging_s,
             )
         )  # fmt: skip
         every, begin = self.intervals[-1][1], self.intervals[-1][0]
@@ -123,6 +124,16 @@ def test_a_small_state_is_staged_after_every_step() -> None:
     loop.train(100)
     assert loop.staged == list(range(100))
     assert describe(loop.transcript.state).startswith("every step: a staging costs 0.002 s")
+
+
+def test_a_single_slow_staging_changes_nothing() -> None:
+    loop = Loop(copy_s=0.002, hash_s=0.003, launch_s=0.002)
+    loop.train(20)
+    loop.launch_s = 0.4
+    loop.train(1)
+    loop.launch_s = 0.002
+    loop.train(100)
+    assert loop.transcript.state.stage_every_steps == 1
 
 
 def test_a_number_is_the_users_word() -> None:
