@@ -21,7 +21,7 @@ from . import quiesce
 from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import HeartbeatReceived, StepCompleted
-from .state import JobState, StagingInterval
+from .state import JobState, StagingInterval, StagingSample
 
 HIDDEN = 0.5
 """Share of a step beside which the copy from the device is assumed to run. The optimizer comes at
@@ -71,9 +71,11 @@ def at_launch(state: JobState) -> int:
     return state.stage_every_steps if is_auto(state.job.spec.checkpoint) else 0
 
 
-def measured(event: StepCompleted, samples: list[tuple[float, float, float]], every: int) -> Costs:
+def measured(event: StepCompleted, samples: list[StagingSample], every: int) -> Costs:
     """Medians. That of the step time has the staging in it if most steps do."""
-    stall_s, copy_s, staging_s = (median(values) for values in zip(*samples, strict=True))
+    stall_s = median(one.stall_s for one in samples)
+    copy_s = median(one.copy_s for one in samples)
+    staging_s = median(one.staging_s for one in samples)
     step_s = event.step_s
     if every <= 2:
         step_s -= stall_s / every
@@ -110,8 +112,9 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     every = state.stage_every_steps
     if chosen is not None and state.step < chosen.judged_from:
         return
-    sample = (event.stall_s, event.copy_s, event.staging_s)
-    if sample not in state.staging_samples:  # it is that of the last staging, not of this step
+    number = (state.step + 1) // every  # the report has the last staging, not one of this step
+    if not state.staging_samples or state.staging_samples[-1].number != number:
+        sample = StagingSample(number, event.stall_s, event.copy_s, event.staging_s)
         state.staging_samples = [*state.staging_samples, sample][-SAMPLES:]
     if len(state.staging_samples) < SAMPLES:
         return

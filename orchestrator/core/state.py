@@ -117,6 +117,16 @@ class StagingInterval(Struct, frozen=True):
     reason: Reason
 
 
+class StagingSample(Struct, frozen=True):
+    """What a staging took, on the slowest rank."""
+
+    number: int
+    """Stagings of the job up to it, had it always had this interval."""
+    stall_s: float
+    copy_s: float
+    staging_s: float
+
+
 class PendingNode(Struct, frozen=True):
     """A node that the backend has promised and that has not joined."""
 
@@ -370,8 +380,8 @@ class JobState(Struct):
     """Generations in a row that could not read the store."""
     staging_interval: StagingInterval | None = None
     """Of checkpoint.memory.everySteps: auto, once stagings were measured."""
-    staging_samples: list[tuple[float, float, float]] = field(default_factory=list)
-    """(stall_s, copy_s, staging_s) of the last stagings in this interval."""
+    staging_samples: list[StagingSample] = field(default_factory=list)
+    """The last stagings in this interval."""
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
     """Restarts charged to the restart budgets, by class -> when."""

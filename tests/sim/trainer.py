@@ -49,6 +49,8 @@ class SimWorker:
         self.writable: list[int] = []
         self.wants_to_stage: int | None = None
         self.requested = -1
+        self.staged_before = self.staged_now = False
+        """The staging after a step counts as time of the next one."""
         self.intervals = [(0, node.stage_every(membership.generation))]
         """(from this step on, every Nth is staged)."""
         self.gang = self.world.gang(membership)
@@ -162,6 +164,7 @@ class SimWorker:
         chosen = [every for begin, every in self.intervals if begin <= self.step][-1]
         due = checkpoint.stages(self.step, chosen or checkpoint.staging_interval)
         last = self.step == self.world.total_steps - 1
+        self.staged_before, self.staged_now = self.staged_now, due
         if last or self.step == self.requested or due:
             self.wants_to_stage = self.step
             self._stage()
@@ -190,7 +193,7 @@ class SimWorker:
         progress = worker_protocol.Progress(
             step=self.step,
             loss=1.0 / (self.step + 1),
-            step_s=self.world.step_s,
+            step_s=self.world.step_s + (stall_s if self.staged_before else 0.0),
             stall_s=stall_s,
             staging_s=stall_s,
         )

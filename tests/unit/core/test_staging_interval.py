@@ -69,8 +69,7 @@ class Loop:
     def _stage(self) -> None:
         begin_s = self.now_s
         self.now_s = max(self.now_s, self.complete_s) + self.launch_s
-        # No two stagings take the same time to the nanosecond.
-        self.stall_s = self.now_s - begin_s + len(self.staged) * 1e-9
+        self.stall_s = self.now_s - begin_s
         self.copied_s, self.last_copy_s = self.now_s + self.copy_s, self.copy_s
         self.complete_s = self.copied_s + self.hash_s
         self.staging_s = self.complete_s - self.now_s
