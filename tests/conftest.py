@@ -22,13 +22,13 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 IN_ONE_PROCESS = {
-    "tests/e2e/ray/test_autoscaler.py": "their own",
-    "tests/e2e/ray/test_head.py": "their own",
+    "tests/e2e/ray/test_autoscaler.py": "heads",
+    "tests/e2e/ray/test_head.py": "heads",
     "tests/e2e/kubernetes/nodes/": "nodes",
     "tests/e2e/kubernetes/": "kubernetes",
     "tests/e2e/ray/": "ray",
     "tests/contract/": "ray",
-    "tests/e2e/": "their own",
+    "tests/e2e/": "local",
 }
 """Where tests lie -> what they share: clusters that take long to start. The first one counts."""
 

@@ -131,8 +131,9 @@ class CheckpointTiers:
         """Slot -> the newest step of it that is being written to storage."""
         self._marks: dict[int, list[int]] = {}
         """Rank -> requested steps: the first staged step at or after one is written."""
-        self._pushing: dict[int, StagedShard] = {}
-        """Slot -> the shard that is being pushed to the buddy."""
+        self._pushing: dict[int, tuple[int, StagedShard]] = {}
+        """Slot -> the buffer that this generation pushes to the buddy, and its content. A push of an
+        earlier generation may still be under way beside it."""
 
     # -- generations --------------------------------------------------------------------------
     def launch(self, group: Generation) -> list[Command]:
@@ -327,9 +328,11 @@ class CheckpointTiers:
         out = self.unpin(group, done.buffer)
         buffer = self.buffers.buffers.get(done.buffer)
         if buffer is not None:
-            pushed = self._pushing.pop(buffer.slot, None)
-            if pushed and group is not None and not group.stopped:
-                out += self._pushed(group, buffer.slot, pushed, done)
+            number, staged = self._pushing.get(buffer.slot, (None, None))
+            if staged is not None and number == done.buffer:
+                del self._pushing[buffer.slot]
+                if group is not None and not group.stopped:
+                    out += self._pushed(group, buffer.slot, staged, done)
         return [*out, *([commands.Note(f"buddy copy: {done.detail}")] if done.detail else [])]
 
     def copy_step(self, group: Generation | None, order: CopyStep) -> list[Command]:
@@ -428,7 +431,7 @@ class CheckpointTiers:
         if found is None:
             return []  # it is staged a moment later
         staged, launch = _content(found), group.launch
-        self._pushing[slot] = staged
+        self._pushing[slot] = (found.number, staged)
         self.buffers.pin(found.number)
         return [
             commands.PushToBuddy(

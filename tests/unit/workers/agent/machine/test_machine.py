@@ -396,6 +396,30 @@ def test_buddy_copies_keep_two_versions_and_refuse_an_older_generation() -> None
     assert refused == "generation 1 is over; 2 runs here"
 
 
+def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one() -> None:
+    """Seed 4002817: the controller confirmed a step of which no buddy had a copy yet."""
+    harness, buddy = AgentHarness(), {"buddy": "node-1", "agreed_copies": True}
+    harness.launch(1, **buddy)
+    request_buffers(harness)
+    slow = of(commands.PushToBuddy, harness.stage(0))
+    assert len(slow) == 2
+    harness.receive(m.StopWorkers(action_id=20, generation=1, grace_s=0.0))
+    for rank in range(2):
+        harness.worker_ends(rank, signal=9)
+    harness.launch(2, **buddy)
+    request_buffers(harness, 2)
+    newer = of(commands.PushToBuddy, harness.stage(0, 2))
+    assert [push.staged.generation for push in newer] == [2, 2]
+    for push in slow:
+        assert not of(m.StepCopied, harness.give(inputs.PushDone(push.buffer, "", 9.0)))
+    (report,) = [
+        report
+        for push in newer
+        for report in of(m.StepCopied, harness.give(inputs.PushDone(push.buffer, "", 1.0)))
+    ]
+    assert (report.generation, report.step, report.seconds) == (2, 0, 1.0)
+
+
 def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
     harness = AgentHarness()
     harness.launch(2)
