@@ -132,8 +132,8 @@ class CheckpointTiers:
         self._marks: dict[int, list[int]] = {}
         """Rank -> requested steps: the first staged step at or after one is written."""
         self._pushing: dict[int, tuple[int, StagedShard]] = {}
-        """Slot -> the buffer that this generation pushes to the buddy, and its content. A push of an
-        earlier generation may still be under way beside it."""
+        """Slot -> the buffer that this generation pushes to the buddy, and its content. A push of
+        an earlier generation may still be under way beside it."""
 
     # -- generations --------------------------------------------------------------------------
     def launch(self, group: Generation) -> list[Command]:
