@@ -5,7 +5,8 @@ Decisions are not stored: a Controller is given the same events again and decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,12 +28,24 @@ def sentence(event: e.AnyEvent) -> str:
     return describe(event) if describe else type(event).__name__
 
 
+@dataclass
+class _Refusal:
+    """An action that failed last time, and is tried again."""
+
+    action: str
+    """With its reason."""
+    result: str
+    num_repeats: int = 0
+
+
 class EventFormatter:
-    """Prints the records of one journal, in order."""
+    """Prints the records of one journal, in order. A repeated refusal is printed once, and then how
+    often it was repeated; JSON has them all."""
 
     def __init__(self) -> None:
         self._controller = Controller()
         self._actions: dict[int, str] = {}
+        self._refusals: dict[str, _Refusal] = {}
 
     def print_snapshot(self, console: Console, snapshot: Snapshot, *, as_json: bool) -> None:
         """Print that older records are gone, and continue from the state after them."""
@@ -64,10 +77,44 @@ class EventFormatter:
             if isinstance(event, (e.ActionSucceeded, e.ActionFailed, e.ActionUnknown)):
                 what = self._actions.pop(event.action_id, f"action {event.action_id}")
                 text = text.replace(f"action {event.action_id}", what, 1)
+                if self._is_repeated(what, text, failed=isinstance(event, e.ActionFailed)):
+                    self._print_actions(console, at, actions)
+                    return
+                self._end_refusal(console, at, what)
+                if isinstance(event, e.ActionFailed):
+                    self._refusals[what] = _Refusal("", text)
             console.print(f"{at}  {source(event):<12}  {text}", soft_wrap=True)
+        self._print_actions(console, at, actions)
+
+    def end(self, console: Console, now_ns: int, *, as_json: bool) -> None:
+        """No more records: print how often the last refusals were repeated."""
+        if not as_json:
+            for what in list(self._refusals):
+                self._end_refusal(console, date(now_ns), what)
+
+    def _print_actions(self, console: Console, at: str, actions: Iterable[a.AnyAction]) -> None:
         for action in actions:
             what = self._actions[action.action_id] = decision(action)
-            console.print(f"{at}  {'->':<12}  {what}: {action.reason.text}", soft_wrap=True)
+            text = f"{what}: {action.reason.text}"
+            refusal = self._refusals.get(what)
+            if refusal is not None:
+                if refusal.action == text:
+                    continue
+                refusal.action = text
+            console.print(f"{at}  {'->':<12}  {text}", soft_wrap=True)
+
+    def _is_repeated(self, what: str, text: str, *, failed: bool) -> bool:
+        refusal = self._refusals.get(what)
+        if refusal is None or not failed or refusal.result != text:
+            return False
+        refusal.num_repeats += 1
+        return True
+
+    def _end_refusal(self, console: Console, at: str, what: str) -> None:
+        refusal = self._refusals.pop(what, None)
+        if refusal is not None and refusal.num_repeats:
+            times = plural(refusal.num_repeats, "more time")
+            console.print(f"{at}  {'':<12}  {what} failed {times} like that", soft_wrap=True)
 
 
 def decision(action: a.AnyAction) -> str:

@@ -46,10 +46,17 @@ def submit(
     """
     from ..targets.ray.jobs_api import submit as submit_job
 
-    submitted, code = submit_job(file, ray_address(ray), runtime_env, attach=follow)
-    if code is not None:
-        raise typer.Exit(code)
+    address = ray_address(ray)
+    submitted = submit_job(file, address, runtime_env, attach=follow)
+    if submitted.exit_code is not None:
+        raise typer.Exit(submitted.exit_code)
     if as_json:
-        print_json({"ray_job": submitted})
-    else:
-        typer.echo(f"submitted as Ray job {submitted}; see `ray job logs -f {submitted}`")
+        print_json({"ray_job": submitted.ray_job, "job": submitted.job})
+        return
+    name, log = submitted.job, f"ray job logs -f {submitted.ray_job}"
+    if "://" in address:
+        log += f" --address {address}"
+    typer.echo(
+        f"submitted as Ray job {submitted.ray_job}; go on with `holdfast status {name} --ray "
+        f"{address}`, see its log with `{log}`"
+    )

@@ -71,7 +71,7 @@ class LocalJob:
         from ..output import stdout
 
         reader = JournalReader(self._directory.journal, history=True)
-        console, formatter = stdout(), EventFormatter()
+        console, formatter, now_ns = stdout(), EventFormatter(), 0
         while True:
             # Before reading, so that the last records of a controller that ends now are read.
             alive = self._directory.controller_alive()
@@ -80,7 +80,9 @@ class LocalJob:
                     formatter.print_snapshot(console, item, as_json=as_json)
                 else:
                     formatter.print_record(console, item.now_ns, item.event, as_json=as_json)
+                    now_ns = item.now_ns
             if not follow or not alive:
+                formatter.end(console, now_ns, as_json=as_json)
                 return
             time.sleep(self._follow_interval_s)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli import event_format
 from holdfast.orchestrator.core import events
-from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes
 from holdfast.orchestrator.core.controller import Controller
 from holdfast.orchestrator.hosts.local.file_journal import FileJournal
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
@@ -108,3 +110,47 @@ def test_an_exit_is_described_in_words(exit: Exit, text: str) -> None:
     event = events.WorkerExited(node="node-0", generation=1, exit=exit)
     assert text in event_format.sentence(event)
     assert event_format.source(event) == "node-0"
+
+
+def printed(transcript: core.Transcript, *, as_json: bool = False) -> list[str]:
+    output = io.StringIO()
+    console, formatter = Console(file=output, width=1000), event_format.EventFormatter()
+    for now_ns, event in transcript.journal:
+        formatter.print_record(console, now_ns, event, as_json=as_json)
+    formatter.end(console, transcript.now_ns, as_json=as_json)
+    return output.getvalue().splitlines()
+
+
+def refused(times: int) -> core.Transcript:
+    """A job that gets no node, however often it asks."""
+    transcript = core.Transcript()
+    transcript.submit()
+    for number in range(times):
+        if number:
+            transcript.wait(3600)
+        transcript.fail(transcript.last(RequestNodes), "0 of 8 GPU are free")
+    return transcript
+
+
+def test_a_repeated_refusal_is_printed_once_with_how_often_it_came() -> None:
+    lines = printed(refused(9))
+    assert sum("0 of 8 GPU are free" in line for line in lines) == 1, lines
+    assert lines[-1].endswith("failed 8 more times like that"), lines
+    assert len(lines) < 8, lines
+
+
+def test_another_refusal_and_a_success_are_printed() -> None:
+    transcript = refused(5)
+    transcript.wait(3600)
+    transcript.fail(transcript.last(RequestNodes), "the head does not answer")
+    transcript.wait(3600)
+    transcript.succeed(RequestNodes)
+    lines = printed(transcript)
+    at = next(i for i, line in enumerate(lines) if "4 more times like that" in line)
+    assert "failed: the head does not answer" in lines[at + 1]
+    assert any("succeeded" in line for line in lines[at + 2 :]), lines
+
+
+def test_json_has_every_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(refused(9), as_json=True)
+    assert capsys.readouterr().out.count("0 of 8 GPU are free") >= 9

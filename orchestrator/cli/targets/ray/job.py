@@ -192,7 +192,7 @@ class RayJob:
         from holdfast.orchestrator.cli.output import stdout
 
         console, formatter = stdout(), EventFormatter()
-        after, seen, num_printed = "", -1, 0
+        after, seen, num_printed, now_ns = "", -1, 0, 0
         while True:
             # Before reading the journal: events up to the job's end are then in it.
             ended = self.ended is not None
@@ -203,9 +203,11 @@ class RayJob:
                     num_printed = chunk.covered
                 for record in chunk.records:
                     formatter.print_record(console, record.now_ns, record.event, as_json=as_json)
+                    now_ns = record.now_ns
                 num_printed += len(chunk.records)
                 after = chunk.key
             if not follow or ended:
+                formatter.end(console, now_ns, as_json=as_json)
                 return
             try:
                 seen = self._ask("watch", seen)["seen"]

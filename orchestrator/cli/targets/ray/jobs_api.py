@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, load_job
 from holdfast.orchestrator.backends.ray import jobs_api
@@ -32,10 +32,16 @@ STDERR_MARK = "\x1e"
 """Between stdout and stderr of a command in the one log that a Ray job has."""
 
 
-def submit(
-    file: Path, address: str, runtime_env: Path | None, *, attach: bool
-) -> tuple[str, int | None]:
-    """Hand a job in. Returns the name of the Ray job, and its exit code if it was followed."""
+class Submitted(NamedTuple):
+    ray_job: str
+    job: str
+    """metadata.name, which all other commands take."""
+    exit_code: int | None
+    """Of the Ray job; None: it was not followed."""
+
+
+def submit(file: Path, address: str, runtime_env: Path | None, *, attach: bool) -> Submitted:
+    """Submit a job."""
     wanted = _runtime_env(runtime_env)
     own = wanted.get("working_dir")
     job = load_job(file)
@@ -54,12 +60,12 @@ def submit(
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
         submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
     if not attach:
-        return submitted, None
+        return Submitted(submitted, job.name, None)
     try:
         outcome = api.follow(submitted, _write)
     except KeyboardInterrupt:
-        return submitted, 130
-    return submitted, _code(outcome)
+        return Submitted(submitted, job.name, 130)
+    return Submitted(submitted, job.name, _code(outcome))
 
 
 def _shipped(job: TrainingJob, file: Path, place: Path) -> tuple[str, str]:

@@ -3,12 +3,7 @@ cluster's store and a named controller actor."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,20 +14,24 @@ import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import (
     TrainingJob,
-    job_from_mapping,
     job_to_mapping,
     load_job,
 )
 from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, remote_files
 from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
-from holdfast.orchestrator.cli.display import PROGRESS_INTERVAL_S, Display, progress_line
-from holdfast.orchestrator.cli.output import plural, stderr
+from holdfast.orchestrator.cli.display import (
+    PROGRESS_INTERVAL_S,
+    Display,
+    SilentDisplay,
+    progress_line,
+)
+from holdfast.orchestrator.cli.output import date, plural, stderr
 from holdfast.orchestrator.cli.preflight import check_submission, load_checked
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
-from holdfast.orchestrator.hosts.ray.host import RayHost, checkpoint_path
+from holdfast.orchestrator.hosts.ray.host import RayHost
 from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -40,6 +39,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..base import RunResult
 from ..tempdir import on_sigterm
 from .driver import accept_stop, fork_driver
+from .head_monitor import HeadMonitor, WatchAgain
 from .job import RayJob
 from .jobs_api import metadata
 
@@ -115,6 +115,7 @@ class RayTarget:
             assert attach is not None
             name, shown = attach, {}
             self._revive(self.find(attach), display)
+        watch_again = WatchAgain(name, self._address, isinstance(display, SilentDisplay))
         found, display = self.find(name), StatusPublisher(display, JobsPageEntry(name, shown))
 
         def stop() -> None:
@@ -124,15 +125,14 @@ class RayTarget:
                 raise KeyboardInterrupt
             found.request("cancel", by="SIGTERM")
 
-        attach_again = self.command("run", "--attach", name)
-        with display, on_sigterm(stop), HeadMonitor(display, found.order, attach_again):
+        with display, on_sigterm(stop), HeadMonitor(display, found.order, watch_again):
             accept_stop()
             try:
                 view = found.watch(display)
             except KeyboardInterrupt:
                 display.note(
                     f"Job {name} goes on in the cluster. Watch it again with "
-                    f"`{attach_again}`; end it with `{self.command('cancel', name)}`"
+                    f"`{watch_again.command}`; end it with `{self.command('cancel', name)}`"
                 )
                 return RunResult(None, 130)
         return RunResult(view, 0 if view.state == "succeeded" else 1)
@@ -250,7 +250,7 @@ class StatusPublisher:
         metadata = status_metadata(view)
         due = view.now_ns - self._written_ns >= PROGRESS_INTERVAL_S * 1e9
         if metadata != self._metadata or due:
-            self._entry.write(status_message(view), metadata)
+            self._entry.write(status_message(view), metadata | progress_metadata(view))
             self._metadata, self._written_ns = metadata, view.now_ns
 
     def note(self, text: str) -> None:
@@ -290,75 +290,14 @@ def status_metadata(view: JobView) -> dict[str, str]:
     return facts
 
 
-class HeadMonitor:
-    """Notes in the display that the cluster's head is lost or back, from a thread, and ends the
-    command when the head stays away.
-
-    Ray's own threads end the process then, after RAY_gcs_rpc_server_reconnect_timeout_s and with a
-    line for Ray's developers. The monitor ends it shortly before, with what is left of the job.
-    """
-
-    PERIOD_S = 1.0
-    RAY_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-    RAY_DEFAULT_S = 60.0
-    MARGIN_S = 3.0
-
-    def __init__(self, display: Display, order: ControllerOrder, attach: str) -> None:
-        """`attach`: the command that watches the job again."""
-        self._display, self._attach = display, attach
-        job = job_from_mapping(order.document, f"job {order.job}")
-        self._checkpoints = checkpoint_path(order, job.spec.checkpoint.path)
-        self._address = cluster.head_address()
-        limit_s = float(os.environ.get(self.RAY_TIMEOUT, self.RAY_DEFAULT_S)) - self.MARGIN_S
-        self._limit_s = max(self.PERIOD_S, limit_s)
-        self._closed = threading.Event()
-
-    def __enter__(self) -> Self:
-        if self._address:
-            threading.Thread(target=self._run, name="head monitor", daemon=True).start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._closed.set()
-
-    def _run(self) -> None:
-        lost_at: float | None = None
-        while not self._closed.wait(self.PERIOD_S):
-            if self._answers():
-                if lost_at is not None:
-                    # Ray counts the drivers of a lost Ray node as ended, though they go on.
-                    self._note(
-                        f"answers again. If nothing more is shown, this command was connected "
-                        f"through the Ray node that was lost: `{self._attach}` watches again"
-                    )
-                lost_at = None
-            elif lost_at is None:
-                lost_at = time.monotonic()
-                self._note(
-                    f"does not answer. Training goes on as long as the other Ray nodes wait for "
-                    f"it; this command waits {self._limit_s:.0f} s"
-                )
-            elif time.monotonic() - lost_at > self._limit_s:
-                self._end()
-
-    def _end(self) -> None:
-        self._note(
-            f"did not come back, so this command ends. Where the cluster keeps its store in Redis, "
-            f"`{self._attach}` watches the job again once there is a head. Elsewhere the job is "
-            f"gone with the cluster; what it has committed stays in {self._checkpoints}, and a job "
-            f"with that spec.checkpoint.path goes on from it"
-        )
-        self._display.__exit__(None, None, None)  # a live display restores the terminal
-        sys.stdout.flush()
-        os._exit(1)  # Ray's shutdown would wait for the head
-
-    def _note(self, text: str) -> None:
-        self._display.note(f"The head of the Ray cluster ({self._address}) {text}")
-
-    def _answers(self) -> bool:
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), self.PERIOD_S).close()
-        except OSError:
-            return False
-        return True
+def progress_metadata(view: JobView) -> dict[str, str]:
+    """What may change at every step: written with the message, at most every few seconds."""
+    facts: dict[str, str] = {}
+    if view.first_step_s is not None:
+        facts["goodput"] = f"{view.goodput:.1%}"
+    if view.checkpoints:
+        newest = view.checkpoints[-1]
+        facts["stored checkpoint"] = f"step {newest.step}, {date(newest.committed_ns)}"
+    elif view.step >= 0:
+        facts["stored checkpoint"] = view.storage_problem or "none yet"
+    return facts
