@@ -306,6 +306,7 @@ def view_of(document: Document, now_ns: int) -> JobView:
         memory_step=-1 if status.memory_step is None else status.memory_step,
         checkpoint_path=status.checkpoint_path or "",
         storage_problem=status.storage_problem or "",
+        hold=_hold(status),
         incidents=[_incident_view(one) for one in status.incidents],
         ledger=dict(status.ledger),
         goodput=float((status.goodput or "0").rstrip("%")) / 100,
@@ -322,6 +323,11 @@ def view_of(document: Document, now_ns: int) -> JobView:
             )
         ]
     return view
+
+
+def _hold(status: TrainingJobStatus) -> str:
+    held = [one for one in status.conditions if one.type == "Suspended" and one.status == "True"]
+    return next((one.message for one in held if one.reason == HOLD_REASON), "")
 
 
 def _incident_view(one: IncidentStatus) -> Incident:

@@ -12,7 +12,12 @@ import pytest
 from holdfast.orchestrator.core.actions import Reason
 from holdfast.orchestrator.core.state import Hold, JobState
 from holdfast.orchestrator.hosts.kubernetes.spec_sync import SpecSync
-from holdfast.orchestrator.hosts.kubernetes.status import HOLD_REASON, StatusContext, status_of
+from holdfast.orchestrator.hosts.kubernetes.status import (
+    HOLD_REASON,
+    StatusContext,
+    status_of,
+    view_of,
+)
 from holdfast.orchestrator.hosts.kubernetes.status_writer import new_events
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.protocol import messages as wire
@@ -25,10 +30,13 @@ TEXT = "no committed checkpoint can be used: step 19 is damaged (model.a: a chec
 def test_the_condition_and_the_event_say_that_a_user_has_to_decide() -> None:
     view = JobView(name="j", state="suspended", reason=TEXT, hold=TEXT)
     context = StatusContext(name="j", generation=1, desired=2, now_ns=10**18)
-    conditions = {one["type"]: one for one in status_of(view, context)["conditions"]}
+    status = status_of(view, context)
+    conditions = {one["type"]: one for one in status["conditions"]}
     suspended = conditions["Suspended"]
     assert (suspended["status"], suspended["reason"]) == ("True", HOLD_REASON)
     assert suspended["message"] == TEXT
+    document = {"metadata": {"name": "j"}, "status": status}
+    assert view_of(document, 10**18).hold == TEXT, "the command line reads it there"
     before = JobView(name="j", state="recovering")
     (event,) = new_events(before, view)
     assert (event.severity, event.reason, event.message) == ("Warning", HOLD_REASON, TEXT)
