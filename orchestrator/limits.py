@@ -31,6 +31,13 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 2**20
 """One message. An inventory of 1,000 shards is below 200 kB; a larger message is a broken peer."""
 
+MAX_GREETING_BYTES = 256 * 1024
+"""The first message of a connection, which is not authenticated yet: the Hello of an agent with an
+inventory of 1,000 shards, or a request of the command line."""
+
+MAX_UNAUTHENTICATED_BYTES = 16 * 2**20
+"""All such messages that a controller holds at a time; the connection that exceeds it is closed."""
+
 TOKEN_BYTES = 32
 """Entropy of a job's token: 256 bits, beyond guessing."""
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from .. import limits
 
 HEADER_BYTES = 4
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder of msgspec raises for bytes that are not a message: also for a text that is not
+UTF-8 and for values that are nested too deeply."""
 
 
 class BadFrame(Exception):
@@ -28,14 +33,21 @@ def frame_length(header: bytes, max_bytes: int = limits.MAX_FRAME_BYTES) -> int:
 class FrameReader:
     """Splits the parts of a stream into bodies."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = limits.MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
+        """Of the next body."""
         self._buffer = bytearray()
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of a body that is not complete."""
+        return len(self._buffer)
 
     def feed(self, part: bytes) -> Iterator[bytes]:
         """Bodies that are complete with this part. Raises BadFrame."""
         self._buffer += part
         while len(self._buffer) >= HEADER_BYTES:
-            end = HEADER_BYTES + frame_length(bytes(self._buffer[:HEADER_BYTES]))
+            end = HEADER_BYTES + frame_length(bytes(self._buffer[:HEADER_BYTES]), self.max_bytes)
             if len(self._buffer) < end:
                 return
             body = bytes(self._buffer[HEADER_BYTES:end])

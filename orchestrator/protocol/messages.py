@@ -23,8 +23,8 @@ from .facts import (
     WorkerBeat,
     WorkerSeat,
 )
+from .framing import UNDECODABLE, frame
 from .framing import BadFrame as BadFrame
-from .framing import frame
 from .framing import frame_length as frame_length
 
 Endpoint = tuple[str, int]
@@ -320,7 +320,7 @@ def decode(body: bytes) -> AnyMessage:
     """The message in a frame's body. Raises BadFrame."""
     try:
         return _DECODER.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise BadFrame(str(error)) from None
 
 

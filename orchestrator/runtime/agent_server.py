@@ -105,8 +105,8 @@ class AgentServer:
         self.address = ""
         self._routes: dict[str, JobRoute] = {}
         self._by_tls_name: dict[str, JobRoute] = {}
-        self._unidentified: set[Connection] = set()
-        """Connections without a first message."""
+        self._unidentified: dict[Connection, int] = {}
+        """Connections without a first message, and how many bytes of it have come."""
         self._server: asyncio.Server | None = None
         self._closed = False
 
@@ -183,10 +183,17 @@ class AgentServer:
         if self._closed:  # accepted just before the server was closed
             connection.close()
         else:
-            self._unidentified.add(connection)
+            self._unidentified[connection] = 0
+
+    def received_part(self, connection: Connection, num_bytes: int) -> None:
+        """A part of a first message has come; `num_bytes` of it wait for the rest."""
+        if connection in self._unidentified:
+            self._unidentified[connection] = num_bytes
+            if sum(self._unidentified.values()) > limits.MAX_UNAUTHENTICATED_BYTES:
+                connection.abort()
 
     def lost(self, connection: Connection) -> None:
-        self._unidentified.discard(connection)
+        self._unidentified.pop(connection, None)
         route, link = connection.route, connection.link
         if route is None:
             return
@@ -205,8 +212,8 @@ class AgentServer:
             connection.close()
 
     def _admit(self, connection: Connection, route: JobRoute) -> None:
-        self._unidentified.discard(connection)
-        connection.route = route
+        self._unidentified.pop(connection, None)
+        connection.admitted(route)
         route.connections.add(connection)
 
     def _hello(self, connection: Connection, hello: wire.Hello) -> None:
@@ -279,7 +286,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: AgentServer) -> None:
         self._server = server
-        self._reader = FrameReader()
+        self._reader = FrameReader(limits.MAX_GREETING_BYTES)
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self.closed = False
@@ -303,8 +310,15 @@ class Connection(asyncio.Protocol):
         try:
             for body in self._reader.feed(data):
                 self._receive(wire.decode(body))
+            if not self._greeted and not self.closed:
+                self._server.received_part(self, self._reader.num_waiting)
         except wire.BadFrame:
-            self.close()  # a client of another protocol
+            self.abort()  # a client of another protocol
+
+    def admitted(self, route: JobRoute) -> None:
+        """The peer has shown the token of this job."""
+        self.route = route
+        self._reader.max_bytes = limits.MAX_FRAME_BYTES
 
     def _receive(self, message: wire.AnyMessage) -> None:
         if self.closed:
@@ -336,6 +350,13 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self.closed:
             self.closed = True
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once, and forget what has been received."""
+        if self._transport is not None and not self.closed:
+            self.closed = True
+            self._reader = FrameReader(limits.MAX_GREETING_BYTES)
+            self._transport.abort()
 
 
 def cannot_listen(field: str, address: str, port: int, error: OSError) -> UserError:

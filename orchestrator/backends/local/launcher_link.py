@@ -15,7 +15,7 @@ import msgspec
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
 from holdfast.orchestrator.protocol import python_command
-from holdfast.orchestrator.protocol.framing import FrameReader, frame
+from holdfast.orchestrator.protocol.framing import UNDECODABLE, BadFrame, FrameReader, frame
 
 from .processes import Identity, Watch, identify, watch
 
@@ -53,8 +53,13 @@ class LauncherLink(asyncio.Protocol):
         self.launcher = identify(_UCRED.unpack(credentials)[0])
 
     def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            self._on_message(_DECODER.decode(body))
+        try:
+            messages = [_DECODER.decode(body) for body in self._frames.feed(data)]
+        except (BadFrame, *UNDECODABLE):
+            self.close()  # not a launcher of this version
+            return
+        for message in messages:
+            self._on_message(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.closed.done():

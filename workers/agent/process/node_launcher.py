@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.orchestrator.protocol import launcher_protocol as p
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
-from holdfast.orchestrator.protocol.framing import BadFrame, FrameReader, frame
+from holdfast.orchestrator.protocol.framing import UNDECODABLE, BadFrame, FrameReader, frame
 
 from ..linux import output, processes
 from ..pool import preload
@@ -50,7 +50,7 @@ class LauncherConnection:
             return None
         try:
             return [_DECODER.decode(body) for body in self._frames.feed(part)]
-        except (BadFrame, msgspec.MsgspecError) as error:
+        except (BadFrame, *UNDECODABLE) as error:
             print(f"node launcher: {error}", file=sys.stderr)
             return None
 

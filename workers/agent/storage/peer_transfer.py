@@ -31,7 +31,13 @@ import msgspec
 from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.fabric import is_loopback
 from holdfast.orchestrator.protocol.facts import StagedShard
-from holdfast.orchestrator.protocol.framing import HEADER_BYTES, BadFrame, frame, frame_length
+from holdfast.orchestrator.protocol.framing import (
+    HEADER_BYTES,
+    UNDECODABLE,
+    BadFrame,
+    frame,
+    frame_length,
+)
 
 R = TypeVar("R")
 
@@ -370,7 +376,7 @@ def _receive(sock: socket.socket) -> PeerMessage:
     try:
         length = frame_length(_exactly(sock, HEADER_BYTES), MAX_REQUEST_BYTES)
         return _DECODER.decode(_exactly(sock, length))
-    except (BadFrame, msgspec.MsgspecError) as error:
+    except (BadFrame, *UNDECODABLE) as error:
         raise PeerError(f"not the data port's protocol: {error}") from None
 
 
