@@ -41,7 +41,7 @@ DAMAGED_TYPES = ("DamagedCheckpoint",)
 MISSING_TYPES = ("MissingCheckpoint",)
 """The store can be read, and does not have the checkpoint."""
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
-HOPELESS_TYPES = ("WrongModel",)
+HOPELESS_TYPES = ("WrongModel", "WrongOptimizer", "WrongSharding")
 """Errors that even one restart does not change."""
 
 

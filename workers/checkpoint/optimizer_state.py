@@ -10,6 +10,7 @@ A state tensor has one of these forms. The form is stored unless it is the first
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -323,13 +324,21 @@ class OptimizerState:
         self._stored_forms = saved.get("forms", {})
 
     def missing(self, saved: Mapping[str, Any], found: set[str]) -> list[str]:
-        """Parameters whose state is not among the entries `found`, though they had been stepped. A
-        file of an earlier version does not say which had not."""
-        without = saved.get("without", "all")
+        """Parameters whose state is not among the entries `found`, though they had been stepped."""
+        without = saved.get("without", ())
         if without == "all":
             return []
         known = {*without, *saved.get("scalars", {}), *(self._owner(entry)[0] for entry in found)}
-        return [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
+        missing = [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
+        if "without" in saved:
+            return missing
+        if missing and len(missing) < len(self.stepped):  # in files of earlier versions
+            print(
+                f"holdfast: {self._label}: the checkpoint has no state of {_some(missing)}. Its "
+                "version does not say whether they had been stepped; they begin without state.",
+                file=sys.stderr,
+            )
+        return []
 
     def restore_numbers(self, saved: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         """Sets the result of `export`; the tensors are there."""

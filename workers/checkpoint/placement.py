@@ -17,12 +17,17 @@ from torch.distributed.tensor import DTensor
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 
+
+class WrongSharding(UserError):
+    """The model is not sharded as the mesh of the job says."""
+
+
 _IN_CODE = "write fully_shard(..., mesh=s.fsdp_mesh) in the script"
 
 
 def expect_mesh(tensors: Mapping[str, Tensor], shape: Mesh, rank: int) -> bool:
-    """Raises UserError unless ranks with one shard index hold the same part of every tensor, and
-    the most divided tensor has a part for each rank that shares one copy of the model.
+    """Raises WrongSharding unless ranks with one shard index hold the same part of every tensor,
+    and the most divided tensor has a part for each rank that shares one copy of the model.
 
     Returns whether any tensor is divided.
     """
@@ -73,14 +78,14 @@ def _expect_same_part_on_twins(
             raise _mismatch(name, tensor, parts, shape)
 
 
-def _mismatch(name: str, tensor: Tensor, parts: int, shape: Mesh) -> UserError:
+def _mismatch(name: str, tensor: Tensor, parts: int, shape: Mesh) -> WrongSharding:
     assert isinstance(tensor, DTensor)
     inner = shape.tensor * shape.context
     shard, rest = divmod(parts, inner)
     fix = _IN_CODE
     if rest == 0 and shard != shape.shard and shape.world_size % (parts * shape.pipeline) == 0:
         fix += f", or `parallelism: {{shard: {shard}}}` below `spec:` in the job's YAML"
-    return UserError(
+    return WrongSharding(
         f"spec.parallelism: got {name} in {parts} parts, placed as {tensor.placements} on "
         f"{tensor.device_mesh.size()} ranks; expected {shape.num_shards // shape.pipeline} parts "
         f"as in the mesh of the job ({shape.describe()}), where ranks of the replicate axis hold "
@@ -89,15 +94,15 @@ def _mismatch(name: str, tensor: Tensor, parts: int, shape: Mesh) -> UserError:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raises UserError for FullyShardedDataParallel: its flat parameters say nothing of the tensors
-    that are in them, so no other mesh could read them."""
+    """Raises WrongSharding for FullyShardedDataParallel: its flat parameters do not tell which
+    tensors are in them, so no other mesh could read them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrapper = getattr(fsdp, "FullyShardedDataParallel", None)
     if wrapper is None:
         return
     for name, module in model.named_modules():
         if isinstance(module, wrapper):
-            raise UserError(
+            raise WrongSharding(
                 f"model: got FullyShardedDataParallel (FSDP1) at {name or 'its root'}; expected "
                 "fully_shard (FSDP2), whose parameters tell which part a rank holds; replace "
                 "FullyShardedDataParallel(module, ...) by fully_shard(module, mesh=s.fsdp_mesh)"

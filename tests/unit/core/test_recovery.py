@@ -91,9 +91,10 @@ def test_the_same_exception_at_another_step_is_only_charged() -> None:
     assert job.one(FinishJob).reason.code == "budget"
 
 
-def test_a_checkpoint_of_another_model_fails_the_job_at_once() -> None:
+@pytest.mark.parametrize("error", ["WrongModel", "WrongOptimizer", "WrongSharding"])
+def test_a_checkpoint_of_another_model_fails_the_job_at_once(error: str) -> None:
     job = Transcript().started(step=None)
-    job.exits(0, code=1, step=-1, error_type="WrongModel", error_message="F32[64], not F32[32]")
+    job.exits(0, code=1, step=-1, error_type=error, error_message="F32[64], not F32[32]")
     job.all_stopped()
     finish = job.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "user-error")

@@ -34,6 +34,7 @@ from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
 
+_PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
     r"|remote peer|Socket closed|Connection was likely closed|Timed out waiting|recvValue failed"
@@ -76,6 +77,8 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
         error.__traceback__ = _without_launcher(error.__traceback__)
         if isinstance(error, (SyntaxError, UserError)) and _is_ours(error.__traceback__):
             error.__traceback__ = None  # the script did not run; the error names the place
+        elif isinstance(error, UserError):
+            error.__traceback__ = script_part(error.__traceback__)
         _print_traceback(error)  # first: the log keeps it even if the report fails
         _report_failure(link, error)
     finally:
@@ -259,6 +262,17 @@ def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
         if file != __file__ and "runpy" not in file:
             return frame
         frame = frame.tb_next
+    return begin
+
+
+def script_part(begin: TracebackType | None) -> TracebackType | None:
+    """The traceback of a user's mistake, without the frames from the first call of Holdfast on."""
+    frame, last = begin, None
+    while frame is not None and not frame.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, last = frame.tb_next, frame
+    if last is None:
+        return None
+    last.tb_next = None
     return begin
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_transport
-from holdfast.workers.checkpoint.placement import expect_mesh
+from holdfast.workers.checkpoint.placement import WrongSharding, expect_mesh
 from holdfast.workers.checkpoint.state import TrainingState
 from holdfast.workers.session.agent_channel import AgentChannel
 from holdfast.workers.session.core import Session
@@ -44,7 +44,7 @@ def test_a_model_over_all_ranks_is_refused_on_a_mesh_with_replicas(
     """The default of a script on 2 nodes x 2 workers, and fully_shard without a mesh."""
     with as_rank(rank, 4):
         model, optimizer = build(1, 4, seed=1)
-        with pytest.raises(UserError) as error:
+        with pytest.raises(WrongSharding) as error:
             session_of(rank, Mesh(replicate=2, shard=2), channel).restore(model, optimizer)
     text = str(error.value)
     assert text.startswith("spec.parallelism: got first.weight in 4 parts, placed as (Shard(dim=0)")
@@ -69,14 +69,14 @@ def test_ranks_with_one_shard_index_and_different_parts_are_refused(rank: int) -
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
         model = nn.Linear(4, 4)
         fully_shard(model, mesh=mesh["shard"])
-        with pytest.raises(UserError, match=r"write fully_shard.*mesh=s.fsdp_mesh.* the script$"):
+        with pytest.raises(WrongSharding, match=r"write fully_shard.*s.fsdp_mesh.* script$"):
             expect_mesh(dict(model.named_parameters()), Mesh(replicate=2, shard=2), rank)
 
 
 def test_fewer_parts_than_ranks_of_a_replica_are_refused() -> None:
     with as_rank(0, 4):
         model, _ = build(2, 2, seed=1)
-        with pytest.raises(UserError, match=r"in 2 parts.*expected 4 parts.*\{shard: 2\}"):
+        with pytest.raises(WrongSharding, match=r"in 2 parts.*expected 4 parts.*\{shard: 2\}"):
             expect_mesh(dict(model.named_parameters()), Mesh(shard=4), 0)
 
 
@@ -136,5 +136,5 @@ def test_fsdp1_is_refused_by_name(use_orig_params: bool) -> None:
         model = FullyShardedDataParallel(
             nn.Linear(2, 2), use_orig_params=use_orig_params, device_id=torch.device("cpu")
         )
-        with pytest.raises(UserError, match=r"FSDP1\) at its root; expected fully_shard"):
+        with pytest.raises(WrongSharding, match=r"FSDP1\) at its root; expected fully_shard"):
             TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), None)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
+from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.stack_activity import in_collective
 from holdfast.workers.agent.pool.stacks import shorten
-from holdfast.workers.agent.pool.worker_main import failure_report, is_out_of_memory, is_secondary
+from holdfast.workers.agent.pool.worker_main import (
+    failure_report,
+    is_out_of_memory,
+    is_secondary,
+    script_part,
+)
+from holdfast.workers.session.distributed import rank_env
 
 
 class DistNetworkError(RuntimeError):
@@ -78,6 +87,22 @@ def test_an_exception_without_a_proper_text_reaches_the_agent(error: Exception, 
     assert isinstance(got, worker_protocol.Failed)
     assert (got.error_type, got.message) == (type(error).__qualname__, text)
     assert "raise error" in got.traceback
+
+
+def test_the_traceback_of_a_users_mistake_ends_in_the_script() -> None:
+    try:
+        rank_env_of_a_script()
+    except UserError as error:
+        error.__traceback__ = script_part(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+    assert "in rank_env_of_a_script" in text and "expected a number" in text
+    assert "distributed.py" not in text
+
+
+def rank_env_of_a_script() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "first")
+        rank_env()
 
 
 FAULTHANDLER = """Thread 0x00007f12 (most recent call first):
