@@ -15,10 +15,11 @@ import asyncio
 import datetime
 import logging
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from .client import Document, KubeClient
-from .errors import LEASES, ApiError, Conflict, NotFound
+from .errors import LEASES, ApiError, Conflict, NotFound, TooBusy, Unreachable
 
 LEASE_S = 10.0
 """A killed leader is replaced after this; training continues meanwhile."""
@@ -100,24 +101,32 @@ class LeaderElection:
                 log.warning("the lease cannot be acquired: %s", error)
             await asyncio.sleep(self._retry_s())
 
-    async def keep(self) -> str:
-        """Renew until that fails for too long or another candidate leads; returns the reason."""
+    async def keep(self, no_other_leads: Callable[[], Awaitable[bool]] | None = None) -> str:
+        """Renew until that fails for too long or another candidate leads; returns the reason.
+
+        While the API server does not answer, no candidate can take the lease. `no_other_leads` is
+        asked then: true means that none has taken it in a part of the network that this candidate
+        does not reach, and it goes on leading."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         limit_s = RENEW_DEADLINE_SHARE * self._lease_s
         problem = ""
-        while loop.time() - renewed < limit_s:
+        goes_on = False
+        while goes_on or loop.time() - renewed < limit_s:
             await asyncio.sleep(self._retry_s())
             began = loop.time()
             try:
                 left_s = max(0.1, limit_s - (began - renewed))
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(limit_s if goes_on else left_s):
                     if not await self._try():
                         return f"{self.holder} holds the lease"
-                renewed = began
+                renewed, goes_on = began, False
             except (ApiError, TimeoutError) as error:
                 problem = str(error) or "no answer in time"
                 log.warning("the lease was not renewed: %s", problem)
+                silent = isinstance(error, Unreachable | TooBusy | TimeoutError)
+                late = loop.time() - renewed >= limit_s
+                goes_on = late and silent and no_other_leads is not None and await no_other_leads()
         self.holder = ""
         return f"the lease could not be renewed for {limit_s:g} s ({problem})"
 

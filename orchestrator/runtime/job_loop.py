@@ -38,6 +38,10 @@ from .observe.projection import JobProjection
 from .observe.view import JobView
 from .translate import Order
 
+MAX_QUEUED = 50_000
+"""Events that wait for the journal. During an outage of its store 1,000 nodes send two heartbeats a
+second each."""
+
 
 class Ready(NamedTuple):
     """What has to be done now, in this order: append the records and make them durable, call
@@ -147,6 +151,8 @@ class JobLoop:
         """Queue an event."""
         if isinstance(event, HeartbeatReceived | NodeJoined):
             self._monitor.arrived(now_ns, event.node)
+        if isinstance(event, HeartbeatReceived) and len(self._queue) >= MAX_QUEUED:
+            return  # the next heartbeats say the same; the journal cannot be written meanwhile
         self._queue.append(Record(now_ns, event))
 
     # -- out -----------------------------------------------------------------------------------

@@ -1,10 +1,17 @@
 {{/* Names and labels of all templates. */}}
 
+{{- define "holdfast.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
 {{- define "holdfast.fullname" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- $name := include "holdfast.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
 {{- .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -44,7 +51,7 @@ matchLabels: {}
 {{- end -}}
 
 {{- define "holdfast.selectorLabels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: {{ include "holdfast.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end -}}
@@ -54,6 +61,9 @@ app.kubernetes.io/component: operator
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: holdfast
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Settings that the restricted pod security standard requires. */}}
@@ -71,6 +81,14 @@ runAsGroup: {{ .Values.runAsUser }}
 fsGroup: {{ .Values.runAsUser }}
 seccompProfile:
   type: RuntimeDefault
+{{- end -}}
+
+{{- define "holdfast.priorityClass" -}}
+{{- if .Values.priorityClassName -}}
+{{- .Values.priorityClassName -}}
+{{- else if .Values.priorityClass.create -}}
+{{- include "holdfast.clusterName" . }}-operator
+{{- end -}}
 {{- end -}}
 
 {{- define "holdfast.image" -}}

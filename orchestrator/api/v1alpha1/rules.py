@@ -42,6 +42,9 @@ MUTABLE = ("nodes", "recovery", "suspend", "ttlSecondsAfterFinished")
 """Fields of the spec that a running job follows (core/requests.py). A change of any other field
 would reach the workers of one generation and not those of another, or have no effect."""
 
+WHILE_SUSPENDED = ("kubernetes", "queue", "priority")
+"""Where and when the pods run: they may also change while the job is suspended and has no pods."""
+
 ALWAYS_IMMUTABLE = ("managedBy",)
 """Fields that cannot change even before the start: two controllers would each own the job."""
 
@@ -196,6 +199,14 @@ _STARTED = "has(self.status) && has(self.status.jobId)"
 change."""
 
 
+_SUSPENDED = (
+    "has(self.status) && has(self.status.state) && self.status.state == 'suspended' && "
+    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && has(self.spec.suspend) && "
+    "self.spec.suspend"
+)
+"""The job has no pods, before and after this change."""
+
+
 def _immutable() -> Iterator[Rule]:
     for name, field in JobSpec.model_fields.items():
         yaml_name = field.alias or name
@@ -203,13 +214,16 @@ def _immutable() -> Iterator[Rule]:
             continue
         new, old = f"self.spec.{yaml_name}", f"oldSelf.spec.{yaml_name}"
         unless = "" if yaml_name in ALWAYS_IMMUTABLE else f"!({_STARTED}) || "
+        how = "to change it delete the job and apply it again: checkpoints at a path of your own"
+        if yaml_name in WHILE_SUSPENDED:
+            unless += f"({_SUSPENDED}) || "
+            how = "suspend the job to change it, or delete it and apply it again: checkpoints"
         yield Rule(
             f"immutable-{yaml_name}",
             "",
             f"{unless}has({new}) == has({old}) && (!has({new}) || {new} == {old})",
             f"spec.{yaml_name}: got a changed value; expected the one that the job was started "
-            f"with; to change it delete the job and apply it again: checkpoints at a path of your "
-            f"own are kept",
+            f"with; {how} are kept",
             field=f".spec.{yaml_name}",
         )
 

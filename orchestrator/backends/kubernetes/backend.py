@@ -215,12 +215,14 @@ class KubernetesBackend:
             await changed.wait()
 
     async def follow(self, job: TrainingJob) -> None:
-        """The spec has changed: size, suspension or termination grace. Raises ApiError."""
+        """The spec has changed: size, suspension, termination grace or, while the job is
+        suspended, where its pods run. Raises ApiError."""
         if job.spec.nodes != self._job.spec.nodes:
             self._create_backoff.reset()
             if self._refusal.of_size:
                 self._refusal = Refusal()  # another size may fit
-        self._job, self._startup.needed = job, job.spec.nodes.min
+        self._job = job
+        self._startup.follow(job.spec.priority, job.spec.nodes.min, job.spec.kubernetes)
         self.queue.follow(job)
         if self._is_open:
             self._check_startup()

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from holdfast.orchestrator.api.v1alpha1.backends import Kubernetes
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import PODS, ApiError, Conflict, TooBusy, Unreachable
 from holdfast.orchestrator.kube.informer import Backoff
@@ -226,6 +227,12 @@ class StartupTimeouts:
             due.append(decision.due_s)
         decision.due_s = min(due, default=None)
         return decision
+
+    def follow(self, priority: int, needed: int, kubernetes: Kubernetes) -> None:
+        """The spec has changed."""
+        self.needed, self._limit_s = needed, kubernetes.start_timeout_s
+        self._rank = replace(self._rank, priority=priority)
+        self.placement = Placement()  # is made again from the pods
 
     def blocked_by(self) -> GangPriority | None:
         """The job that this one has given nodes up to and that still lacks some: a request now

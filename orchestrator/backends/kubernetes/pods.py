@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.names import Owner
@@ -50,6 +51,8 @@ class PodSettings:
     """For jobs whose spec names none."""
     image_pull_policy: str = ""
     """Empty for the default of Kubernetes."""
+    requests: Mapping[str, str] = field(default_factory=dict)
+    """Resource -> quantity that a pod requests per worker where the job says nothing."""
     checkpoint_volume: Mapping[str, Any] = field(default_factory=dict)
     """A volume source, such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}, of which
     each pod gets the directory of its own job."""
@@ -85,6 +88,7 @@ def pod_document(
         "spec": _spec(job, owner, settings, mount),
     }
     pod: dict[str, Any] = merge(ours, job.spec.kubernetes.pod_template)
+    _add_requests(pod["spec"], settings.requests, job.spec.workers_per_node)
     _check_checkpoint_volume(pod["spec"], settings, mount)
     metadata = pod["metadata"]
     metadata["name"], metadata["namespace"] = node, owner.namespace
@@ -221,6 +225,23 @@ def _resources(job: TrainingJob) -> dict[str, Any]:
         limits[name] = str(amount)
     found = {"requests": requests, "limits": limits}
     return {name: amounts for name, amounts in found.items() if amounts}
+
+
+def _add_requests(spec: dict[str, Any], each: Mapping[str, str], count: int) -> None:
+    """The operator's defaults. A limit alone is a request, too."""
+    if not each:
+        return
+    resources = _container(spec).setdefault("resources", {})
+    given = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    missing = {name: amount for name, amount in each.items() if name not in given}
+    if missing:
+        requests = {name: _times(name, amount, count) for name, amount in missing.items()}
+        resources["requests"] = {**(resources.get("requests") or {}), **requests}
+
+
+def _times(name: str, amount: str, count: int) -> str:
+    total = parse_quantity(amount) * count
+    return f"{math.ceil(total * 1000)}m" if name == "cpu" else str(math.ceil(total))
 
 
 def _volumes(job: TrainingJob, owner: Owner, settings: PodSettings) -> list[dict[str, Any]]:

@@ -43,6 +43,15 @@ ImageOption = Annotated[
     str, typer.Option("--worker-image", help="Image of jobs without spec.image.")
 ]
 PullOption = Annotated[str, typer.Option("--image-pull-policy", help="Image pull policy of jobs.")]
+RequestsOption = Annotated[
+    str,
+    typer.Option(
+        "--worker-requests",
+        metavar="JSON",
+        help="What a pod requests per worker where the job says nothing, such as "
+        '{"cpu": "250m", "memory": "512Mi"}.',
+    ),
+]
 RootOption = Annotated[
     str,
     typer.Option(
@@ -126,6 +135,7 @@ def operator(
     metrics_address: MetricsAddressOption = "",
     worker_image: ImageOption = "",
     image_pull_policy: PullOption = "",
+    worker_requests: RequestsOption = "",
     checkpoint_root: RootOption = "",
     checkpoint_volume: VolumeOption = "",
     checkpoint_prefixes: PrefixesOption = "",
@@ -163,16 +173,12 @@ def operator(
         raise UserError(str(Problem("--log-format", log_format, "json or text")))
     address, port = _address(listen)
     parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would refuse an invalid one
-    volume = _volume(checkpoint_volume)
-    if volume and not checkpoint_root.startswith("/"):
-        got = checkpoint_root or "nothing"
-        expected = "an absolute directory, where --checkpoint-volume is mounted"
-        raise UserError(str(Problem("--checkpoint-root", got, expected)))
     pods = PodSettings(
         endpoint=agent_endpoint,
         image=worker_image,
         image_pull_policy=image_pull_policy,
-        checkpoint_volume=volume,
+        requests=_requests(worker_requests),
+        checkpoint_volume=_volume(checkpoint_volume, checkpoint_root),
         checkpoint_root=checkpoint_root,
         checkpoint_prefixes=_prefixes(checkpoint_prefixes),
         user_credentials=user_credentials,
@@ -187,15 +193,14 @@ def operator(
         context=context,
     )
     log_to_stderr("json" if log_format == "json" else "text")
+    gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
     options = Options(
         pods,
         namespaces=tuple(namespace or ()),
         listen_address=address,
         listen_port=port,
         timing=ReconcilerTiming(status_interval_s=status_interval_s),
-        pod_timing=PodTiming(
-            gang_wait_s=gang_wait_s, gang_hold_s=gang_hold_s, provisioning_s=provisioning_s
-        ),
+        pod_timing=PodTiming(**gangs, provisioning_s=provisioning_s),
     )
     asyncio.run(run_operator(process, options))
 
@@ -229,10 +234,28 @@ def _prefixes(text: str) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _volume(text: str) -> dict[str, Any]:
+def _requests(text: str) -> dict[str, str]:
+    """Raises UserError."""
+    from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
+
+    expected = 'JSON such as {"cpu": "250m", "memory": "512Mi"}'
+    try:
+        found = json.loads(text or "{}")
+        for amount in found.values():
+            parse_quantity(amount)
+    except (ValueError, AttributeError) as error:
+        got = f"{text} ({error})"
+        raise UserError(str(Problem("--worker-requests", got, expected))) from None
+    return {name: str(amount) for name, amount in found.items()}
+
+
+def _volume(text: str, root: str) -> dict[str, Any]:
     """Raises UserError."""
     if not text:
         return {}
+    if not root.startswith("/"):
+        mounted = "an absolute directory, where --checkpoint-volume is mounted"
+        raise UserError(str(Problem("--checkpoint-root", root or "nothing", mounted)))
     expected = 'JSON such as {"persistentVolumeClaim": {"claimName": "checkpoints"}}'
     try:
         found = json.loads(text)

@@ -46,9 +46,9 @@ COMPACT_AT_BYTES = 64 * 1024
 """Every commit makes etcd write the whole object again."""
 MAX_BYTES = 1000 * 1024
 """A ConfigMap may hold 1 MiB."""
-RETRY_TIMEOUT_S = 120.0
-"""An API server that restarts is back within seconds. After this, a controller on another machine
-has better chances. Training goes on in either case."""
+RETRY_TIMEOUT_S = 3600.0
+"""While the API server does not answer, no other controller can do more, and the agents stay
+connected to this one. It stands down at once when another one leads (leader_election.py)."""
 
 log = logging.getLogger("holdfast.kubernetes")
 

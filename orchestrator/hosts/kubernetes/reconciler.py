@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1.backends import Kubernetes
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ensure_keys
 from holdfast.orchestrator.backends.kubernetes.pods import LOGS, checkpoint_path, pod_document
@@ -105,6 +106,8 @@ class JobReconciler:
         self._spec_sync: SpecSync | None = None
         self._keys: TlsKeyPair | None = None
         self._storage = JobStorage(self.owner, context, self._report)
+        self._checked_kubernetes: Kubernetes | None = None
+        """Of the spec that the API server has accepted, or with which the job was started."""
         self._secret_checked = False
         self._reported_view: JobView | None = None
         self._final_view: JobView | None = None
@@ -320,11 +323,16 @@ class JobReconciler:
             self._changed.clear()
             try:
                 job = self._valid_job()
+                if job.spec.kubernetes != self._checked_kubernetes:
+                    await self._check_pod(job)
+                    self._checked_kubernetes = job.spec.kubernetes
                 if self._backend is not None:
                     await self._backend.follow(job)
                 await sync.apply(self._document, job)
             except SpecError as error:
                 sync.reject(self._document, _lines(error))
+            except (Invalid, UserError) as error:
+                sync.reject(self._document, str(error))
             except ApiError as error:
                 log.warning("the spec is applied later: %s", error, extra={"job": self.owner.key})
                 await asyncio.sleep(self._context.timing.retry_min_s)
@@ -335,6 +343,7 @@ class JobReconciler:
     def _create_runtime(self, job: TrainingJob, store_job: TrainingJob, path: str) -> JobRuntime:
         """`store_job`: with the credentials of its store."""
         assert self._keys is not None
+        self._checked_kubernetes = job.spec.kubernetes
         self._backend = KubernetesBackend(
             job,
             self.owner,

@@ -25,6 +25,7 @@ from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
 from .manager import Manager, Options
 from .metrics import JobKey, OperatorState, exposition
+from .peers import no_other_leads
 
 LogFormat = Literal["json", "text"]
 LEASE_NAME = "holdfast-operator"
@@ -114,7 +115,8 @@ class Operator:
         """Until the lease is lost; returns why. Raises what the manager raises."""
         self.manager = Manager(cluster, self._options)
         managing = asyncio.create_task(self.manager.run())
-        keeping = asyncio.create_task(leader.keep())
+        endpoint = self._options.pods.endpoint
+        keeping = asyncio.create_task(leader.keep(lambda: no_other_leads(endpoint)))
         try:
             await asyncio.wait([managing, keeping], return_when=asyncio.FIRST_COMPLETED)
             if managing.done():

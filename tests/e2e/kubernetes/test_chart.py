@@ -108,6 +108,41 @@ def test_a_wrong_value_is_refused_with_its_name(chart: Helm, option: str, messag
     assert message in done.stderr
 
 
+def test_names_and_labels_can_be_chosen(chart: Helm) -> None:
+    labels = {"commonLabels": {"team": "platform"}}
+    documents = rendered(
+        chart, "--set", "fullnameOverride=keeper,nameOverride=hf", "--set-json",
+        f"commonLabels={json.dumps(labels['commonLabels'])}",
+    )  # fmt: skip
+    own = [d for d in documents if d["kind"] != "CustomResourceDefinition"]
+    assert all("keeper" in d["metadata"]["name"] for d in own)
+    assert all(d["metadata"]["labels"]["team"] == "platform" for d in own)
+    (deployment,) = [d for d in own if d["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]
+    assert pod["metadata"]["labels"]["team"] == "platform"
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "hf"
+    assert "team" not in deployment["spec"]["selector"]["matchLabels"], "it cannot change later"
+
+
+def test_the_operator_gets_further_volumes_a_startup_probe_and_a_priority_class(
+    chart: Helm,
+) -> None:
+    volume = [{"name": "ca", "configMap": {"name": "ca"}}]
+    mount = [{"name": "ca", "mountPath": "/etc/ca"}]
+    documents = rendered(
+        chart, "--set-json", f"extraVolumes={json.dumps(volume)}",
+        "--set-json", f"extraVolumeMounts={json.dumps(mount)}",
+    )  # fmt: skip
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    spec = deployment["spec"]["template"]["spec"]
+    assert volume[0] in spec["volumes"] and mount[0] in spec["containers"][0]["volumeMounts"]
+    assert spec["containers"][0]["startupProbe"]["failureThreshold"] == 60
+    (made,) = [d for d in documents if d["kind"] == "PriorityClass"]
+    assert spec["priorityClassName"] == made["metadata"]["name"]
+    chosen = rendered(chart, "--set", "priorityClassName=system-cluster-critical")
+    assert "PriorityClass" not in kinds(chosen)
+
+
 def test_monitoring_resources_are_optional(chart: Helm) -> None:
     foreign = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not foreign & kinds(rendered(chart))

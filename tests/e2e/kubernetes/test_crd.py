@@ -156,6 +156,23 @@ def test_a_change_that_a_running_job_can_follow_is_accepted(
     job_from_resource(stored)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"kubernetes": {"podTemplate": {"spec": {"nodeSelector": {"pool": "b"}}}}}, {"priority": 5}],
+    ids=lambda change: "+".join(change),
+)
+def test_where_the_pods_run_can_change_while_the_job_is_suspended(
+    jobs: Kubectl, change: dict[str, Any]
+) -> None:
+    jobs.create(job({**SCRIPT, "suspend": True}))
+    start(jobs)
+    patch = ("patch", "tj", "right", "--type=merge", "--patch", json.dumps({"spec": change}))
+    assert "suspend the job to change it" in refusal(jobs, *patch), "its pods are still there"
+    state = json.dumps({"status": {"state": "suspended"}})
+    jobs.run("patch", "tj", "right", "--subresource=status", "--type=merge", "--patch", state)
+    jobs.run(*patch)
+
+
 @pytest.mark.parametrize("spec", UNTYPED_WRONG, ids=str)
 def test_values_of_untyped_fields_are_checked(dry: Kubectl, spec: dict[str, Any]) -> None:
     text = refusal(dry, "create", "--filename=-", stdin=yaml.safe_dump(job(spec)))

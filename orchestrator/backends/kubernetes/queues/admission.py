@@ -63,9 +63,11 @@ class Admission:
         return self._gang
 
     def follow(self, job: TrainingJob) -> None:
-        """The spec has changed: size or suspension."""
+        """The spec has changed: size, suspension or, without pods, the gang scheduler."""
         nodes = job.spec.nodes
         self._gang = gang_of(job, self._gang.owner)
+        self._integration = integration_of(job)
+        self._kueue = isinstance(self._integration, kueue.Kueue)
         self._max_nodes = 0 if job.spec.suspend else nodes.max + nodes.spares
         self.wake()
 

@@ -315,3 +315,22 @@ def test_nodes_are_kept_while_an_autoscaler_adds_a_machine(reason: str) -> None:
             await eventually(lambda: len(seen.gone) == 2, "the end of the hold time")
 
     asyncio.run(scenario())
+
+
+def test_a_job_that_was_suspended_gets_pods_of_its_new_template() -> None:
+    async def scenario() -> None:
+        api = FakeApi()
+        async with opened(api, {"min": 1, "max": 2}) as seen:
+            where = {"podTemplate": {"spec": {"nodeSelector": {"pool": "b"}}}, "gang": "kueue"}
+            changed = training_job({"min": 1, "max": 2}, kubernetes=where, queue="q")
+            await seen.backend.follow(changed)
+            assert seen.backend.queue.is_held({
+                "spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]},
+                "metadata": {},
+            })  # fmt: skip
+            await seen.backend.follow(training_job({"min": 1, "max": 2}, kubernetes={
+                "podTemplate": {"spec": {"nodeSelector": {"pool": "b"}}}}))  # fmt: skip
+            (node,) = await seen.backend.request_nodes(1, ())
+            assert api.made[node]["spec"]["nodeSelector"] == {"pool": "b"}
+
+    asyncio.run(scenario())

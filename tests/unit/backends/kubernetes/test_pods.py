@@ -264,6 +264,25 @@ def test_a_template_that_reaches_the_checkpoints_of_other_jobs_is_refused(
         pod(settings=WITH_VOLUME, kubernetes={"podTemplate": {"spec": spec}})
 
 
+WITH_REQUESTS = PodSettings("e:1", "i", requests={"cpu": "250m", "memory": "512Mi"})
+
+
+def test_a_pod_without_resources_requests_the_operators_defaults_per_worker() -> None:
+    document = pod(settings=WITH_REQUESTS, workersPerNode=4)
+    assert worker(document)["resources"] == {
+        "requests": {"cpu": "1000m", "memory": str(4 * 512 * 2**20)}
+    }
+
+
+def test_what_the_job_or_its_template_requests_is_kept() -> None:
+    given = pod(settings=WITH_REQUESTS, resources={"cpu": 2, "memory": "4Gi"})
+    assert worker(given)["resources"]["requests"] == {"cpu": "2000m", "memory": str(4 * 2**30)}
+    limits = {"name": "worker", "resources": {"limits": {"memory": "1Gi"}}}
+    template = {"podTemplate": {"spec": {"containers": [limits]}}}
+    found = worker(pod(settings=WITH_REQUESTS, kubernetes=template))["resources"]
+    assert found == {"limits": {"memory": "1Gi"}, "requests": {"cpu": "250m"}}
+
+
 def test_the_jobs_own_secret_reaches_its_pods() -> None:
     document = pod(checkpoint={"path": "s3://mine/x", "secretName": "store"})
     assert worker(document)["envFrom"] == [{"secretRef": {"name": "store"}}]
