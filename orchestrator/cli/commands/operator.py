@@ -160,13 +160,9 @@ def operator(
     """
     from holdfast.orchestrator.backends.kubernetes.pod_lifecycle import PodTiming
     from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
+    from holdfast.orchestrator.hosts.kubernetes import run
     from holdfast.orchestrator.hosts.kubernetes.manager import Options
     from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
-    from holdfast.orchestrator.hosts.kubernetes.run import (
-        OperatorProcess,
-        log_to_stderr,
-        run_operator,
-    )
     from holdfast.orchestrator.protocol.messages import parse_endpoints
 
     if log_format not in ("json", "text"):
@@ -183,7 +179,7 @@ def operator(
         checkpoint_prefixes=_prefixes(checkpoint_prefixes),
         user_credentials=user_credentials,
     )
-    process = OperatorProcess(
+    process = run.OperatorProcess(
         identity=identity or _unique_identity(),
         lease_namespace=lease_namespace,
         lease_name=lease_name,
@@ -192,7 +188,7 @@ def operator(
         metrics_port=metrics_port,
         context=context,
     )
-    log_to_stderr("json" if log_format == "json" else "text")
+    run.log_to_stderr("json" if log_format == "json" else "text")
     gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
     options = Options(
         pods,
@@ -202,7 +198,7 @@ def operator(
         timing=ReconcilerTiming(status_interval_s=status_interval_s),
         pod_timing=PodTiming(**gangs, provisioning_s=provisioning_s),
     )
-    asyncio.run(run_operator(process, options))
+    asyncio.run(run.run_operator(process, options))
 
 
 def _unique_identity() -> str:
