@@ -165,8 +165,6 @@ def operator(
     from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
     from holdfast.orchestrator.protocol.messages import parse_endpoints
 
-    if log_format not in ("json", "text"):
-        raise UserError(str(Problem("--log-format", log_format, "json or text")))
     address, port = _address(listen)
     parse_endpoints(agent_endpoint, "--agent-endpoint")  # pods would refuse an invalid one
     pods = PodSettings(
@@ -188,7 +186,7 @@ def operator(
         metrics_port=metrics_port,
         context=context,
     )
-    run.log_to_stderr("json" if log_format == "json" else "text")
+    run.log_to_stderr("json" if _is_json(log_format) else "text")
     gangs = {"gang_wait_s": gang_wait_s, "gang_hold_s": gang_hold_s}
     options = Options(
         pods,
@@ -204,6 +202,13 @@ def operator(
 def _unique_identity() -> str:
     """A restarted container is a new candidate: the Lease of the old process has to expire."""
     return f"{socket.gethostname()}-{os.urandom(3).hex()}"
+
+
+def _is_json(log_format: str) -> bool:
+    """Raises UserError."""
+    if log_format not in ("json", "text"):
+        raise UserError(str(Problem("--log-format", log_format, "json or text")))
+    return log_format == "json"
 
 
 def _address(listen: str) -> tuple[str, int]:
