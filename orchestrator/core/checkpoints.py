@@ -91,12 +91,9 @@ def choose_restore(state: JobState) -> Restore | None:
 
 
 # -- a job that has nothing to restore ----------------------------------------------------------
-def nothing_usable(state: JobState) -> bool:
-    """There were checkpoints and none can be restored. Only a user may decide that such a job
-    begins at step 0."""
-    catalog = state.catalog
-    known = bool(catalog.committed) and not catalog.start_over
-    return known and choose_restore(state) is None
+def must_not_begin(state: JobState) -> bool:
+    """There were checkpoints, so only a user may decide that the job begins at step 0."""
+    return bool(state.catalog.committed) and not state.catalog.start_over
 
 
 def why_nothing_usable(state: JobState) -> str:

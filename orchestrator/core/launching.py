@@ -10,7 +10,7 @@ from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from . import completion, drain, provisioning, staging_interval
 from .actions import LaunchGroup, Reason
-from .checkpoints import choose_restore, nothing_usable, why_nothing_usable
+from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
 from .context import StepContext
 from .events import StepCompleted
 from .nodes import any_to_be_stopped, possible_size, usable
@@ -84,7 +84,8 @@ def _wait(ctx: StepContext) -> None:
 # -- launch -----------------------------------------------------------------------------------
 def _launch(ctx: StepContext, size: int) -> None:
     state, spec = ctx.state, ctx.state.job.spec
-    if nothing_usable(state):
+    restore = choose_restore(state)
+    if restore is None and must_not_begin(state):
         completion.hold(ctx, why_nothing_usable(state))
         return
     mesh = mesh_for(state.job, size, state.device_memory_bytes)
@@ -93,7 +94,6 @@ def _launch(ctx: StepContext, size: int) -> None:
     group = nodes_per_group(mesh, spec.workers_per_node)
     group = group if size % group == 0 else size
     before, members = state.members, assign(state.members, free, size, group)
-    restore = choose_restore(state)
     state.generation += 1
     first = state.nodes[members[0]]
     membership = Membership(

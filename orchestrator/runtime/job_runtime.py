@@ -159,6 +159,8 @@ class JobRuntime:
             async with asyncio.timeout(None if fresh else self._timing.storage_listing_s):
                 await self._storage.prepare()
                 self._manifests = await self._storage.manifests()
+                if fresh and not self._manifests:
+                    self._expect_readable(await self._storage.damaged())
         except (HoldfastError, TimeoutError) as problem:
             # A job that trains needs its controller more than its storage: until the next commit
             # the checkpoints that the journal knows have to do.
@@ -257,6 +259,19 @@ class JobRuntime:
     def _node_gone(self, gone: NodeGone) -> None:
         if self._gateway is not None:  # before `begin` the core knows no node
             self._gateway.node_gone(gone)
+
+    def _expect_readable(self, damaged: list[str]) -> None:
+        """Raises UserError for a path where there were checkpoints and none can be read: a job does
+        not begin at step 0 because of damage."""
+        if damaged:
+            path = self._submission.checkpoint_path
+            got = f"{path}, where the manifest of {', '.join(damaged[:3])} is damaged"
+            expected = "checkpoints that can be read, or none"
+            fix = (
+                f"holdfast checkpoint repair {path} --job {self.key}; to begin at step 0 choose "
+                f"another path"
+            )
+            raise UserError(str(Problem(CHECKPOINT_FIELD, got, expected, fix)))
 
     def _foreign(self, others: list[str]) -> Problem:
         """Two jobs with the same checkpoint path would write into each other's directories."""

@@ -84,7 +84,7 @@ def _export(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def _repair(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    result = repair.repair(options.path, options.step, write=not options.dry_run)
+    result = repair.repair(options.path, options.step, write=not options.dry_run, job=options.job)
     body = {"path": options.path, **dataclasses.asdict(result)}
     return body, 1 if result.problems else 0
 
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--step", type=int, help="default: the newest step")
         if verb == "repair":
             command.add_argument("--dry-run", action="store_true", help="change nothing")
+            command.add_argument("--job", default="", help="if no manifest has the job's name")
         if verb == "export":
             command.add_argument("--to", required=True, help="directory to write to")
             command.add_argument("--optimizer", action="store_true", help="include optimizer state")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.files import make_directory, replace, replacing, write_all
 from holdfast.orchestrator.protocol.manifest import (
@@ -78,8 +78,9 @@ class _Part:
         return self.source.data(self.entry.begin, self.entry.end)
 
 
-def repair(path: str, step: int | None = None, *, write: bool) -> RepairResult:
-    """Repair the newest checkpoint, or that of a step. Without `write` nothing is changed. Raises
+def repair(path: str, step: int | None = None, *, write: bool, job: str = "") -> RepairResult:
+    """Repair the newest checkpoint, or that of a step. Without `write` nothing is changed. `job`:
+    the name for the new manifest if no manifest is left that has one. Raises
     UserError if there is nothing to repair, HoldfastError if the store cannot be read or
     written."""
     store = CheckpointFiles(path)
@@ -94,9 +95,10 @@ def repair(path: str, step: int | None = None, *, write: bool) -> RepairResult:
     work = _Repair(store, chosen, [one for one in found if _key(one) < _key(chosen)])
     result = work.plan()
     if write and not result.problems:
-        jobs = [one.job for one in found if one.job]
-        if not jobs:
-            raise HoldfastError(f"{path}: no manifest is left that names the job")
+        jobs = [one.job for one in found if one.job] or [job]
+        if not jobs[0]:
+            got = f"nothing, and no manifest in {path} is left that has it"
+            raise UserError(str(Problem("--job", got, "the job's name")))
         generation = 1 + max(_generations(store))
         work.write(path, generation, jobs[0])
     return result

@@ -229,6 +229,14 @@ def verify(
 def repair(
     job_or_path: TargetArgument,
     step: StepOption = None,
+    job_name: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            metavar="[NAMESPACE/]NAME",
+            help="The job's name, if no manifest is left that has it.",
+        ),
+    ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
     *,
@@ -247,6 +255,9 @@ def repair(
     if job is not None:
         _expect_idle(job_or_path, job.view().state)
     more = [] if step is None else ["--step", str(step)]
+    if job_name:
+        _expect_key(job_name)
+        more += ["--job", job_name]
     with _storage(job_or_path, target) as path:
         code, body = _run(["repair", path, *more, "--dry-run"], False)
         if not as_json:

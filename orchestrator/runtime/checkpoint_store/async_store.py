@@ -28,6 +28,9 @@ class AsyncCheckpointStore(Protocol):
         """Committed checkpoints, oldest step first. Raises HoldfastError when the store does not
         answer."""
 
+    async def damaged(self) -> list[str]:
+        """Names of checkpoints whose manifest is damaged. Raises as `manifests`."""
+
     async def adopt_written(self, generation: int) -> list[Manifest]:
         """Commit complete checkpoints of this generation that agents wrote without a controller.
         Raises HoldfastError when the store does not answer."""
@@ -97,6 +100,9 @@ class ThreadedCheckpointStore:
 
     async def manifests(self) -> list[Manifest]:
         return await self._executor.call(lambda: self._store().manifests())
+
+    async def damaged(self) -> list[str]:
+        return await self._executor.call(lambda: self._store().damaged())
 
     async def adopt_written(self, generation: int) -> list[Manifest]:
         return await self._executor.call(lambda: self._store().adopt_written(generation))

@@ -206,6 +206,18 @@ class CheckpointStore:
             found += [manifest] if manifest is not None else []
         return found
 
+    def damaged(self) -> list[str]:
+        """Names of directories whose manifest is there and damaged. Raises HoldfastError when the
+        store does not answer."""
+        try:
+            return [_name(path) for path in self._directories() if self._is_damaged(path)]
+        except Exception as error:  # as in prepare
+            raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
+
+    def _is_damaged(self, directory: str) -> bool:
+        exists = self.fs.isfile(f"{directory}/{MANIFEST_NAME}")
+        return exists and self._manifest(directory) is None
+
     def _notes(self, directory: str) -> list[ShardNote]:
         found = []
         for path in self.fs.ls(directory, detail=False):

@@ -257,6 +257,22 @@ def test_user_errors_are_raised_before_anything_is_written(tmp_path: Path) -> No
     drive(scenario())
 
 
+def test_a_new_job_does_not_begin_at_step_0_where_all_manifests_are_damaged(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path)
+        await cluster.endpoint.open()
+        directory = tmp_path / "space-x" / "step-00000009.gen-1"
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_text("{}")
+        with pytest.raises(UserError, match=r"step-00000009.gen-1 is damaged.*checkpoint repair"):
+            await cluster.host("space/x")
+        await cluster.close()
+
+    drive(scenario())
+
+
 def test_the_next_controller_commits_what_agents_wrote_without_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = Cluster(tmp_path)

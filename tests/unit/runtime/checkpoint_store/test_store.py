@@ -94,6 +94,14 @@ def test_a_damaged_manifest_is_ignored(storage: CheckpointStore) -> None:
     assert [one.step for one in storage.manifests()] == [5]
 
 
+def test_directories_with_a_damaged_manifest_are_named(storage: CheckpointStore) -> None:
+    storage.commit(5, MESH, put(storage, 5))
+    put(storage, 7)
+    assert storage.damaged() == []
+    storage.fs.pipe_file(f"{storage.root}/{directory_name(5, 1)}/{MANIFEST_NAME}", b"{}")
+    assert storage.damaged() == [directory_name(5, 1)]
+
+
 def test_stray_files_with_the_name_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     storage = CheckpointStore(str(tmp_path), "tiny")
     storage.commit(5, MESH, put(storage, 5))

@@ -127,6 +127,15 @@ def test_a_checkpoint_without_its_manifest_gets_one_if_all_its_files_are_there(
     assert inspect.find(str(tmp_path)).job == "tiny"
 
 
+def test_without_any_manifest_the_jobs_name_is_needed(tmp_path: Path) -> None:
+    only = checkpoint(tmp_path, 24)
+    (tmp_path / only.directory / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="--job: got nothing"):
+        repair(str(tmp_path), write=True)
+    repair(str(tmp_path), write=True, job="team/tiny")
+    assert inspect.find(str(tmp_path)).job == "team/tiny"
+
+
 def test_without_write_nothing_is_changed(tmp_path: Path) -> None:
     only = checkpoint(tmp_path, 24)
     damage(tmp_path, only, 1, MOMENTS[0])
