@@ -1,0 +1,45 @@
+"""FSDP over two nodes without a replica: the state of a lost node comes from its buddy's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .local_rig import Job, spec
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = 1_000_000
+FSDP = {
+    "nodes": {"min": 2, "max": 2},
+    "parallelism": {"shard": 4},
+    # No checkpoint in storage, so only the buddy has the shards of a lost node.
+    "checkpoint": {"storage": {"everySteps": ENDLESS}, "memory": {"everySteps": "auto"}},
+}
+
+
+@pytest.fixture
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("buddies"), spec("buddies", ENDLESS, **FSDP))
+    job.run()
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def test_a_lost_node_without_a_replica_is_restored_from_its_buddy(job: Job) -> None:
+    first = job.until(lambda view: view.copied_step >= 0 and view.step > view.copied_step >= 1)
+    assert "the slowest push takes" in first.copies and first.staging
+    # Rounds follow each other: a newer step is confirmed.
+    copied = job.until(lambda view: view.copied_step > first.copied_step)
+    for number in (1, 2):
+        node = copied.nodes[-1].name
+        job.kill(job.agent_pid(node))
+        copied = job.running(incidents=number)
+        incident = copied.incidents[-1]
+        assert incident.culprit_node == node and incident.restored_from == "memory"
+        assert incident.resumed_after_step >= first.copied_step
+        resumed = incident.resumed_after_step
+        copied = job.until(lambda view, resumed=resumed: view.copied_step > resumed)
