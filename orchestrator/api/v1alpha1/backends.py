@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -19,6 +20,10 @@ KUBERNETES_TOPOLOGY_KEYS = (
 """The last label names the nodes whose GPUs share one NVLink domain, as in an NVL72 rack. A domain
 never spans racks, and one rack may hold several."""
 RAY_TOPOLOGY_KEYS = ("ray.io/availability-region", "ray.io/availability-zone")
+RAY_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+RAY_OWN_PREFIXES = ("node:", "accelerator_type:", "bundle")
+RAY_NODE_ID = "ray.io/node-id"
+RAY_SELECTOR_PATTERN = r"!?(in\([\w.-]+(,[\w.-]+)*\)|[\w.-]+)"
 START_TIMEOUT_S = 240.0
 """A cluster autoscaler needs minutes to add a machine with GPUs."""
 
@@ -83,3 +88,36 @@ class Ray(Part):
     topology_keys: tuple[QualifiedName, ...] = Field(default=RAY_TOPOLOGY_KEYS, max_length=8)
     """Labels of Ray nodes (`ray start --labels`), outermost first. Neighbouring ranks share as many
     of them as possible. A label that a node lacks counts as empty."""
+    accelerator_type: str | None = Field(default=None, min_length=1, max_length=63)
+    """Type of the GPUs as Ray names it, such as H100 or A100-80G: only Ray nodes that have it are
+    used. Default: any."""
+    custom_resources: dict[
+        str, Annotated[int, Field(ge=1, le=limits.MAX_QUANTITY), BeforeValidator(whole)]
+    ] = Field(default_factory=dict)
+    """Further resources that each node of the job takes of its Ray node (`ray start --resources`),
+    such as `efa: 4`."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the Ray nodes to use (`ray start --labels`): `value`, `!value`, `in(a,b)` or
+    `!in(a,b)`, as Ray's label selectors have it. Of spot and on-demand groups it chooses one, with
+    `ray.io/market-type: on-demand`."""
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> Ray:
+        for name in self.custom_resources:
+            if name in RAY_OWN_RESOURCES or name.startswith(RAY_OWN_PREFIXES):
+                raise ValueError(
+                    f"customResources.{name}: got a resource of Ray's own; expected any other "
+                    f"name; use spec.resources, or spec.ray.acceleratorType"
+                )
+        for key, value in self.label_selector.items():
+            if key == RAY_NODE_ID:
+                raise ValueError(
+                    f"labelSelector: got {RAY_NODE_ID}; expected any other label; Holdfast itself "
+                    f"chooses Ray nodes with it"
+                )
+            if not re.fullmatch(RAY_SELECTOR_PATTERN, value):
+                raise ValueError(
+                    f"labelSelector.{key}: got {value!r}; expected value, !value, in(a,b) or "
+                    f"!in(a,b)"
+                )
+        return self

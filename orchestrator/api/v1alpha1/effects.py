@@ -19,7 +19,12 @@ RECIPE_ONLY = ("precision", "activation_checkpointing", "offload", "reshard_afte
 def without_effect(job: TrainingJob) -> list[Problem]:
     """Every such field with the fix."""
     recipe = job.spec.entrypoint.recipe
-    return list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
+    found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
+    if job.spec.ray.accelerator_type is not None and not job.spec.resources.gpu:
+        got = f"{job.spec.ray.accelerator_type} for a job on CPUs"
+        fix = "spec.resources.gpu: 1, or remove the field"
+        found.append(Problem("spec.ray.acceleratorType", got, "it for a job on GPUs", fix))
+    return found
 
 
 def _of_a_script(job: TrainingJob) -> Iterator[Problem]:

@@ -70,6 +70,8 @@ def start_agent(order: AgentOrder, group: Any, bundle: int, resources: dict[str,
         options["num_gpus"] = resources["GPU"]
     if "memory" in resources:
         options["memory"] = resources["memory"]
+    if further := {k: v for k, v in resources.items() if k not in ("CPU", "GPU", "memory")}:
+        options["resources"] = further
     made = _agent_class().options(
         name=names.agent(order.job, order.node),
         namespace=names.NAMESPACE,

@@ -69,7 +69,7 @@ class RayBackend:
         self._registry = RayNodeRegistry()
         self._bundle = placement.bundle_of(job)
         self._placement = GangPlacement(
-            groups or placement.RayGroups(job.name, self._bundle),
+            groups or placement.RayGroups(job.name, self._bundle, job.spec.ray.label_selector),
             job.spec.nodes.min,
             self._next_name,
             self._spawn,
@@ -132,8 +132,12 @@ class RayBackend:
             self._missing = count - len(given)
             given += await self._fill(wait=True)
             if not given:
-                report = await asyncio.to_thread(ray_nodes.capacity_report, count, self._bundle)
-                raise NoRoom(report)
+                selector = self._job.spec.ray.label_selector
+                raise NoRoom(
+                    await asyncio.to_thread(
+                        ray_nodes.capacity_report, count, self._bundle, selector
+                    )
+                )
             return tuple(given)
 
     async def release_node(self, node: str) -> None:

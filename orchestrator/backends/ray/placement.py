@@ -22,12 +22,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.backends import RAY_NODE_ID
 
 from . import names, ray_nodes
 from .actors import HEAD_PAUSE_S, until_head_answers
 
 WAIT_SLICE_S = 10
 """One wait in a thread, so that the thread ends soon after its group was removed."""
+
+ACCELERATOR_SHARE = 0.001
+"""Ray gives each Ray node with such GPUs one `accelerator_type:...`, and takes as much for a task
+with `accelerator_type`."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -53,7 +58,9 @@ def bundle_of(job: TrainingJob) -> dict[str, float]:
         bundle["GPU"] = float(each.gpu * workers)
     if each.memory is not None:
         bundle["memory"] = float(int(each.memory) * workers)
-    return bundle
+    if (kind := job.spec.ray.accelerator_type) is not None:
+        bundle[f"accelerator_type:{kind}"] = ACCELERATOR_SHARE
+    return bundle | {name: float(n) for name, n in job.spec.ray.custom_resources.items()}
 
 
 @dataclass(eq=False)
@@ -128,18 +135,26 @@ class RayGroups:
     """Implements GroupApi."""
 
     def __init__(
-        self, job: str, bundle: dict[str, float], pause_s: float = HEAD_PAUSE_S
-    ) -> None:  # fmt: skip
+        self,
+        job: str,
+        bundle: dict[str, float],
+        selector: Mapping[str, str] | None = None,
+        pause_s: float = HEAD_PAUSE_S,
+    ) -> None:
+        """`selector`: labels of the Ray nodes to use."""
         self._job, self._bundle, self._pause_s = job, bundle, pause_s
+        self._selector = dict(selector or {})
 
     def make(self, node: str, size: int, avoided: frozenset[str]) -> PlacementGroupHandle:
         from ray.util.placement_group import placement_group
 
-        selector = {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}
+        selector = dict(self._selector)
+        if avoided:
+            selector[RAY_NODE_ID] = f"!in({','.join(sorted(avoided))})"
         name = names.group(self._job, node)
         handle = placement_group(
             [dict(self._bundle)] * size, strategy="STRICT_SPREAD", name=name, lifetime="detached",
-            bundle_label_selector=[selector] * size if avoided else None,
+            bundle_label_selector=[selector] * size if selector else None,
         )  # fmt: skip
         return PlacementGroupHandle(name, size, handle, avoided)
 
@@ -195,7 +210,7 @@ class RayGroups:
 
     async def large(self) -> set[str]:
         alive = await asyncio.to_thread(ray_nodes.alive_nodes)
-        return {key for key, one in alive.items() if ray_nodes.fits(self._bundle, one["Resources"])}
+        return {k for k, v in alive.items() if ray_nodes.suits(self._bundle, self._selector, v)}
 
     async def answering(self, nodes: Iterable[str]) -> set[str]:
         return await ray_nodes.answering(nodes)

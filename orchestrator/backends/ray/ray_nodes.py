@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +92,35 @@ def fits(bundle: dict[str, float], resources: dict[str, float]) -> bool:
     return all(resources.get(name, 0.0) >= amount for name, amount in bundle.items())
 
 
-def capacity_report(count: int, bundle: dict[str, float]) -> str:
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a Ray node has these labels: `value`, `!value`, `in(a,b)` or `!in(a,b)`."""
+    for key, wanted in selector.items():
+        text = wanted.removeprefix("!")
+        values = text[3:-1].split(",") if text.startswith("in(") else [text]
+        if (labels.get(key) in values) == wanted.startswith("!"):
+            return False
+    return True
+
+
+def suits(bundle: dict[str, float], selector: Mapping[str, str], ray_node: dict[str, Any]) -> bool:
+    """Whether a Ray node could hold a bundle if it were empty."""
+    labels = ray_node.get("Labels") or {}
+    return fits(bundle, ray_node["Resources"]) and selects(selector, labels)
+
+
+def capacity_report(count: int, bundle: dict[str, float], selector: Mapping[str, str]) -> str:
     """Why that many bundles cannot be placed: what the cluster has, and what is free."""
     import ray
 
     nodes = alive_nodes()
-    large = [one for one in nodes.values() if fits(bundle, one["Resources"])]
+    suitable = [one for one in nodes.values() if suits(bundle, selector, one)]
     free = ray.available_resources()
     total = ray.cluster_resources()
     parts = [f"{free.get(k, 0.0):g} of {total.get(k, 0.0):g} {k}" for k in bundle]
     each = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    labels = ", ".join(f"{key}={value}" for key, value in selector.items())
+    like = f"that large and labelled {labels}" if labels else "that large"
     return (
         f"{count} more nodes of {each} each on a Ray node of its own: the cluster has "
-        f"{len(nodes)} Ray nodes, {len(large)} of them that large; free are {', '.join(parts)}"
+        f"{len(nodes)} Ray nodes, {len(suitable)} of them {like}; free are {', '.join(parts)}"
     )

@@ -9,7 +9,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, load_job
+from holdfast.orchestrator.api.v1alpha1.effects import without_effect
+from holdfast.orchestrator.backends.ray import placement, ray_nodes
 from holdfast.orchestrator.backends.ray.placement import (
     Bundle,
     GangPlacement,
@@ -19,6 +23,7 @@ from holdfast.orchestrator.backends.ray.placement import (
     bundle_of,
 )
 from holdfast.orchestrator.backends.ray.ray_nodes import fits
+from holdfast.orchestrator.errors import HoldfastError
 
 from .fake_cluster import FakeCluster
 
@@ -425,3 +430,74 @@ def test_a_bundle_has_the_resources_of_all_workers_of_a_node() -> None:
 
 def test_a_job_without_resources_takes_a_core_per_worker() -> None:
     assert bundle_of(load_job(ROOT / "examples" / "stdlib-bytes.yaml")) == {"CPU": 2.0}
+
+
+# -- which Ray nodes ---------------------------------------------------------------------------
+def placed_job(resources: dict[str, Any] | None = None, **ray: Any) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "entrypoint": {"script": "train.py"},
+                "workersPerNode": 2,
+                "resources": {"gpu": 1} if resources is None else resources,
+                "ray": ray,
+            },
+        }
+    )
+
+
+def test_a_bundle_has_the_accelerator_type_and_custom_resources() -> None:
+    job = placed_job(acceleratorType="H100", customResources={"efa": 4})
+    expected = {"CPU": 2.0, "GPU": 2.0, "accelerator_type:H100": 0.001, "efa": 4.0}
+    assert placement.bundle_of(job) == expected
+
+
+def test_groups_select_labels_and_still_avoid_ray_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    group_module = pytest.importorskip("ray.util.placement_group")
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(group_module, "placement_group", lambda _bundles, **how: made.append(how))
+    groups = RayGroups("job", {"CPU": 1.0}, {"zone": "!in(a,b)"})
+    groups.make("node-0", 2, frozenset())
+    groups.make("node-2", 1, frozenset({"x"}))
+    assert made[0]["bundle_label_selector"] == [{"zone": "!in(a,b)"}] * 2
+    both = {"zone": "!in(a,b)", "ray.io/node-id": "!in(x)"}
+    assert made[1]["bundle_label_selector"] == [both]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "yes"),
+    [("a", True), ("b", False), ("!a", False), ("!b", True), ("in(a,b)", True), ("in(b,c)", False),
+     ("!in(a,b)", False), ("!in(b,c)", True)],
+)  # fmt: skip
+def test_a_ray_node_is_suitable_as_its_labels_say(wanted: str, yes: bool) -> None:
+    one = {"Resources": {"CPU": 4.0}, "Labels": {"zone": "a"}}
+    assert ray_nodes.suits({"CPU": 1.0}, {"zone": wanted}, one) is yes
+    assert not ray_nodes.suits({"CPU": 8.0}, {"zone": wanted}, one)
+    unlabelled = {"Resources": {"CPU": 4.0}, "Labels": {}}
+    assert ray_nodes.suits({"CPU": 1.0}, {"zone": wanted}, unlabelled) is wanted.startswith("!")
+
+
+@pytest.mark.parametrize(
+    ("ray", "problem"),
+    [
+        ({"customResources": {"GPU": 1}}, "customResources.GPU: got a resource of Ray's own"),
+        ({"customResources": {"node:1.2.3.4": 1}}, "got a resource of Ray's own"),
+        ({"labelSelector": {"ray.io/node-id": "x"}}, "labelSelector: got ray.io/node-id"),
+        ({"labelSelector": {"zone": "in(a"}}, "labelSelector.zone: got 'in(a'"),
+        ({"labelSelector": {"zone": ""}}, "expected value, !value, in(a,b) or !in(a,b)"),
+    ],
+)
+def test_what_ray_itself_decides_or_cannot_read_is_refused(
+    ray: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(HoldfastError) as raised:
+        placed_job(**ray)
+    assert problem in str(raised.value)
+
+
+def test_an_accelerator_type_without_gpus_is_refused() -> None:
+    (problem,) = without_effect(placed_job({"gpu": 0}, acceleratorType="H100"))
+    assert str(problem).startswith("spec.ray.acceleratorType: got H100 for a job on CPUs")
