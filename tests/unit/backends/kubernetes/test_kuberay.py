@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.backends.ray import placement, ray_nodes
+
 ROOT = Path(__file__).resolve().parents[4]
 SCHEMA = Path(__file__).with_name("kuberay-v1.7.0.json.gz")
 MANIFESTS = sorted((ROOT / "manifests" / "kuberay").glob("*.yaml"))
@@ -73,3 +76,35 @@ def test_a_failed_ray_job_keeps_its_cluster() -> None:
     (rule,) = spec["deletionStrategy"]["deletionRules"]
     assert rule["policy"] == "DeleteCluster"
     assert rule["condition"]["jobStatus"] == "SUCCEEDED"
+
+
+def test_the_gpu_cluster_outlives_its_head_and_reaches_its_checkpoints() -> None:
+    text = (ROOT / "manifests" / "kuberay" / "raycluster-gpu.yaml").read_text()
+    spec = yaml.safe_load(text)["spec"]
+    assert spec["gcsFaultToleranceOptions"]["redisAddress"]
+    (workers,) = spec["workerGroupSpecs"]
+    for group in (spec["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "checkpoints"}}]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_the_job_that_the_gpu_cluster_describes_fits_it() -> None:
+    text = (ROOT / "manifests" / "kuberay" / "raycluster-gpu.yaml").read_text()
+    lines = text.partition("# A job for it:\n")[2].partition("# For the image")[0].splitlines()
+    document = yaml.safe_load("\n".join(line.removeprefix("#   ") for line in lines))
+    document["spec"]["entrypoint"] = {"script": "train.py"}
+    job = job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "job"},
+            **document,
+        }
+    )
+    (workers,) = yaml.safe_load(text)["spec"]["workerGroupSpecs"]
+    ray_node = {
+        "Resources": {"CPU": 96.0, "GPU": 8.0, "accelerator_type:H100": 1.0},
+        "Labels": workers["labels"],
+    }
+    assert ray_nodes.suits(placement.bundle_of(job), job.spec.ray.label_selector, ray_node)
