@@ -122,3 +122,11 @@ def test_a_dashboard_that_demands_a_token_names_it(status: int, why: str) -> Non
     with http_serving(status) as port, pytest.raises(UserError) as raised:
         jobs_api.JobsApi(f"http://127.0.0.1:{port}")
     assert why in str(raised.value) and "ray get-auth-token" in str(raised.value)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_submitting_to_a_wrong_port_is_refused_as_every_other_command(scheme: str) -> None:
+    pytest.importorskip("ray.job_submission", reason="Ray is not installed: pip install '.[ray]'")
+    with serving(HEAD if scheme else CLIENT) as port, pytest.raises(UserError) as raised:
+        jobs_api.JobsApi(f"{scheme}127.0.0.1:{port}")
+    assert "(that port is" in str(raised.value)
