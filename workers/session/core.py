@@ -366,7 +366,8 @@ def init(shard: int | None = None) -> Session:
     session = Session(at, device, shape)
     if session._channel is not None:
         session._channel.start_pulse()
-    join(at, device, own_store=attached is not None)
+    alone = attached is not None and attached.assign.membership.num_nodes == 1
+    join(at, device, own_store=attached is not None, one_machine=alone)
     session._enter("build")
     return session
 

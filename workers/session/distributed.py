@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
-_TIMEOUT = timedelta(seconds=limits.STARTUP_TIMEOUT_S)
-"""A last resort: the controller finds hangs much earlier, and kills the processes."""
-
-_CONNECT_TIMEOUT_S = 3.0
-_CONNECT_RETRY_S = 0.002
+from .store import TIMEOUT, open_store
 
 
 @dataclass(frozen=True)
@@ -96,11 +88,11 @@ def _missing(local_rank: int, count: int, job: TrainingJob | None) -> HoldfastEr
     )
 
 
-def join(at: RankEnv, device: torch.device, own_store: bool) -> None:
+def join(at: RankEnv, device: torch.device, own_store: bool, one_machine: bool = False) -> None:
     """Makes the default process group, unless the script has made one.
 
     With `own_store`, as under Holdfast, rank 0 hosts a new store in every generation; otherwise the
-    environment decides (torchrun's agent hosts one).
+    environment decides (torchrun's agent hosts one). `one_machine`: all ranks are on it.
     """
     if dist.is_initialized():
         return
@@ -110,37 +102,11 @@ def join(at: RankEnv, device: torch.device, own_store: bool) -> None:
     if at.world_size == 1:
         store = HashStore()
     elif own_store:
-        # As env:// does, without waiting until all ranks are connected: the handshake of the group
-        # waits for them anyway, and every round trip delays a recovery.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if at.rank != 0:
-            _wait_until_open(address, port)
-        store = TCPStore(
-            address,
-            port,
-            at.world_size,
-            is_master=at.rank == 0,
-            timeout=_TIMEOUT,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = open_store(at.rank, at.world_size, address, port, one_machine=one_machine)
     if store is not None:
         options |= {"store": store, "rank": at.rank, "world_size": at.world_size}
-    dist.init_process_group(backend, timeout=_TIMEOUT, **options)
-
-
-def _wait_until_open(address: str, port: int) -> None:
-    """Returns when the store listens. TCPStore would wait too, but after a first attempt that is a
-    millisecond too early it pauses for 0.3 to 0.7 s, and the ranks of a recovery start together.
-    """
-    deadline = time.monotonic() + limits.STARTUP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError:
-            time.sleep(_CONNECT_RETRY_S)
-        else:
-            return
+    dist.init_process_group(backend, timeout=TIMEOUT, **options)
 
 
 class Meshes:
