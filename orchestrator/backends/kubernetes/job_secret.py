@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from typing import Literal
 
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.kube import names
@@ -22,26 +23,30 @@ from holdfast.orchestrator.protocol.certificate import make_keys
 TOKEN = "token"
 
 
+SecretState = Literal["found", "restored", "new"]
+"""The Secret exists; it was created again with its content; it was created with new keys."""
+
+
 class KeysUnusable(HoldfastError):
     """The Secret has another owner or was edited."""
 
 
 async def ensure_keys(
     cluster: KubeClient, owner: Owner, known: TlsKeyPair | None, *, fresh: bool = False
-) -> tuple[TlsKeyPair, bool]:
-    """The job's keys, and whether the Secret was created now.
+) -> tuple[TlsKeyPair, SecretState]:
+    """The job's keys, and what had to be done for them.
 
     A deleted Secret is created again with the `known` content or, by an operator that knows none,
     with that of its copy, so that running agents are not affected; with new keys if both Secrets
-    are gone, and then running agents are refused. An edited Secret
-    is not overwritten: the operator has no right to, and the edit may be intended. `fresh`: there
-    is probably no Secret yet, so it is not looked up first.
+    are gone, and then running agents are refused. An edited Secret is not overwritten: the operator
+    has no right to, and the edit may be intended. `fresh`: there is probably no Secret yet, so it
+    is not looked up first.
 
     Raises KeysUnusable and ApiError.
     """
     name = names.secret_name(owner.name)
     found = None if fresh else await cluster.find(SECRETS, owner.namespace, name)
-    made = False
+    state: SecretState = "found"
     if found is None:
         keys = known
         if keys is None and not fresh:
@@ -49,11 +54,11 @@ async def ensure_keys(
         is_new = keys is None
         keys = keys or make_keys(names.tls_name(owner.uid))
         try:
-            if is_new:
-                await _keep_copy(cluster, owner, keys)
             document = secret_document(owner, keys)
             found = await cluster.create(SECRETS, owner.namespace, document)
-            made = True
+            state = "new" if is_new else "restored"
+            if is_new:
+                await _keep_copy(cluster, owner, keys)
         except Conflict:
             found = await cluster.get(SECRETS, owner.namespace, name)
     if not _is_owned(found, owner):
@@ -68,7 +73,7 @@ async def ensure_keys(
             f"Secret {owner.namespace}/{name}: {what}; delete it and the operator creates it again "
             f"(kubectl delete secret -n {owner.namespace} {name})"
         )
-    return held, made
+    return held, state
 
 
 async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
@@ -78,7 +83,7 @@ async def _copied(cluster: KubeClient, owner: Owner) -> TlsKeyPair | None:
 
 
 async def _keep_copy(cluster: KubeClient, owner: Owner, keys: TlsKeyPair) -> None:
-    """Before the Secret itself. One of an earlier job of this name is deleted by Kubernetes."""
+    """Of a Secret that was just made."""
     document = secret_document(owner, keys)
     document["metadata"]["name"] = names.secret_copy_name(owner.name)
     with contextlib.suppress(Conflict):

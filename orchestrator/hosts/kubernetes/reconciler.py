@@ -57,6 +57,11 @@ from .status import (
 from .status_writer import StatusWriter, new_events
 from .storage_access import with_secret
 
+SECRET_RESTORED = (
+    "SecretRestored",
+    "the job's Secret was deleted and has been created again with the same keys",
+)
+
 log = logging.getLogger("holdfast.operator")
 
 
@@ -282,7 +287,7 @@ class JobReconciler:
         """The Secret and the journal of the job, made where they are missing. Returns whether the
         job has never run, and the journal. `new`: most likely there are none yet."""
         cluster = self._context.cluster
-        keys, made = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
+        keys, secret = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
         self._secret_checked = True
         journal = await open_journal(
             cluster,
@@ -293,7 +298,9 @@ class JobReconciler:
         fresh = not journal.records and journal.snapshot is None
         if fresh:
             await self._check_pod(job)
-        elif made and self._keys is None:
+        elif secret == "restored":
+            self.events.record("Warning", *SECRET_RESTORED)
+        elif secret == "new":
             self._secret_problem = (
                 "SecretReplaced",
                 "the job's Secret was missing and a new one was created; agents that still run "
@@ -394,10 +401,9 @@ class JobReconciler:
         if self._secret_checked:
             self._secret_checked = False
             return
-        _keys, made = await ensure_keys(self._context.cluster, self.owner, self._keys)
-        if made:
-            text = "the job's Secret was deleted and has been created again"
-            self.events.record("Warning", "SecretRestored", text)
+        _keys, secret = await ensure_keys(self._context.cluster, self.owner, self._keys)
+        if secret != "found":
+            self.events.record("Warning", *SECRET_RESTORED)
 
     def _on_preemption_notice(self, node: str, detail: str) -> None:
         if self._runtime is not None:

@@ -115,7 +115,7 @@ def test_a_finished_job_is_in_the_metrics_of_the_next_leader(
     assert replica.close() == 0
 
 
-def test_a_secret_deleted_without_an_operator_is_replaced_and_reported(
+def test_a_secret_deleted_without_an_operator_is_restored_or_its_loss_reported(
     plane: Plane, tmp_path: Path, namespace: Kubectl
 ) -> None:
     replica = Replica(plane.kubeconfig, tmp_path, (namespace.namespace,))
@@ -126,6 +126,14 @@ def test_a_secret_deleted_without_an_operator_is_replaced_and_reported(
     before = namespace.json("get", "secret", "keyless-agents")["data"]
     replica.kill()
     namespace.run("delete", "secret", "keyless-agents")
+    replica.start()
+    replica.wait_leading()
+    until(
+        lambda: (namespace.get("secret", "keyless-agents") or {}).get("data") == before,
+        "the Secret to be restored from its copy", timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
+    replica.kill()
+    namespace.run("delete", "secret", "keyless-agents", "keyless-agents-copy")
     replica.start()
     replica.wait_leading()
     namespace.wait(

@@ -80,10 +80,11 @@ def test_a_deleted_secret_costs_no_agents_even_when_the_operator_was_killed_too(
         owner = Owner("team", "llm", "uid")
         async with cluster_of(api) as cluster:
             keys, made = await ensure_keys(cluster, owner, None, fresh=True)
-            assert made
+            assert made == "new"
             del api.objects[SECRETS.path("team", "llm-agents")]
             restored, made = await ensure_keys(cluster, owner, None)
-            assert made and restored == keys
+            assert made == "restored" and restored == keys
+            assert await ensure_keys(cluster, owner, None) == (keys, "found")
             other = Owner("team", "llm", "another-uid")
             api.objects.pop(SECRETS.path("team", "llm-agents"))
             fresh, _made = await ensure_keys(cluster, other, None)
