@@ -101,11 +101,12 @@ class RayTarget:
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
         if file is not None:
+            # First of all: libraries of storage start threads, which a fork would lose.
+            job_id, num_killed = secrets.token_hex(8), fork_driver() if submission_id() else 0
             # Before connecting: several Ray nodes of one machine unpack a job's working_dir into
             # the same directory, one after the other, and each replaces it.
             job, directory = self._load(file), file.absolute().parent
-            name, shown, job_id = job.name, metadata(job), secrets.token_hex(8)
-            num_killed = fork_driver() if submission_id() else 0
+            name, shown = job.name, metadata(job)
             cluster.connect(self._address, shown)
             if num_killed and self._created(name, job_id):
                 self._revive(self.find(name), display)
