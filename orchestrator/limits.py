@@ -99,6 +99,24 @@ IDLE_S = 1.0
 QUIET_S = 0.5
 """I/O and children of a worker are measured when it has made no progress for this long."""
 
+STRAGGLER_WINDOW = 13
+"""Steps over which a worker takes the median of its working time: a rank that has become slow is
+found after half of them, and named within 20 steps."""
+
+STRAGGLER_STEPS = 4
+"""A rank is named when it has been slow for so many steps without a pause."""
+
+STRAGGLER_MAX_PRESSURE = 0.2
+"""CPU pressure of a node from which no rank of it is named: its threads share cores, and their CPU
+times vary with what the other threads do."""
+
+STRAGGLER_SHARE = 0.17
+STRAGGLER_DEVIATIONS = 6.0
+STRAGGLER_SHARE_FEW = 0.25
+STRAGGLER_MIN_RANKS = 4
+"""A rank is slow if it works so much longer than the median of all ranks, or so many deviations,
+whichever is more. With fewer ranks there is no deviation; the share is then larger."""
+
 HANG_SAMPLES = 5
 """Steps of a generation after which the measured hang timeout replaces the start-up timeout."""
 

@@ -47,6 +47,8 @@ class Progress(
     """A step is finished on this rank."""
 
     step: int
+    work_s: float = 0.0
+    """Median over the last steps of the training thread's CPU time; 0: not known."""
 
 
 class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):

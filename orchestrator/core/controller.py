@@ -231,6 +231,10 @@ def _inspected(ctx: StepContext, event: e.GroupInspected) -> None:
 
 def _straggler(ctx: StepContext, event: e.StragglerDetected) -> None:
     ctx.note(f"{event.node} is slow: {event.evidence}")
+    state = ctx.state
+    current = event.generation == state.generation and state.active and state.stop is None
+    if current and state.job.spec.recovery.replace_stragglers:
+        nodes.replace_slow(ctx, event.node, event.evidence)
 
 
 def _succeeded(ctx: StepContext, event: e.ActionSucceeded) -> None:

@@ -171,6 +171,7 @@ class StragglerDetected(Event, frozen=True, kw_only=True, tag="straggler-detecte
     generation: int
     node: str
     evidence: str
+    rank: int = -1
 
 
 class HeartbeatsLost(Event, frozen=True, kw_only=True, tag="all-silent"):

@@ -196,6 +196,20 @@ def preemption_noticed(ctx: StepContext, event: PreemptionNoticed) -> None:
     ctx.note(f"{event.node} will be preempted{grace}: {node.leave_reason}")
 
 
+def replace_slow(ctx: StepContext, name: str, evidence: str) -> None:
+    """A spare takes the ranks of a slow node, as it does those of one that will be preempted."""
+    state = ctx.state
+    node = state.nodes.get(name)
+    spares = [one for one in usable(state) if one.name not in state.members]
+    if node is None or name not in state.members or node.preempting:
+        return
+    if not spares:
+        ctx.note(f"{name} is not replaced: there is no spare")
+        return
+    node.preempting, node.slow = True, True
+    node.leave_reason = f"it is slow: {evidence}"[:MAX_DETAIL]
+
+
 # -- a new controller -------------------------------------------------------------------------
 def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> list[NodeLost]:
     """What ran under the last controller must be observed again. Returns the nodes that are gone.

@@ -35,6 +35,7 @@ from .events import (
 from .hang_limits import PULSE_STALE_S, Condition, Inspected, condition, describe
 from .liveness import FailureDetector
 from .state import JobState
+from .stragglers import Slow, StragglerFinder
 
 RECENT_STEPS = 32
 """Step times that the median is taken over."""
@@ -91,6 +92,7 @@ class _Generation:
     """Node -> steps in a row in which it was slow."""
     stragglers: dict[str, None] = field(default_factory=dict)
     """Nodes with a StragglerDetected."""
+    finder: StragglerFinder = field(default_factory=StragglerFinder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class ProgressMonitor:
         self._current = _Generation()
         self._worst_gap_s = 0.0
         """Longest time without progress of a rank in training that ended by itself."""
+        self._contended: dict[str, int] = {}
+        """Node -> when threads of its machine last shared cores."""
         self._starved_ns: int | None = None
         """When a machine of the job was last short of CPU time."""
         self._unchecked = False
@@ -241,13 +245,15 @@ class ProgressMonitor:
         self._worst_gap_s = max(self._worst_gap_s, gap_s)
 
     def _note_pressure(self, now_ns: int, beat: HeartbeatReceived) -> None:
-        if beat.cpu_pressure < limits.STARVED_PRESSURE:
+        if beat.cpu_pressure < limits.STRAGGLER_MAX_PRESSURE:
             return
-        self._starved_ns = now_ns
         nodes = self._state.nodes
         host = nodes[beat.node].facts.hostname
         here = [name for name, node in nodes.items() if node.facts.hostname == host]
-        self._detector.starved(now_ns, here)
+        self._contended |= dict.fromkeys(here, now_ns)
+        if beat.cpu_pressure >= limits.STARVED_PRESSURE:
+            self._starved_ns = now_ns
+            self._detector.starved(now_ns, here)
 
     def _progress(self, now_ns: int) -> list[AnyEvent]:
         """What the heartbeats since the last check say about steps."""
@@ -375,13 +381,16 @@ class ProgressMonitor:
 
     def _condition(self, live: dict[int, _Rank]) -> Condition:
         now_ns = max(known.seen_ns for known in live.values())
-        starved_ns = self._starved_ns
-        starved = starved_ns is not None and now_ns - starved_ns <= seconds(STARVED_MEMORY_S)
         beats = [known.beat for known in live.values()]
+        starved = self._starved(now_ns)
         found = condition(now_ns, beats, self._current.inspected, starved=starved)
         if found in ("busy", "starved"):
             self._current.busy_ns = now_ns
         return found
+
+    def _starved(self, now_ns: int) -> bool:
+        at_ns = self._starved_ns
+        return at_ns is not None and now_ns - at_ns <= seconds(STARVED_MEMORY_S)
 
     @property
     def _learned(self) -> bool:
@@ -508,10 +517,31 @@ class ProgressMonitor:
             f"all ranks had finished step {current.done}"
         )
 
+    def _straggler(self, slow: Slow) -> StragglerDetected:
+        """A rank that works longer than its peers in every step."""
+        evidence = (
+            f"rank {slow.rank} works {slow.work_s * 1e3:.1f} ms a step outside collectives, "
+            f"{slow.work_s / slow.usual_s:.2f} times as long as the other ranks "
+            f"({slow.usual_s * 1e3:.1f} ms)"
+        )
+        node = self._state.node_of(slow.rank)
+        return StragglerDetected(
+            generation=self._current.number, node=node, rank=slow.rank, evidence=evidence
+        )
+
     # -- stragglers ---------------------------------------------------------------------------
     def _stragglers(self) -> list[AnyEvent]:
-        """Nodes whose ranks report much longer step times than the others."""
+        """Ranks that work longer than the others, and nodes whose ranks report much longer step
+        times."""
         current, state = self._current, self._state
+        work_s = {rank: known.beat.work_s for rank, known in current.ranks.items()}
+        if any(work_s.values()) and state.mesh is not None:
+            node_of = {rank: state.node_of(rank) for rank in work_s}
+            now_ns = max(known.seen_ns for known in current.ranks.values())
+            since_ns = now_ns - seconds(STARVED_MEMORY_S)
+            contended = [node for node, at_ns in self._contended.items() if at_ns >= since_ns]
+            found = current.finder.observe(current.done, work_s, state.mesh, node_of, contended)
+            return [self._straggler(slow) for slow in found]
         slowest: dict[str, float] = {}
         for rank, known in current.ranks.items():
             node = state.node_of(rank)

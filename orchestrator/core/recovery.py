@@ -253,7 +253,8 @@ def conclude(ctx: StepContext) -> Reason | None:
     if stop.purpose == "preemption":
         names = ", ".join(node for node, _why in stop.leaving)
         incident.failure_class, incident.rule = "preemption", "preempted"
-        incident.title = f"{names} will be preempted"
+        slow = all(n in state.nodes and state.nodes[n].slow for n, _why in stop.leaving)
+        incident.title = f"{names} is slow and replaced" if slow else f"{names} will be preempted"
         incident.evidence = "; ".join(dict.fromkeys(why for _node, why in stop.leaving))
         incident.culprit_node = stop.leaving[0][0]
         return _charge(ctx, incident)

@@ -159,7 +159,8 @@ def _replace_leaving_nodes(
     if possible >= wanted or hopeless or begun or ctx.due("preempt"):
         names = ", ".join(node.name for node in leaving)
         why = leaving[0].leave_reason
-        text = f"{names} will be preempted ({why}); {possible} nodes are usable"
+        what = "replaced" if leaving[0].slow else "preempted"
+        text = f"{names} will be {what} ({why}); {possible} nodes are usable"
         nodes_leaving = tuple((node.name, node.leave_reason) for node in leaving)
         recovery.interrupt(
             ctx, Cause("preemption", Reason("preemption", text), leaving=nodes_leaving)

@@ -91,6 +91,8 @@ class NodeRecord(Struct):
     """It has a preemption notice; no new generation uses it."""
     leave_reason: str = field(default="", name="leaving")
     """What its preemption notices said."""
+    slow: bool = False
+    """It leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
     """When it leaves, if a notice had the time."""
 

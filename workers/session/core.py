@@ -34,6 +34,7 @@ from holdfast.workers.training.data import mix
 from .agent_channel import AgentChannel
 from .distributed import Meshes, RankEnv, join, pick_device, rank_env
 from .shards import Shards
+from .work_time import WorkMeter
 
 _PHASES: tuple[WorkerPhase, ...] = ("build", "compile", "train", "evaluate", "save")
 
@@ -73,6 +74,8 @@ class Session:
         self._last_step, self._last_staged = -1, -1
         self._stall_s = 0.0
         self._step_began = time.perf_counter()
+        # On a GPU the host's time shows nothing of the device's.
+        self._work = WorkMeter() if self._channel is not None and device.type == "cpu" else None
 
     # -- ranks and mesh -------------------------------------------------------------------------
     @property
@@ -184,7 +187,7 @@ class Session:
             )
             self._stager.prepare()
         self._enter("train")
-        self._step_began = time.perf_counter()
+        self._begin_step()
         return self._last_step + 1
 
     def step(
@@ -215,16 +218,17 @@ class Session:
         self._last_step = step
         now = time.perf_counter()
         step_s = now - self._step_began
+        work_s = self._work.end() if self._work is not None else 0.0
         hold = self._stage_requested(step)
         if hold is not None or self._is_due(step):
             self.save()
         if hold and self._stager is not None:
             self._stager.finish()  # the agent must get the shard before the report of the step
-        self._report(step, loss, tokens, flops, step_s)
-        self._step_began = now
+        self._report(step, loss, tokens, flops, step_s, work_s)
+        self._begin_step(now)
         if hold and self._channel is not None:
             self._channel.hold()
-            self._step_began = time.perf_counter()
+            self._begin_step()
 
     def save(self) -> None:
         """Stages the state of the last finished step now, regardless of the interval.
@@ -252,7 +256,7 @@ class Session:
         self._enter(name)
         yield
         self._enter(before)
-        self._step_began += time.perf_counter() - began
+        self._begin_step(self._step_began + time.perf_counter() - began)
 
     def tick(self) -> None:
         """Reports progress within a long step or phase, such as a finished micro-batch."""
@@ -268,6 +272,12 @@ class Session:
         if self._channel is not None:
             self._channel.send(worker_protocol.Finished(step=self._last_step))
             self._channel.stop_pulse()
+
+    def _begin_step(self, at_s: float | None = None) -> None:
+        """What was done since the last step, such as staging, is not work of the next one."""
+        self._step_began = time.perf_counter() if at_s is None else at_s
+        if self._work is not None:
+            self._work.begin()
 
     # -- internal ---------------------------------------------------------------------------------
     def _expect_mesh(self, state: TrainingState) -> None:
@@ -326,7 +336,13 @@ class Session:
         return lambda shard: store.open(source.directory, files[shard])
 
     def _report(
-        self, step: int, loss: float | Tensor | None, tokens: int, flops: float, step_s: float
+        self,
+        step: int,
+        loss: float | Tensor | None,
+        tokens: int,
+        flops: float,
+        step_s: float,
+        work_s: float,
     ) -> None:
         if self._channel is None:
             return
@@ -337,6 +353,7 @@ class Session:
                 loss=None if loss is None else float(loss),
                 tokens=tokens,
                 step_s=step_s,
+                work_s=work_s,
                 stall_s=self._stall_s,
                 copy_s=self._stager.copy_s if self._stager else 0.0,
                 staging_s=self._stager.staging_s if self._stager else 0.0,

@@ -162,6 +162,9 @@ class Recovery(Part):
     """Seconds without a step that a worker may compute, read or compile, with hangTimeoutSeconds
     auto. Three times the longest such time that ended by itself, if that is longer; four times as
     long on a machine whose processes wait for the CPU."""
+    replace_stragglers: bool = False
+    """A node with a rank that works much longer than its peers in every step is replaced by a
+    spare, if there is one; it is charged as a preemption. Otherwise it is only noted."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """Seconds from the launch of a generation to its first step."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S

@@ -81,6 +81,7 @@ class Worker:
             quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / SECOND_NS,
             pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / SECOND_NS,
             stopped=stopped,
+            work_s=last.work_s,
             idle_s=self.idle_s,
             **report_fields(last),
         )

@@ -1,0 +1,163 @@
+"""A rank that works longer than its peers is named within 20 steps; chance names none."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from statistics import median
+
+import pytest
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.events import (
+    AnyEvent,
+    HeartbeatReceived,
+    NodeJoined,
+    StragglerDetected,
+)
+from holdfast.orchestrator.core.progress_monitor import ProgressMonitor
+from holdfast.orchestrator.core.stragglers import Slow, StragglerFinder, slow_ranks
+from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.protocol.mesh import Mesh
+
+from .harness import SECOND, Transcript, facts, spec
+
+RANKS = 8
+MESH = Mesh(replicate=RANKS)
+NODE_OF = {rank: f"node-{rank // 2}" for rank in range(RANKS)}
+NOISE = 0.05
+"""Standard deviation of a step's working time; one step in 200 takes three times as long."""
+
+
+class Ranks:
+    """The working times that ranks report: medians over their last steps."""
+
+    def __init__(self, seed: int, slow_from: int | None = None, noise: float = NOISE) -> None:
+        self.random = random.Random(seed)
+        self.noise, self.slow_from = noise, slow_from
+        self.recent = [deque[float](maxlen=limits.STRAGGLER_WINDOW) for _ in range(RANKS)]
+        self.finder = StragglerFinder()
+
+    def step(self, step: int) -> list[Slow]:
+        for rank, recent in enumerate(self.recent):
+            work_s = 0.1 * max(0.2, self.random.gauss(1.0, self.noise))
+            if self.random.random() < 0.005:
+                work_s *= 3
+            if rank == 3 and self.slow_from is not None and step >= self.slow_from:
+                work_s *= 1.3
+            recent.append(work_s)
+        full = len(self.recent[0]) == limits.STRAGGLER_WINDOW
+        reports = {rank: median(r) if full else 0.0 for rank, r in enumerate(self.recent)}
+        return self.finder.observe(step, reports, MESH, NODE_OF)
+
+
+def test_at_most_one_name_in_a_hundred_thousand_clean_steps_is_false() -> None:
+    ranks = Ranks(seed=1)
+    names = [slow for step in range(100_000) for slow in ranks.step(step)]
+    assert len(names) <= 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_rank_that_becomes_a_third_slower_is_named_within_twenty_steps(seed: int) -> None:
+    ranks = Ranks(seed, slow_from=50)
+    named = {slow.rank: step for step in range(70) for slow in ranks.step(step)}
+    assert list(named) == [3]
+    assert 50 < named[3] <= 50 + 20
+
+
+def test_noise_raises_the_limit_instead_of_naming_ranks() -> None:
+    ranks = Ranks(seed=2, noise=0.25)
+    assert len([slow for step in range(20_000) for slow in ranks.step(step)]) <= 2
+
+
+def test_a_few_ranks_are_compared_with_the_others_and_an_unreported_one_with_none() -> None:
+    one_node = dict.fromkeys(range(4), "a")
+    assert list(slow_ranks({0: 0.1, 1: 0.13}, one_node)) == [1]
+    assert not slow_ranks({0: 0.1, 1: 0.12}, one_node) and not slow_ranks({0: 0.1}, one_node)
+    assert not slow_ranks({0: 0.1, 1: 0.0, 2: 0.5}, one_node)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 16])
+def test_all_ranks_of_a_slow_machine_are_slow(nodes: int) -> None:
+    node_of = {rank: f"node-{rank // 4}" for rank in range(4 * nodes)}
+    work_s = {rank: (0.13 if node == "node-1" else 0.1) for rank, node in node_of.items()}
+    assert list(slow_ranks(work_s, node_of)) == [4, 5, 6, 7]
+
+
+def test_the_stages_of_a_pipeline_have_different_work() -> None:
+    mesh = Mesh(pipeline=2, replicate=4)
+    first = mesh.coordinates(0)["pipeline"]
+    work_s = {r: 0.1 if mesh.coordinates(r)["pipeline"] == first else 0.3 for r in range(8)}
+    finder = StragglerFinder()
+    assert [slow for step in range(20) for slow in finder.observe(step, work_s, mesh, {})] == []
+
+
+def heartbeats(step: int, pressure: float) -> list[HeartbeatReceived]:
+    return [
+        HeartbeatReceived(
+            node=node,
+            generation=1,
+            cpu_pressure=pressure,
+            workers=tuple(
+                WorkerBeat(
+                    rank=rank, phase="train", step=step, ticks=step + 2, step_s=0.5,
+                    work_s=0.3 if node == "b" else 0.2,
+                )
+                for rank in ranks
+            ),
+        )
+        for node, ranks in (("a", (0, 1)), ("b", (2, 3)))
+    ]  # fmt: skip
+
+
+def run(
+    spares: tuple[str, ...], *, replace: bool, pressure: float = 0.0
+) -> tuple[Transcript, list[AnyEvent]]:
+    document = spec(
+        {"min": 1, "max": 2, "spares": len(spares)}, recovery={"replaceStragglers": replace}
+    )
+    job = Transcript(document).started("a", "b", step=None)
+    job.join(*spares)
+    monitor = ProgressMonitor(job.state.job, job.controller)
+    found: list[AnyEvent] = []
+    for node in ("a", "b"):
+        monitor.observe(job.now_ns, NodeJoined(node=node, facts=facts(node), generation=1))
+    for step in range(12):
+        job.now_ns += SECOND // 2
+        for beat in heartbeats(step, pressure):
+            for event in monitor.observe(job.now_ns, beat):
+                found.append(event)
+                job.apply(event)
+    return job, found
+
+
+def test_a_straggler_is_noted_and_only_replaced_by_a_spare_if_the_job_wants_it() -> None:
+    job, found = run(("c",), replace=False)
+    slow = [event for event in found if isinstance(event, StragglerDetected)]
+    assert {event.node for event in slow} == {"b"}
+    assert "300.0 ms a step outside collectives, 1.50 times as long" in slow[0].evidence
+    assert job.state.stop is None and not job.state.nodes["b"].preempting
+    job, _found = run((), replace=True)
+    assert job.state.stop is None
+    assert any("b is not replaced: there is no spare" in text for _at, text in job.state.notes)
+
+
+def test_a_spare_takes_the_ranks_of_a_straggler() -> None:
+    job, _found = run(("c",), replace=True)
+    assert job.state.nodes["b"].slow
+    for _ in range(20):
+        if job.state.stop is not None:
+            break
+        job.wait(1.0)
+    assert job.state.stop is not None and job.state.stop.purpose == "preemption"
+    for node in ("a", "b"):
+        job.stopped(node, 11)
+    launched = [one.node for one in job.actions if isinstance(one, LaunchGroup)]
+    assert set(launched[-2:]) == {"a", "c"}
+    assert job.state.incidents[-1].title == "b is slow and replaced"
+
+
+def test_no_rank_of_a_machine_whose_threads_share_cores_is_named() -> None:
+    _job, found = run((), replace=False, pressure=0.4)
+    assert not [event for event in found if isinstance(event, StragglerDetected)]
