@@ -26,7 +26,7 @@ def running(rig: Rig, node: str, generation: int) -> None:
     )
 
 
-def test_killing_the_launcher_ends_its_nodes_and_their_workers(tmp_path: Path) -> None:
+def test_nodes_survive_their_launcher_and_end_with_their_workers(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     rig.start_launcher()
     try:
@@ -37,9 +37,15 @@ def test_killing_the_launcher_ends_its_nodes_and_their_workers(tmp_path: Path) -
                 running(rig, node, 1)
             assert rig.launcher is not None
             below = [p for node in ("a", "b") for pids in rig.pids(node).values() for p in pids]
-            with watched([rig.launcher.pid, *rig.nodes.values(), *below]) as gone:
+            with watched([*rig.nodes.values(), *below]) as gone:
                 os.kill(rig.launcher.pid, signal.SIGKILL)
                 rig.launcher.wait()
+                for node in ("a", "b"):
+                    assert rig.stop(node, 1).generation == 1
+                    assert rig.launch(node, 2).ok
+                    running(rig, node, 2)
+                for pid in rig.nodes.values():
+                    os.kill(pid, signal.SIGKILL)
                 gone()
     finally:
         rig.end()

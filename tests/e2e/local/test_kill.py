@@ -126,6 +126,7 @@ def test_training_survives_its_node_launcher_and_the_next_one_starts_nodes(job: 
     incident = job.running(incidents=len(before.incidents) + 1).incidents[-1]
     assert incident.culprit_node == node and incident.restored_from == "memory"
     assert incident.steps_lost is not None and incident.steps_lost <= 1
+    job.until(lambda v: v.state == "running" and v.world_size == 4)
 
 
 def test_a_job_shrinks_without_a_replacement_and_grows_again(job: Job) -> None:
