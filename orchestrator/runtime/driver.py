@@ -141,7 +141,7 @@ class Driver:
             self.stop()
 
     def _report_journal(self) -> None:
-        # The text may change with each attempt; only its begin and its end are news.
+        # The text may change with each attempt; only its begin and its end are reported.
         begins_or_ends = bool(self._journal.problem) != bool(self.journal_problem)
         self.journal_problem = self._journal.problem
         if begins_or_ends:

@@ -46,7 +46,7 @@ HEADER = MAGIC + struct.pack("<I", PLAIN)
 COMPACTED_HEADER = MAGIC + struct.pack("<I", COMPACTED)
 COVERED = struct.Struct("<Q")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that end when somebody frees space. The controller of a job that trains goes on."""
+"""Errors that end when space is freed. The controller of a job that trains goes on."""
 ZERO_TAIL_BYTES = 16
 """This many zero bytes at the end of a file are blocks that never reached the disk; no event ends
 with that many."""
@@ -334,7 +334,7 @@ class FileJournal:
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. From now on it survives this process, and after `commit` the machine too.
 
-        On a full disk it stays in memory, and `problem` says so. Raises JournalError when it cannot
+        On a full disk it stays in memory, and `problem` has the text. Raises JournalError when it cannot
         be written for another reason, and leaves the file as it was.
         """
         self._unwritten.append(encode_record(now_ns, event))
