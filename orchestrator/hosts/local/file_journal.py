@@ -334,7 +334,7 @@ class FileJournal:
     def append(self, now_ns: int, event: AnyEvent) -> None:
         """Add a record. From now on it survives this process, and after `commit` the machine too.
 
-        On a full disk it stays in memory, and `problem` has the text. Raises JournalError when it cannot
+        On a full disk it stays in memory, and `problem` is set. Raises JournalError when it cannot
         be written for another reason, and leaves the file as it was.
         """
         self._unwritten.append(encode_record(now_ns, event))
