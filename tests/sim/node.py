@@ -197,7 +197,7 @@ class SimNode:
         ):
             self.feed(inputs.PushDone(out.buffer, "the buddy cannot be reached"))
             return
-        buffer, before = peer.machine.accept_copy(out.staged)
+        buffer, before = peer.machine.accept_copy(out.staged, out.confirmed)
         for command in before:
             peer._carry_out(command)
         if isinstance(buffer, str):

@@ -8,18 +8,15 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from holdfast.orchestrator import limits
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 
 class LossyFile(io.FileIO):
     """A descriptor for writing. What the file system refuses is dropped."""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:

@@ -347,10 +347,17 @@ class CheckpointTiers:
             out += [commands.Send(last)]
         return [*out, *self._carry_out(group, self.buffers.settle())]
 
-    def accept_copy(self, running: int, staged: StagedShard) -> tuple[int | str, list[Command]]:
+    def accept_copy(
+        self, group: Generation | None, staged: StagedShard, confirmed: int
+    ) -> tuple[int | str, list[Command]]:
         """(buffer, or why the copy is refused; commands before its use)."""
+        running = group.generation if group is not None else 0
         if staged.generation < running:
             return f"generation {staged.generation} is over; {running} runs here", []
+        if group is not None and staged.generation == running:
+            # The order that confirmed it may not have reached this node.
+            self.rounds.raise_confirmed((running, confirmed))
+            self._keep(group)
         number, fresh, freed = self.copies.begin(staged)
         out: list[Command] = [commands.FreeBuffer(old) for old in freed]
         if fresh:
@@ -440,6 +447,7 @@ class CheckpointTiers:
                 node=launch.buddy,
                 address=launch.buddy_address,
                 port=launch.buddy_port,
+                confirmed=self.rounds.confirmed_step(group),
             )
         ]
 

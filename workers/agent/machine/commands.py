@@ -136,6 +136,9 @@ class PushToBuddy(CommandBase, frozen=True):
     node: str
     address: str
     port: int
+    confirmed: int = -1
+    """The newest step of the generation that all agents have pushed; -1: none. The buddy may not
+    have heard of it."""
 
 
 class FetchFromPeer(CommandBase, frozen=True):

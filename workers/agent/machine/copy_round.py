@@ -64,6 +64,15 @@ class CopyRounds:
         self._begin(group, order.step)
         return True
 
+    def raise_confirmed(self, known: Version) -> None:
+        if known[1] >= 0 and (self.confirmed is None or known > self.confirmed):
+            self.confirmed = known
+
+    def confirmed_step(self, group: Generation) -> int:
+        """The newest confirmed step of this generation; -1: none."""
+        generation, step = self.confirmed or (0, -1)
+        return step if generation == group.generation else -1
+
     def _begin(self, group: Generation, wanted: int) -> None:
         slots = {worker.seat.local_rank for worker in group.workers.values()}
         self.current = CopyRound(wanted, waiting=slots)

@@ -92,10 +92,12 @@ class AgentMachine:
         """(buffer, content) of a shard in memory, kept until ServeDone; None: it is not here."""
         return self.tiers.lend(step, generation, shard)
 
-    def accept_copy(self, staged: StagedShard) -> tuple[int | str, list[Command]]:
+    def accept_copy(
+        self, staged: StagedShard, confirmed: int = -1
+    ) -> tuple[int | str, list[Command]]:
         """The buffer for a copy of another node's shard, until CopyDone, or why it is refused.
-        The commands come before the use of the buffer."""
-        return self.tiers.accept_copy(self.group.generation if self.group else 0, staged)
+        The commands come before the use of the buffer. `confirmed`: see commands.PushToBuddy."""
+        return self.tiers.accept_copy(self.group, staged, confirmed)
 
     # -- dispatch -----------------------------------------------------------------------------
     def _react(self, now_ns: int, given: Input) -> list[Command]:

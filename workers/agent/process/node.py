@@ -399,7 +399,7 @@ class AgentProcess:
         share = self._job.spec.checkpoint.memory.buddy_network_percent / 100 if self._job else 1.0
         detail, begin = "", time.monotonic()
         try:
-            await self._pools.run("push", peer_transfer.push, *target, share)
+            await self._pools.run("push", peer_transfer.push, *target, share, command.confirmed)
         except peer_transfer.PeerError as error:
             detail = f"{command.node}: {error}"
         seconds = time.monotonic() - begin
@@ -430,7 +430,7 @@ class AgentProcess:
         return self._hold(buffer, staged, lambda ok: self._give(inputs.ServeDone(buffer)))
 
     def _on_put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
-        buffer, before = self._machine.accept_copy(put.staged)
+        buffer, before = self._machine.accept_copy(put.staged, put.confirmed)
         for command in before:
             self._carry_out(command)
         if isinstance(buffer, str):

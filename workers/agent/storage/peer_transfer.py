@@ -68,6 +68,8 @@ class Get(PeerMessage, frozen=True, kw_only=True, tag="get"):
 class Put(PeerMessage, frozen=True, kw_only=True, tag="put"):
     token: str
     staged: StagedShard
+    confirmed: int = -1
+    """As in commands.PushToBuddy."""
 
 
 class Yes(PeerMessage, frozen=True, kw_only=True, tag="yes"):
@@ -266,12 +268,13 @@ def push(
     staged: StagedShard,
     fd: int,
     share: float = 1.0,
+    confirmed: int = -1,
 ) -> None:
     """Copy a shard to another agent's memory, with a share of the network. Takes over `fd`. Blocks.
     Raises PeerError."""
     try:
         with _connect(address, port, credentials) as sock:
-            _send(sock, Put(token=credentials.token, staged=staged))
+            _send(sock, Put(token=credentials.token, staged=staged, confirmed=confirmed))
             _expect_yes(_receive(sock))
             _send_file(sock, fd, staged.num_bytes, NetworkShare(share))
             _expect_yes(_receive(sock))

@@ -420,6 +420,19 @@ def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one
     assert (report.generation, report.step, report.seconds) == (2, 0, 1.0)
 
 
+def test_a_push_tells_the_buddy_which_step_is_confirmed() -> None:
+    """Seed 5002521: the order that confirmed step 1 was lost with the controller, and the copy of
+    step 1 was dropped for that of step 2."""
+    harness = AgentHarness()
+    harness.launch(1, buddy="node-1", agreed_copies=True)
+    harness.receive(m.CopyStep(generation=1, step=1, confirmed=0))
+    for step in range(3):
+        buffer, _ = harness.machine.accept_copy(StagedShard(step, 1, 5, 8, 100), step - 1)
+        assert isinstance(buffer, int)
+        harness.give(inputs.CopyDone(buffer, ok=True))
+    assert harness.staged() == {(1, 1, 5), (1, 2, 5)}
+
+
 def test_messages_of_a_worker_of_another_generation_change_nothing() -> None:
     harness = AgentHarness()
     harness.launch(2)
