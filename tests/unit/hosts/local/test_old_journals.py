@@ -55,6 +55,14 @@ def without_sentences(value: Any) -> Any:
     return value
 
 
+def comparable(view: Any) -> Any:
+    """That Holdfast counted the last step of an interrupted generation as recovery if no report of
+    it had come; today's counts it as training. The sum of both is the same."""
+    ledger = dict(view["ledger"])
+    together = round(ledger.pop("productive") + ledger.pop("recovering"), 6)
+    return {**view, "goodput": None, "ledger": {**ledger, "productive and recovering": together}}
+
+
 class OldReplay:
     """Controller and view of an old journal, through today's code."""
 
@@ -84,26 +92,37 @@ class OldReplay:
 
     def view(self) -> Any:
         now_ns = self.projection.now_ns + 1_000_000
-        return without_sentences(self.projection.view(now_ns, live=False))
+        return comparable(without_sentences(self.projection.view(now_ns, live=False)))
+
+
+def comparable_state(state: JobState) -> Any:
+    """Without the fields of launches that were added since: a replay decides them anew."""
+    found = without_sentences(state)
+    for launch in found["launch_actions"].values():
+        del launch["own_shards"], launch["stage_every_steps"]
+    return found
 
 
 def views() -> dict[str, Any]:
-    return {name: without_sentences(view) for name, view in _views().items()}
-
-
-def _views() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((DATA / "views.json").read_text())
-    later: dict[str, Any] = {"tokens": 0, "flops_per_step": 0.0}  # fields added since
-    for view in found.values():
-        view["incidents"] = [{"culprit_machine": "", **one} for one in view["incidents"]]
-    return {name: later | view for name, view in found.items()}
+    return {name: comparable(without_sentences(view)) for name, view in found.items()}
+
+
+def of_that_time(value: Any, then: Any) -> Any:
+    """`value` without the fields that `then` lacks: they were added since."""
+    if isinstance(then, dict):
+        return {key: of_that_time(value[key], one) for key, one in then.items()}
+    if isinstance(then, list) and len(value) == len(then):
+        return [of_that_time(*pair) for pair in zip(value, then, strict=True)]
+    return value
 
 
 @pytest.mark.parametrize("name", NUM_EVENTS)
 def test_an_old_journal_gives_the_same_view(name: str, tmp_path: Path) -> None:
     whole = OldReplay("whole", tmp_path)
     assert len(whole.later) == NUM_EVENTS["end"]
-    assert whole.take(NUM_EVENTS[name]).view() == views()[name]
+    then = views()[name]
+    assert of_that_time(whole.take(NUM_EVENTS[name]).view(), then) == then
 
 
 @pytest.mark.parametrize("name", ["incident", "restarted", "staging", "drain"])
@@ -113,13 +132,16 @@ def test_an_old_snapshot_gives_the_state_and_view_that_a_replay_gives(
     whole = OldReplay("whole", tmp_path).take(NUM_EVENTS[name])
     compacted = OldReplay(name, tmp_path)
     assert len(compacted.later) == NUM_EVENTS["end"] - NUM_EVENTS[name]
-    assert compacted.view() == whole.view() == views()[name]
+    then = views()
+    assert compacted.view() == whole.view()
+    assert of_that_time(whole.view(), then[name]) == then[name]
     # That Holdfast armed the timer of a last checkpoint for a state at risk too.
     if name in ("restarted", "staging"):
         assert compacted.state.timers.pop("persist")
-    assert without_sentences(compacted.state) == without_sentences(whole.state)
-    assert compacted.take().view() == whole.take().view() == views()["end"]
-    assert without_sentences(compacted.state) == without_sentences(whole.state)
+    assert comparable_state(compacted.state) == comparable_state(whole.state)
+    assert compacted.take().view() == whole.take().view()
+    assert of_that_time(whole.view(), then["end"]) == then["end"]
+    assert comparable_state(compacted.state) == comparable_state(whole.state)
     assert compacted.state.phase == "cancelled" and compacted.state.reason.code == "cancel"
 
 
