@@ -222,7 +222,7 @@ ROOTS = {
     ),
 }
 # Modules that the command line can import and the image does not have.
-NOT_HERE = {"operator": {"ray"}, "worker": set()}
+NOT_HERE = {"operator": {"ray", "grpc"}, "worker": set()}
 # Module name -> name of the distribution, where they differ.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",

@@ -22,12 +22,12 @@ class LocalNodeRegistry(msgspec.Struct):
     next_number: int = 0
     agents: dict[str, Identity] = {}
     """Nodes whose process is known."""
-    devices: dict[str, tuple[str, ...]] = {}
-    """GPUs of the nodes above, where nodes have GPUs of their own."""
     starting: set[str] = set()
     """Requested nodes whose process is not known yet."""
     boot: str = ""
     """Boot id of the machine; empty in files of earlier versions."""
+    devices: dict[str, tuple[str, ...]] = {}
+    """GPUs of `agents`, where nodes have GPUs of their own."""
 
 
 def load(path: Path) -> LocalNodeRegistry:

@@ -138,7 +138,7 @@ class PushToBuddy(CommandBase, frozen=True):
     port: int
     confirmed: int = -1
     """The newest step of the generation that all agents have pushed; -1: none. The buddy may not
-    have heard of it."""
+    know it yet."""
 
 
 class FetchFromPeer(CommandBase, frozen=True):

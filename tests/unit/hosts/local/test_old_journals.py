@@ -96,7 +96,7 @@ class OldReplay:
 
 
 def comparable_state(state: JobState) -> Any:
-    """Without the fields of launches that were added since: a replay decides them anew."""
+    """Without the fields of launches that were added since: a replay decides them again."""
     found = without_sentences(state)
     for launch in found["launch_actions"].values():
         del launch["own_shards"], launch["stage_every_steps"]

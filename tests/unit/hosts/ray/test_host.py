@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping
-from holdfast.orchestrator.backends.ray import actors, kv, names
+from holdfast.orchestrator.backends.ray import actors, kv, names, ray_nodes
 from holdfast.orchestrator.cli.display import SilentDisplay
 from holdfast.orchestrator.cli.output import stderr
 from holdfast.orchestrator.cli.targets.ray.job import RayJob
@@ -188,6 +188,7 @@ def test_a_journal_that_cannot_be_written_refuses_no_job(
 
     monkeypatch.setattr(KvJournal, "commit", fail)
     monkeypatch.setattr(UnlistableFileSystem, "ls", MemoryFileSystem.ls)
+    monkeypatch.setattr(ray_nodes, "own_node", lambda: {"address": "127.0.0.1"})
     with pytest.raises(JournalError):
         asyncio.run(make_host(order).run())
     assert not store.exists(kv.ENDED)

@@ -420,7 +420,7 @@ def test_the_end_of_a_push_of_an_earlier_generation_is_not_taken_for_a_newer_one
     assert (report.generation, report.step, report.seconds) == (2, 0, 1.0)
 
 
-def test_a_push_tells_the_buddy_which_step_is_confirmed() -> None:
+def test_a_push_carries_the_confirmed_step_to_the_buddy() -> None:
     """Seed 5002521: the order that confirmed step 1 was lost with the controller, and the copy of
     step 1 was dropped for that of step 2."""
     harness = AgentHarness()
