@@ -39,13 +39,16 @@ def load_job(path: str | Path) -> TrainingJob:
 
     Raises UserError when the file cannot be read and SpecError when it is not a valid job.
     """
-    path = Path(path)
+    return parse_job(read_job_file(path), source=str(path))
+
+
+def read_job_file(path: str | Path) -> str:
+    """The text of a job file. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot be read ({why}); expected a YAML file") from None
-    return parse_job(text, source=str(path))
 
 
 def parse_job(text: str, source: str = "") -> TrainingJob:

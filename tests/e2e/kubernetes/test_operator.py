@@ -274,7 +274,7 @@ def test_jobs_without_a_controller_are_in_the_metrics_until_they_are_deleted(
     jobs.apply(job("ended"))
     wait_pods(jobs, "ended", 2)
     jobs.run("annotate", "trainingjob", "ended", "holdfast.dev/cancel=ann")
-    expected = {"refused": "failed", "unstarted": "suspended", "ended": "cancelled"}
+    expected = {"refused": "pending", "unstarted": "suspended", "ended": "cancelled"}
 
     def states() -> dict[str, str]:
         """Job -> state, of jobs with a single series."""

@@ -31,8 +31,8 @@ LEASE_S = 60
 """Renewed every 12 s, so that most requests are those of jobs."""
 WATCHES = 2
 """Pods and TrainingJobs; each restarts every few minutes."""
-REQUESTS_PER_JOB = 5 + PODS_EACH
-"""A Secret, a journal and its first record, a dry run of a pod, a status, and the pods."""
+REQUESTS_PER_JOB = 6 + PODS_EACH
+"""A Secret and its copy, a journal and its first record, a dry run of a pod, a status, and pods."""
 LOOKS = 5
 """Checks of a Kubernetes node whose pods are not removed: after 2, 4, 8 s and so on."""
 STATUS_WRITES = 3
@@ -113,8 +113,9 @@ def test_many_jobs_cost_few_requests_none_while_idle_and_leave_nothing(
     created = quiet(operator)
     asked = created - before
     assert asked["create", "pods"] == NUM_PODS + NUM_JOBS, "each once, and one of each job tried"
+    assert asked["create", "secrets"] == 2 * NUM_JOBS, "the keys of a job, and their copy"
+    assert asked["create", "configmaps"] == NUM_JOBS
     for what in ("secrets", "configmaps"):
-        assert asked["create", what] == NUM_JOBS
         assert asked["get", what] == 0, f"{what} of a new job need no look before"
     assert asked["get", "nodes"] <= NUM_NODES, "each place is looked up once for all jobs"
     most = NUM_JOBS * (REQUESTS_PER_JOB + STATUS_WRITES) + NUM_NODES

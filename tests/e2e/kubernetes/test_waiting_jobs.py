@@ -67,7 +67,7 @@ def test_a_missing_priority_class_is_named_and_awaited(jobs: Kubectl, operator: 
     name = f"class-{jobs.namespace}"
     jobs.apply(job("ranked", kubernetes={"priorityClassName": name}))
     found = wait_message(jobs, "ranked", f"no PriorityClass with name {name} was found")
-    assert reason_of(found) == "NoRoom"
+    assert reason_of(found) == "PriorityClassMissing"
     jobs.run("create", "priorityclass", name, "--value=7")
     try:
         for pod in wait_pods(jobs, "ranked", 2):
@@ -134,6 +134,7 @@ def test_a_secret_edited_without_an_operator_is_named(
     """Runs last, because it stops the operator."""
     jobs.apply(job("tampered"))
     wait_pods(jobs, "tampered", 2)
+    before = jobs.json("get", "secret", "tampered-agents")["data"]
     operator.kill()
     change = '{"data": {"tls.crt": "bm9uc2Vuc2U="}}'
     jobs.run("patch", "secret", "tampered-agents", "--type=merge", f"--patch={change}")
@@ -144,5 +145,8 @@ def test_a_secret_edited_without_an_operator_is_named(
     )
     assert reason_of(found) == "OperatorWaits"
     jobs.run("delete", "secret", "tampered-agents")
-    wait_message(jobs, "tampered", "agents that still run cannot connect with the old one")
+    until(
+        lambda: (jobs.get("secret", "tampered-agents") or {}).get("data") == before,
+        "the Secret to be created again from its copy", timeout_s=BOUND_S, last=operator.tail,
+    )  # fmt: skip
     gone(jobs, "tampered")

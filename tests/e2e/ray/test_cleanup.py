@@ -258,7 +258,7 @@ def test_a_request_counts_as_soon_as_a_job_has_a_record(
     with monkeypatch.context() as others:
         others.setattr(kv.JobKeyValueStore, "create", create_and_cancel)
         place = RayTarget(cluster.address)
-        place._create(job_from_mapping(order().document), tmp_path)
+        place._create(job_from_mapping(order().document), tmp_path, "0" * 16)
     deadline = time.monotonic() + BOUND_S
     while actor.find(NAME) is not None and time.monotonic() < deadline:
         time.sleep(0.1)

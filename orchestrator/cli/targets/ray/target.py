@@ -3,6 +3,7 @@ cluster's store and a named controller actor."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +16,9 @@ import msgspec
 from holdfast.orchestrator.api.v1alpha1 import (
     TrainingJob,
     job_to_mapping,
-    load_job,
+    parse_job,
 )
+from holdfast.orchestrator.api.v1alpha1.load import read_job_file
 from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, remote_files
 from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
 from holdfast.orchestrator.cli.display import (
@@ -26,7 +28,7 @@ from holdfast.orchestrator.cli.display import (
     progress_line,
 )
 from holdfast.orchestrator.cli.output import date, plural, stderr
-from holdfast.orchestrator.cli.preflight import check_submission, load_checked
+from holdfast.orchestrator.cli.preflight import check, check_submission
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
@@ -101,11 +103,16 @@ class RayTarget:
     # -- run -----------------------------------------------------------------------------------
     def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
         if file is not None:
-            # First of all: libraries of storage start threads, which a fork would lose.
+            # Read before the fork and before connecting: Ray deletes the job's working_dir with its
+            # first driver, and several Ray nodes of one machine replace it one after the other.
+            directory, text = file.absolute().parent, read_job_file(file)
+            # Nothing else before the fork: libraries of storage start threads, which it would lose.
             job_id, num_killed = secrets.token_hex(8), fork_driver() if submission_id() else 0
-            # Before connecting: several Ray nodes of one machine unpack a job's working_dir into
-            # the same directory, one after the other, and each replaces it.
-            job, directory = self._load(file), file.absolute().parent
+            if num_killed:
+                os.chdir("/")
+                job = parse_job(text, str(file))  # checked by the first driver
+            else:
+                job = self._checked(text, file)
             name, shown = job.name, metadata(job)
             cluster.connect(self._address, shown)
             if num_killed and self._created(name, job_id):
@@ -167,12 +174,13 @@ class RayTarget:
         """Whether this machine is outside the cluster."""
         return self._address.startswith(cluster.CLIENT)
 
-    def _load(self, file: Path) -> TrainingJob:
+    def _checked(self, text: str, file: Path) -> TrainingJob:
         """Raises SpecError, also for what cannot work on the machine that will run it."""
-        if not self._outside:
-            return load_checked(file)
-        job = load_job(file)
-        check_submission(job, file.absolute().parent, str(file), ships=False)
+        job, directory = parse_job(text, str(file)), file.absolute().parent
+        if self._outside:
+            check_submission(job, directory, str(file), ships=False)
+        else:
+            check(job, directory, source=str(file))
         return job
 
     def _create(self, job: TrainingJob, spec_directory: Path, job_id: str) -> None:
