@@ -33,7 +33,7 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 4
 
 # All of them take an hour; `make mutants MUTANTS='--sample 200 --seed 7'` takes six minutes.
 mutants: $(STAMP)  ## which small changes of orchestrator/core its tests do not notice

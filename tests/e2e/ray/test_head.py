@@ -219,12 +219,12 @@ def test_with_redis_training_goes_on_and_the_new_head_finds_the_job(tmp_path: Pa
         assert all(one.is_running() for one in processes)
         assert job.command.poll() is None
 
-        def told() -> tuple[int, int]:
+        def counts() -> tuple[int, int]:
             """More than once where a head started, and ended because its helpers were late."""
             output = job.output.read_text()
             return output.count("does not answer. Training goes on"), output.count("answers again")
 
-        job.until(lambda _view: told()[0] == told()[1] > 0)
+        job.until(lambda _view: counts()[0] == counts()[1] > 0)
         # A fault after it is recovered as any other.
         os.kill(job.workers()[-1].pid, signal.SIGKILL)
         again = job.until(lambda view: view["generation"] > after["generation"])
