@@ -43,7 +43,11 @@ class Holdfast(Contestant):
                 },
                 "resources": {"cpu": 1},
                 "parallelism": {"shard": workload.shard},
-                "checkpoint": {"storage": {"everySteps": workload.save_every}},
+                "checkpoint": {
+                    "storage": {"everySteps": workload.save_every},
+                    # `auto` may leave out steps, and the number of lost steps is compared.
+                    "memory": {"everySteps": 1},
+                },
                 "env": environment or {},
             },
         }

@@ -173,10 +173,9 @@ def _fault_injected(ctx: StepContext, event: e.FaultInjected) -> None:
 
 
 def _joined(ctx: StepContext, event: e.NodeJoined) -> None:
-    broken = nodes.joined(ctx, event)
-    if broken:
-        reason = Reason("infrastructure", broken)
-        recovery.interrupt(ctx, Cause("failure", reason, launch_failure=(event.node, broken)))
+    cause = nodes.joined(ctx, event)
+    if cause is not None:
+        recovery.interrupt(ctx, cause)
     launching.check_launched(ctx)
 
 

@@ -47,6 +47,9 @@ class CopyRounds:
         self._began_ns = 0
         self._reports: dict[str, StepCopied] = {}
         """Node -> its last report."""
+        self._copied: set[str] = set()
+        """Nodes that have copied the step of this round. Reports come from each node in each
+        round, so one must not look at those of all others."""
         self.status = ""
         """How often all buddies get a copy, and why, as a sentence."""
 
@@ -61,11 +64,13 @@ class CopyRounds:
             return [self._order(event.node)]
         if event.wanted > self._wanted:  # of the controller before this one
             self._wanted, self._began_ns = event.wanted, now_ns
+            self._copied = set() if event.detail else {event.node}
             behind = [n for n, one in self._reports.items() if one.wanted < event.wanted]
             return [self._order(name) for name in behind]
         if event.detail:
             return self._again(now_ns, event, state)
-        return self._complete(now_ns, state)
+        self._copied.add(event.node)
+        return self._complete(now_ns, state) if len(self._copied) == len(state.members) else []
 
     def _follow(self, now_ns: int, state: JobState) -> None:
         if self._generation == state.generation:
@@ -73,6 +78,7 @@ class CopyRounds:
         assert state.membership is not None
         restore = state.membership.restore
         self._generation, self._reports, self._began_ns = state.generation, {}, now_ns
+        self._copied = set()
         # Agents begin with the first step that they stage.
         self._wanted, self.confirmed = (restore.step if restore else -1) + 1, -1
         self.status = ""
@@ -87,10 +93,7 @@ class CopyRounds:
         return self._begin(now_ns, state, RETRY_S)
 
     def _complete(self, now_ns: int, state: JobState) -> list[CopyOrder]:
-        reports = [self._reports.get(name) for name in state.members]
-        known = [one for one in reports if one is not None and one.wanted == self._wanted]
-        if len(known) < len(state.members) or any(one.detail for one in known):
-            return []
+        known = [self._reports[name] for name in state.members]
         if len({one.step for one in known}) > 1:
             return self._begin(now_ns, state, 0.0)
         before, self.confirmed = self.confirmed, known[0].step
@@ -113,7 +116,7 @@ class CopyRounds:
         pause = math.ceil(pause_s / state.step_s) if pause_s > 0 and state.step_s > 0 else 0
         newest = max(one.staged_step for one in self._reports.values())
         self._wanted = max(newest, self._wanted) + 1 + max(pause - 1, 0) + self._margin
-        self._began_ns = now_ns
+        self._began_ns, self._copied = now_ns, set()
         return [self._order(name) for name in state.members]
 
     def _order(self, node: str) -> CopyOrder:

@@ -63,6 +63,8 @@ class FailureEvidence:
     """(node, detail)."""
     refused: str = ""
     """What is wrong with the checkpoint that this generation started from."""
+    journal_behind: str = ""
+    """Nodes run a generation that is not in the journal."""
     leaving: tuple[tuple[str, str], ...] = ()
     """(node, reason) of nodes with a preemption notice."""
     node_of: Callable[[int], str] = lambda rank: ""
@@ -142,6 +144,13 @@ def _launch(facts: FailureEvidence) -> Failure | None:
     node, detail = facts.launch_failure
     title = f"{node} could not start its workers"
     return Failure("infrastructure", "launch-failed", title, detail or "no detail given", node)
+
+
+def _journal_behind(facts: FailureEvidence) -> Failure | None:
+    if not facts.journal_behind:
+        return None
+    title = "the last controller could not write its journal to the end"
+    return Failure("infrastructure", "journal-behind", title, facts.journal_behind)
 
 
 def _refused(facts: FailureEvidence) -> Failure | None:
@@ -314,6 +323,7 @@ def _unknown(facts: FailureEvidence) -> Failure | None:
 
 TABLE: tuple[tuple[str, Match], ...] = (
     ("launch-failed", _launch),
+    ("journal-behind", _journal_behind),
     ("checkpoint-refused", _refused),
     ("preempted", _preempted),
     ("lost-first", _lost_first),

@@ -1,5 +1,5 @@
 """Nodes that join, rejoin, are lost, or will be preempted; provisioning.py requests and releases
-them. Nothing here stops a generation: `joined` and `lost` return what is broken.
+them. Nothing here stops a generation: `joined` and `lost` return why it must be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .context import StepContext, seconds
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .provisioning import release
 from .rank_assignment import best_size
-from .state import JobState, NodeRecord, PendingNode
+from .state import Cause, JobState, NodeRecord, PendingNode
 
 MAX_DETAIL = 500
 """Characters kept of what a node says about itself."""
@@ -49,13 +49,14 @@ def any_to_be_stopped(state: JobState) -> bool:
 
 
 # -- joining ----------------------------------------------------------------------------------
-def joined(ctx: StepContext, event: NodeJoined) -> str:
-    """Returns what is broken when a member comes back without its workers; otherwise empty."""
+def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
+    """Returns why the generation must end: a member comes back without its workers, or the journal
+    does not have the generation that nodes run."""
     state = ctx.state
     if event.node in state.released_nodes and event.node not in state.nodes:
         why = state.released_nodes[event.node]
         release(ctx, event.node, "infrastructure", f"{event.node} was released: {why}")
-        return ""
+        return None
     node = state.nodes.get(event.node)
     if node is None:
         state.num_joined += 1
@@ -66,29 +67,30 @@ def joined(ctx: StepContext, event: NodeJoined) -> str:
     node.facts, node.staged, node.confirmed = event.facts, event.staged, True
     node.offered_port = event.offered_port or node.offered_port
     node.generation = event.generation
-    broken = ""
+    cause = None
     newest = max([event.generation, *(one.generation for one in event.staged)])
     if newest > state.generation:
-        broken = _journal_is_behind(state, newest)
-    if not broken and state.active and event.node in state.members:
-        broken = _member_rejoined(ctx, node, event)
-    elif not broken and event.generation:
+        cause = _journal_is_behind(state, newest)
+    if cause is None and state.active and event.node in state.members:
+        cause = _member_rejoined(ctx, node, event)
+    elif cause is None and event.generation:
         _stop_stale(ctx, node)
     _check_rejoined(ctx)
-    return broken
+    return cause
 
 
-def _journal_is_behind(state: JobState, newest: int) -> str:
+def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
     """The last controller could not write its journal to the end, on a full disk for example. What
     runs is stopped under its own number, and the next generation gets a higher one."""
-    state.generation = newest
+    written, state.generation = state.generation, newest
     if not state.active or state.membership is None:
-        return ""
+        return None
     state.membership = replace(state.membership, generation=newest)
-    return f"nodes know generation {newest}, which is not in the journal"
+    text = f"nodes run generation {newest}; the newest in the journal is {written}"
+    return Cause("failure", Reason("controller-restart", text), journal_behind=text)
 
 
-def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> str:
+def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> Cause | None:
     """A member of the current generation has reconnected: adopt it, or send again what it may have
     missed."""
     state = ctx.state
@@ -102,8 +104,10 @@ def _member_rejoined(ctx: StepContext, node: NodeRecord, event: NodeJoined) -> s
         state.launching[node.name] = ctx.reemit(state.launch_actions[node.name], reason)
         node.generation = state.generation
     else:
-        return f"{node.name} rejoined without its workers of generation {state.generation}"
-    return ""
+        text = f"{node.name} rejoined without its workers of generation {state.generation}"
+        reason = Reason("infrastructure", text)
+        return Cause("failure", reason, launch_failure=(node.name, text))
+    return None
 
 
 def _resend_stop(ctx: StepContext, name: str) -> None:

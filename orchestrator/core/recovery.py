@@ -52,8 +52,8 @@ STORE_UNREADABLE = "store-unreadable"
 """The rule of an incident in which a generation could not read the store."""
 # Failures that do not throw doubt on the state that the generation started from.
 NOT_THE_STATE = (
-    "launch-failed", "preempted", "lost-first", "node-lost", "outside-signal", "hang",
-    "device-missing",
+    "launch-failed", "journal-behind", "preempted", "lost-first", "node-lost", "outside-signal",
+    "hang", "device-missing",
 )  # fmt: skip
 # Failures that do not throw doubt on the machine that showed them.
 NOT_THE_NODE = (
@@ -295,6 +295,7 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
             stacks=tuple(stop.stacks),
             launch_failure=stop.launch_failure,
             refused=stop.refused,
+            journal_behind=stop.journal_behind,
             leaving=tuple((n.name, n.leave_reason) for n in state.nodes.values() if n.preempting),
             node_of=state.node_of,
             world_size=incident.world_size_before,

@@ -155,6 +155,8 @@ class Cause(Struct, frozen=True):
     """(node, detail)"""
     refused: str = ""
     """What is wrong with the checkpoint that the generation started from."""
+    journal_behind: str = ""
+    """Nodes run a generation that is not in the journal."""
     leaving: tuple[tuple[str, str], ...] = ()
     """(node, reason) of members that have a preemption notice."""
 
@@ -178,6 +180,7 @@ class PendingStop(Struct):
     hang_basis: SuspectBasis = ""
     launch_failure: tuple[str, str] | None = None
     refused: str = ""
+    journal_behind: str = ""
     leaving: list[tuple[str, str]] = field(default_factory=list)
     """(node, reason) of members that have a preemption notice."""
 
@@ -189,6 +192,7 @@ class PendingStop(Struct):
             self.waiting.pop(node, None)
         self.launch_failure = self.launch_failure or cause.launch_failure
         self.refused = cause.refused or self.refused
+        self.journal_behind = cause.journal_behind or self.journal_behind
 
 
 class IncidentRecord(Struct):

@@ -359,6 +359,11 @@ class FileJournal:
         else:
             self.problem = ""
 
+    @property
+    def num_unwritten(self) -> int:
+        """Records that are in memory only."""
+        return len(self._unwritten)
+
     async def commit(self) -> None:
         """Make everything appended durable. Raises JournalError."""
         self.sync()

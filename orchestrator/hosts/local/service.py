@@ -198,6 +198,7 @@ class LocalJobHost:
             self._handle_signals(stack)
             stack.callback(asyncio.create_task(self._show_views()).cancel)
             await self.runtime.run()
+            self._report_unwritten()
         view = self.view(live=False)
         self._on_view(view)
         return view
@@ -210,7 +211,7 @@ class LocalJobHost:
         await self.runtime.prepare(fresh=not self._directory.journal.exists())
         await self.endpoint.open()
         stack.push_async_callback(self.endpoint.close)
-        journal = self._open_journal(self._directory.journal)
+        journal = self._journal = self._open_journal(self._directory.journal)
         stack.callback(journal.close)
         if journal.cut_bytes:
             log.warning("cut off an incomplete record of %d bytes", journal.cut_bytes)
@@ -220,6 +221,15 @@ class LocalJobHost:
         self._directory.write_controller(
             self.endpoint.address, self.endpoint.port, self.metrics_port
         )
+
+    def _report_unwritten(self) -> None:
+        """The disk is full to the end: what this controller has only in memory goes with it."""
+        self._journal.sync()
+        if number := self._journal.num_unwritten:
+            self._on_note(
+                f"{self._directory.journal}: the disk is full, so the last {number} records are "
+                f"lost: `holdfast status` and `holdfast events` show the job as it was before them"
+            )
 
     async def _show_views(self) -> None:
         while True:

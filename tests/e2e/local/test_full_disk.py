@@ -14,7 +14,12 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def steps() -> int:
+    return 1_000_000
+
+
+@pytest.fixture
+def job(tmp_path: Path, steps: int) -> Iterator[Job]:
     """A job whose directory is on a disk of 32 MiB; its checkpoints are elsewhere."""
     home = tmp_path / "home"
     home.mkdir()
@@ -22,7 +27,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs root to mount a small file system")
     storage = {"path": str(tmp_path / "checkpoints"), "storage": {"everySteps": 50}}
-    job = Job(tmp_path, spec("full", 1_000_000, checkpoint=storage))
+    job = Job(tmp_path, spec("full", steps, checkpoint=storage))
     try:
         yield job
     finally:
@@ -30,13 +35,18 @@ def job(tmp_path: Path) -> Iterator[Job]:
         subprocess.run(["umount", "--lazy", str(home)], check=True)
 
 
-def test_a_full_disk_ends_nothing_and_the_journal_is_complete_afterwards(job: Job) -> None:
-    job.run()
-    job.running(incidents=0)
+def fill(job: Job) -> Path:
     ballast = job.home / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(1 << 12))
+    return ballast
+
+
+def test_a_full_disk_ends_nothing_and_the_journal_is_complete_afterwards(job: Job) -> None:
+    job.run()
+    job.running(incidents=0)
+    ballast = fill(job)
     job.kill(job.worker_pids()[1])
     view = job.running(incidents=1)
     assert "No space left on device" in view.journal_problem
@@ -52,3 +62,12 @@ def test_a_full_disk_ends_nothing_and_the_journal_is_complete_afterwards(job: Jo
     job.attach()
     view = job.running(incidents=2)
     assert view.generation == 3
+
+
+@pytest.mark.parametrize("steps", [200])
+def test_a_controller_that_ends_on_a_full_disk_says_what_the_journal_lacks(job: Job) -> None:
+    job.run()
+    job.running(incidents=0)
+    fill(job)
+    assert job.command.wait(timeout=120) == 0, job.output()
+    assert "records are lost: `holdfast status` and `holdfast events` show" in job.output()

@@ -21,6 +21,7 @@ def exits(*ended: Exit) -> tuple[tuple[str, Exit], ...]:
 
 CASES = {
     "launch-failed": Evidence(launch_failure=("node-0", "no processes left")),
+    "journal-behind": Evidence(journal_behind="nodes run generation 3; the newest is 1"),
     "checkpoint-refused": Evidence(refused="a checksum differs"),
     "preempted": Evidence(lost=(("node-1", "preempted", "spot"),), exits=exits(RESET)),
     "lost-first": Evidence(

@@ -233,6 +233,10 @@ def test_generations_that_the_journal_lacks_are_stopped_and_never_numbered_again
     assert {(stop.node, stop.generation) for stop in job.all(StopGroup)} == {("a", 3), ("b", 3)}
     job.all_stopped()
     assert job.last(LaunchGroup).membership.generation == 4
+    incident = job.state.incidents[0]
+    assert (incident.rule, incident.culprit_node) == ("journal-behind", "")
+    assert incident.evidence == "nodes run generation 3; the newest in the journal is 1"
+    assert job.state.strikes == {}, "no node is at fault"
 
 
 def test_staged_state_of_a_generation_that_the_journal_lacks_is_not_numbered_again() -> None:

@@ -14,7 +14,7 @@ from holdfast.orchestrator import limits
 
 
 class LossyFile(io.FileIO):
-    """A descriptor for writing. What the file system refuses is dropped."""
+    """A descriptor for writing. What a full disk or a closed pipe refuses is dropped."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -54,12 +54,15 @@ def rotate(path: Path, bound_bytes: int = limits.RANK_LOG_BYTES) -> bool:
     """Move the content of a log that is larger than `bound_bytes` to `PATH.1`, which is replaced.
     Its writer keeps the file open for appending, so the content is copied and the file truncated;
     lines that are written in between are lost. Returns whether it was rotated."""
-    if not path.is_file() or path.stat().st_size <= bound_bytes:
+    size = path.stat().st_size if path.is_file() else 0
+    if size <= bound_bytes:
         return False
     older = path.with_name(f"{path.name}.1")
     try:
         with path.open("rb") as source, older.open("wb") as target:
-            os.sendfile(target.fileno(), source.fileno(), 0, path.stat().st_size)
+            at = 0
+            while at < size:  # one call copies 2 GiB at most
+                at += os.sendfile(target.fileno(), source.fileno(), at, size - at)
     except OSError:
         older.unlink(missing_ok=True)  # no room for the copy: keep the bound all the same
     os.truncate(path, 0)
