@@ -35,7 +35,8 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 test: $(STAMP)  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest -n 4
 
-# All of them take an hour; `make mutants MUTANTS='--sample 200 --seed 7'` takes six minutes.
+# `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
+# not noticed the last time.
 mutants: $(STAMP)  ## which small changes of orchestrator/core its tests do not notice
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 

@@ -1,87 +1,153 @@
 """`python -m tests.mutants`: which small changes of orchestrator/core do its tests notice?
 
-Every mutant runs in a child process with a time limit: the tests beside the mutated module
-first, then tests/unit/core, then seeds of the simulation, until one fails. It reports the share
-that was noticed, and lists the others. `equivalent.txt` has mutants that change nothing that can be
-observed, each with the reason; they do not count.
+Every mutant runs in a child process: the tests of tests/unit/core that execute the changed lines,
+then such seeds of the simulation, until one fails. A check that takes several times its usual CPU
+time has noticed the mutant too. The report has the share that was noticed, and lists the others.
+`equivalent.txt` has mutants that change nothing that can be observed, each with the reason; they do
+not count.
+
+The folder of `--out` keeps what each check executes, and which check noticed which mutant: that one
+is run first the next time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import json
 import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
+import pytest
+
+from .checks import CORE, ROOT, SIMULATION, TESTS, Check, chosen_for, digest, measured
 from .mutate import Mutant, mutants
 
-ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "orchestrator" / "core"
-TESTS = ROOT / "tests" / "unit" / "core"
 PACKAGE = "holdfast.orchestrator.core"
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
 SKIPPED = ("transitions.py:diagram", "transitions.py:page")
 GOAL = 0.97
+SURVIVED, NOTICED, BROKEN = 0, 1, 3
+"""Exit codes of a mutant's process; BROKEN: the code could not be swapped."""
+PATIENCE, LEAST_S = 4.0, 2.0
+"""A check may take so many times its usual CPU time, and at least so many seconds."""
+
+
+class Suite:
+    """A pytest plugin: instead of running the collected tests once, it judges the mutants."""
+
+    def __init__(self, options: argparse.Namespace, chosen: list[Mutant]) -> None:
+        self._options, self._chosen = options, chosen
+        self._out = Path(options.out)
+        self.failure = ""
+        """Of a check without any mutant."""
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        checks = self._checks(session)
+        try:
+            measured(checks, self._out / "checks.pickle")
+        except (AssertionError, Exception) as problem:
+            self.failure = f"a check fails without any mutant: {problem!r}"
+            return True
+        before = verdicts(self._out)
+        gc.freeze()
+        pids = []
+        for number in range(self._options.processes):
+            pid = os.fork()
+            if pid == 0:
+                self._work(self._chosen[number :: self._options.processes], checks, before)
+                os._exit(0)
+            pids.append(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+        if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+            self._failed = f"{item.nodeid}: {call.excinfo.exconly()}"
+
+    def _checks(self, session: pytest.Session) -> list[Check]:
+        from tests.sim.run_seed import play
+
+        def test(item: pytest.Item) -> None:
+            self._failed = ""
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            assert not self._failed, self._failed
+
+        def of_test(item: pytest.Item) -> Check:
+            files = [*core, item.path, TESTS / "harness.py"]
+            return Check(item.nodeid, lambda: test(item), digest(files), {})
+
+        def of_seed(seed: int) -> Check:
+            return Check(f"seed {seed}", lambda: void(play(seed)), simulation, {})
+
+        def void(_world: object) -> None:
+            return None
+
+        core = list(CORE.glob("*.py"))
+        simulation = digest([*core, *SIMULATION.glob("*.py")])
+        return [of_test(item) for item in session.items] + [
+            of_seed(seed) for seed in range(self._options.seeds)
+        ]
+
+    def _work(self, chosen: list[Mutant], checks: list[Check], before: dict[str, str]) -> None:
+        with (self._out / "verdicts").open("a", encoding="utf-8", buffering=1) as out:
+            for mutant in chosen:
+                first = before.get(mutant.name, "")
+                by = judged(mutant, chosen_for(mutant, checks, first))
+                out.write(json.dumps([mutant.name, by]) + "\n")
+
+
+def judged(mutant: Mutant, checks: list[Check]) -> str:
+    """The name of the check that notices the mutant; empty: none does."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _child(mutant, checks, writer)
+    os.close(writer)
+    _pid, status = os.waitpid(pid, 0)
+    begun = os.read(reader, 1 << 16)
+    os.close(reader)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == BROKEN:
+        raise RuntimeError(f"cannot make {mutant.name}")
+    return "" if status == SURVIVED else checks[len(begun) - 1].name
+
+
+def _child(mutant: Mutant, checks: list[Check], writer: int) -> None:
+    """Write one byte as each check begins."""
+    status = BROKEN
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        _swap(mutant)
+        status = NOTICED
+        for check in checks:
+            os.write(writer, b".")
+            limit_s = LEAST_S + PATIENCE * check.took_s
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
+            signal.alarm(round(100 * limit_s))  # it may sleep
+            check.run()
+        status = SURVIVED
+    finally:
+        os._exit(status)
 
 
 def _swap(mutant: Mutant) -> None:
     """Give the function of the mutant its changed code; tests that are imported already call it."""
     module = sys.modules[f"{PACKAGE}.{mutant.module.removesuffix('.py')}"]
-    code = compile(mutant.source, str(module.__file__), "exec")
     target: Any = module
     for name in mutant.function.split("."):
-        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
         target = vars(target)[name]
     target = target.fget if isinstance(target, property) else target
-    target = target.__func__ if isinstance(target, classmethod) else target
-    target.__code__ = code
-
-
-def _passes(module: str, seeds: int) -> bool:
-    """The tests beside the module, then all of them, then the simulation."""
-    import pytest
-
-    quick = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line"]
-    near = TESTS / f"test_{module}"
-    for chosen in ([near] if near.exists() else [], [TESTS]):
-        if chosen and pytest.main([*quick, *map(str, chosen)]) != 0:
-            return False
-    from tests.sim.run_seed import play
-
-    for seed in range(seeds):
-        play(seed)
-    return True
-
-
-def _noticed(mutant: Mutant, seeds: int, limit_s: float) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        _child(mutant, seeds)
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status != 0
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return True
-
-
-def _child(mutant: Mutant, seeds: int) -> None:
-    status = 1
-    with contextlib.suppress(BaseException):
-        _swap(mutant)
-        with _silence():
-            status = 0 if _passes(mutant.module, seeds) else 1
-    os._exit(status)
+    target = target.__func__ if isinstance(target, classmethod | staticmethod) else target
+    assert type(target) is type(_swap), f"{mutant.function} is a {type(target)}"
+    target.__code__ = mutant.code(str(module.__file__))
 
 
 @contextlib.contextmanager
@@ -95,7 +161,7 @@ def _silence() -> Iterator[None]:
         os.dup2(before, number)
 
 
-def _equivalent() -> dict[str, str]:
+def equivalent() -> dict[str, str]:
     """Name of a mutant -> reason."""
     known: dict[str, str] = {}
     for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
@@ -105,21 +171,17 @@ def _equivalent() -> dict[str, str]:
     return known
 
 
-def _all(only: str) -> list[Mutant]:
+def verdicts(out: Path) -> dict[str, str]:
+    """Name of a mutant -> which check noticed it the last time; empty: none did."""
+    path = out / "verdicts"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def every_mutant(only: str) -> list[Mutant]:
     files = sorted(p for p in CORE.glob("*.py") if p.name != "__init__.py")
     found = [m for p in files for m in mutants(p.name, p.read_text(encoding="utf-8"))]
     return [m for m in found if not m.name.startswith(SKIPPED) and only in m.name]
-
-
-def _work(chosen: list[Mutant], number: int, of: int, options: argparse.Namespace) -> None:
-    """Write the survivors of every `of`-th mutant, one a line."""
-    path = Path(f"{options.out}.{number}")
-    with path.open("w", encoding="utf-8", buffering=1) as out:
-        for mutant in chosen[number::of]:
-            if not _noticed(mutant, options.seeds, options.limit):
-                out.write(f"{mutant.line}\t{mutant.name}\n")
-            else:
-                out.write("\n")
 
 
 def main() -> int:
@@ -127,43 +189,40 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="so many at random; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=60, help="of the simulation")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds for one mutant")
+    parser.add_argument("--seeds", type=int, default=20, help="of the simulation, for one mutant")
     parser.add_argument("--only", default="", help="part of the mutant's name, such as nodes.py")
-    parser.add_argument("--out", default="/tmp/mutants", help="progress, one file per process")
+    parser.add_argument("--again", action="store_true", help="only those not noticed the last time")
+    parser.add_argument("--out", default=str(ROOT / "build" / "mutants"), help="a folder")
     options = parser.parse_args()
-    with _silence():
-        passes = _passes("", options.seeds)  # this imports all that the mutants need
-    if not passes:
-        print("the tests fail without any mutant")
-        return 2
-    known, chosen = _equivalent(), _all(options.only)
-    stale = [name for name in known if options.only in name] if not options.sample else []
-    stale = [name for name in stale if name not in {mutant.name for mutant in chosen}]
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    known, chosen, before = equivalent(), every_mutant(options.only), verdicts(out)
+    names = {mutant.name for mutant in chosen}
+    stale = [name for name in known if options.only in name and name not in names]
     chosen = [mutant for mutant in chosen if mutant.name not in known]
+    if options.again:
+        chosen = [mutant for mutant in chosen if not before.get(mutant.name)]
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
-    children = []
-    for number in range(options.processes):
-        pid = os.fork()
-        if pid == 0:
-            _work(chosen, number, options.processes, options)
-            os._exit(0)
-        children.append(pid)
-    for pid in children:
-        os.waitpid(pid, 0)
-    lines = [
-        line
-        for number in range(options.processes)
-        for line in Path(f"{options.out}.{number}").read_text(encoding="utf-8").splitlines()
-    ]
-    survivors = sorted(line.split("\t") for line in lines if line)
-    for line, name in sorted(survivors, key=lambda one: (one[1].split(":")[0], int(one[0]))):
-        print(f"line {line}: {name}")
-    share = 1 - len(survivors) / max(1, len(lines))
+    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout"]
+    suite = Suite(options, chosen)
+    with _silence():
+        pytest.main([*quiet, str(TESTS)], plugins=[suite])
+    return _report(chosen, suite, verdicts(out), stale)
+
+
+def _report(chosen: list[Mutant], suite: Suite, after: dict[str, str], stale: list[str]) -> int:
+    unjudged = [mutant.name for mutant in chosen if mutant.name not in after]
+    if suite.failure or unjudged:
+        print(suite.failure or f"no verdict on {len(unjudged)} mutants, such as {unjudged[0]}")
+        return 2
+    survivors = [mutant for mutant in chosen if not after[mutant.name]]
+    for mutant in survivors:
+        print(f"line {mutant.line}: {mutant.name}")
+    share = 1 - len(survivors) / max(1, len(chosen))
     print(
-        f"{len(lines)} mutants, {len(lines) - len(survivors)} noticed: {share:.1%}; "
-        f"{len(known)} equivalent ones are listed in {EQUIVALENT.relative_to(ROOT)}"
+        f"{len(chosen)} mutants, {len(chosen) - len(survivors)} noticed: {share:.1%}; "
+        f"{len(equivalent())} equivalent ones are listed in {EQUIVALENT.relative_to(ROOT)}"
     )
     for name in stale:
         print(f"listed as equivalent, but no such mutant: {name}")

@@ -10,6 +10,7 @@ import ast
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 BOUNDARY: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -27,28 +28,50 @@ class Mutant:
     line: int
     change: str
     """`before -> after`"""
+    number: int
+    """Of the change in its module."""
+    lines: range
+    """Where the change is; a test that executes none of them cannot notice it."""
+    function_lines: range
     source: str
-    """Of the whole module."""
+    """Of the whole module, unchanged."""
 
     @property
     def name(self) -> str:
         """Without the line, so that it stays the same when other code changes."""
         return f"{self.module}:{self.function}: {self.change}"
 
+    def code(self, path: str) -> CodeType:
+        """Of the changed function."""
+        code = compile(_changed(self.source, self.number), path, "exec")
+        for name in self.function.split("."):
+            found = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+            assert len(found) == 1, f"{len(found)} {name} in {self.module}"
+            code = found[0]
+        return code
+
 
 def mutants(module: str, source: str) -> list[Mutant]:
     """All mutants inside functions, in the order of the source."""
-    tree = ast.parse(source)
     found: list[Mutant] = []
     seen: dict[str, int] = {}
-    for number, (function, node, after) in enumerate(_changes(tree)):
+    for number, (function, top, node, after) in enumerate(_changes(ast.parse(source))):
         change = f"{_short(node)} -> {_short(after) if after is not None else 'deleted'}"
         key = f"{function}: {change}"
         seen[key] = seen.get(key, 0) + 1
         if seen[key] > 1:
             change += f" (#{seen[key]})"
-        found.append(Mutant(module, function, node.lineno, change, _changed(source, number)))
+        where = node.test if isinstance(node, ast.If) else node
+        found.append(
+            Mutant(
+                module, function, node.lineno, change, number, _lines(where), _lines(top), source
+            )
+        )
     return found
+
+
+def _lines(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _short(node: ast.AST) -> str:
@@ -56,14 +79,16 @@ def _short(node: ast.AST) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def _changed(source: str, number: int) -> str:
-    """The source with its change of this number."""
+def _changed(source: str, number: int) -> ast.Module:
+    """The module with its change of this number."""
     tree = ast.parse(source)
-    _function, node, after = next(
+    _function, _top, node, after = next(
         change for index, change in enumerate(_changes(tree)) if index == number
     )
     replacement = after if after is not None else ast.copy_location(ast.Pass(), node)
-    return ast.unparse(ast.fix_missing_locations(_Replace(node, replacement).visit(tree)))
+    changed = ast.fix_missing_locations(_Replace(node, replacement).visit(tree))
+    assert isinstance(changed, ast.Module)
+    return changed
 
 
 class _Replace(ast.NodeTransformer):
@@ -76,13 +101,15 @@ class _Replace(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt, ast.AST | None]]:
-    """(function, node, what replaces it; None: it is deleted)"""
+def _changes(
+    tree: ast.Module,
+) -> Iterator[tuple[str, ast.FunctionDef, ast.expr | ast.stmt, ast.AST | None]]:
+    """(its name, function, node, what replaces it; None: it is deleted)"""
     for function, top in _functions(tree):
         for node in _nodes(top):
             for after in _of(node):
                 assert isinstance(node, ast.expr | ast.stmt)
-                yield function, node, after
+                yield function, top, node, after
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core.events import (
     HangSuspected,
     HangSuspicionEnded,
     HeartbeatReceived,
     NodeLost,
 )
-from holdfast.orchestrator.protocol.facts import WorkerBeat
+from holdfast.orchestrator.core.hang_limits import PULSE_STALE_S, Inspected, condition, describe
+from holdfast.orchestrator.protocol.facts import Stack, WorkerBeat
 
 from .harness import SECOND
 from .test_progress_monitor import Watch
@@ -139,3 +141,55 @@ def test_another_heartbeat_of_a_starved_machine_counts_only_for_nodes_on_it() ->
         watch.job.now_ns += SECOND // 2
         watch.beat(2, node="a")
     assert [v.node for v in watch.verdicts if isinstance(v, NodeLost)] == ["b"]
+
+
+def _beat(idle_s: float, **more: float) -> WorkerBeat:
+    return WorkerBeat(rank=2, phase="train", step=9, ticks=20, idle_s=idle_s, **more)
+
+
+def _inspected(activity: str, at_ns: int = 0, text: str = "") -> Inspected:
+    return Inspected(Stack(2, text, activity == "peers", "S", activity), at_ns)
+
+
+IDLE = round(limits.IDLE_S * SECOND)
+
+
+@pytest.mark.parametrize(
+    ("activity", "idle_s", "at_ns", "expected"),
+    [
+        ("peers", limits.IDLE_S, 0, "idle"),
+        ("peers", limits.IDLE_S - 0.1, 0, "unknown"),
+        ("peers", limits.IDLE_S, -SECOND, "idle"),
+        ("nothing", limits.IDLE_S, 0, "idle"),
+        ("nothing", limits.IDLE_S, -1, "unknown"),
+        ("engine", limits.IDLE_S, 0, "idle"),
+        ("engine", limits.IDLE_S, -1, "unknown"),
+        ("nothing", 0.0, -SECOND, "busy"),
+    ],
+)
+def test_a_stack_holds_for_as_long_as_the_process_has_been_idle_since(
+    activity: str, idle_s: float, at_ns: int, expected: str
+) -> None:
+    beats, known = [_beat(idle_s)], {2: _inspected(activity, at_ns)}
+    assert condition(IDLE, beats, known, starved=False) == expected
+    assert condition(IDLE, beats, known, starved=True) == "starved"
+
+
+@pytest.mark.parametrize(
+    ("pulse_age_s", "expected"), [(PULSE_STALE_S, "unknown"), (PULSE_STALE_S + 0.1, "idle")]
+)
+def test_a_rank_that_did_not_answer_does_nothing_once_its_pulse_is_stale(
+    pulse_age_s: float, expected: str
+) -> None:
+    beats = [_beat(limits.IDLE_S, pulse_age_s=pulse_age_s)]
+    assert condition(IDLE, beats, {2: _inspected("")}, starved=False) == expected
+
+
+def test_a_rank_is_described_with_its_frame_and_its_idle_time_where_they_are_known() -> None:
+    reads = _inspected("reads", text='Thread 1:\n  File "data.py", line 8 in load\n')
+    text = 'rank 2 reads at File "data.py", line 8 in load'
+    idle = f"; it has used no CPU and done no I/O for {limits.IDLE_S:.1f} s"
+    assert describe(2, _beat(limits.IDLE_S - 0.1), reads) == text
+    assert describe(2, _beat(limits.IDLE_S), reads) == text + idle
+    assert describe(2, None, _inspected("reads")) == "rank 2 reads"
+    assert describe(2, None, _inspected("")) == "" == describe(2, _beat(9.0), None)
