@@ -7,6 +7,8 @@ A private retry pause stands where it is used. This module imports nothing.
 MAX_SECONDS = 315_360_000
 """Ten years: no job waits longer on purpose, and in nanoseconds it fits 64 bits thirty times."""
 
+MAX_GPUS = 64
+"""Of one worker."""
 MAX_NODES = 100_000
 """Ten times the largest job that heartbeats are sized for. Also the bound of an inner mesh axis:
 the product of three fits 64 bits."""

@@ -41,7 +41,7 @@ class Holdfast(Contestant):
                     "script": str(TRAIN),
                     "args": ["--engine", engine, *workload.arguments()],
                 },
-                "resources": {"cpu": 1},
+                "resources": {"cpu": 1, "gpu": 0},
                 "parallelism": {"shard": workload.shard},
                 "checkpoint": {
                     "storage": {"everySteps": workload.save_every},

@@ -29,6 +29,8 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     )
     yield head
     yield f"why: {plan.why}"
+    each = plural(plan.gpus_per_worker, "GPU") if plan.gpus_per_worker else "none"
+    yield f"GPUs of a worker: {each} ({plan.gpus_why})"
     yield f"fabric: {plan.fabric} ({plan.fabric_why})"
     if plan.parameters is not None and plan.flops_per_step is not None:
         yield (

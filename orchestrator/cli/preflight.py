@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..api.v1alpha1 import TrainingJob, load_job
-from ..backends.local.devices import gpus
+from ..backends.local.devices import found_here, gpus
 from ..errors import Problem, SpecError
+from ..planner.gpus import GpusFound, TooFewGpus, resolve
 from ..protocol import files
 from ..protocol.facts import NodeFacts
 from ..protocol.files import make_directory
@@ -187,6 +188,20 @@ def _storage(path: str, spec_directory: Path) -> Iterator[Problem]:
         yield Problem(
             field, f"{_cut(path)} ({why})", "a directory or URL that can be written and listed", fix
         )
+
+
+def with_local_gpus(job: TrainingJob, source: str) -> tuple[TrainingJob, str]:
+    """The job with the number of GPUs that it would get on this machine, and what `gpu: auto` was
+    decided from; empty: the spec has the number. Raises SpecError."""
+    found = found_here(job)
+    try:
+        resolved, why = resolve(job, found)
+    except TooFewGpus:
+        why = f"{found.what}: `holdfast run` would refuse the job on this machine"
+        resolved, why = resolve(job, GpusFound(0, why, wanted=True))
+    except SpecError as error:
+        raise SpecError(error.problems, source) from None
+    return resolved, f"{why}; in a cluster its nodes decide" if why else ""
 
 
 def local_facts(slots: int) -> NodeFacts:

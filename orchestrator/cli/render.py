@@ -61,6 +61,12 @@ def _progress(view: JobView) -> Iterator[RenderableType]:
     yield grid
 
 
+def devices(view: JobView) -> str:
+    if not view.gpus_per_worker:
+        return "no GPUs: the workers train on the CPU"
+    return f"{plural(view.gpus_per_worker, 'GPU')} per worker"
+
+
 def facts(view: JobView, losses: list[float]) -> Table:
     """Two columns: name and value."""
     grid = Table.grid(padding=(0, 2))
@@ -87,6 +93,7 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     if view.world_size:
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"
+        yield "devices", devices(view)
     yield "checkpoint", checkpoints(view)
     if view.staging:
         yield "staging", view.staging

@@ -193,15 +193,24 @@ class KubeClient:
     ) -> tuple[list[Document], str]:
         """(objects, resource version of the list)."""
         found: list[Document] = []
+        latest = ""
+        async for page, version in self.pages(resource, namespace, selector, fields):
+            found, latest = found + page, version
+        return found, latest
+
+    async def pages(
+        self, resource: Resource, namespace: str = "", selector: str = "", fields: str = ""
+    ) -> AsyncIterator[tuple[list[Document], str]]:
+        """As `list_all`, page by page."""
         path, token = resource.path(namespace), ""
         while True:
             query = [("limit", str(PAGE)), *_selectors(selector, fields)]
             query += [("continue", token)] if token else []
             page = await self._send(_Request("list", "GET", resource, path, query))
-            found += page.get("items") or ()
             token = page["metadata"].get("continue", "")
+            yield list(page.get("items") or ()), str(page["metadata"].get("resourceVersion", ""))
             if not token:
-                return found, str(page["metadata"].get("resourceVersion", ""))
+                return
 
     async def watch(
         self,

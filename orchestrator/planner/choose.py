@@ -51,10 +51,11 @@ def choose_mesh(
 
 
 def smallest_device(job: TrainingJob, nodes: Iterable[NodeFacts]) -> int | None:
-    """Bytes of memory of the smallest device that a worker may get: a GPU of these nodes, or
+    """Bytes of memory of the smallest devices that a worker may get: GPUs of these nodes, or
     spec.resources.memory for a job on CPUs. None: unknown. Plan, launch and resize all use it."""
-    if job.spec.resources.gpu:
-        return min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=None)
+    if count := job.spec.resources.num_gpus:
+        least = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=None)
+        return least and least * count
     return int(job.spec.resources.memory) if job.spec.resources.memory else None
 
 

@@ -94,7 +94,7 @@ def parameter_bytes(job: TrainingJob) -> int:
     """Bytes of one parameter or activation element in forward and backward."""
     precision = job.spec.parallelism.precision.parameters
     if precision == "auto":
-        precision = "bfloat16" if job.spec.resources.gpu else "float32"
+        precision = "bfloat16" if job.spec.resources.num_gpus else "float32"
     return 4 if precision == "float32" else 2
 
 
@@ -183,7 +183,7 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     size = 12 * s * b * model.vocab_size
     formula = f"12 sbV: fp32 cross-entropy; V {model.vocab_size}"
     rows.append(MemoryEstimate("logits", "device", size, formula))
-    if job.spec.resources.gpu:
+    if job.spec.resources.num_gpus:
         rows.append(
             MemoryEstimate("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job")
         )

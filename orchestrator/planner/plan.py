@@ -6,6 +6,7 @@ import msgspec
 
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.job import redacted
+from ..api.v1alpha1.remarks import remarks
 from ..protocol.environment import Setting, explain_environment
 from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
@@ -45,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     fabric: str
     fabric_why: str
+    gpus_per_worker: int
+    gpus_why: str
     nodes: tuple[NodePlan, ...]
     environment: tuple[Setting, ...]
     """Environment of rank 0. Addresses and the port are examples."""
@@ -65,9 +68,10 @@ def make_plan(
     facts: NodeFacts,
     num_nodes: int | None = None,
     device_memory_bytes: int | None = None,
+    gpus: str = "",
 ) -> Plan | None:
     """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
-    replica group fits on them."""
+    replica group fits on them. `gpus`: what `resources.gpu: auto` was decided from."""
     if device_memory_bytes is None:
         device_memory_bytes = smallest_device(job, [facts])
     if num_nodes is None:
@@ -78,7 +82,7 @@ def make_plan(
     mesh, why = chosen
     used = num_nodes_used(job, mesh)
     profile, profile_why = choose_profile(job.spec.fabric, facts, used)
-    gpu = job.spec.resources.gpu > 0
+    gpu = job.spec.resources.num_gpus > 0
     rows = costs.memory_table(job, mesh)
     sizes = _sizes(job, device_memory_bytes)
     recipe = job.spec.entrypoint.recipe
@@ -89,6 +93,8 @@ def make_plan(
         mesh=mesh,
         strategy=mesh.strategy,
         why=why,
+        gpus_per_worker=job.spec.resources.num_gpus,
+        gpus_why=gpus or "spec.resources.gpu",
         fabric=profile if gpu else "tcp",
         fabric_why=profile_why if gpu else "gloo on the CPU uses TCP only",
         nodes=tuple(_node(job, mesh, node_rank) for node_rank in range(used)),
@@ -197,7 +203,7 @@ def _warnings(
     sizes: tuple[SizePlan, ...],
     device_memory_bytes: int | None,
 ) -> list[str]:
-    found = []
+    found = remarks(job)
     for size in sizes:
         need = size.device_bytes
         if need and device_memory_bytes and need > costs.USABLE * device_memory_bytes:
@@ -212,14 +218,16 @@ def _warnings(
             f"tensor x context = {inner} spans nodes of {job.spec.workers_per_node} workers: "
             f"every layer waits for the network between them"
         )
-    if facts.gpus and not job.spec.resources.gpu:
+    gpus = job.spec.resources.num_gpus
+    if facts.gpus and not gpus:
         found.append(
             f"resources.gpu is 0, so the job trains on the CPU; {facts.hostname} has "
             f"{len(facts.gpus)} x {facts.gpus[0].name}"
         )
-    if job.spec.resources.gpu and facts.gpus and len(facts.gpus) < job.spec.workers_per_node:
+    if facts.gpus and len(facts.gpus) < job.spec.workers_per_node * gpus:
+        each = "a GPU" if gpus == 1 else f"{gpus} GPUs"
         found.append(
-            f"{job.spec.workers_per_node} workers need a GPU each; {facts.hostname} has "
+            f"{job.spec.workers_per_node} workers need {each} each; {facts.hostname} has "
             f"{len(facts.gpus)}"
         )
     if mesh.replicate == 1 and job.spec.checkpoint.memory.buddy == "never":

@@ -57,10 +57,10 @@ def explain_environment(
 ) -> list[Setting]:
     """As worker_environment, in order, with the reason for each value. A variable of the user takes
     the place of Holdfast's; its reason names the value that it replaces."""
-    user = job.spec.env
+    user, several = job.spec.env, job.spec.resources.num_gpus > 1
     ours = [
         *_contract(job, membership, seat, node_rank),
-        *_devices(job),
+        *_devices(job, seat, facts),
         *_threads(job, membership, facts),
         *_fabric(job, membership, facts),
         *_recovery(job, log_directory),
@@ -68,7 +68,8 @@ def explain_environment(
     settings: list[Setting] = []
     for setting in ours:
         alias = ALIASES.get(setting.name, "")
-        if setting.source == "contract" or not (setting.name in user or alias in user):
+        own = setting.source == "contract" or (setting.name == VISIBLE_DEVICES and several)
+        if own or not (setting.name in user or alias in user):
             settings.append(setting)
             continue
         name = setting.name if setting.name in user else alias
@@ -109,11 +110,26 @@ def _contract(
         yield Setting(name, str(value), why, "contract")
 
 
-def _devices(job: TrainingJob) -> Iterator[Setting]:
-    """With gpu: 0 a worker sees no GPU, also on a machine that has some. Otherwise the backend
-    decides which GPUs a node has."""
-    if not job.spec.resources.gpu:
-        yield Setting(VISIBLE_DEVICES, "", "spec.resources.gpu is 0", "resources")
+def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[Setting]:
+    """With gpu: 0 a worker sees no GPU, also on a machine that has some; with more than one it sees
+    its own only. Otherwise it sees all of the node, as torchrun's do, and LOCAL_RANK selects. The
+    backend, or spec.env, decides which GPUs a node has."""
+    count = job.spec.resources.num_gpus
+    why = f"spec.resources.gpu is {count}"
+    if not count:
+        yield Setting(VISIBLE_DEVICES, "", why, "resources")
+    elif count > 1:
+        first = seat.local_rank * count
+        names = _names(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices
+        if names:
+            mine = names[first : first + count]
+        else:
+            mine = tuple(str(index) for index in range(first, first + count))
+        yield Setting(VISIBLE_DEVICES, ",".join(mine), f"{why}: those of this worker", "resources")
+
+
+def _names(visible: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (visible or "").split(",") if name.strip())
 
 
 def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:
@@ -131,7 +147,7 @@ def _threads(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iter
 
 
 def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Iterator[Setting]:
-    fabric, nccl = job.spec.fabric, job.spec.resources.gpu > 0
+    fabric, nccl = job.spec.fabric, job.spec.resources.num_gpus > 0
     yield from socket_settings(fabric, facts, nccl=nccl)
     if nccl:
         profile, why = choose_profile(fabric, facts, membership.num_nodes)
@@ -140,7 +156,7 @@ def _fabric(job: TrainingJob, membership: Membership, facts: NodeFacts) -> Itera
 
 def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
     """Settings of torch's watchdog and flight recorder that recovery needs."""
-    if not job.spec.resources.gpu:
+    if not job.spec.resources.num_gpus:
         why = "collectives that the flight recorder keeps per rank: they name who hangs"
         yield Setting("TORCH_FR_BUFFER_SIZE", "200", why, "recovery")
         return

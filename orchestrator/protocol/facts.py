@@ -32,6 +32,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int = 0
     memory_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
+    visible_devices: tuple[str, ...] = ()
+    """Names in the agent's CUDA_VISIBLE_DEVICES; empty: it is not set."""
     interfaces: tuple[str, ...] = ()
     """Names of the network interfaces that are up."""
     address_interface: str = ""

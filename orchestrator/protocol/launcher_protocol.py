@@ -30,8 +30,10 @@ class StartNode(LauncherMessage, frozen=True, kw_only=True, tag="start-node"):
     log_file: str
     devices: tuple[str, ...] | None = None
     """GPUs of this machine for nodes of the job, without those of nodes that an earlier launcher
-    started. The node gets as many as it has slots, none of them used by another node, and waits
-    until they are free. None: it sees all that the launcher sees."""
+    started. The node gets `num_devices` of them, none of them used by another node, and waits until
+    they are free. None: it sees all that the launcher sees."""
+    num_devices: int = 0
+    """0: as many as it has slots."""
 
 
 class StopNode(LauncherMessage, frozen=True, kw_only=True, tag="end-node"):

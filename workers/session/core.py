@@ -32,7 +32,7 @@ from holdfast.workers.checkpoint.state import Extra, TrainingState
 from holdfast.workers.training.data import mix
 
 from .agent_channel import AgentChannel
-from .distributed import Meshes, RankEnv, join, pick_device, rank_env
+from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
 from .shards import Shards
 from .work_time import WorkMeter
 
@@ -168,6 +168,7 @@ class Session:
                 "session.restore: got parameters on the meta device; expected real memory; call "
                 "model.to_empty(device=session.device) first"
             )
+        expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
         self._state = TrainingState(model, optimizer, extra)
         if self._channel is not None:

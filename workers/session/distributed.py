@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,36 +52,63 @@ class DeviceMissing(HoldfastError):
 
 
 def pick_device(local_rank: int, job: TrainingJob | None = None) -> torch.device:
-    """cuda:LOCAL_RANK if the node has GPUs, else the CPU, but never the CPU if `job` requests GPUs.
+    """cuda:LOCAL_RANK if the node has GPUs, else the CPU, but never the CPU if `job` requests GPUs;
+    with several GPUs per worker, cuda:0, the first of its own.
 
     Raises DeviceMissing if the node lacks a requested GPU, UserError for more workers than GPUs if
     none were requested or the user chose them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpu_requested = job is not None and job.spec.resources.gpu > 0
-    if not count and not gpu_requested:
+    requested = 0 if job is None else job.spec.resources.num_gpus
+    if not count and not requested:
         return torch.device("cpu")
-    if local_rank >= count:
+    if requested > 1:  # CUDA_VISIBLE_DEVICES has this worker's only
+        first, last = 0, requested - 1
+    else:
+        first = last = local_rank
+    if last >= count:
         raise _missing(local_rank, count, job)
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", first)
     torch.cuda.set_device(device)
     return device
+
+
+def expect_on(device: torch.device, placed: Iterable[tuple[str, torch.device]]) -> None:
+    """Raises UserError for a parameter on another device of the same type: copies for checkpoints
+    wait for the work of one device only."""
+    for name, at in placed:
+        if at.type == device.type and at != device:
+            raise UserError(
+                f"session.restore: got {name} on {at}; expected all parameters on {device} "
+                "(session.device) or in main memory; with a model on several GPUs of one worker, "
+                "keep your own checkpoints instead of calling restore"
+            )
 
 
 def _missing(local_rank: int, count: int, job: TrainingJob | None) -> HoldfastError:
     has = f"{count} GPU{'s' if count != 1 else ''}"
     named = None if job is None else job.spec.env.get(VISIBLE_DEVICES)
-    if named is not None and len([name for name in named.split(",") if name.strip()]) <= local_rank:
+    each = 1 if job is None else max(1, job.spec.resources.num_gpus)
+    gpus = "a GPU" if each == 1 else f"{each} GPUs"
+    if named is not None and (
+        len([name for name in named.split(",") if name.strip()]) < (local_rank + 1) * each
+    ):
         return UserError(
             f"spec.env.{VISIBLE_DEVICES}: got {named!r} for a worker with local rank {local_rank}; "
-            "expected a GPU for each of workersPerNode; name more, or lower workersPerNode"
+            f"expected {gpus} for each of workersPerNode; name more, or lower workersPerNode"
         )
-    if job is None or not job.spec.resources.gpu:
+    if job is None or not job.spec.resources.num_gpus:
         return UserError(
             f"spec.workersPerNode: got a worker with local rank {local_rank}; expected at most "
             f"{count} workers on this node, which has {has}; lower workersPerNode"
         )
     workers = job.spec.workers_per_node
+    if each > 1:
+        return DeviceMissing(
+            f"spec.resources.gpu: got {has} that torch can use in the worker with local rank "
+            f"{local_rank}; expected {each}; see nvidia-smi and the kernel log for a failed GPU or "
+            "driver; lower gpu or workersPerNode if this node never had more"
+        )
     return DeviceMissing(
         f"spec.resources.gpu: got {has} that torch can use on this node; expected {workers}, one "
         "for each of workersPerNode; see nvidia-smi and the kernel log for a failed GPU or "

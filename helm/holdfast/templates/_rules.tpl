@@ -34,9 +34,9 @@ and a test compares the two. The operator gets Secrets by name; it cannot list o
 {{- end }}
 {{- end -}}
 
-{{/* Topology labels and taints of nodes, which are cluster-scoped. */}}
+{{/* Topology labels, taints and GPUs of nodes, which are cluster-scoped. */}}
 {{- define "holdfast.nodeRules" -}}
 - apiGroups: [""]
   resources: ["nodes"]
-  verbs: ["get"]
+  verbs: ["get", "list"]
 {{- end -}}

@@ -20,7 +20,7 @@ def without_effect(job: TrainingJob) -> list[Problem]:
     """Every such field with the fix."""
     recipe = job.spec.entrypoint.recipe
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
-    if job.spec.ray.accelerator_type is not None and not job.spec.resources.gpu:
+    if job.spec.ray.accelerator_type is not None and job.spec.resources.gpu == 0:
         got = f"{job.spec.ray.accelerator_type} for a job on CPUs"
         fix = "spec.resources.gpu: 1, or remove the field"
         found.append(Problem("spec.ray.acceleratorType", got, "it for a job on GPUs", fix))
@@ -44,7 +44,7 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
 def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     spec, mesh = job.spec, job.spec.parallelism
     one_copy = mesh.shard == 1 or spec.nodes.max * spec.workers_per_node == 1
-    if mesh.offload == "cpu" and not spec.resources.gpu:
+    if mesh.offload == "cpu" and spec.resources.gpu == 0:
         yield Problem(
             f"{PREFIX}offload",
             "cpu for a job on CPUs",

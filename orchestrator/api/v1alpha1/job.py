@@ -212,6 +212,13 @@ class JobSpec(Part):
         recipe, mesh = self.entrypoint.recipe, self.parallelism
         if recipe is None:
             return self
+        gpus, workers = self.resources.num_gpus, self.workers_per_node
+        if gpus > 1:
+            raise ValueError(
+                f"resources.gpu: got {gpus} for a recipe; expected auto, 0 or 1: a recipe trains "
+                f"on one GPU per worker; for all {gpus * workers} GPUs of a node write "
+                f"workersPerNode: {gpus * workers} and gpu: 1"
+            )
         for axis in ("tensor", "context", "pipeline"):
             if getattr(mesh, axis) > 1:
                 raise ValueError(

@@ -284,11 +284,6 @@ def _fix(field: str, details: ErrorDetails) -> str:
     if value is None:
         empty = ' ("" is an empty text)' if kind == "string_type" else ""
         return f"give it a value{empty}, or remove the key"
-    if field == "spec.resources.gpu" and isinstance(value, int) and value > 1:
-        return (
-            f"resources are those of one worker: for {value} GPUs of a node write workersPerNode: "
-            f"{value} and gpu: 1"
-        )
     if field in ("spec.nodes.max", "spec.nodes.min") and value == 0:
         return "for no nodes set suspend: true"
     if kind in _ABOVE_MAXIMUM and field in _NO_LIMIT_IF_ABSENT:

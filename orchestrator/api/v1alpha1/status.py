@@ -142,6 +142,8 @@ class TrainingJobStatus(_Written):
     """Label selector of the job's pods, for the scale subresource."""
     world_size: Count | None = None
     """Number of workers of the current generation."""
+    gpus_per_worker: Count | None = None
+    """GPUs of a worker, as spec.resources.gpu has it or, with auto, as the nodes have them."""
     mesh: str | None = None
     """Axes of the device mesh and their sizes."""
     strategy: str | None = None

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import AutoOrCount, Part, Quantity
+from .base import Auto, AutoOrCount, Part, Quantity
 from .recipe import Recipe
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -37,8 +37,18 @@ class Resources(Part):
     workers of a node share its cores."""
     memory: Quantity | None = None
     """Main memory in bytes, such as 4Gi. Default: no limit."""
-    gpu: int = Field(default=0, ge=0, le=1)
-    """GPUs of a worker: 0 trains on the CPU with gloo, 1 on one GPU with NCCL."""
+    gpu: Auto | Annotated[int, Field(ge=0, le=limits.MAX_GPUS)] = "auto"
+    """GPUs of a worker: 0 trains on the CPU with gloo, 1 on one GPU with NCCL. auto: 1 where nodes
+    have a GPU for each worker, 0 where they have none; decided once, at submission, and shown by
+    `holdfast plan` and `holdfast status`. With more than 1, for scripts and modules only, a worker
+    sees that many devices, cuda:0 and following; `restore` of holdfast.session takes models on
+    cuda:0."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of a worker. 0 for `auto`, which only a spec has that was not submitted yet, or was
+        journaled before `auto` existed: 0 was the default then."""
+        return 0 if self.gpu == "auto" else self.gpu
 
 
 class Entrypoint(Part):

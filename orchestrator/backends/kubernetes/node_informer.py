@@ -62,7 +62,7 @@ class NodeInformer:
             self._report(error)
         else:
             if found is not None:
-                self._seen[node] = NodeObservation(now, _known(node, found))
+                self._seen[node] = NodeObservation(now, known_node(node, found))
         finally:
             self._reading.discard(node)
 
@@ -89,7 +89,7 @@ class NodeInformer:
             log.info("a node could not be read: %s", error)
 
 
-def _known(name: str, document: Document) -> KnownNode:
+def known_node(name: str, document: Document) -> KnownNode:
     return KnownNode(
         name,
         dict(document["metadata"].get("labels") or {}),

@@ -219,8 +219,8 @@ def _resources(job: TrainingJob) -> dict[str, Any]:
         requests["cpu"] = f"{math.ceil(each.cpu * count * 1000)}m"
     if each.memory is not None:
         requests["memory"] = limits["memory"] = str(math.ceil(each.memory * count))
-    if each.gpu:
-        limits[job.spec.kubernetes.gpu_resource] = str(each.gpu * count)
+    if each.num_gpus:
+        limits[job.spec.kubernetes.gpu_resource] = str(each.num_gpus * count)
     for name, amount in sorted(job.spec.kubernetes.extended_resources.items()):
         limits[name] = str(amount)
     found = {"requests": requests, "limits": limits}

@@ -44,7 +44,7 @@ def node_limit(job: TrainingJob) -> int:
     """Nodes of this job that fit on this machine."""
     workers = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
     if (names := devices.gpu_names(job)) is not None:
-        workers = min(workers, len(names))
+        workers = min(workers, len(names) // job.spec.resources.num_gpus)
     return workers // job.spec.workers_per_node
 
 
@@ -93,7 +93,7 @@ class LocalBackend:
     # -- the contract --------------------------------------------------------------------------
     async def open(self, on_node_gone: Callable[[NodeGone], None]) -> None:
         self._on_node_gone = on_node_gone
-        if self._job.spec.resources.gpu:
+        if self._job.spec.resources.num_gpus:
             await asyncio.to_thread(devices.gpus)  # queries the driver once, which takes time
         self._nodes = node_registry.load(self._paths.nodes_file)
         for node, identity in list(self._nodes.agents.items()):
@@ -112,11 +112,9 @@ class LocalBackend:
         left_s = self._withheld_until - asyncio.get_running_loop().time()
         if left_s > 0:
             raise NoRoom(f"replacements are withheld for another {left_s:.0f} s (fault injection)")
-        gpus, workers = devices.gpu_names(self._job), self._job.spec.workers_per_node
-        if gpus is not None and len(gpus) < workers:
-            raise NoRoom(
-                f"a node needs {workers} GPUs; this machine has {len(gpus)} that can be used"
-            )
+        gpus, need = devices.gpu_names(self._job), devices.gpus_per_node(self._job)
+        if gpus is not None and len(gpus) < need:
+            raise NoRoom(f"a node needs {need} GPUs; this machine has {len(gpus)} that can be used")
         first = self._nodes.next_number
         nodes = tuple(f"node-{number}" for number in range(first, first + count))
         self._nodes.next_number += count
@@ -254,6 +252,7 @@ class LocalBackend:
                 endpoint_file=str(self._paths.endpoint_file),
                 log_file=str(self._paths.logs / f"agent-{node}.log"),
                 devices=self._free_devices(),
+                num_devices=devices.gpus_per_node(self._job),
             )
         )
 

@@ -54,8 +54,8 @@ def bundle_of(job: TrainingJob) -> dict[str, float]:
     """What one node takes of a Ray node. Without spec.resources.cpu: a core per worker."""
     workers, each = job.spec.workers_per_node, job.spec.resources
     bundle = {"CPU": float(each.cpu if each.cpu is not None else 1) * workers}
-    if each.gpu:
-        bundle["GPU"] = float(each.gpu * workers)
+    if each.num_gpus:
+        bundle["GPU"] = float(each.num_gpus * workers)
     if each.memory is not None:
         bundle["memory"] = float(int(each.memory) * workers)
     if (kind := job.spec.ray.accelerator_type) is not None:

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.planner.gpus import GpusFound
+
 from ..topology import coordinates
 
 MAX_CONNECTIONS = 64
@@ -106,6 +109,19 @@ def suits(bundle: dict[str, float], selector: Mapping[str, str], ray_node: dict[
     """Whether a Ray node could hold a bundle if it were empty."""
     labels = ray_node.get("Labels") or {}
     return fits(bundle, ray_node["Resources"]) and selects(selector, labels)
+
+
+def gpus_found(job: TrainingJob) -> GpusFound:
+    """What `gpu: auto` of a job on this cluster is decided from: Ray nodes with the labels and
+    custom resources that it asks for."""
+    ray = job.spec.ray
+    if ray.accelerator_type is not None:
+        return GpusFound(0, f"spec.ray.acceleratorType is {ray.accelerator_type}", wanted=True)
+    needs = {name: float(count) for name, count in ray.custom_resources.items()}
+    usable = [one for one in alive_nodes().values() if suits(needs, ray.label_selector, one)]
+    most = max((int(one["Resources"].get("GPU", 0)) for one in usable), default=0)
+    has = f"{most} GPU{'s' * (most > 1)}" if most else "no GPU"
+    return GpusFound(most, f"of {len(usable)} Ray nodes that it may use the largest has {has}")
 
 
 def capacity_report(count: int, bundle: dict[str, float], selector: Mapping[str, str]) -> str:

@@ -24,12 +24,13 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
 
     Lists every problem with the field, the value, what was expected and the fix; exit code 2.
     """
+    from holdfast.orchestrator.api.v1alpha1.remarks import remarks
     from holdfast.orchestrator.planner.choose import choose_mesh, smallest_device
 
-    from ..preflight import load_checked, local_facts
+    from ..preflight import load_checked, local_facts, with_local_gpus
 
     try:
-        job = load_checked(file)
+        job, gpus = with_local_gpus(load_checked(file), str(file))
     except SpecError as error:
         if not as_json:
             raise
@@ -41,13 +42,17 @@ def validate(file: FileArgument, as_json: JsonOption = False) -> None:
     assert chosen is not None, "validation let an impossible mesh through"
     mesh, why = chosen
     if as_json:
-        print_json({"valid": True, "file": str(file), "job": job.name, "mesh": mesh, "why": why})
+        facts = {"mesh": mesh, "why": why, "gpu": job.spec.resources.num_gpus, "gpu_why": gpus}
+        notes = remarks(job)
+        print_json({"valid": True, "file": str(file), "job": job.name, **facts, "remarks": notes})
         return
     nodes, workers = job.spec.nodes.max, job.spec.workers_per_node
     typer.echo(
         f"{file}: valid; job {job.name} on {plural(nodes, 'node')} x "
         f"{plural(workers, 'worker')}, {mesh.strategy}: {mesh.describe()}"
     )
+    for text in filter(None, (gpus, *remarks(job))):
+        typer.echo(f"note: {text}")
 
 
 def plan(
@@ -84,9 +89,9 @@ def plan(
     from holdfast.orchestrator.planner import make_plan
 
     from ..plan_text import render
-    from ..preflight import local_facts
+    from ..preflight import local_facts, with_local_gpus
 
-    job = load_job(file)
+    job, gpus = with_local_gpus(load_job(file), str(file))
     if nodes is not None and nodes > job.spec.nodes.max:
         if problem := check_resize(job, nodes):
             raise UserError(f"--{problem}")
@@ -98,7 +103,8 @@ def plan(
         except ValueError as error:
             expected = str(error).removeprefix("expected ")
             raise UserError(str(Problem("--device-memory", device_memory, expected))) from None
-    made = make_plan(job, local_facts(job.spec.workers_per_node), nodes, memory)
+    facts = local_facts(job.spec.workers_per_node)
+    made = make_plan(job, facts, nodes, memory, gpus=gpus)
     if made is None:
         low, high = job.spec.nodes.min, job.spec.nodes.max
         expected = f"{low} to {high} nodes that hold at least one replica group"

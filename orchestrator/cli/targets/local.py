@@ -198,25 +198,32 @@ class LocalTarget:
                 done = attach_job(directory, display.show, display.note)
         else:
             assert file is not None
-            job = self._load(file)
+            job, notes = self._load(file)
             with display:
+                for note in notes:
+                    display.note(note)
                 done = run_job(job, self._home, file.absolute().parent, display.show, display.note)
         if done.interrupted:
             return RunResult(done.view, 130)
         return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
 
-    def _load(self, file: Path) -> TrainingJob:
-        """The job in a file, after expired jobs made room for it. Raises UserError."""
+    def _load(self, file: Path) -> tuple[TrainingJob, list[str]]:
+        """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
+        for the user. Raises UserError."""
+        from holdfast.orchestrator.api.v1alpha1.remarks import remarks
+        from holdfast.orchestrator.backends.local.devices import found_here
         from holdfast.orchestrator.hosts.local.job_records import expire
+        from holdfast.orchestrator.planner.gpus import resolve
         from holdfast.orchestrator.runtime.clock import Clock
 
         from ..preflight import load_checked
 
         job = load_checked(file)
+        job, why = resolve(job, found_here(job))
         _check_size(job)
         for name in expire(self._home, Clock().now_ns()):
             stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
-        return job
+        return job, [*filter(None, [why]), *remarks(job)]
 
 
 def read_view(directory: JobDirectory) -> JobView:

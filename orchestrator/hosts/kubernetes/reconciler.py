@@ -17,33 +17,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.api.v1alpha1.backends import Kubernetes
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.job_secret import TlsKeyPair, ensure_keys
 from holdfast.orchestrator.backends.kubernetes.pods import LOGS, checkpoint_path, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import JobSubmitted, PreemptionNoticed
+from holdfast.orchestrator.core.events import PreemptionNoticed
 from holdfast.orchestrator.core.journal import Journal
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, SpecError, UserError
 from holdfast.orchestrator.kube.client import Document, KubeClient
-from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, PODS, ApiError, Invalid
+from holdfast.orchestrator.kube.errors import JOBS, PODS, ApiError, Invalid
 from holdfast.orchestrator.kube.event_recorder import EventRecorder, Severity
 from holdfast.orchestrator.kube.informer import Backoff
-from holdfast.orchestrator.kube.names import Owner, journal_name, new_node_name, tls_name
+from holdfast.orchestrator.kube.names import new_node_name, tls_name
+from holdfast.orchestrator.planner.gpus import is_auto, with_gpus
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.tls import server_context_from_pem
-from holdfast.orchestrator.runtime import snapshot
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
 from . import storage_access
-from .configmap_journal import COMPACT_AT_BYTES, is_owned, open_journal
+from .configmap_journal import COMPACT_AT_BYTES, open_journal
+from .gpus import GpuFinder
 from .job_storage import JobStorage
+from .prior import PriorStatus, checkpoint_path_in, job_in
 from .spec import owner_of, read_job
 from .spec_sync import SpecSync, suspended_before_start
 from .status import (
@@ -91,6 +94,10 @@ class ReconcilerContext:
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(32))
     """Bounds how many jobs are set up at once, so that the restart of an operator with a thousand
     jobs does not flood the API server."""
+    gpus: GpuFinder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gpus = GpuFinder(self.shared.cluster, self.shared.settings)
 
     @property
     def cluster(self) -> KubeClient:
@@ -114,6 +121,8 @@ class JobReconciler:
         self._checked_kubernetes: Kubernetes | None = None
         """Of the spec that the API server has accepted, or with which the job was started."""
         self._secret_checked = False
+        self._num_gpus = 0
+        """Of a worker: what `auto` means for this job since it was submitted."""
         self._reported_view: JobView | None = None
         self._final_view: JobView | None = None
         self._labelled_generation = 0
@@ -228,7 +237,7 @@ class JobReconciler:
             return False
         async with self._context.starting:
             new = not self._prior.started and self._keys is None
-            fresh, journal = await self._open_journal(job, new)
+            job, fresh, journal = await self._open_journal(job, new)
             path = checkpoint_path(
                 job,
                 self._context.shared.settings,
@@ -283,9 +292,10 @@ class JobReconciler:
         settings = self._context.shared.settings
         return read_job(self._document, settings, self._prior.checkpoint_path)
 
-    async def _open_journal(self, job: TrainingJob, new: bool) -> tuple[bool, Journal]:
-        """The Secret and the journal of the job, made where they are missing. Returns whether the
-        job has never run, and the journal. `new`: most likely there are none yet."""
+    async def _open_journal(self, job: TrainingJob, new: bool) -> tuple[TrainingJob, bool, Journal]:
+        """The Secret and the journal of the job, made where they are missing. Returns the job with
+        its number of GPUs, whether it has never run, and the journal. `new`: most likely there are
+        none yet."""
         cluster = self._context.cluster
         keys, secret = await ensure_keys(cluster, self.owner, self._keys, fresh=new)
         self._secret_checked = True
@@ -295,7 +305,15 @@ class JobReconciler:
             fresh=new,
             compact_at_bytes=self._context.journal_compact_at_bytes,
         )
-        fresh = not journal.records and journal.snapshot is None
+        fresh, earlier = not journal.records and journal.snapshot is None, job_in(journal)
+        if earlier is not None:
+            job = with_gpus(job, earlier.spec.resources.num_gpus)
+        elif is_auto(job):
+            job, why = await self._context.gpus.resolve(job, self.owner)
+            self.events.record("Normal", "GpusDecided", why)
+        for text in remarks(job) if earlier is None else ():
+            self.events.record("Warning", "Remark", text)
+        self._num_gpus = job.spec.resources.num_gpus
         if fresh:
             await self._check_pod(job)
         elif secret == "restored":
@@ -308,7 +326,7 @@ class JobReconciler:
             )
             self.events.record("Warning", *self._secret_problem)
         self._keys = keys
-        return fresh, journal
+        return job, fresh, journal
 
     async def _run_controller(self, runtime: JobRuntime) -> None:
         """Until the controller ends; meanwhile edits of the object become requests to it."""
@@ -329,7 +347,7 @@ class JobReconciler:
         while True:
             self._changed.clear()
             try:
-                job = self._valid_job()
+                job = with_gpus(self._valid_job(), self._num_gpus)
                 if job.spec.kubernetes != self._checked_kubernetes:
                     await self._check_pod(job)
                     self._checked_kubernetes = job.spec.kubernetes
@@ -525,75 +543,3 @@ def ended_s(document: Document, final: JobView | None, now_ns: int) -> float:
         return final.finished_ns / SECOND_NS
     text = (document.get("status") or {}).get("completionTime")
     return datetime.datetime.fromisoformat(text).timestamp() if text else now_ns / SECOND_NS
-
-
-# -- takeover --------------------------------------------------------------------------------
-PRIOR_FIELDS = (
-    "jobId", "startTime", "generation", "step", "totalSteps", "loss", "restarts",
-    "restartsByClass", "goodput", "ledger", "memoryStep", "lastCheckpoint", "checkpointPath",
-    "storageProblem", "incidents", "traceback",
-)  # fmt: skip
-"""Fields of the status that describe the past. The others describe the present, which is unknown
-for a job without a controller."""
-
-
-class PriorStatus:
-    """What is known of a job before its controller runs. The operator never forgets that a job was
-    started: its pods may be training although no controller could be started, whatever the status
-    says by now."""
-
-    def __init__(self, document: Document) -> None:
-        """`document`: the object as this operator first sees it."""
-        self.started = False
-        """A controller has run the job, in this operator or an earlier one."""
-        self.checkpoint_path = ""
-        """Where the job's checkpoints are; empty: nowhere yet."""
-        self.fields: Document = {}
-        """What the last controller wrote, as fields of the status."""
-        self.machines: dict[str, str] = {}
-        """Pod -> Kubernetes node, of the incidents of earlier operators."""
-        status = document.get("status") or {}
-        if status.get("jobId"):
-            self.remember(status)
-
-    def remember(self, status: Document) -> None:
-        """A status that a controller has written."""
-        self.started = True
-        self.fields = {name: status[name] for name in PRIOR_FIELDS if name in status}
-        self.checkpoint_path = self.fields.get("checkpointPath", "")
-        for one in self.fields.get("incidents", ()):
-            if one.get("culpritNode") and one.get("nodeName"):
-                self.machines[one["culpritNode"]] = one["nodeName"]
-
-    async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
-        """Whether the job was started. Looks for a journal where no status shows it: the operator
-        may have ended before it wrote the first one. Raises ApiError."""
-        if not self.started:
-            found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
-            self.started = (
-                found is not None and is_owned(found, owner) and bool(found.get("binaryData"))
-            )
-        return self.started
-
-
-def job_in(journal: Journal) -> TrainingJob | None:
-    """The job as it was when the journal began or was last compacted; None: it never began."""
-    if journal.snapshot is not None:
-        state, _projection = snapshot.decode(journal.snapshot)
-        return state.job
-    event = _submitted(journal)
-    return job_from_mapping(event.spec) if event is not None else None
-
-
-def checkpoint_path_in(journal: Journal) -> str:
-    """Where the job's checkpoints have been from the start; empty: the journal has not begun, or
-    was written before this field existed."""
-    if journal.snapshot is not None:
-        return snapshot.checkpoint_path(journal.snapshot)
-    event = _submitted(journal)
-    return event.checkpoint_path if event is not None else ""
-
-
-def _submitted(journal: Journal) -> JobSubmitted | None:
-    events = (record.event for record in journal.records)
-    return next((event for event in events if isinstance(event, JobSubmitted)), None)

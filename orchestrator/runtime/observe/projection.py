@@ -197,6 +197,7 @@ class JobProjection:
             now_ns=now_ns,
             generation=state.generation,
             world_size=state.membership.world_size if state.membership else 0,
+            gpus_per_worker=state.job.spec.resources.num_gpus,
             mesh=state.mesh.describe() if state.mesh else "",
             strategy=state.mesh.strategy if state.mesh else "",
             restarts={str(name): count for name, count in state.restarts.items()},
@@ -276,7 +277,11 @@ class JobProjection:
             view.tokens_per_s = view.tokens / view.step_s
             device = _peak(state)
             if device and view.flops_per_step and view.world_size:
-                view.mfu = view.flops_per_step / view.step_s / (device * view.world_size)
+                view.mfu = (
+                    view.flops_per_step
+                    / view.step_s
+                    / (device * view.world_size * max(1, view.gpus_per_worker))
+                )
         if not state.terminal:
             staged = min((beat.staged_step for beat in heartbeats), default=-1)
             in_tier = next((key[0] for key, _ in in_memory(state)), -1)

@@ -124,6 +124,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     now_ns: int = 0
     generation: int = 0
     world_size: int = 0
+    gpus_per_worker: int = 0
+    """0: the job trains on the CPU."""
     mesh: str = ""
     strategy: str = ""
     restarts: dict[str, int] = {}

@@ -136,6 +136,7 @@ class Rig:
                 "entrypoint": entrypoint,
                 "nodes": {"min": 1, "max": 2},
                 "workersPerNode": 2,
+                "resources": {"gpu": 0},
                 **spec,
             },
         }

@@ -70,6 +70,7 @@ class Pod:
                 "entrypoint": {"script": "train.py"},
                 "nodes": {"min": 1, "max": 1},
                 "workersPerNode": 2,
+                "resources": {"gpu": 0},
                 **spec,
             },
         }

@@ -44,7 +44,7 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
             "entrypoint": {"recipe": {"name": "pretrain", "config": config}},
             "nodes": {"min": 1, "max": 2},
             "workersPerNode": 2,
-            "resources": {"cpu": 1},
+            "resources": {"cpu": 1, "gpu": 0},
             "parallelism": {"shard": 2},
             "checkpoint": {"storage": {"everySteps": 50}, "memory": {"everySteps": 1}},
             **changes,

@@ -38,7 +38,7 @@ def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
         ),
         ("offload", document(SCRIPT, {"offload": "cpu"})),
         ("reshardAfterForward", document(SCRIPT, {"reshardAfterForward": False})),
-        ("offload", document(RECIPE, {"offload": "cpu"})),
+        ("offload", document(RECIPE, {"offload": "cpu"}, resources={"gpu": 0})),
         ("offload", document(RECIPE, {"offload": "cpu", "shard": 1}, resources={"gpu": 1})),
         ("precision.reduce", document(RECIPE, {"precision": {"reduce": "bfloat16"}, "shard": 1})),
         ("precision.parameters", document(RECIPE, {"precision": {"parameters": "float16"}})),

@@ -34,9 +34,14 @@ CASES = [
         id="a wrong type",
     ),
     pytest.param(
-        SCRIPT + "  resources: {gpu: 8}\n",
-        ["spec.resources.gpu: got 8", "write workersPerNode: 8 and gpu: 1"],
+        RECIPE % "" + "  resources: {gpu: 8}\n",
+        ["spec.resources.gpu: got 8 for a recipe", "write workersPerNode: 8 and gpu: 1"],
         id="the GPUs of a node for those of a worker",
+    ),
+    pytest.param(
+        SCRIPT + "  resources: {gpu: some}\n",
+        ["spec.resources.gpu: got 'some'; expected auto or"],
+        id="a word for a number of GPUs",
     ),
     pytest.param(
         SCRIPT + "  resources: {memory: 64GB}\n",

@@ -59,6 +59,8 @@ class FakeApi:
     objects: dict[str, Document] = field(default_factory=dict)
     """Path -> response to GET; other paths are 404."""
     listed: list[Document] = field(default_factory=list)
+    nodes: list[Document] = field(default_factory=list)
+    """Kubernetes nodes."""
     version: str = "1"
     """The resource version of the list."""
     num_lists: int = 0
@@ -99,6 +101,8 @@ class FakeApi:
             return await self._watch(request)
         if request.path in self.objects:
             return web.json_response(self.objects[request.path])
+        if request.path == "/api/v1/nodes":
+            return web.json_response({"metadata": {}, "items": self.nodes})
         if request.path.endswith("/pods"):
             self.num_lists += 1
             metadata = {"resourceVersion": self.version}

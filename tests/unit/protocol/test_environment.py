@@ -71,6 +71,22 @@ def test_a_worker_gets_the_whole_torchrun_contract() -> None:
     assert int(got["TORCHELASTIC_MAX_RESTARTS"]) > 0
 
 
+@pytest.mark.parametrize(
+    ("facts", "env", "visible"),
+    [
+        (make_facts(), {}, "2,3"),
+        (make_facts(visible_devices=("4", "5", "6", "GPU-7")), {}, "6,GPU-7"),
+        (make_facts(), {"CUDA_VISIBLE_DEVICES": "0, 2,4,6"}, "4,6"),
+    ],
+)
+def test_a_worker_with_several_gpus_sees_its_own_only(
+    facts: NodeFacts, env: dict[str, str], visible: str
+) -> None:
+    job = make_job(resources={"gpu": 2}, entrypoint={"script": "train.py"}, env=env)
+    seat = WorkerSeat(rank=3, local_rank=1, shard=1, persists=True)
+    assert worker_environment(job, MEMBERSHIP, seat, 1, facts)["CUDA_VISIBLE_DEVICES"] == visible
+
+
 def test_a_cpu_job_gets_no_nccl_settings() -> None:
     assert not [name for name in environment(make_job()) if "NCCL" in name]
 

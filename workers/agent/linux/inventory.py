@@ -29,6 +29,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         cpus=cpus(),
         memory_bytes=memory_bytes(),
         gpus=gpus(),
+        visible_devices=_names(os.environ.get(VISIBLE_DEVICES)),
         interfaces=interfaces(),
         address_interface=interface_of(address),
         hcas=rdma_devices(),
@@ -68,7 +69,11 @@ def gpus() -> tuple[Gpu, ...]:
 
 def num_visible(variable: str | None, found: int) -> int:
     """Number of GPUs that a value of CUDA_VISIBLE_DEVICES leaves."""
-    return found if variable is None else sum(bool(name.strip()) for name in variable.split(","))
+    return found if variable is None else len(_names(variable))
+
+
+def _names(variable: str | None) -> tuple[str, ...]:
+    return tuple(name for part in (variable or "").split(",") if (name := part.strip()))
 
 
 def interface_of(address: str) -> str:

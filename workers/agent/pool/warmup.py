@@ -41,7 +41,7 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
 
     `directory` is the base of the relative paths in the spec.
     """
-    if job.spec.resources.gpu or dist.is_initialized():
+    if job.spec.resources.num_gpus or dist.is_initialized():
         return
     recipe = job.spec.entrypoint.recipe
     if recipe is None and not calls_session(job, directory):

@@ -135,10 +135,11 @@ class NodeLauncher:
         if order.devices is not None:
             taken = {device for held in self._devices.values() for device in held}
             free = [device for device in order.devices if device not in taken]
-            if len(free) < order.slots:
+            count = order.num_devices or order.slots
+            if len(free) < count:
                 self._waiting[order.node] = order
                 return
-            self._devices[order.node] = tuple(free[: order.slots])
+            self._devices[order.node] = tuple(free[:count])
         assert preload.num_threads() == 1, "a library has started a thread in the node launcher"
         output.flush()
         pid = os.fork()

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
@@ -121,7 +122,10 @@ class KubernetesTarget:
         namespace = self._namespace(namespace, job)
         body["metadata"]["namespace"] = namespace
         try:
-            return await cluster.create(JOBS, namespace, body)
+            created = await cluster.create(JOBS, namespace, body)
+            for note in remarks(job):
+                display.note(note)
+            return created
         except NotFound:
             await _check_namespace(cluster, namespace)
             raise

@@ -19,7 +19,8 @@ from holdfast.orchestrator.api.v1alpha1 import (
     parse_job,
 )
 from holdfast.orchestrator.api.v1alpha1.load import read_job_file
-from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, remote_files
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
+from holdfast.orchestrator.backends.ray import actors, cluster, kv, names, ray_nodes, remote_files
 from holdfast.orchestrator.backends.ray.jobs_page import JobsPageEntry, submission_id
 from holdfast.orchestrator.cli.display import (
     PROGRESS_INTERVAL_S,
@@ -34,6 +35,7 @@ from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
 from holdfast.orchestrator.hosts.ray.host import RayHost
+from holdfast.orchestrator.planner.gpus import resolve
 from holdfast.orchestrator.protocol import files
 from holdfast.orchestrator.protocol.certificate import make_keys
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -118,7 +120,7 @@ class RayTarget:
             if num_killed and self._created(name, job_id):
                 self._revive(self.find(name), display)
             else:
-                self._start(job, directory, job_id)
+                self._start(job, directory, job_id, display)
         else:
             assert attach is not None
             name, shown = attach, {}
@@ -145,13 +147,16 @@ class RayTarget:
                 return RunResult(None, 130)
         return RunResult(view, 0 if view.state == "succeeded" else 1)
 
-    def _start(self, job: TrainingJob, directory: Path, job_id: str) -> None:
+    def _start(self, job: TrainingJob, directory: Path, job_id: str, display: Display) -> None:
         """Raises UserError for a script that no node has, or a name that is taken."""
         if self._outside:
             _expect_script(job, directory)
         for expired in self.expire(kv.jobs()):
             stderr().print(f"job {expired}: deleted, its ttlSecondsAfterFinished is over")
+        job, why = resolve(job, ray_nodes.gpus_found(job))
         self._create(job, directory, job_id)
+        for note in filter(None, (why, *remarks(job))):
+            display.note(note)
 
     def _created(self, name: str, job_id: str) -> bool:
         """Whether an earlier driver of this Ray job created the job before it was killed."""

@@ -42,7 +42,7 @@ def three_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     devices.gpus.cache_clear()
 
 
-def job(gpu: int = 1, **more: Any) -> TrainingJob:
+def job(gpu: int | str = 1, **more: Any) -> TrainingJob:
     return make_job(resources={"gpu": gpu}, **more)
 
 
@@ -106,6 +106,33 @@ def test_a_machine_that_lost_its_gpus_has_no_capacity_for_a_node(
 def test_a_job_for_gpus_is_refused_where_there_are_none(no_gpu: None) -> None:
     with pytest.raises(SpecError, match=r"spec.resources.gpu: got 1; expected 0 on this machine"):
         _check_size(job())
+
+
+def test_auto_counts_what_this_machine_has(
+    three_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert devices.found_here(job("auto")) == (3, "this machine has 3 GPUs", False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.found_here(job("auto")) == (1, "CUDA_VISIBLE_DEVICES leaves 1 GPU", False)
+    named = job("auto", env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert devices.found_here(named).most == 2
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(devices, "_torch_build", lambda: "2.11.0+cpu")
+    assert devices.found_here(job("auto")).most == 0
+    assert "torch is a build for CPUs" in devices.found_here(job("auto")).what
+
+
+def test_auto_names_a_gpu_that_is_not_counted(no_gpu: None, tmp_path: Path) -> None:
+    assert devices.found_here(job("auto")).most == 0
+    (tmp_path / "kfd").touch()
+    assert "write gpu: 1 if torch can use it" in devices.found_here(job("auto")).what
+
+
+def test_nodes_of_workers_with_several_gpus_get_all_of_them(three_gpus: None) -> None:
+    script = {"script": "train.py"}
+    assert devices.gpus_per_node(job(2, entrypoint=script)) == 4
+    assert node_limit(job(2, entrypoint=script)) == 0
+    assert node_limit(job(3, entrypoint=script, workersPerNode=1, parallelism={})) == 1
 
 
 def test_a_plan_without_gpus_warns_on_a_machine_that_has_gpus(three_gpus: None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.orchestrator.backends.ray import ray_nodes
 from holdfast.orchestrator.backends.ray.placement import RayGroups
+from tests.unit.runtime.harness import make_job
 
 BOUND_S = 30.0
 
@@ -127,3 +128,25 @@ def test_new_bundles_go_only_where_a_raylet_listens(
     assert asyncio.run(ray_nodes.answering({"a", "gone"})) == set()
     raylet.listen()
     assert asyncio.run(ray_nodes.answering({"a", "gone"})) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("ray", "most", "wanted"),
+    [
+        ({}, 8, False),
+        ({"labelSelector": {"pool": "cpu"}}, 0, False),
+        ({"customResources": {"efa": 1}}, 4, False),
+        ({"acceleratorType": "H100"}, 0, True),
+    ],
+)
+def test_auto_looks_at_the_gpus_of_ray_nodes_that_the_job_may_use(
+    ray: dict[str, Any], most: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {
+        "a": {"Resources": {"CPU": 4.0}, "Labels": {"pool": "cpu"}},
+        "b": {"Resources": {"CPU": 4.0, "GPU": 8.0}, "Labels": {"pool": "gpu"}},
+        "c": {"Resources": {"CPU": 4.0, "GPU": 4.0, "efa": 1.0}, "Labels": {}},
+    }
+    monkeypatch.setattr(ray_nodes, "alive_nodes", lambda: nodes)
+    found = ray_nodes.gpus_found(make_job(ray=ray))
+    assert (found.most, found.wanted) == (most, wanted)

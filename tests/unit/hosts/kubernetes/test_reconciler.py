@@ -22,7 +22,8 @@ from holdfast.orchestrator.api.v1alpha1.status import TrainingJobStatus
 from holdfast.orchestrator.core.events import JobSubmitted
 from holdfast.orchestrator.core.journal import decode_records, encode_record
 from holdfast.orchestrator.hosts.kubernetes.configmap_journal import WRITER
-from holdfast.orchestrator.hosts.kubernetes.reconciler import PRIOR_FIELDS, ReconcilerTiming
+from holdfast.orchestrator.hosts.kubernetes.prior import PRIOR_FIELDS
+from holdfast.orchestrator.hosts.kubernetes.reconciler import ReconcilerTiming
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document
 from holdfast.orchestrator.kube.errors import CONFIG_MAPS, JOBS, SECRETS

@@ -24,7 +24,13 @@ from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.shard_sources import UnreadableCheckpoint
 from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
 from holdfast.workers.session.core import Session
-from holdfast.workers.session.distributed import DeviceMissing, RankEnv, pick_device, rank_env
+from holdfast.workers.session.distributed import (
+    DeviceMissing,
+    RankEnv,
+    expect_on,
+    pick_device,
+    rank_env,
+)
 
 
 @pytest.fixture
@@ -118,9 +124,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
-def eight_workers(gpu: int, **env: str) -> TrainingJob:
+def eight_workers(gpu: int, *, script: bool = False, **env: str) -> TrainingJob:
     spec = {
-        "entrypoint": {"recipe": {"name": "pretrain"}}, "env": env,
+        "entrypoint": {"script": "a.py"} if script else {"recipe": {"name": "pretrain"}},
+        "env": env,
         "workersPerNode": 8, "resources": {"gpu": gpu},
     }  # fmt: skip
     head = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}}
@@ -147,6 +154,21 @@ def test_more_workers_than_gpus_in_visible_devices_is_a_user_error(gpus: None) -
     for gpu in (0, 1):
         with pytest.raises(UserError, match=r"env.CUDA_VISIBLE_DEVICES: got '0,1,2,3,4,5,6' for"):
             pick_device(7, eight_workers(gpu, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6"))
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_a_worker_with_several_gpus_begins_at_its_first(gpus: None) -> None:
+    job = eight_workers(2, script=True)
+    assert pick_device(7, job) == torch.device("cuda", 0)
+    with pytest.raises(DeviceMissing, match=r"got 2 GPUs .* local rank 7; expected 4"):
+        pick_device(7, eight_workers(4, script=True))
+
+
+def test_a_model_on_several_gpus_is_refused_by_the_name_of_a_parameter() -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    expect_on(first, [("a", first), ("offloaded", torch.device("cpu"))])
+    with pytest.raises(UserError, match=r"got head.weight on cuda:1; expected all .* on cuda:0"):
+        expect_on(first, [("a", first), ("head.weight", second)])
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)

@@ -1,0 +1,84 @@
+"""What is known of a job before its controller runs: from the object's status and from the journal,
+when another operator has run the job."""
+
+from __future__ import annotations
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.core.events import JobSubmitted
+from holdfast.orchestrator.core.journal import Journal
+from holdfast.orchestrator.kube.client import Document, KubeClient
+from holdfast.orchestrator.kube.errors import CONFIG_MAPS
+from holdfast.orchestrator.kube.names import Owner, journal_name
+from holdfast.orchestrator.runtime import snapshot
+
+from .configmap_journal import is_owned
+
+PRIOR_FIELDS = (
+    "jobId", "startTime", "generation", "step", "totalSteps", "loss", "restarts",
+    "restartsByClass", "goodput", "ledger", "memoryStep", "lastCheckpoint", "checkpointPath",
+    "storageProblem", "incidents", "traceback",
+)  # fmt: skip
+"""Fields of the status that describe the past. The others describe the present, which is unknown
+for a job without a controller."""
+
+
+class PriorStatus:
+    """What is known of a job before its controller runs. The operator never forgets that a job was
+    started: its pods may be training although no controller could be started, whatever the status
+    says by now."""
+
+    def __init__(self, document: Document) -> None:
+        """`document`: the object as this operator first sees it."""
+        self.started = False
+        """A controller has run the job, in this operator or an earlier one."""
+        self.checkpoint_path = ""
+        """Where the job's checkpoints are; empty: nowhere yet."""
+        self.fields: Document = {}
+        """What the last controller wrote, as fields of the status."""
+        self.machines: dict[str, str] = {}
+        """Pod -> Kubernetes node, of the incidents of earlier operators."""
+        status = document.get("status") or {}
+        if status.get("jobId"):
+            self.remember(status)
+
+    def remember(self, status: Document) -> None:
+        """A status that a controller has written."""
+        self.started = True
+        self.fields = {name: status[name] for name in PRIOR_FIELDS if name in status}
+        self.checkpoint_path = self.fields.get("checkpointPath", "")
+        for one in self.fields.get("incidents", ()):
+            if one.get("culpritNode") and one.get("nodeName"):
+                self.machines[one["culpritNode"]] = one["nodeName"]
+
+    async def look_up(self, cluster: KubeClient, owner: Owner) -> bool:
+        """Whether the job was started. Looks for a journal where no status shows it: the operator
+        may have ended before it wrote the first one. Raises ApiError."""
+        if not self.started:
+            found = await cluster.find(CONFIG_MAPS, owner.namespace, journal_name(owner.name))
+            self.started = (
+                found is not None and is_owned(found, owner) and bool(found.get("binaryData"))
+            )
+        return self.started
+
+
+def job_in(journal: Journal) -> TrainingJob | None:
+    """The job as it was when the journal began or was last compacted; None: it never began."""
+    if journal.snapshot is not None:
+        state, _projection = snapshot.decode(journal.snapshot)
+        return state.job
+    event = _submitted(journal)
+    return job_from_mapping(event.spec) if event is not None else None
+
+
+def checkpoint_path_in(journal: Journal) -> str:
+    """Where the job's checkpoints have been from the start; empty: the journal has not begun, or
+    was written before this field existed."""
+    if journal.snapshot is not None:
+        return snapshot.checkpoint_path(journal.snapshot)
+    event = _submitted(journal)
+    return event.checkpoint_path if event is not None else ""
+
+
+def _submitted(journal: Journal) -> JobSubmitted | None:
+    events = (record.event for record in journal.records)
+    return next((event for event in events if isinstance(event, JobSubmitted)), None)
