@@ -128,8 +128,9 @@ def when(exit: Exit) -> str:
 
 
 def _signal(exit: Exit) -> str:
-    number = exit.signal if exit.signal is not None else 0
-    return SIGNALS.get(number, f"signal {number}")
+    if exit.signal is None:
+        return f"exit code {exit.code}"
+    return SIGNALS.get(exit.signal, f"signal {exit.signal}")
 
 
 def _others(facts: FailureEvidence, exit: Exit) -> str:

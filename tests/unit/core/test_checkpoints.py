@@ -378,3 +378,43 @@ def test_a_commit_gives_its_size_and_time() -> None:
     (known,) = job.state.catalog.committed
     assert (known.num_bytes, known.num_shards, known.committed_ns) == (200, 2, job.now_ns)
     assert job.state.catalog.last_commit_ns == job.now_ns
+
+
+def _with_a_late_shard_that_is_drained() -> tuple[Transcript, CommitManifest]:
+    """A shard of (9, 1) came late; (9, 1) is drained while the commit of (19, 2) is under way."""
+    job = Transcript().started(step=9)
+    job.exits(0, signal=9)
+    job.all_stopped(9)
+    job.succeed(LaunchGroup)
+    job.persisted(9, 0, generation=1)
+    for shard in range(2):
+        job.persisted(19, shard)
+    newer = job.one(CommitManifest)
+    job.apply(SuspendRequested())
+    for node in ("a", "b"):
+        job.stopped(node, staged=tuple(StagedShard(9, 1, shard, 2, 100) for shard in range(2)))
+    assert list(job.state.catalog.late_writes) == [(9, 1)]
+    return job, newer
+
+
+def test_a_state_whose_commit_is_under_way_is_not_deleted_as_a_late_write() -> None:
+    job, newer = _with_a_late_shard_that_is_drained()
+    for shard in range(2):
+        job.persisted(9, shard, generation=1)
+    older = job.one(CommitManifest)
+    job.apply(ActionSucceeded(action_id=newer.action_id))
+    assert not job.of(DeleteCheckpoint)
+    job.apply(ActionSucceeded(action_id=older.action_id))
+    assert [c.key for c in job.state.catalog.committed] == [(19, 2), (9, 1)]
+
+
+def test_of_two_deletions_of_a_checkpoint_the_last_one_counts() -> None:
+    job, newer = _with_a_late_shard_that_is_drained()
+    job.persisted(9, 0, generation=1)
+    job.apply(ActionSucceeded(action_id=newer.action_id))
+    first, last = job.of(DeleteCheckpoint)
+    assert [(one.step, one.written_by) for one in (first, last)] == [(9, 1), (9, 1)]
+    job.apply(ActionSucceeded(action_id=first.action_id))
+    assert job.state.catalog.deleting == {(9, 1): last.action_id}
+    job.apply(ActionSucceeded(action_id=last.action_id))
+    assert job.state.catalog.deleting == {}

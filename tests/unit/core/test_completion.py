@@ -311,3 +311,13 @@ def test_a_finish_that_fails_is_tried_again() -> None:
     job.succeed(FinishJob)
     assert job.state.finish_action is None and job.state.inflight == {}
     assert not job.apply(ControllerStarted(incarnation=3)) and job.state.incarnation == 3
+
+
+def test_a_job_that_has_ended_awaits_no_other_result() -> None:
+    job = Transcript()
+    job.submit()
+    request = job.one(RequestNodes)
+    job.apply(CancelRequested())
+    assert list(job.state.inflight.values()) == [job.one(FinishJob)]
+    assert not job.apply(ActionSucceeded(action_id=request.action_id, nodes=("a", "b")))
+    assert job.state.pending_nodes == []

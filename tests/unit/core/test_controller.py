@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from holdfast.orchestrator.core.actions import (
     DeleteCheckpoint,
+    InspectGroup,
     LaunchGroup,
     PersistStep,
     ReleaseNode,
@@ -16,7 +18,9 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     ActionUnknown,
     ControllerStarted,
+    GroupInspected,
     GroupStopped,
+    HangSuspected,
     NodeJoined,
     StragglerDetected,
     SuspendRequested,
@@ -25,7 +29,7 @@ from holdfast.orchestrator.core.events import (
 )
 from holdfast.orchestrator.protocol.facts import Exit
 
-from .harness import SECOND, Transcript, facts, spec
+from .harness import SECOND, Transcript, facts, spec, stack
 
 
 def _rejoin(job: Transcript, node: str, step: int = 30) -> list[object]:
@@ -352,3 +356,53 @@ def test_time_never_goes_back() -> None:
     before = job.state.now_ns
     job.controller.step(before - SECOND, Tick())
     assert job.state.now_ns == before
+
+
+def _in_condition(condition: str) -> tuple[Transcript, int]:
+    """A job with a spare, and the generation that a late event names."""
+    nodes = {"min": 2, "max": 2, "spares": 1}
+    job = Transcript(spec(nodes, workers=1, recovery={"replaceStragglers": True}))
+    job.started("a", "b", "c")
+    if condition != "runs":
+        job.exits(0, signal=9)
+    if condition == "stopped":
+        for node in ("a", "b", "c"):
+            job.lose(node)
+    if condition == "old":
+        job.all_stopped(9)
+        job.succeed(LaunchGroup)
+    return job, 1
+
+
+CONDITIONS = ["runs", "stopping", "stopped", "old"]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_suspicion_counts_only_for_workers_that_run(condition: str) -> None:
+    job, generation = _in_condition(condition)
+    before, reason = list(job.state.notes), job.state.reason
+    job.apply(HangSuspected(generation=generation, evidence="rank 1 is late"))
+    if condition != "runs":
+        assert not job.fresh and job.state.notes == before and job.state.reason == reason
+        return
+    assert [(one.node, one.reason.text) for one in job.of(InspectGroup)] == [
+        ("a", "rank 1 is late"), ("b", "rank 1 is late"),
+    ]  # fmt: skip
+    assert job.state.reason.text == job.state.notes[-1][1] == "no progress: rank 1 is late"
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_an_inspection_counts_only_for_workers_that_run(condition: str) -> None:
+    job, generation = _in_condition(condition)
+    event = GroupInspected(node="b", generation=generation, stacks=(stack(1),))
+    job.apply(event)
+    assert list(job.state.inspected) == ([1] if condition == "runs" else [])
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_slow_node_is_replaced_only_while_its_workers_run(condition: str) -> None:
+    job, generation = _in_condition(condition)
+    job.apply(StragglerDetected(generation=generation, node="b", evidence="0.9 s a step"))
+    assert (job.now_ns, "b is slow: 0.9 s a step") in job.state.notes
+    slow = [node.name for node in job.state.nodes.values() if node.slow]
+    assert slow == (["b"] if condition == "runs" else [])

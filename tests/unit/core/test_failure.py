@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.orchestrator.core.failure import TABLE, attribute
 from holdfast.orchestrator.core.failure import FailureEvidence as Evidence
+from holdfast.orchestrator.core.hang_evidence import culprit
 from holdfast.orchestrator.protocol.facts import Exit, GroupProgress, Stack, SuspectBasis
 
 ERROR = {"error_type": "ValueError", "error_message": "bad"}
@@ -92,6 +93,8 @@ def test_the_culprit_is_the_worker_with_the_primary_failure() -> None:
 def test_the_suspect_of_a_hang_is_named_with_its_node() -> None:
     failure = attribute(CASES["hang"])
     assert (failure.culprit_node, failure.culprit_rank) == ("node-1", 2)
+    assert failure.title == "worker 2 on node-1 hung"
+    assert failure.evidence == "rank 2 is stopped"
 
 
 def test_a_kill_comes_before_an_exception_that_is_not_marked_secondary() -> None:
@@ -149,6 +152,16 @@ def test_a_network_failure_names_the_rank_and_blames_no_node() -> None:
     )
     killed = attribute(Evidence(exits=exits(Exit(rank=0, signal=6, secondary=True))))
     assert killed.evidence == "SIGABRT; no worker or node shows another cause"
+    ended = attribute(Evidence(exits=exits(Exit(rank=0, code=3, secondary=True))))
+    assert ended.evidence == "exit code 3; no worker or node shows another cause"
+
+
+def test_network_failures_on_several_nodes_are_no_aborts() -> None:
+    ours = (Exit(rank=rank, signal=6, by_us=True) for rank in (3, 5))
+    failure = attribute(Evidence(exits=exits(RESET, *ours, SAID_SECONDARY)))
+    assert failure.evidence == (
+        "DistBackendError: Connection reset by peer; no worker or node shows another cause"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,6 +183,9 @@ def test_the_evidence_counts_the_secondary_failures(peers: int, text: str) -> No
 def test_an_exit_before_the_first_step_has_no_step_in_its_evidence() -> None:
     failure = attribute(Evidence(exits=exits(Exit(rank=0, signal=35))))
     assert failure.evidence.startswith("signal 35 before it reported a step")
+    error = attribute(Evidence(exits=exits(Exit(rank=0, code=1, step=0, **ERROR))))
+    assert error.title == "worker 0 on node-0 raised ValueError after step 0"
+    assert error.evidence == "ValueError: bad", "there is no traceback"
 
 
 def test_a_lost_node_is_counted_with_the_others() -> None:
@@ -266,6 +282,32 @@ def test_the_rank_outside_the_collective_is_blamed_for_a_hang() -> None:
     assert "the main thread of rank 3 is in no collective, unlike its peers" in failure.evidence
 
 
+@pytest.mark.parametrize(
+    ("outside", "first", "more"),
+    [
+        ((3,), 3, ""),
+        ((0, 3), 0, "; the same holds for rank 3"),
+        ((0, 1, 2, 3), 2, "; the same holds for rank 0, 1, 3"),
+        ((0, 1, 2, 3, 5), 2, "; the same holds for rank 0, 1, 3, ..."),
+    ],
+)
+@pytest.mark.parametrize("activity", ["nothing", "reads", "compiles"])
+def test_the_likeliest_of_the_ranks_outside_a_collective_is_blamed_and_four_are_named(
+    activity: str, outside: tuple[int, ...], first: int, more: str
+) -> None:
+    stacks = [stack(rank, activity if rank in outside else "peers") for rank in range(8)]
+    found = culprit((2, 0, 1, 3), "none", stacks)
+    why = f"the stacks: the main thread of rank {first} is in no collective, unlike its peers"
+    assert (found.rank, found.why) == (first, why + more)
+
+
+def test_without_suspects_the_lowest_rank_outside_a_collective_is_blamed() -> None:
+    kinds = {2: "reads", 3: "nothing"}
+    stacks = [stack(rank, kinds.get(rank, "peers")) for rank in range(4)]
+    found = culprit((), "none", stacks)
+    assert found.rank == 2 and found.why.endswith("; the same holds for rank 3")
+
+
 @pytest.mark.parametrize("neutral", ["staging", "engine", ""])
 def test_a_rank_that_waits_for_its_copy_is_not_blamed(neutral: str) -> None:
     stacks = [stack(rank, neutral if rank == 3 else "peers") for rank in range(4)]
@@ -282,6 +324,11 @@ def test_the_flight_recorder_names_the_rank_that_has_not_arrived() -> None:
         "rank 1 has not begun gloo:all_reduce number 7 of group default_pg, which 3 of its 4 ranks "
         "wait in"
     ) in failure.evidence
+
+
+def test_a_collective_that_the_others_have_ended_shows_nothing() -> None:
+    stacks = [stack(rank, "peers", reduce(7 - (rank == 1), done=True)) for rank in range(4)]
+    assert attribute(hang("none", *stacks)).culprit_rank is None
 
 
 def test_a_rank_that_is_absent_because_it_waits_elsewhere_is_not_blamed() -> None:

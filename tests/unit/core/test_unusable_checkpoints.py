@@ -10,20 +10,23 @@ from holdfast.orchestrator.core.actions import (
     CommitManifest,
     DeleteCheckpoint,
     LaunchGroup,
+    PersistStep,
     ReleaseNode,
     RequestNodes,
 )
+from holdfast.orchestrator.core.checkpoints import why_nothing_usable
 from holdfast.orchestrator.core.events import (
     ActionFailed,
     CheckpointsListed,
     ControllerStarted,
+    PreemptionNoticed,
     ResumeRequested,
     SuspendRequested,
 )
-from holdfast.orchestrator.core.state import Refusal
+from holdfast.orchestrator.core.state import CommittedCheckpoint, Refusal
 from holdfast.orchestrator.protocol.facts import Restore, ShardFile
 
-from .harness import Transcript
+from .harness import Transcript, spec
 
 PROBLEM = "step-00000019.gen-1/shard-0: model.weight: damaged checkpoint: a checksum differs"
 
@@ -128,6 +131,8 @@ def test_a_new_controller_refuses_nothing_if_storage_shows_no_checkpoint(listed:
     job.commit(9)
     job.apply(ControllerStarted(incarnation=2, committed=(), listed=listed))
     assert not job.state.catalog.committed[0].refused
+    text = "storage has none of the committed checkpoints; it may not be mounted"
+    assert ((job.now_ns, text) in job.state.notes) == listed
 
 
 def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
@@ -138,6 +143,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_holds_and_says_which() -> None:
     for part in ("step 19 is damaged (", "step 9 is damaged (", "model.weight", "--start-over"):
         assert part in state.reason.text
     assert len(job.of(ReleaseNode)) == 2
+    assert (job.now_ns, state.hold.text if state.hold else "") in state.notes
     assert not job.all(DeleteCheckpoint), "refused checkpoints are kept"
 
 
@@ -169,7 +175,9 @@ def test_a_user_may_start_over_and_refused_checkpoints_stay_until_a_later_one_is
     job.succeed(LaunchGroup)
     assert _restore(job) is None
     job.step(0)
+    assert job.state.catalog.start_over
     job.commit(9)
+    assert not job.state.catalog.start_over, "later losses hold the job again"
     assert [action.step for action in job.of(DeleteCheckpoint)] == [9], "the old one of that step"
     job.succeed(DeleteCheckpoint)
     job.commit(19)
@@ -214,6 +222,75 @@ def test_a_finished_job_whose_state_is_not_whole_ends_at_once_and_says_why() -> 
         job.persisted(9, shard)
     job.apply(_not_covered(job))
     assert job.state.phase == "failed" and "model.a lacks 12 values" in job.state.reason.text
+    assert "step 9 was not written to storage (step 9: the 2 shards" in job.state.reason.text
+
+
+def test_a_state_at_risk_whose_shards_are_not_whole_is_not_requested_again() -> None:
+    job = Transcript(spec({"min": 2, "max": 2}, workers=1)).started(step=40)
+    job.apply(SuspendRequested())
+    job.all_stopped(41)
+    job.apply(PreemptionNoticed(node="b", detail="spot"))
+    job.apply(ResumeRequested())
+    assert job.state.drain is not None and job.state.drain.kind == "at-risk"
+    for shard in range(2):
+        job.persisted(41, shard)
+    asked = len(job.all(PersistStep))
+    failed = _not_covered(job)
+    job.apply(failed)
+    assert (job.now_ns, f"not committed: {failed.detail}") in job.state.notes
+    job.wait(60)
+    assert len(job.all(PersistStep)) == asked
+
+
+def test_a_reason_to_hold_names_the_newest_checkpoints_and_counts_the_others() -> None:
+    job = Transcript().started()
+    catalog = job.state.catalog
+    catalog.committed = [
+        CommittedCheckpoint(step, 1, 2, 1, 0, refused=True, refusal=refusal, problem=problem)
+        for step, refusal, problem in ((19, "missing", ""), (29, "", "old"), (9, "damaged", ""))
+    ]
+    begin = "no committed checkpoint can be used, and the job does not begin again by itself: "
+    text = begin + "step 29 is damaged (old); step 19 is missing; step 9 is damaged. "
+    assert why_nothing_usable(job.state).startswith(text)
+    catalog.committed.append(CommittedCheckpoint(5, 1, 2, 1, 0, refused=True))
+    text = begin + "step 29 is damaged (old); step 19 is missing; step 9 is damaged; and 1 more. "
+    assert why_nothing_usable(job.state).startswith(text)
+
+
+def test_a_damaged_checkpoint_stays_refused_although_storage_lists_it() -> None:
+    job = _after_the_loss_of_all_memory(9, 19)
+    _reader_fails(job, "DamagedCheckpoint")
+    files = shard_files((9, 1), (19, 1))
+    job.apply(ControllerStarted(incarnation=2, committed=files, listed=True))
+    assert [known.refusal for known in job.state.catalog.committed] == ["", "damaged"]
+
+
+def test_a_missing_checkpoint_older_than_a_good_one_is_given_up() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.commit(19)
+    job.apply(ControllerStarted(incarnation=2, committed=shard_files((19, 1)), listed=True))
+    assert job.one_reason(DeleteCheckpoint) == "checkpoint of step 9: found missing"
+
+
+def test_a_missing_checkpoint_that_is_back_lets_a_job_go_on_that_holds() -> None:
+    job = _after_the_loss_of_all_memory(9)
+    _reader_fails(job, "MissingCheckpoint")
+    assert job.state.hold is not None
+    job.apply(CheckpointsListed(files=shard_files((9, 1))))
+    job.apply(ResumeRequested())
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    restore = _restore(job)
+    assert restore is not None and restore.directory == "step-00000009.gen-1"
+
+
+def test_a_list_of_checkpoints_changes_nothing_while_workers_run() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.apply(CheckpointsListed(files=shard_files((19, 7))))
+    assert [known.key for known in job.state.catalog.committed] == [(9, 1)]
+    assert job.state.generation == 1 and not job.state.catalog.committed[0].refused
 
 
 def _not_covered(job: Transcript) -> ActionFailed:
