@@ -97,6 +97,9 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
     yield "checkpoint", checkpoints(view)
     if view.staging:
         yield "staging", view.staging
+    if view.copies_thrown_away:
+        count_of = plural(view.copies_thrown_away, "staged step")
+        yield "", f"{count_of} thrown away: a tensor was written meanwhile, see the worker's log"
     if view.copied_step >= 0:
         yield "at buddies", copies(view)
     for one in view.refused_checkpoints:

@@ -100,6 +100,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Time of its copy from the device, which runs beside the training; 0 on the CPU."""
     staging_s: float = 0.0
     """Time from its beginning to its end, checksums included."""
+    copies_thrown_away: int = 0
+    """In this generation, because a tensor was written while it was copied from the device."""
     device_memory_peak_bytes: int = 0
     flops_per_step: float = 0.0
     """Model FLOPs of one step of the whole job; 0: the training loop does not report them."""

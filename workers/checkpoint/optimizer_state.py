@@ -101,7 +101,7 @@ class OptimizerState:
                     form = self._form(name, key, value)
                     like = form == "local" or (form == "" and self._is_like(name, value))
                     box = self._box(name, self._parameters[name]) if like else box_of(value)
-                    yield StateTensor(f"{self.prefix}{name}.{key}", local_of(value), box)
+                    yield StateTensor(f"{self.prefix}{name}.{key}", local_of(value), box, value)
 
     def addresses(self) -> list[int]:
         states, out = self.optimizer.state, []

@@ -3,17 +3,15 @@ part of a checkpoint that delays the training loop.
 
 On the CPU the training thread copies and hashes in one pass. On CUDA the buffers are page-locked
 and the copy runs on its own stream, beside the next forward and backward; the next optimizer step
-waits for it, and a thread hashes and reports when it is complete. The model's buffers are copied
-first, and the next forward, which may write them, waits for those only.
+waits for it, and a thread hashes and reports when it is complete (async_copy.py). The model's
+buffers are copied first, and the next forward, which may write them, waits for those only.
 """
 
 from __future__ import annotations
 
 import mmap
-import queue
-import threading
+import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +20,10 @@ from torch import Tensor
 
 from holdfast.orchestrator.errors import UserError
 
+from .async_copy import AsyncCopier, CopiedTensor, CopySet
+from .device import CopyDevice, CudaDevice
 from .layout import (
+    MODEL,
     Bytes,
     Entry,
     Layout,
@@ -32,6 +33,8 @@ from .layout import (
     make_layout,
 )
 from .state import DTYPES, TrainingState
+
+_MAX_NAMED = 3
 
 _SLACK_BYTES = 64 * 1024
 """Room for extra state that grows: buffers are requested once and keep their size."""
@@ -49,6 +52,9 @@ class BufferSource(Protocol):
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         """Report that the buffer is complete."""
 
+    def put_back(self, buffer: int) -> None:
+        """The buffer holds nothing and may be taken again. Called in any thread."""
+
 
 class Stager:
     """Stages one TrainingState, step after step, into the same few buffers."""
@@ -61,7 +67,7 @@ class Stager:
         generation: int,
         shard: int,
         num_shards: int,
-        device: torch.device,
+        device: torch.device | CopyDevice,
     ) -> None:
         self._state, self._buffers = state, buffers
         self._identity = {"generation": generation, "shard": shard, "num_shards": num_shards}
@@ -69,24 +75,33 @@ class Stager:
         self._capacity = 0
         self._addresses: list[int] = []
         self._tensors: list[Tensor] = []
-        """In the order of the layout, like the sources, which are their memory on the CPU."""
+        """In the order of the layout, like their owners and the sources, which are their memory on
+        the CPU."""
+        self._owners: list[Tensor] = []
         self._sources: list[Bytes | None] = []
         self._views: dict[int, tuple[Bytes, list[Bytes]]] = {}
-        self._buffer_names = state.buffers()
-        self._urgent: list[bool] = []
-        """Whether the next forward waits for the copy of the tensor."""
-        self._cuda = _CudaCopier(state, device) if device.type == "cuda" else None
+        self._urgent = set(state.buffers())
+        """Names of tensors that are written between two optimizer steps: what follows waits for
+        their copy. Also those whose write was found once."""
+        self.num_thrown_away = 0
+        """Copies that were written meanwhile."""
+        self._device = _with_memory_of_its_own(device)
+        self._copier = (
+            AsyncCopier(self._device, state.before_each_step) if self._device is not None else None
+        )
+        self._copies: dict[int, CopySet] = {}
+        self._locked: set[int] = set()
         self._on_cpu_s = 0.0
 
     @property
     def copy_s(self) -> float:
         """Time of the last copy from the device."""
-        return self._cuda.copy_s if self._cuda is not None else 0.0
+        return self._copier.copy_s if self._copier is not None else 0.0
 
     @property
     def staging_s(self) -> float:
         """Time from the beginning of the last staging to its end."""
-        return self._cuda.staging_s if self._cuda is not None else self._on_cpu_s
+        return self._copier.staging_s if self._copier is not None else self._on_cpu_s
 
     def prepare(self) -> None:
         """Requests buffers before the first staging if the optimizer already has its state."""
@@ -96,8 +111,7 @@ class Stager:
     def stage(self, step: int) -> float:
         """Copies the state after `step`; returns the seconds that it delayed the training loop."""
         begin = time.perf_counter()
-        if self._cuda is not None:
-            self._cuda.finish()
+        self.finish()
         extra = encode_extra(self._state.export_extra())
         moved = self._state.addresses() != self._addresses
         if self._layout is None or moved or not self._layout.fits(extra):
@@ -106,9 +120,8 @@ class Stager:
         assert layout is not None
         buffer, memory = self._buffers.take_buffer()
         view, targets = self._view(buffer, memory, layout)
-        if self._cuda is not None:
-            done = _Completion(self._buffers, layout, view, targets, buffer, step, extra)
-            self._cuda.start(self._tensors, targets, self._urgent, done)
+        if self._copier is not None:
+            self._start(self._copier, layout, view, targets, buffer, step, extra)
         else:
             checksums = [
                 copy_and_hash(target, flat_bytes(tensor) if source is None else source)
@@ -120,10 +133,46 @@ class Stager:
             self._on_cpu_s = time.perf_counter() - begin
         return time.perf_counter() - begin
 
-    def finish(self) -> None:
-        """Waits until the last staging has been reported."""
-        if self._cuda is not None:
-            self._cuda.finish()
+    def finish(self) -> bool:
+        """Waits until the last staging has been reported. False: its copy was thrown away."""
+        return self._copier is None or self._copier.finish()
+
+    def _start(
+        self,
+        copier: AsyncCopier,
+        layout: Layout,
+        view: Bytes,
+        targets: list[Bytes],
+        buffer: int,
+        step: int,
+        extra: bytes,
+    ) -> None:
+        def done() -> None:
+            checksums = [hash_bytes(target) for target in targets]
+            _complete(self._buffers, layout, view, buffer, step, extra, checksums)
+
+        def thrown_away(written: list[str]) -> None:
+            self.num_thrown_away += 1
+            self._urgent.update(written)
+            self._copies.clear()
+            self._buffers.put_back(buffer)
+            print(_torn(step, written), file=sys.stderr)
+
+        if buffer not in self._copies:
+            self._copies[buffer] = self._copy_set(layout, targets)
+        copier.start(self._copies[buffer], done, thrown_away)
+
+    def _copy_set(self, layout: Layout, targets: list[Bytes]) -> CopySet:
+        device = self._device
+        assert device is not None
+        return CopySet(
+            CopiedTensor(
+                entry.name, source, target, owner, entry.name in self._urgent, device.holds(source)
+            )
+            for entry, source, target, owner in zip(
+                layout.entries, self._tensors, targets, self._owners, strict=True
+            )
+        )
 
     def _plan(self, extra: bytes) -> None:
         """Makes the layout of the file, and requests buffers the first time."""
@@ -133,10 +182,11 @@ class Stager:
         self._reserve(layout, entries)
         self._layout = layout
         self._views.clear()
+        self._copies.clear()
         self._addresses = self._state.addresses()
         self._tensors = [held[entry.name].local for entry in layout.entries]
-        self._urgent = [entry.name in self._buffer_names for entry in layout.entries]
-        if self._cuda is None:
+        self._owners = [held[entry.name].owner for entry in layout.entries]
+        if self._copier is None:
             # Flattening copies a tensor that is not contiguous, so it is done at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
 
@@ -160,12 +210,29 @@ class Stager:
         known = self._views.get(buffer)
         if known is None:
             view = np.frombuffer(memory, dtype=np.uint8)
-            if self._cuda is not None:
-                self._cuda.lock_pages(buffer, view)
+            if self._device is not None and buffer not in self._locked:
+                self._locked.add(buffer)
+                self._device.lock_pages(view)
             at = layout.data_start
             known = view, [view[at + e.begin : at + e.end] for e in layout.entries]
             self._views[buffer] = known
         return known
+
+
+def _with_memory_of_its_own(device: torch.device | CopyDevice) -> CopyDevice | None:
+    if not isinstance(device, torch.device):
+        return device
+    return CudaDevice(device) if device.type == "cuda" else None
+
+
+def _torn(step: int, written: list[str]) -> str:
+    names = [name.removeprefix(MODEL) for name in written[:_MAX_NAMED]]
+    more = f" and {len(written) - _MAX_NAMED} more" if len(written) > _MAX_NAMED else ""
+    return (
+        f"holdfast: the copy of step {step} is thrown away: {', '.join(names)}{more} was written "
+        "after session.step, while it was copied. From now on the device waits for the copy of "
+        "such tensors before it goes on; write them before session.step to avoid that wait"
+    )
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
@@ -186,110 +253,3 @@ def _complete(
     header = layout.render(step, checksums, extra)
     view[: len(header)] = np.frombuffer(header, dtype=np.uint8)
     buffers.staged(buffer, step, layout.num_bytes)
-
-
-class _Completion:
-    """Finishes a staged buffer, in the thread, when its CUDA copy is complete."""
-
-    def __init__(
-        self,
-        buffers: BufferSource,
-        layout: Layout,
-        view: Bytes,
-        targets: list[Bytes],
-        buffer: int,
-        step: int,
-        extra: bytes,
-    ) -> None:
-        self._args = (buffers, layout, view, buffer, step, extra)
-        self._targets = targets
-
-    def __call__(self) -> None:
-        _complete(*self._args, [hash_bytes(target) for target in self._targets])
-
-
-class _CudaCopier:
-    """Copies from the device to page-locked host memory on its own stream, one copy at a time."""
-
-    def __init__(self, state: TrainingState, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
-        self._locked: set[int] = set()
-        self._jobs: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]]] = (
-            queue.SimpleQueue()
-        )
-        self._began = self.copy_s = self.staging_s = 0.0
-        self._idle = threading.Event()
-        self._idle.set()
-        self._error: BaseException | None = None
-        # The next step of an optimizer overwrites the copied tensors: the device waits for the
-        # copy, not the host.
-        state.before_each_step(self._delay_optimizer)
-        threading.Thread(target=self._complete_all, name="holdfast-stage", daemon=True).start()
-
-    def lock_pages(self, buffer: int, view: Bytes) -> None:
-        """Page-locks a mapped buffer once, so that copies into it are asynchronous."""
-        if buffer in self._locked:
-            return
-        self._locked.add(buffer)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(view.ctypes.data, view.nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cudaHostRegister of {view.nbytes} bytes failed: {status}")
-
-    def start(
-        self,
-        sources: list[Tensor],
-        targets: list[Bytes],
-        urgent: list[bool],
-        done: Callable[[], None],
-    ) -> None:
-        """Starts the copy. Work that is queued on the training stream from now on waits for the
-        `urgent` tensors only."""
-        self._idle.clear()
-        self._began = time.perf_counter()
-        training = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(training)
-        pairs = list(zip(targets, sources, urgent, strict=True))
-        if any(urgent):
-            training.wait_event(self._copy([(t, s) for t, s, now in pairs if now]))
-        copied = self._copied = self._copy([(t, s) for t, s, now in pairs if not now])
-        self._jobs.put((copied, done))
-
-    def _copy(self, pairs: list[tuple[Bytes, Tensor]]) -> torch.cuda.Event:
-        """The event is reached when these copies and all earlier ones are complete."""
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                flat = source.reshape(-1).view(torch.uint8)
-                torch.from_numpy(target).copy_(flat, non_blocking=True)
-                if flat.is_cuda and flat.data_ptr() != source.data_ptr():
-                    flat.record_stream(self._stream)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return copied
-
-    def finish(self) -> None:
-        """Waits for the current copy; raises the thread's error."""
-        self._idle.wait()
-        if self._error is not None:
-            raise self._error
-
-    def _delay_optimizer(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
-            self._copied = None
-
-    def _complete_all(self) -> None:
-        torch.cuda.set_device(self._device)
-        while True:
-            copied, done = self._jobs.get()
-            try:
-                copied.synchronize()
-                self.copy_s = time.perf_counter() - self._began
-                done()
-                self.staging_s = time.perf_counter() - self._began
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._idle.set()

@@ -69,11 +69,12 @@ class TrainingState:
     def model_tensors(self) -> Iterator[StateTensor]:
         for name, parameter in self.parameters.items():
             local = memory_of(MODEL + name, parameter)
-            yield StateTensor(MODEL + name, local, self._box(name, parameter))
+            yield StateTensor(MODEL + name, local, self._box(name, parameter), parameter)
         for name, (module, key) in self._names.buffers.items():
             buffer = module._buffers[key]
             if buffer is not None:
-                yield StateTensor(MODEL + name, memory_of(MODEL + name, buffer), box_of(buffer))
+                local = memory_of(MODEL + name, buffer)
+                yield StateTensor(MODEL + name, local, box_of(buffer), buffer)
 
     def buffers(self) -> frozenset[str]:
         """Names of the tensors that a forward may write, such as batch norm statistics."""

@@ -37,6 +37,13 @@ class StateTensor:
     name: str
     local: Tensor
     box: Box
+    whole: Tensor | None = None
+    """The tensor that `local` is the memory of, if it is another one."""
+
+    @property
+    def owner(self) -> Tensor:
+        """The tensor that is written by who writes this one."""
+        return self.local if self.whole is None else self.whole
 
 
 def local_of(tensor: Tensor) -> Tensor:

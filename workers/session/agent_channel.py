@@ -124,6 +124,9 @@ class AgentChannel:
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
 
+    def put_back(self, buffer: int) -> None:
+        self._free.appendleft(buffer)
+
     def stage_every(self, step: int) -> int:
         """Every how many steps are staged at this step, as the agent says; 0: it says nothing."""
         while self._receive(timeout_s=0):

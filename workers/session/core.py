@@ -269,7 +269,10 @@ class Session:
         self._enter("finish")
         if self._stager is not None and self._last_step >= 0:
             self.save()
-            self._stager.finish()
+            if not self._stager.finish():  # written after the last step: stage it as it is now
+                self._last_staged = -1
+                self.save()
+                self._stager.finish()
         if self._channel is not None:
             self._channel.send(worker_protocol.Finished(step=self._last_step))
             self._channel.stop_pulse()
@@ -358,6 +361,7 @@ class Session:
                 stall_s=self._stall_s,
                 copy_s=self._stager.copy_s if self._stager else 0.0,
                 staging_s=self._stager.staging_s if self._stager else 0.0,
+                copies_thrown_away=self._stager.num_thrown_away if self._stager else 0,
                 device_memory_peak_bytes=peak,
                 flops_per_step=flops,
             )

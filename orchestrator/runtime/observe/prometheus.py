@@ -186,6 +186,10 @@ METRICS: tuple[Family, ...] = (
     Family("holdfast_checkpoint_stall_seconds", "gauge",
          "Time that the last staging blocked the training loop.",
          lambda v: _one(v.stall_s if v.step_s else None)),
+    Family("holdfast_checkpoint_thrown_away_steps", "gauge",
+         "Most staged steps that a rank of this generation threw away as a tensor was written "
+         "between session.step and the optimizer's step; absent: none.",
+         lambda v: _one(v.copies_thrown_away or None)),
     Family("holdfast_checkpoint_memory_interval_steps", "gauge",
          "Every so many steps the memory tier stages; 0: it is off.",
          lambda v: _one(v.stage_every_steps)),

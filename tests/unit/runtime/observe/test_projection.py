@@ -81,6 +81,7 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
         stall_s=0.1,
         copy_s=0.2,
         staging_s=0.3,
+        copies_thrown_away=2,
         device_memory_peak_bytes=7,
         flops_per_step=3.0,
     )

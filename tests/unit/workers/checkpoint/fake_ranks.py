@@ -44,6 +44,7 @@ class Memory:
     def __init__(self) -> None:
         self.file = b""
         self.requested = 0
+        self.put_back_buffers: list[int] = []
         self._memory: mmap.mmap | None = None
 
     def request_buffers(self, num_bytes: int) -> None:
@@ -57,6 +58,9 @@ class Memory:
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         assert self._memory is not None
         self.file = self._memory[:num_bytes]
+
+    def put_back(self, buffer: int) -> None:
+        self.put_back_buffers.append(buffer)
 
 
 class ShardInBytes:

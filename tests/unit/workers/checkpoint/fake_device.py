@@ -1,0 +1,87 @@
+"""A device of which a test decides when its work is done. It runs on the CPU, works only in
+`run()`, and records the calls with the names of their threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from holdfast.workers.checkpoint.layout import Bytes
+
+TRAINING, STAGING = "MainThread", "holdfast-stage"
+
+
+@dataclass
+class FakeEvent:
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+class FakeDevice:
+    """Copies are queued; `run()` carries out all of them."""
+
+    def __init__(self, *, refuses_pages: bool = False) -> None:
+        self.calls: list[tuple[str, str]] = []
+        """(call, thread), in order."""
+        self.delays: list[FakeEvent] = []
+        """Events that the training stream waits for."""
+        self.captures = False
+        self.locked_bytes = 0
+        self._refuses = refuses_pages
+        self._queue: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """The device does all that is queued."""
+        for work in self._queue:
+            work()
+        self._queue.clear()
+
+    def threads_of(self, call: str) -> set[str]:
+        return {thread for name, thread in self.calls if name == call}
+
+    def _note(self, call: str) -> None:
+        self.calls.append((call, threading.current_thread().name))
+
+    # -- CopyDevice ---------------------------------------------------------------------------
+    def use(self) -> None:
+        self._note("use")
+
+    def holds(self, tensor: Tensor) -> bool:
+        return True
+
+    def lock_pages(self, memory: Bytes) -> None:
+        self._note("lock_pages")
+        if self._refuses:
+            raise RuntimeError("cudaHostRegister failed: operation not supported")
+        self.locked_bytes += memory.nbytes
+
+    def follow_training(self) -> None:
+        self._note("follow_training")
+
+    def copy(self, target: Bytes, source: Tensor) -> None:
+        self._note("copy")
+
+        def work() -> None:
+            torch.from_numpy(target).copy_(source.reshape(-1).view(torch.uint8))
+
+        self._queue.append(work)
+
+    def record(self) -> FakeEvent:
+        self._note("record")
+        event = FakeEvent()
+        self._queue.append(event.reached.set)
+        return event
+
+    def delay_training(self, event: FakeEvent) -> None:
+        self._note("delay_training")
+        self.delays.append(event)
+
+    def wait(self, event: FakeEvent) -> None:
+        self._note("wait")
+        assert event.reached.wait(30), "the test forgot to run the device"
+
+    def capturing(self) -> bool:
+        return self.captures

@@ -1,0 +1,101 @@
+"""What staging needs of a device with memory of its own, in one small interface: CudaDevice is
+torch's CUDA, tests have one that records its calls and their threads.
+
+Every call that queues work returns at once; the device carries out the work in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .layout import Bytes
+
+Event = Any
+"""Of the device: reached when all work that was queued before its record is complete."""
+
+
+class CopyDevice(Protocol):
+    """A device, its training stream (the current one of the calling thread), and a second stream
+    for copies."""
+
+    def use(self) -> None:
+        """Make it the current device of the calling thread."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in the memory of the device. The copy of another is complete when
+        `copy` returns."""
+
+    def lock_pages(self, memory: Bytes) -> None:
+        """Page-lock host memory, so that copies into it are asynchronous; also makes its pages
+        present. Takes 0.5 to 1 s per GB. Raises RuntimeError if the system refuses."""
+
+    def follow_training(self) -> None:
+        """Copies wait for what is queued on the training stream."""
+
+    def copy(self, target: Bytes, source: Tensor) -> None:
+        """Queue a copy to host memory."""
+
+    def record(self) -> Event:
+        """An event after the queued copies."""
+
+    def delay_training(self, event: Event) -> None:
+        """What is queued on the training stream from now on waits for `event`; the host does
+        not."""
+
+    def wait(self, event: Event) -> None:
+        """The host waits, without using its core."""
+
+    def capturing(self) -> bool:
+        """Whether the training stream is being captured into a graph, which cannot wait for an
+        event from outside."""
+
+
+class CudaDevice:
+    """torch's CUDA. Made in the training thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def use(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def lock_pages(self, memory: Bytes) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed: {status}")
+
+    def follow_training(self) -> None:
+        self._copies.wait_stream(self._training())
+
+    def copy(self, target: Bytes, source: Tensor) -> None:
+        with torch.cuda.stream(self._copies):
+            flat = source.reshape(-1).view(torch.uint8)
+            torch.from_numpy(target).copy_(flat, non_blocking=True)
+            if flat.is_cuda and flat.data_ptr() != source.data_ptr():
+                flat.record_stream(self._copies)
+
+    def record(self) -> torch.cuda.Event:
+        # Without `blocking` the thread that waits for it would use a whole core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._copies)
+        return event
+
+    def delay_training(self, event: torch.cuda.Event) -> None:
+        self._training().wait_event(event)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _training(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
