@@ -40,7 +40,6 @@ def place(ctx: StepContext) -> None:
         return
     if "storage" in state.timers and not ctx.due("storage"):
         return  # the last generation could not read the store
-    ctx.disarm("storage")
     full, possible = full_size(state), possible_size(state)
     if possible:
         ctx.disarm("capacity")
