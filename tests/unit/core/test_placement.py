@@ -1,4 +1,4 @@
-"""Placement: what a launch waits for, which nodes it takes, and what it tells of its decision."""
+"""Placement: what a launch waits for, which nodes it takes, and how its decision is described."""
 
 from __future__ import annotations
 
