@@ -275,5 +275,6 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
     if every_s is not None:
         ctx.arm("cadence", every_s)
     if state.phase in ("starting", "recovering"):
-        size = state.membership.world_size if state.membership else 0
-        ctx.move("running", state.reason.code, f"all {size} ranks have finished step {event.step}")
+        assert state.membership is not None
+        text = f"all {state.membership.world_size} ranks have finished step {event.step}"
+        ctx.move("running", state.reason.code, text)

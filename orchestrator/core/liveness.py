@@ -122,11 +122,9 @@ class FailureDetector:
         """When the node is lost, if no message of any node comes until then."""
         at, doubt = self._at(node), _doubt_ns(recovery)
         latest = at + seconds(limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s)
-        due = at + seconds(recovery.heartbeat_timeout_s)
         if self._starved.get(node, -1) >= at:
             return latest
-        if self.ended_ns > at:
-            due = max(due, self.ended_ns + doubt)
+        due = max(at + seconds(recovery.heartbeat_timeout_s), self.ended_ns + doubt)
         return latest if self._any_ns + doubt <= due else min(due, latest)
 
 

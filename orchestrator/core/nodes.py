@@ -166,7 +166,6 @@ def lost(ctx: StepContext, event: NodeLost) -> str:
 
 def rejoin_expired(ctx: StepContext) -> list[NodeLost]:
     """Nodes that did not reconnect to a new controller in time."""
-    ctx.disarm("rejoin")
     limit_s = provisioning.rejoin_s(ctx.state)
     detail = f"did not reconnect within {limit_s:g} s of the controller's start"
     return [

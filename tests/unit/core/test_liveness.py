@@ -164,6 +164,7 @@ RECOVERY = Recovery()
 
 def test_a_new_detector_has_seen_no_time_without_heartbeats() -> None:
     detector = FailureDetector()
+    assert detector.ended_ns == 0
     detector.begin(100 * SECOND)
     detector.heard(100 * SECOND + 1, "a", RECOVERY)
     assert detector.ended_ns == 0
@@ -217,6 +218,15 @@ def test_heartbeats_that_resume_are_reported_once_with_the_time() -> None:
     assert detector.judge(108_499_999_999, ["a", "b"], RECOVERY) == []
     (lost,) = detector.judge(108_500_000_000, ["a", "b"], RECOVERY)
     assert isinstance(lost, NodeLost) and lost.node == "b"
+    assert lost.detail == "no heartbeat for 8.5 s; the limit is 3 s"
+
+
+def test_half_a_timeout_without_any_heartbeat_is_a_time_without_heartbeats() -> None:
+    detector = silent("a", "b")
+    detector.heard(101_499_999_999, "a", RECOVERY)
+    assert detector.ended_ns == 0
+    detector.heard(101_499_999_999 + 1_500_000_000, "a", RECOVERY)
+    assert detector.ended_ns == 102_999_999_999
 
 
 def test_a_node_that_is_gone_is_not_watched_any_more() -> None:
@@ -237,6 +247,8 @@ def test_a_message_that_waits_keeps_its_node_alive() -> None:
     detector.heard(102 * SECOND, "a", RECOVERY)
     assert detector.next_ns(["a", "b"], RECOVERY) == 105 * SECOND
     assert detector.last_ns("b") == 100 * SECOND, "it is not observed yet"
+    assert detector.judge(102 * SECOND, ["a", "b"], RECOVERY) == []
+    assert detector.next_ns(["a", "b"], RECOVERY) == 105 * SECOND
 
 
 def test_the_only_node_is_named_as_such() -> None:

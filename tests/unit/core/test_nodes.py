@@ -14,8 +14,11 @@ from holdfast.orchestrator.core.events import (
     GroupStopped,
     NodeJoined,
     NodeLost,
+    PreemptionNoticed,
+    StragglerDetected,
 )
 from holdfast.orchestrator.core.nodes import MAX_DETAIL, possible_size, usable
+from holdfast.orchestrator.core.provisioning import rejoin_s
 from holdfast.orchestrator.protocol.facts import StagedShard
 
 from .harness import Transcript, facts, spec
@@ -161,6 +164,14 @@ def test_a_node_lost_before_it_joined_is_a_failed_start_with_a_short_detail() ->
     assert job.state.failed_starts["y"] == "withdrawn"
 
 
+def test_the_loss_of_a_released_node_is_no_failed_start() -> None:
+    job = Transcript().started()
+    job.lose("b", detail="killed")
+    assert not job.lose("b", "silent")
+    assert job.state.released_nodes == {"b": "lost (gone): killed"}
+    assert job.state.failed_starts == {} and "request" not in job.state.timers
+
+
 def test_a_lost_spare_interrupts_nothing() -> None:
     job = Transcript(spec({"min": 1, "max": 2, "spares": 1})).started("a", "b", "c")
     job.lose("c")
@@ -245,3 +256,53 @@ def test_staged_state_of_a_generation_that_the_journal_lacks_is_not_numbered_aga
     shard = StagedShard(step=9, generation=5, shard=0, num_shards=1, num_bytes=1)
     job.join("a", "b", staged=(shard,))
     assert job.last(LaunchGroup).membership.generation == 6
+
+
+def test_a_slow_node_is_replaced_once_and_only_while_it_is_a_member() -> None:
+    nodes = {"min": 2, "max": 2, "spares": 1}
+    job = Transcript(spec(nodes, workers=1, recovery={"replaceStragglers": True}))
+    job.started("a", "b", "c")
+    for name in ("c", "unknown"):
+        job.apply(StragglerDetected(generation=1, node=name, evidence="0.9 s a step"))
+    assert not any(node.slow or node.preempting for node in job.state.nodes.values())
+    job.apply(PreemptionNoticed(node="a", detail="spot"))
+    job.apply(StragglerDetected(generation=1, node="a", evidence="0.9 s a step"))
+    assert (job.state.nodes["a"].slow, job.state.nodes["a"].leave_reason) == (False, "spot")
+    other = Transcript(spec(nodes, workers=1, recovery={"replaceStragglers": True}))
+    other.started("a", "b", "c")
+    other.apply(StragglerDetected(generation=1, node="b", evidence="x" * (MAX_DETAIL + 9)))
+    reason = other.state.nodes["b"].leave_reason
+    assert reason.startswith("it is slow: xxx") and len(reason) == MAX_DETAIL
+
+
+def test_a_request_that_the_controller_before_made_is_not_repeated_at_once() -> None:
+    job = Transcript()
+    job.submit()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    assert not job.of(RequestNodes), "the backend was not asked what it has"
+    job.wait(rejoin_s(job.state) - 0.1)
+    assert not job.of(RequestNodes)
+    job.wait(0.2)
+    assert job.one(RequestNodes).count == 2
+
+
+def test_a_node_that_the_backend_has_and_that_never_joins_is_released() -> None:
+    job = Transcript()
+    job.submit()
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2, nodes=("x", "y")))
+    assert not job.wait(job.state.start_limit_s - 0.1)
+    job.wait(0.2)
+    assert sorted(action.node for action in job.of(ReleaseNode)) == ["x", "y"]
+    assert job.one(RequestNodes).count == 2
+
+
+def test_a_second_notice_does_not_extend_the_wait_for_a_replacement() -> None:
+    job = Transcript().started()
+    job.apply(PreemptionNoticed(node="b", grace_s=100, detail="spot"))
+    due_ns, leaves_ns = job.state.timers["preempt"], job.state.nodes["b"].leaves_ns
+    job.wait(1)
+    job.apply(PreemptionNoticed(node="b", grace_s=200, detail="again"))
+    assert job.state.timers["preempt"] == due_ns
+    assert job.state.nodes["b"].leaves_ns == leaves_ns

@@ -84,3 +84,11 @@ def test_a_launch_on_more_nodes_is_described_as_such() -> None:
     job.wait(5.1)
     job.stopped("a", 7)
     assert job.of(LaunchGroup)[0].reason.text == "grow from 1 to 2 nodes, from memory after step 7"
+
+
+def test_the_first_step_of_a_script_that_runs_does_not_change_its_reason() -> None:
+    job = Transcript(spec(script=True)).started(step=None)
+    assert job.state.reason.text == "all workers run, on 2 nodes"
+    job.step(0)
+    assert job.state.reason.text == "all workers run, on 2 nodes"
+    assert job.state.first_step_done
