@@ -22,12 +22,14 @@ __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 ALIASES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
-"""Names since torch 2.8, and the old ones. Each worker would print a warning about an old name, so
-Holdfast sets the new ones only; if the user sets an old one, it overrides the new one."""
+"""Present names and the old ones, most of them from before torch 2.8. Each worker would print a
+warning about an old name, so Holdfast sets the new ones only; if the user sets an old one, it
+overrides the new one."""
 
 
 def worker_environment(

@@ -1,16 +1,19 @@
 """What a user should know about a valid spec: fields that do something else than is likely meant.
-Every command that reads a spec prints them; nothing is refused.
+Every command that takes a spec prints them, and the operator records Events; nothing is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from . import variables
 from .job import TrainingJob
 
 
 def remarks(job: TrainingJob) -> list[str]:
-    return list(_gpus(job))
+    resources = job.spec.resources
+    num_gpus = None if resources.gpu == "auto" else resources.num_gpus
+    return [*_gpus(job), *variables.remarks(job.spec.env, num_gpus)]
 
 
 def _gpus(job: TrainingJob) -> Iterator[str]:

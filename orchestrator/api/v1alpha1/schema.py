@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from . import variables
 from .job import API_VERSION, CONTRACT_NAMES, KIND, RESERVED_PREFIXES, TrainingJob
 
 _Model = tuple[str, dict[str, Any], dict[str, Any]]
@@ -44,6 +45,11 @@ TAIL = """
 
 `env` may override every variable that `holdfast plan` shows, except those that identify a worker:
 {names}, and names that begin with {prefixes}.
+
+These do something else than many expect. `validate`, `plan`, `run` and `submit` print a note for
+each; on Kubernetes it is an Event `Remark`.
+
+{table}
 """
 
 
@@ -69,7 +75,8 @@ def reference_page() -> str:
         queue = [*below, *queue]
     names = ", ".join(f"`{name}`" for name in CONTRACT_NAMES)
     prefixes = " or ".join(f"`{prefix}`" for prefix in RESERVED_PREFIXES)
-    parts.append(TAIL.format(names=names, prefixes=prefixes).lstrip())
+    effects = "\n".join(variables.table())
+    parts.append(TAIL.format(names=names, prefixes=prefixes, table=effects).lstrip())
     return "\n".join(parts)
 
 

@@ -48,6 +48,8 @@ def submit(
 
     address = ray_address(ray)
     submitted = submit_job(file, address, runtime_env, attach=follow)
+    for note in submitted.remarks:
+        typer.echo(f"note: {note}", err=True)
     if submitted.exit_code is not None:
         raise typer.Exit(submitted.exit_code)
     if as_json:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, load_job
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.backends.ray.jobs_page import OWNER
 from holdfast.orchestrator.cli.client import user
@@ -38,6 +39,8 @@ class Submitted(NamedTuple):
     """metadata.name, which all other commands take."""
     exit_code: int | None
     """Of the Ray job; None: it was not followed."""
+    remarks: list[str]
+    """What the user should know about the spec."""
 
 
 def submit(file: Path, address: str, runtime_env: Path | None, *, attach: bool) -> Submitted:
@@ -60,12 +63,12 @@ def submit(file: Path, address: str, runtime_env: Path | None, *, attach: bool) 
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
         submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
     if not attach:
-        return Submitted(submitted, job.name, None)
+        return Submitted(submitted, job.name, None, remarks(job))
     try:
         outcome = api.follow(submitted, _write)
     except KeyboardInterrupt:
-        return Submitted(submitted, job.name, 130)
-    return Submitted(submitted, job.name, _code(outcome))
+        return Submitted(submitted, job.name, 130, [])
+    return Submitted(submitted, job.name, _code(outcome), [])
 
 
 def _shipped(job: TrainingJob, file: Path, place: Path) -> tuple[str, str]:
