@@ -41,7 +41,8 @@ DAMAGED_TYPES = ("DamagedCheckpoint",)
 MISSING_TYPES = ("MissingCheckpoint",)
 """The store can be read, and does not have the checkpoint."""
 UNREADABLE_TYPES = ("UnreadableCheckpoint",)
-HOPELESS_TYPES = ("WrongModel", "WrongOptimizer", "WrongSharding")
+SHARDED_OVER_WORLD = "ShardedOverWorld"
+HOPELESS_TYPES = ("WrongModel", "WrongOptimizer", "WrongSharding", SHARDED_OVER_WORLD)
 """Errors that even one restart does not change."""
 
 

@@ -31,6 +31,15 @@ def resized(job: TrainingJob, num_nodes: int) -> TrainingJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"nodes": changed})})
 
 
+def sharded_over_world(job: TrainingJob) -> TrainingJob | None:
+    """The job with a mesh that follows a model sharded over all ranks; None: its spec has sizes."""
+    parallelism = job.spec.parallelism
+    if parallelism.shard != "auto" or parallelism.replicate != "auto":
+        return None
+    changed = parallelism.model_copy(update={"shard": "world"})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": changed})})
+
+
 def best_size(job: TrainingJob, limit: int, device_memory_bytes: int | None = None) -> int:
     """The largest number of nodes <= limit that has a mesh; 0: none."""
     sizes = range(limit, 0, -1)

@@ -23,6 +23,7 @@ from .events import (
 )
 from .failure import (
     HOPELESS_TYPES,
+    SHARDED_OVER_WORLD,
     Failure,
     FailureEvidence,
     attribute,
@@ -31,6 +32,7 @@ from .failure import (
     signature,
     when,
 )
+from .rank_assignment import sharded_over_world
 from .state import (
     LAUNCH,
     PLANNED,
@@ -301,6 +303,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
             world_size=incident.world_size_before,
         )
     )
+    if _follows_model(ctx, failure, incident):
+        return None
     incident.failure_class, incident.rule = failure.failure_class, failure.rule
     incident.title, incident.evidence = failure.title, failure.evidence
     incident.culprit_node, incident.culprit_rank = failure.culprit_node, failure.culprit_rank
@@ -318,6 +322,20 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
         return None
     _strike(ctx, failure)
     return _same_mistake(ctx, failure) or _charge(ctx, incident)
+
+
+def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord) -> bool:
+    """The spec leaves the mesh to Holdfast, and the script has sharded its model over all ranks: so
+    does the mesh from now on. That is no failure."""
+    exit = failure.exit
+    job = sharded_over_world(ctx.state.job)
+    if exit is None or exit.error_type != SHARDED_OVER_WORLD or job is None:
+        return False
+    ctx.state.job = job
+    incident.purpose, incident.rule = "resize", "model-sharding"
+    incident.title = "the model is sharded over all ranks; the mesh follows it (shard: world)"
+    ctx.move(ctx.state.phase, "resize", incident.title)
+    return True
 
 
 def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:

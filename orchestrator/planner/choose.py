@@ -29,6 +29,8 @@ def choose_mesh(
         return None
     if device_memory_bytes is None:
         device_memory_bytes = smallest_device(job, [])
+    if spec.parallelism.shard == "world":
+        return _over_world(job, num_nodes, device_memory_bytes)
     shard, why = _shard_size(job, device_memory_bytes)
     mesh = _replicas(job, shard, num_nodes)
     if mesh is None and _is_auto(job):
@@ -74,6 +76,28 @@ def _inner(job: TrainingJob) -> int:
     return parallelism.tensor * parallelism.context * parallelism.pipeline
 
 
+def _over_world(job: TrainingJob, num_nodes: int, memory: int | None) -> tuple[Mesh, str] | None:
+    """One replica on all workers of as many of the nodes as the other axes divide."""
+    spec, parallelism = job.spec, job.spec.parallelism
+    for nodes in range(num_nodes, spec.nodes.min - 1, -1):
+        world = nodes * spec.workers_per_node
+        if world % _inner(job):
+            continue
+        mesh = Mesh(
+            shard=world // _inner(job),
+            tensor=parallelism.tensor,
+            context=parallelism.context,
+            pipeline=parallelism.pipeline,
+        )
+        if nodes < spec.nodes.max and not _states_fit(job, mesh, memory):
+            return None
+        why = f"shard world: all {world} workers share one copy"
+        if nodes < num_nodes:
+            why += f"; {nodes} of {num_nodes} nodes used, in groups of {_inner(job)} workers"
+        return mesh, why
+    return None
+
+
 def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
     """The mesh with as many replica groups as fill whole nodes; None: not even one group fits."""
     workers, group = job.spec.workers_per_node, shard * _inner(job)
@@ -97,7 +121,7 @@ def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
     """The shard size at nodes.max and the reason. Fewer nodes keep it, so they restore from
     memory."""
     spec, parallelism = job.spec, job.spec.parallelism
-    if parallelism.shard != "auto":
+    if isinstance(parallelism.shard, int):
         return parallelism.shard, f"shard {parallelism.shard} as set"
     room = spec.nodes.max * spec.workers_per_node // _inner(job)
     if parallelism.replicate != "auto":

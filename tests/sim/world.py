@@ -73,6 +73,7 @@ class World(VirtualTime):
 
     def _draw_job(self) -> dict[str, Any]:
         nodes, workers, shard = self.rng.choice(SHAPES)
+        parallelism: dict[str, Any] = {"shard": "world" if self.seed % 4 == 3 else shard}
         generous = {"restarts": 1000}
         recovery = {
             "budgets": dict.fromkeys(("user", "infrastructure", "preemption", "hang"), generous),
@@ -90,7 +91,7 @@ class World(VirtualTime):
                 "entrypoint": {"recipe": {"name": "pretrain"}},
                 "nodes": nodes,
                 "workersPerNode": workers,
-                "parallelism": {"shard": shard},
+                "parallelism": parallelism,
                 "checkpoint": {"storage": storage, "memory": memory},
                 "recovery": recovery,
             },

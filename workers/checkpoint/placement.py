@@ -22,6 +22,11 @@ class WrongSharding(UserError):
     """The model is not sharded as the mesh of the job says."""
 
 
+class ShardedOverWorld(WrongSharding):
+    """The model is sharded over all ranks, and the mesh of the job is another one. The controller
+    launches again with `shard: world` where the spec leaves the choice to it."""
+
+
 _IN_CODE = "write fully_shard(..., mesh=s.fsdp_mesh) in the script"
 
 
@@ -82,10 +87,13 @@ def _mismatch(name: str, tensor: Tensor, parts: int, shape: Mesh) -> WrongShardi
     assert isinstance(tensor, DTensor)
     inner = shape.tensor * shape.context
     shard, rest = divmod(parts, inner)
-    fix = _IN_CODE
-    if rest == 0 and shard != shape.shard and shape.world_size % (parts * shape.pipeline) == 0:
-        fix += f", or `parallelism: {{shard: {shard}}}` below `spec:` in the job's YAML"
-    return WrongSharding(
+    fix, kind, ranks = _IN_CODE, WrongSharding, parts * shape.pipeline
+    if rest == 0 and shard != shape.shard and shape.world_size % ranks == 0:
+        size: int | str = shard
+        if shape.world_size == ranks:
+            size, kind = "world", ShardedOverWorld
+        fix += f", or `parallelism: {{shard: {size}}}` below `spec:` in the job's YAML"
+    return kind(
         f"spec.parallelism: got {name} in {parts} parts, placed as {tensor.placements} on "
         f"{tensor.device_mesh.size()} ranks; expected {shape.num_shards // shape.pipeline} parts "
         f"as in the mesh of the job ({shape.describe()}), where ranks of the replicate axis hold "

@@ -52,7 +52,8 @@ Seconds = Annotated[float, Field(gt=0, le=limits.MAX_SECONDS, allow_inf_nan=Fals
 Wait = Annotated[float, Field(ge=0, le=limits.MAX_SECONDS, allow_inf_nan=False)]
 """Seconds, 0 included."""
 Steps = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
-AutoOrCount = Auto | Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+AutoOrCount = Auto | Count
 
 # Quantities, as in
 # https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/

@@ -171,26 +171,32 @@ class JobSpec(Part):
                 f"parallelism: got {inner} for tensor x context x pipeline; expected a divisor of "
                 f"{world} workers (nodes.max {nodes.max} x workersPerNode {self.workers_per_node})"
             )
-        room = world // inner
-        if mesh.shard != "auto" and room % mesh.shard:
-            raise ValueError(
-                f"parallelism.shard: got {mesh.shard}; expected a divisor of {room} workers; "
-                f"use {_choices(room)}"
-            )
-        if mesh.shard != "auto" and mesh.replicate not in ("auto", room // mesh.shard):
-            raise ValueError(
-                f"parallelism.replicate: got {mesh.replicate}; expected {room // mesh.shard} "
-                f"({room} workers / shard {mesh.shard}); use auto or {room // mesh.shard}"
-            )
-        if mesh.shard == "auto" and mesh.replicate != "auto" and room % mesh.replicate:
-            raise ValueError(
-                f"parallelism.replicate: got {mesh.replicate}; expected a divisor of {room} "
-                f"workers; use {_choices(room)}"
-            )
-        shard = mesh.shard
-        if shard == "auto" and mesh.replicate != "auto":
+        room, shard = world // inner, mesh.shard
+        if shard == "world":
+            if mesh.replicate not in ("auto", 1):
+                raise ValueError(
+                    f"parallelism.replicate: got {mesh.replicate}; expected 1 with shard: world, "
+                    f"where all ranks share one replica; remove it"
+                )
+        elif shard != "auto":
+            if room % shard:
+                raise ValueError(
+                    f"parallelism.shard: got {shard}; expected a divisor of {room} workers; "
+                    f"use {_choices(room)}, or world"
+                )
+            if mesh.replicate not in ("auto", room // shard):
+                raise ValueError(
+                    f"parallelism.replicate: got {mesh.replicate}; expected {room // shard} "
+                    f"({room} workers / shard {shard}); use auto or {room // shard}"
+                )
+        elif mesh.replicate != "auto":
+            if room % mesh.replicate:
+                raise ValueError(
+                    f"parallelism.replicate: got {mesh.replicate}; expected a divisor of {room} "
+                    f"workers; use {_choices(room)}"
+                )
             shard = room // mesh.replicate
-        group = inner * (shard if shard != "auto" else 1)
+        group = inner * (shard if isinstance(shard, int) else 1)
         # Whole replica groups on whole nodes, see planner/choose.py.
         need = math.lcm(group, self.workers_per_node) // self.workers_per_node
         if nodes.min < need:
@@ -200,7 +206,14 @@ class JobSpec(Part):
                 f"nodes.min or lower parallelism.shard"
             )
         keep = mesh.reshard_after_forward
-        if not isinstance(keep, bool) and (keep < 1 or (shard != "auto" and shard % keep)):
+        if isinstance(keep, bool):
+            return self
+        if shard == "world":
+            raise ValueError(
+                f"parallelism.reshardAfterForward: got {keep}; expected true or false with shard: "
+                f"world, which another number of nodes changes"
+            )
+        if keep < 1 or (isinstance(shard, int) and shard % keep):
             raise ValueError(
                 f"parallelism.reshardAfterForward: got {keep}; expected true, false or a divisor "
                 f"of shard ({shard})"

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import Auto, AutoOrCount, Part, Quantity
+from .base import Auto, AutoOrCount, Count, Part, Quantity
 from .recipe import Recipe
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -99,12 +99,15 @@ class Parallelism(Part):
 
     shard = 1 is DDP; shard > 1 is FSDP2; shard > 1 with more than one replica is HSDP. replicate is
     the elastic axis: it follows the number of nodes, and shrinks and grows in whole replica groups.
+    With shard: world the shard axis does so instead.
     """
 
     replicate: AutoOrCount = "auto"
     """Replicas of the model with nodes.max nodes. auto: as many as the workers allow."""
-    shard: AutoOrCount = "auto"
-    """Ranks that share one replica of the model. auto: the planner chooses by memory."""
+    shard: Auto | Literal["world"] | Count = "auto"
+    """Ranks that share one replica of the model. auto: the planner chooses by memory; for a loop
+    of your own that shards its model over all ranks, as world. world: all ranks, however many
+    nodes there are."""
     tensor: Axis = 1
     """Size of the tensor parallel axis, the innermost; your own loop uses it through the mesh."""
     context: Axis = 1

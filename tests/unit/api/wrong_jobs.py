@@ -172,12 +172,22 @@ MODELS_ONLY = (
     Wrong(
         "auto-or-number-shard",
         script(parallelism={"shard": -1}),
-        ("spec.parallelism.shard: got -1; expected auto or greater than or equal to 1",),
+        ("spec.parallelism.shard: got -1; expected auto or world or greater than or equal to 1",),
     ),
     Wrong(
         "replicate-follows-from-shard",
         script(nodes={"max": 2}, workersPerNode=4, parallelism={"shard": 4, "replicate": 4}),
         ("spec.parallelism.replicate: got 4; expected 2 (8 workers / shard 4); use auto or 2",),
+    ),
+    Wrong(
+        "world-is-one-replica",
+        script(parallelism={"shard": "world", "replicate": 2}),
+        ("spec.parallelism.replicate: got 2; expected 1 with shard: world",),
+    ),
+    Wrong(
+        "world-has-no-part",
+        script(parallelism={"shard": "world", "reshardAfterForward": 2}),
+        ("spec.parallelism.reshardAfterForward: got 2; expected true or false with shard: world",),
     ),
     Wrong(
         "replicate-divides",

@@ -20,11 +20,13 @@ from holdfast.orchestrator.core.actions import (
 from holdfast.orchestrator.core.events import (
     FaultInjected,
     HangDetected,
+    NodeLost,
     PreemptionNoticed,
     WorkerExited,
 )
 from holdfast.orchestrator.core.recovery import MAX_USER_ERRORS
 from holdfast.orchestrator.protocol.facts import Exit, Stack, StagedShard
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 from .harness import SECOND, Transcript, spec, stack
 
@@ -99,6 +101,30 @@ def test_a_checkpoint_of_another_model_fails_the_job_at_once(error: str) -> None
     finish = job.one(FinishJob)
     assert (finish.outcome, finish.reason.code) == ("failed", "user-error")
     assert "F32[64], not F32[32]" in finish.reason.text
+
+
+def test_the_mesh_follows_a_model_that_its_script_shards_over_all_ranks() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=True)).started(step=None)
+    assert job.last(LaunchGroup).membership.mesh == Mesh(replicate=2, shard=2)
+    raised = {"error_type": "ShardedOverWorld", "error_message": "4 parts"}
+    job.exits(0, code=1, step=-1, **raised)
+    job.all_stopped()
+    assert job.last(LaunchGroup).membership.mesh == Mesh(shard=4)
+    incident = job.state.incidents[-1]
+    assert (incident.purpose, incident.failure_class, job.state.restarts) == ("resize", None, {})
+    assert "the mesh follows it" in incident.title
+    job.succeed(LaunchGroup)
+    job.apply(NodeLost(node="b", cause="silent"))
+    job.all_stopped()
+    job.wait(60)
+    assert job.last(LaunchGroup).membership.mesh == Mesh(shard=2), "also on another size"
+
+
+def test_sizes_in_the_spec_are_not_changed_by_the_model() -> None:
+    job = Transcript(spec(shard=2, script=True)).started(step=None)
+    job.exits(0, code=1, step=-1, error_type="ShardedOverWorld", error_message="4 parts")
+    job.all_stopped()
+    assert job.one(FinishJob).reason.code == "user-error"
 
 
 def test_a_budget_is_a_window() -> None:

@@ -43,6 +43,29 @@ def test_fewer_nodes_than_the_minimum_have_no_mesh() -> None:
     assert choose_mesh(make_job(nodes=(2, 4)), 1) is None
 
 
+def test_over_the_world_the_shard_axis_follows_the_number_of_nodes() -> None:
+    job = make_job(nodes=(1, 4), parallelism={"shard": "world"})
+    for nodes in (4, 3, 1):
+        assert mesh_of(choose_mesh(job, nodes)) == Mesh(shard=2 * nodes)
+    _mesh, why = choose_mesh(job, 3) or (None, "")
+    assert why == "shard world: all 6 workers share one copy"
+
+
+def test_over_the_world_the_other_axes_must_divide_the_workers() -> None:
+    job = make_job(nodes=(2, 4), parallelism={"shard": "world", "tensor": 4})
+    assert mesh_of(choose_mesh(job, 4)) == Mesh(shard=2, tensor=4)
+    mesh, why = choose_mesh(job, 3) or (None, "")
+    assert mesh == Mesh(shard=1, tensor=4)
+    assert why.endswith("all 4 workers share one copy; 2 of 3 nodes used, in groups of 4 workers")
+    assert choose_mesh(job, 1) is None
+
+
+def test_over_the_world_a_size_that_cannot_hold_the_states_has_no_mesh() -> None:
+    job = make_job(nodes=(1, 4), recipe=BIG, parallelism={"shard": "world"})
+    assert mesh_of(choose_mesh(job, 4, device_memory_bytes=2 * GIB)) == Mesh(shard=8)
+    assert choose_mesh(job, 1, device_memory_bytes=2 * GIB) is None
+
+
 def test_more_nodes_than_the_maximum_change_nothing() -> None:
     job = make_job()
     assert choose_mesh(job, 9) == choose_mesh(job, 2)

@@ -115,7 +115,7 @@ def likely_mesh(job: TrainingJob) -> Mesh:
     """The mesh at full size. A wrong guess costs time at the first step only."""
     world = job.spec.nodes.max * job.spec.workers_per_node
     wanted = job.spec.parallelism
-    if wanted.shard != "auto":
+    if isinstance(wanted.shard, int):
         shard = wanted.shard
     elif wanted.replicate != "auto":
         shard = world // wanted.replicate

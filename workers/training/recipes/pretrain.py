@@ -179,9 +179,10 @@ def _loss(
 
 
 def _shard_without_agent(job: TrainingJob) -> int | None:
-    """The shard size of the spec, for a run without Holdfast, which has no membership."""
+    """The shard size of the spec, for a run without Holdfast, which has no membership. None: all
+    ranks."""
     shard = job.spec.parallelism.shard
-    return None if shard == "auto" else shard
+    return shard if isinstance(shard, int) else None
 
 
 def _main_without_agent(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_transport
-from holdfast.workers.checkpoint.placement import WrongSharding, expect_mesh
+from holdfast.workers.checkpoint.placement import ShardedOverWorld, WrongSharding, expect_mesh
 from holdfast.workers.checkpoint.state import TrainingState
 from holdfast.workers.session.agent_channel import AgentChannel
 from holdfast.workers.session.core import Session
@@ -44,13 +44,13 @@ def test_a_model_over_all_ranks_is_refused_on_a_mesh_with_replicas(
     """The default of a script on 2 nodes x 2 workers, and fully_shard without a mesh."""
     with as_rank(rank, 4):
         model, optimizer = build(1, 4, seed=1)
-        with pytest.raises(WrongSharding) as error:
+        with pytest.raises(ShardedOverWorld) as error:
             session_of(rank, Mesh(replicate=2, shard=2), channel).restore(model, optimizer)
     text = str(error.value)
     assert text.startswith("spec.parallelism: got first.weight in 4 parts, placed as (Shard(dim=0)")
     assert "expected 2 parts as in the mesh of the job (replicate 2 x shard 2)" in text
     assert "write fully_shard(..., mesh=s.fsdp_mesh) in the script" in text
-    assert "or `parallelism: {shard: 4}` below `spec:`" in text
+    assert "or `parallelism: {shard: world}` below `spec:`" in text
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -76,8 +76,9 @@ def test_ranks_with_one_shard_index_and_different_parts_are_refused(rank: int) -
 def test_fewer_parts_than_ranks_of_a_replica_are_refused() -> None:
     with as_rank(0, 4):
         model, _ = build(2, 2, seed=1)
-        with pytest.raises(WrongSharding, match=r"in 2 parts.*expected 4 parts.*\{shard: 2\}"):
+        with pytest.raises(WrongSharding, match=r"in 2 parts.*expected 4 parts.*\{shard: 2\}") as e:
             expect_mesh(dict(model.named_parameters()), Mesh(shard=4), 0)
+        assert not isinstance(e.value, ShardedOverWorld)
 
 
 def test_a_parameter_that_is_a_partial_sum_is_refused() -> None:
