@@ -132,6 +132,11 @@ SAVE_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 """A 600 MB process is reaped 50 ms after SIGKILL; an agent that needs longer than this is lost."""
 
+STOP_TIMEOUT_GPU_S = 60.0
+"""The same for workers with GPUs: the driver unmaps up to 80 GB of device memory and tens of GB of
+page-locked memory of each, one process after the other. A silent agent is lost much earlier, by its
+heartbeat timeout."""
+
 TERMINATION_GRACE_S = 30.0
 """SIGTERM to SIGKILL on planned stops of scripts, as with torchrun and Kubernetes."""
 

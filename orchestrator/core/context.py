@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from .. import limits
+from ..api.v1alpha1 import TrainingJob
 from .actions import Action, AnyAction, LaunchGroup, Reason, ReasonCode
 from .state import JobState, TimerName
 from .transitions import JobPhase, check_transition
@@ -17,6 +19,11 @@ MAX_NOTES = 200
 MAX_INCIDENTS = 500
 
 A = TypeVar("A", bound=Action)
+
+
+def stop_timeout_s(job: TrainingJob) -> float:
+    """How long a node may take to confirm that its workers have ended."""
+    return limits.STOP_TIMEOUT_GPU_S if job.spec.resources.num_gpus else limits.STOP_TIMEOUT_S
 
 
 def seconds(value: float) -> int:

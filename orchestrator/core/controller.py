@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import limits
 from ..api.v1alpha1 import TrainingJob, job_from_mapping
 from . import actions as a
 from . import (
@@ -27,7 +26,7 @@ from . import (
 )
 from . import events as e
 from .actions import Reason
-from .context import StepContext
+from .context import StepContext, stop_timeout_s
 from .state import Cause, JobState, TimerName
 
 FINISH_RETRY_S = 5.0
@@ -335,7 +334,7 @@ def _stop_expired(ctx: StepContext) -> None:
     stop = ctx.state.stop
     assert stop is not None, "its timer is disarmed with the stop"
     for name in list(stop.waiting):
-        detail = f"did not stop its workers in {limits.STOP_TIMEOUT_S:g} s"
+        detail = f"did not stop its workers in {stop_timeout_s(ctx.state.job):g} s"
         _lost(ctx, e.NodeLost(node=name, cause="no-stop", detail=detail))
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .. import limits
 from . import provisioning
 from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
-from .context import StepContext, seconds
+from .context import StepContext, seconds, stop_timeout_s
 from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
 from .provisioning import release
 from .rank_assignment import best_size
@@ -236,7 +235,7 @@ def controller_started(ctx: StepContext, existing: tuple[str, ...] | None) -> li
         ctx.disarm("launch-again")
         ctx.arm("launch", rejoin_s)
     if state.stop is not None:
-        ctx.arm("stop", rejoin_s + limits.STOP_TIMEOUT_S + state.stop.grace_s)
+        ctx.arm("stop", rejoin_s + stop_timeout_s(state.job) + state.stop.grace_s)
     return _compare(ctx, existing) if existing is not None else []
 
 

@@ -12,7 +12,7 @@ from ..protocol.facts import Exit, Stack
 from . import hang_limits, nodes, quiesce
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory, refuse
-from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds
+from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
 from .events import (
     GroupInspected,
     GroupStopped,
@@ -113,7 +113,7 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
                 StopGroup, reason, node=name, grace_s=grace_s, stacks=cause.stacks
             )
     stacks_s = limits.STACK_TIMEOUT_S if cause.stacks else 0.0
-    ctx.arm("stop", limits.STOP_TIMEOUT_S + grace_s + stacks_s)
+    ctx.arm("stop", stop_timeout_s(ctx.state.job) + grace_s + stacks_s)
 
 
 def _grace_s(ctx: StepContext, purpose: Purpose) -> float:

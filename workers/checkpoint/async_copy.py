@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from .device import CopyDevice, Event
-from .layout import Bytes
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -35,7 +34,8 @@ class CopiedTensor:
 
     name: str
     source: Tensor
-    target: Bytes
+    target: Tensor
+    """Bytes of the buffer."""
     owner: Tensor
     """The parameter, buffer or state that `source` is the local memory of."""
     urgent: bool
@@ -139,8 +139,7 @@ class AsyncCopier:
 
     def _copy(self, tensors: list[CopiedTensor]) -> Event:
         """The event is reached when these copies and all earlier ones are complete."""
-        for one in tensors:
-            self._device.copy(one.target, one.source)
+        self._device.copy([one.target for one in tensors], [one.source for one in tensors])
         return self._device.record()
 
     def finish(self) -> bool:

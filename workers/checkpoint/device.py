@@ -6,6 +6,8 @@ Every call that queues work returns at once; the device carries out the work in 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +27,7 @@ class CopyDevice(Protocol):
         """Make it the current device of the calling thread."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in the memory of the device. The copy of another is complete when
-        `copy` returns."""
+        """Whether the tensor is in the memory of the device."""
 
     def lock_pages(self, memory: Bytes) -> None:
         """Page-lock host memory, so that copies into it are asynchronous; also makes its pages
@@ -35,8 +36,9 @@ class CopyDevice(Protocol):
     def follow_training(self) -> None:
         """Copies wait for what is queued on the training stream."""
 
-    def copy(self, target: Bytes, source: Tensor) -> None:
-        """Queue a copy to host memory."""
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Queue copies of whole tensors to bytes of host memory. A copy from host memory is
+        complete when this returns."""
 
     def record(self) -> Event:
         """An event after the queued copies."""
@@ -75,12 +77,13 @@ class CudaDevice:
     def follow_training(self) -> None:
         self._copies.wait_stream(self._training())
 
-    def copy(self, target: Bytes, source: Tensor) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         with torch.cuda.stream(self._copies):
-            flat = source.reshape(-1).view(torch.uint8)
-            torch.from_numpy(target).copy_(flat, non_blocking=True)
-            if flat.is_cuda and flat.data_ptr() != source.data_ptr():
-                flat.record_stream(self._copies)
+            for target, source in zip(targets, sources, strict=True):
+                flat = source.reshape(-1).view(torch.uint8)
+                target.copy_(flat, non_blocking=True)
+                if flat.is_cuda and flat.data_ptr() != source.data_ptr():
+                    flat.record_stream(self._copies)
 
     def record(self) -> torch.cuda.Event:
         # Without `blocking` the thread that waits for it would use a whole core.
@@ -99,3 +102,25 @@ class CudaDevice:
 
     def _training(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
+
+
+class PageLocks:
+    """Page-locks buffers; goes on without if the system refuses, which is printed once."""
+
+    def __init__(self, device: CopyDevice) -> None:
+        self._device = device
+        self.refused = ""
+
+    def __call__(self, memory: Bytes) -> None:
+        self._device.use()
+        try:
+            if not self.refused:
+                self._device.lock_pages(memory)
+        except RuntimeError as error:
+            self.refused = str(error)
+            print(
+                f"holdfast: staging buffers are not page-locked ({error}), so training waits for "
+                "each copy from the device; raise the limit of locked memory (ulimit -l), or allow "
+                "it in the sandbox of the container",
+                file=sys.stderr,
+            )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from holdfast.orchestrator.errors import UserError
 
 from .async_copy import AsyncCopier, CopiedTensor, CopySet
-from .device import CopyDevice, CudaDevice
+from .device import CopyDevice, CudaDevice, PageLocks
 from .layout import (
     MODEL,
     Bytes,
@@ -42,6 +43,9 @@ _SLACK_BYTES = 64 * 1024
 
 class BufferSource(Protocol):
     """Provides staging buffers; the agent does, over the worker's socket."""
+
+    def prepare_with(self, prepare: Callable[[Bytes], None]) -> None:
+        """Call `prepare` with the memory of each buffer, in another thread, before it is taken."""
 
     def request_buffers(self, num_bytes: int) -> None:
         """Request all buffers with a new size, without waiting."""
@@ -90,7 +94,8 @@ class Stager:
             AsyncCopier(self._device, state.before_each_step) if self._device is not None else None
         )
         self._copies: dict[int, CopySet] = {}
-        self._locked: set[int] = set()
+        if self._device is not None:
+            buffers.prepare_with(PageLocks(self._device))
         self._on_cpu_s = 0.0
 
     @property
@@ -167,7 +172,12 @@ class Stager:
         assert device is not None
         return CopySet(
             CopiedTensor(
-                entry.name, source, target, owner, entry.name in self._urgent, device.holds(source)
+                entry.name,
+                source,
+                torch.from_numpy(target),
+                owner,
+                entry.name in self._urgent,
+                device.holds(source),
             )
             for entry, source, target, owner in zip(
                 layout.entries, self._tensors, targets, self._owners, strict=True
@@ -210,9 +220,6 @@ class Stager:
         known = self._views.get(buffer)
         if known is None:
             view = np.frombuffer(memory, dtype=np.uint8)
-            if self._device is not None and buffer not in self._locked:
-                self._locked.add(buffer)
-                self._device.lock_pages(view)
             at = layout.data_start
             known = view, [view[at + e.begin : at + e.end] for e in layout.entries]
             self._views[buffer] = known

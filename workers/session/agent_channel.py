@@ -1,7 +1,8 @@
 """The worker's connection to its agent: reports, staging buffers, shards.
 
-Any thread may send (one message is one packet, which the kernel keeps whole); only the training
-thread receives. The pulse thread reads the inspection socket.
+Any thread may send (one message is one packet, which the kernel keeps whole); the training thread
+receives, and on a GPU the thread that prepares buffers. The pulse thread reads the inspection
+socket.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 
 from . import inspection
+from .buffer_thread import BufferThread
 
 _BUFFER_WAIT_S = 1.0
 """A worker that waits longer for a buffer reports phase `save`, so that it does not count as a
@@ -55,6 +59,8 @@ class AgentChannel:
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
         self._every, self._intervals = stage_every_steps, deque[worker_protocol.StageEvery]()
+        self._receiving = threading.Lock()
+        self._buffer_thread: BufferThread | None = None
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -98,21 +104,30 @@ class AgentChannel:
         self.send(worker_protocol.CollectivesReport(groups=inspection.collectives()))
 
     # -- staging (checkpoint.stage.BufferSource) ----------------------------------------------
+    def prepare_with(self, prepare: Callable[[Bytes], None]) -> None:
+        self._buffer_thread = BufferThread(
+            prepare, self._prepared, self._receive_one, self._connection.fileno()
+        )
+        self._poll.register(self._buffer_thread.done, select.POLLIN)
+
+    def _prepared(self, buffer: int, memory: mmap.mmap) -> None:
+        self._memory[buffer] = memory
+        self._free.append(buffer)
+
     def request_buffers(self, num_bytes: int) -> None:
+        if self._buffer_thread is not None:
+            self._buffer_thread.expect(limits.STAGING_BUFFERS)
         for _ in range(limits.STAGING_BUFFERS):
             self.send(worker_protocol.BufferRequest(num_bytes=num_bytes))
 
     def take_buffer(self) -> tuple[int, mmap.mmap]:
         while self._receive(timeout_s=0):
             pass
-        if not self._free and not self._receive(timeout_s=_BUFFER_WAIT_S):
+        if not self._wait_for_buffer(time.monotonic() + _BUFFER_WAIT_S):
             phase = self.phase
             self.enter("save")
-            while not self._free:
-                self._receive(timeout_s=None)
+            self._wait_for_buffer(None)
             self.enter(phase)
-        while not self._free:
-            self._receive(timeout_s=None)
         buffer = self._free.popleft()
         if buffer in self._unmapped:  # mapped on use: a first step needs one buffer, not three
             fd, num_bytes = self._unmapped.pop(buffer)
@@ -120,6 +135,14 @@ class AgentChannel:
             self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=flags)
             os.close(fd)
         return buffer, self._memory[buffer]
+
+    def _wait_for_buffer(self, until: float | None) -> bool:
+        while not self._free:
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            self._receive(left_s)
+        return True
 
     def staged(self, buffer: int, step: int, num_bytes: int) -> None:
         self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
@@ -171,7 +194,27 @@ class AgentChannel:
         """Handle one message; False if none came in time. Raises AgentGone."""
         if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             return False
-        message, fd = worker_transport.receive(self._connection)
+        if self._buffer_thread is not None:
+            self._buffer_thread.read_done()
+        self._receive_one()
+        return True
+
+    def _receive_one(self) -> None:
+        """Handle one message. With a buffer thread the other thread may have done that already."""
+        with self._receiving:
+            if self._buffer_thread is not None:
+                readable, _, _ = select.select([self._connection], [], [], 0)
+                if not readable:
+                    return
+            try:
+                message, fd = worker_transport.receive(self._connection)
+            except ConnectionResetError:  # it ended with unread messages of ours
+                message, fd = None, None
+            self._handle(message, fd)
+
+    def _handle(
+        self, message: worker_protocol.FromWorker | worker_protocol.ToWorker | None, fd: int | None
+    ) -> None:
         match message:
             case None:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
@@ -181,8 +224,11 @@ class AgentChannel:
                 self._intervals.append(message)
             case worker_protocol.Buffer():
                 assert fd is not None
-                self._unmapped[message.buffer] = (fd, message.num_bytes)
-                self._free.append(message.buffer)
+                if self._buffer_thread is not None:
+                    self._buffer_thread.put(message.buffer, fd, message.num_bytes)
+                else:
+                    self._unmapped[message.buffer] = (fd, message.num_bytes)
+                    self._free.append(message.buffer)
             case worker_protocol.BufferFree():
                 self._free.append(message.buffer)
             case worker_protocol.Shard():
@@ -192,4 +238,3 @@ class AgentChannel:
                 self._answers.append(message)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
-        return True

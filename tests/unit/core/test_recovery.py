@@ -439,6 +439,15 @@ def test_stacks_extend_the_time_to_stop() -> None:
     assert job.state.timers["stop"] == job.now_ns + round(limit_s * SECOND)
 
 
+def test_nodes_with_gpus_have_longer_to_stop() -> None:
+    for resources, limit_s in (
+        ({"gpu": 1}, limits.STOP_TIMEOUT_GPU_S), ({"gpu": 0}, limits.STOP_TIMEOUT_S),
+    ):  # fmt: skip
+        job = Transcript(spec(resources=resources)).started()
+        job.exits(0, signal=9)
+        assert job.state.timers["stop"] == job.now_ns + round(limit_s * SECOND)
+
+
 def test_the_oldest_of_many_user_errors_is_forgotten() -> None:
     generous = {"budgets": {"user": {"restarts": 10_000}}}
     job = Transcript(spec(recovery=generous)).started()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,11 +61,12 @@ class FakeDevice:
     def follow_training(self) -> None:
         self._note("follow_training")
 
-    def copy(self, target: Bytes, source: Tensor) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self._note("copy")
 
         def work() -> None:
-            torch.from_numpy(target).copy_(source.reshape(-1).view(torch.uint8))
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source.reshape(-1).view(torch.uint8))
 
         self._queue.append(work)
 

@@ -8,8 +8,9 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.workers.checkpoint.layout import Header
+from holdfast.workers.checkpoint.layout import Bytes, Header
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
@@ -46,10 +47,15 @@ class Memory:
         self.requested = 0
         self.put_back_buffers: list[int] = []
         self._memory: mmap.mmap | None = None
+        self._prepare: Callable[[Bytes], None] = lambda memory: None
+
+    def prepare_with(self, prepare: Callable[[Bytes], None]) -> None:
+        self._prepare = prepare
 
     def request_buffers(self, num_bytes: int) -> None:
         self.requested += 1
         self._memory = mmap.mmap(-1, num_bytes)
+        self._prepare(np.frombuffer(self._memory, dtype=np.uint8))
 
     def take_buffer(self) -> tuple[int, mmap.mmap]:
         assert self._memory is not None
@@ -67,8 +73,6 @@ class ShardInBytes:
     """A shard file that is a value."""
 
     def __init__(self, content: bytes, name: str) -> None:
-        import numpy as np
-
         from holdfast.workers.checkpoint.layout import parse_header
 
         self.name, self._parse = name, parse_header

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from holdfast.workers.checkpoint.device import PageLocks
 from holdfast.workers.checkpoint.layout import parse_header
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
@@ -156,3 +158,21 @@ def test_an_error_of_the_staging_thread_is_raised_at_the_next_staging() -> None:
     rig.memory.staged = refuse  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the agent is gone"):
         rig.stage(0)
+
+
+def test_buffers_are_page_locked_before_they_are_used() -> None:
+    rig = Rig()
+    rig.stage(0)
+    names = [name for name, _ in rig.device.calls]
+    assert names.count("lock_pages") == 1 and names.index("lock_pages") < names.index("copy")
+    assert rig.device.locked_bytes >= len(rig.memory.file)
+
+
+def test_without_page_locks_training_goes_on_and_the_reason_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    locks = PageLocks(FakeDevice(refuses_pages=True))
+    for _ in range(3):
+        locks(np.zeros(8, dtype=np.uint8))
+    said = capsys.readouterr().err
+    assert said.count("not page-locked (cudaHostRegister failed: operation not supported)") == 1
