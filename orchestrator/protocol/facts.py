@@ -91,6 +91,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     step and the view of a job all inherit it, so that a new number is declared here only."""
 
     loss: float | None = None
+    """Of this step on the CPU. On a GPU of the step before, because the host would have to wait for
+    the device; that of the last step follows at the end."""
     tokens: int = 0
     """Tokens of the global batch of that step."""
     step_s: float = 0.0

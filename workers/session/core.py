@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from holdfast.workers.training.data import mix
 
 from .agent_channel import AgentChannel
 from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
+from .loss import LossReport
 from .shards import Shards
 from .work_time import WorkMeter
 
@@ -73,6 +75,8 @@ class Session:
         self._state: TrainingState | None = None
         self._last_step, self._last_staged = -1, -1
         self._stall_s = 0.0
+        self._loss = LossReport(device.type)
+        self._reported: worker_protocol.Progress | None = None
         self._step_began = time.perf_counter()
         # On a GPU the host's time shows nothing of the device's.
         self._work = WorkMeter() if self._channel is not None and device.type == "cpu" else None
@@ -202,8 +206,9 @@ class Session:
         """Reports that step `step` is finished, and stages the state if it is due.
 
         Call it once after every optimizer step, with consecutive numbers from the result of
-        restore. `loss` (a number or a scalar tensor) is shown in status and metrics; `tokens` and
-        `flops` (model FLOPs) are those of the global batch of this step. Raises UserError for a
+        restore. `loss` (a number or a scalar tensor) is shown in status and metrics, that of a
+        tensor on a GPU with the next step, so that the host does not wait for the device; `tokens`
+        and `flops` (model FLOPs) are those of the global batch of this step. Raises UserError for a
         wrong number.
         """
         if self._state is None:
@@ -273,6 +278,7 @@ class Session:
                 self._last_staged = -1
                 self.save()
                 self._stager.finish()
+        self._report_last_loss()
         if self._channel is not None:
             self._channel.send(worker_protocol.Finished(step=self._last_step))
             self._channel.stop_pulse()
@@ -351,21 +357,26 @@ class Session:
         if self._channel is None:
             return
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        self._channel.send(
-            worker_protocol.Progress(
-                step=step,
-                loss=None if loss is None else float(loss),
-                tokens=tokens,
-                step_s=step_s,
-                work_s=work_s,
-                stall_s=self._stall_s,
-                copy_s=self._stager.copy_s if self._stager else 0.0,
-                staging_s=self._stager.staging_s if self._stager else 0.0,
-                copies_thrown_away=self._stager.num_thrown_away if self._stager else 0,
-                device_memory_peak_bytes=peak,
-                flops_per_step=flops,
-            )
+        self._reported = worker_protocol.Progress(
+            step=step,
+            loss=self._loss.swap(loss),
+            tokens=tokens,
+            step_s=step_s,
+            work_s=work_s,
+            stall_s=self._stall_s,
+            copy_s=self._stager.copy_s if self._stager else 0.0,
+            staging_s=self._stager.staging_s if self._stager else 0.0,
+            copies_thrown_away=self._stager.num_thrown_away if self._stager else 0,
+            device_memory_peak_bytes=peak,
+            flops_per_step=flops,
         )
+        self._channel.send(self._reported)
+
+    def _report_last_loss(self) -> None:
+        """On a GPU each report has the loss of the step before."""
+        loss = self._loss.last()
+        if loss is not None and self._reported is not None and self._channel is not None:
+            self._channel.send(msgspec.structs.replace(self._reported, loss=loss))
 
 
 def working_directory(attached: worker_transport.Attached) -> str:

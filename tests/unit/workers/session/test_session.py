@@ -31,6 +31,7 @@ from holdfast.workers.session.distributed import (
     pick_device,
     rank_env,
 )
+from holdfast.workers.session.loss import LossReport
 
 
 @pytest.fixture
@@ -361,6 +362,61 @@ def test_a_step_report_says_how_long_a_staging_takes(
     found.step(0)
     (report,) = [m for m in received(agent) if isinstance(m, worker_protocol.Progress)]
     assert 0 < report.staging_s <= report.stall_s and report.copy_s == 0
+
+
+class CountingScalars:
+    """A device whose values the host can read when it waits for them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self, scalar: torch.Tensor) -> torch.Tensor:
+        self.calls.append("start")
+        return scalar
+
+    def value(self, pending: torch.Tensor) -> float:
+        self.calls.append("value")
+        return float(pending)
+
+
+def test_a_loss_on_a_device_is_reported_one_step_later_and_the_last_one_at_the_end(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    scalars = CountingScalars()
+    found._loss = LossReport("cpu", scalars)
+    for step in range(3):
+        found.step(step, loss=torch.tensor(step + 0.5))
+        assert scalars.calls[-1] == "start", "the value of this step is not waited for"
+    found.finish()
+    reports = [m for m in received(agent) if isinstance(m, worker_protocol.Progress)]
+    assert [(m.step, m.loss) for m in reports] == [(0, None), (1, 0.5), (2, 1.5), (2, 2.5)]
+    assert scalars.calls == ["start", "value", "start", "value", "start", "value"]
+
+
+def test_a_loss_that_is_a_number_is_reported_with_its_step(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found._loss = LossReport("cuda", CountingScalars())
+    for step, loss in enumerate([1.5, torch.tensor(2.5), None]):
+        found.step(step, loss=loss)
+    found.finish()
+    reports = [m for m in received(agent) if isinstance(m, worker_protocol.Progress)]
+    assert [(m.step, m.loss) for m in reports] == [(0, 1.5), (1, 2.5), (2, None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_does_not_wait_for_a_loss_on_a_gpu() -> None:
+    report = LossReport("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = [torch.full((), float(n), device="cuda") for n in range(3)]
+        assert [report.swap(loss) for loss in losses] == [None, 0.0, 1.0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.last() == 2.0
 
 
 def test_a_closed_connection_raises_agent_gone(ends: tuple[socket.socket, AgentChannel]) -> None:
