@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.orchestrator.api.v1alpha1.crd import definition_text
+from holdfast.orchestrator.kube.definition import definition_text
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "helm" / "holdfast"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.backends.base import Backend, NodeGone, Starts
 from holdfast.orchestrator.backends.kubernetes.backend import KubernetesBackend, OperatorContext
 from holdfast.orchestrator.backends.kubernetes.gang_arbiter import GangArbiter
@@ -22,6 +22,7 @@ from holdfast.orchestrator.backends.kubernetes.node_informer import NodeInformer
 from holdfast.orchestrator.backends.kubernetes.pod_informer import PodInformer
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings
 from holdfast.orchestrator.kube.client import KubeClient as Api
+from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.names import Owner
 from tests.e2e.kubernetes.rig import binaries as programs
 from tests.e2e.kubernetes.rig import images

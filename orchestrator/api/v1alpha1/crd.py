@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from holdfast.orchestrator import limits
 
 from .base import QUANTITY_PATTERN
@@ -38,6 +36,12 @@ MAX_ITEMS = 256
 """Elements of a list without a bound of its own."""
 MAX_KEYS = 256
 """Keys of a map without a bound of its own."""
+
+RULED = {"spec.nodes.max": "minimum"}
+"""Bounds that a CEL rule checks instead of the schema: its message says what to write."""
+UNITS = r"|[0-9.]+ *([kKMGTPE][iI]?[bB]|[bB](ytes?)?|[cC]ores?|[cC][pP][uU]s?)"
+"""Quantities with units that users write, such as 64GB: the schema lets them pass, and an admission
+policy of the chart, or the operator, refuses them with what to write."""
 
 NODE_COUNTS = ("spec.nodes.min", "spec.nodes.max", "spec.nodes.spares")
 """Fields of 32 bits, as the scale subresource requires."""
@@ -69,7 +73,8 @@ _COLUMNS = (
 
 
 def definition() -> Node:
-    """The CustomResourceDefinition, ready for `kubectl apply`."""
+    """The CustomResourceDefinition. Its pod template is any mapping: kube/definition.py adds the
+    schema, for which it needs the models of the Kubernetes client."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -96,14 +101,6 @@ def definition() -> Node:
             "versions": [_version()],
         },
     }
-
-
-def definition_text() -> str:
-    """The CustomResourceDefinition as YAML, with a header line that names its source."""
-    head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
-    return head + yaml.dump(
-        definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
-    )
 
 
 def _version() -> Node:
@@ -183,7 +180,7 @@ class _Converter:
             return _untyped(
                 [
                     {"type": "number", "minimum": 0, "maximum": limits.MAX_QUANTITY},
-                    {"type": "string", "pattern": QUANTITY_PATTERN},
+                    {"type": "string", "pattern": f"^({QUANTITY_PATTERN[1:-1]}{UNITS})$"},
                 ]
             )
         if "anyOf" in node:
@@ -203,6 +200,8 @@ class _Converter:
         made = {"type": kind, **_bounds(node)}
         if kind == "string" and node.get("format") != "date-time":
             made.setdefault("maxLength", MAX_TEXT)
+        if path in RULED:
+            made[RULED[path]] = 0
         if kind == "integer":
             made["format"] = "int32" if path in NODE_COUNTS else "int64"
         return made
@@ -241,7 +240,7 @@ def _open(path: str) -> Node:
     kept = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     if path not in OPEN_MAPPINGS:
         return kept
-    text = "Part of a pod; kept as it is and not checked here."
+    text = "Part of a pod; kept as it is."
     properties = {name: {"description": text, **kept} for name in OPEN_MAPPINGS[path]}
     return {"type": "object", "properties": properties}
 
@@ -332,13 +331,6 @@ def _rule(rule: Rule) -> Node:
 
 def _plain(text: str) -> str:
     return " ".join(text.split())
-
-
-class _Plain(yaml.SafeDumper):
-    """YAML without anchors: a list that occurs twice is written twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 def job_from_resource(document: dict[str, Any]) -> TrainingJob:

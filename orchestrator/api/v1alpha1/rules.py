@@ -79,6 +79,7 @@ def _entrypoints_given() -> str:
 _WORLD = "(self.nodes.max * self.workersPerNode)"
 _INNER = "(self.parallelism.tensor * self.parallelism.context * self.parallelism.pipeline)"
 _SHARD = "self.parallelism.shard"
+_GPUS = "int(self.resources.gpu) * self.workersPerNode"
 
 CHECKS = (
     Rule(
@@ -104,6 +105,25 @@ CHECKS = (
         "!has(self.recipe) || !has(self.args) || size(self.args) == 0",
         "spec.entrypoint: got args beside a recipe; expected recipe.config instead",
         field=".args",
+    ),
+    Rule(
+        "a-node-at-least",
+        "spec.nodes",
+        "self.max >= 1",
+        "spec.nodes.max: got %s; expected greater than or equal to 1; for no nodes set suspend: "
+        "true",
+        ("self.max",),
+        ".max",
+    ),
+    Rule(
+        "one-gpu-for-a-recipe",
+        "spec",
+        "!has(self.entrypoint.recipe) || type(self.resources.gpu) != int || "
+        "int(self.resources.gpu) <= 1",
+        "spec.resources.gpu: got %s for a recipe; expected auto, 0 or 1: a recipe trains on one "
+        "GPU per worker; for all %s GPUs of a node write workersPerNode: %s and gpu: 1",
+        ("self.resources.gpu", _GPUS, _GPUS),
+        ".resources.gpu",
     ),
     # `kubectl scale` below nodes.min changes nodes.max alone, and job_from_resource lowers
     # nodes.min.

@@ -134,12 +134,17 @@ def schema(
     """
     import json
 
-    from holdfast.orchestrator.api.v1alpha1.crd import definition_text
     from holdfast.orchestrator.api.v1alpha1.schema import json_schema, reference_page
 
     if markdown and crd:
         raise UserError(str(Problem("--markdown", "--markdown and --crd", "only one of them")))
     if crd:
+        try:
+            from holdfast.orchestrator.kube.definition import definition_text
+        except ModuleNotFoundError as error:
+            got = f"--crd, but the package {error.name} is not installed"
+            fix = "pip install '.[kubernetes]' in a checkout of Holdfast"
+            raise UserError(str(Problem("--crd", got, "it installed", fix))) from None
         text = definition_text()
     else:
         text = reference_page() if markdown else json.dumps(json_schema(), indent=2) + "\n"

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.cli.main import main
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
 from holdfast.orchestrator.hosts.kubernetes.status import StatusContext, status_of
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.errors import EVENTS, JOBS
 from holdfast.orchestrator.kube.event_recorder import event_document
 from holdfast.orchestrator.runtime.observe.view import JobView

@@ -108,6 +108,19 @@ def test_a_wrong_value_is_refused_with_its_name(chart: Helm, option: str, messag
     assert message in done.stderr
 
 
+def test_the_crd_takes_any_field_of_a_pod_template_on_request(chart: Helm) -> None:
+    def spec(*options: str) -> dict[str, Any]:
+        (crd,) = [d for d in rendered(chart, *options) if d["kind"] == "CustomResourceDefinition"]
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        template = schema["properties"]["kubernetes"]["properties"]["podTemplate"]
+        found: dict[str, Any] = template["properties"]["spec"]
+        return found
+
+    assert "tolerations" in spec()["properties"]
+    opened = spec("--set", "crds.podTemplate=open")
+    assert opened == {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
 def test_names_and_labels_can_be_chosen(chart: Helm) -> None:
     labels = {"commonLabels": {"team": "platform"}}
     documents = rendered(
@@ -284,6 +297,11 @@ POLICY = [
         "kind is kill-worker, kill-node or hang-worker",
     ),
     (
+        {"spec": {"resources": {"cpu": 4, "memory": "64GB"}}},
+        "spec.resources.memory: got 64GB; expected a quantity such as 2, 500m or 4Gi; write the "
+        "number alone for cores or bytes, 64Gi (powers of 1024) or 64G (of 1000) for gigabytes",
+    ),
+    (
         {"spec": {"parallelism": {"shard": 4, "reshardAfterForward": 3}, "workersPerNode": 4}},
         "spec.parallelism.reshardAfterForward: got 3; expected true, false or a divisor of shard "
         "(4)",
@@ -291,7 +309,9 @@ POLICY = [
 ]
 
 
-@pytest.mark.parametrize(("patch", "message"), POLICY, ids=["annotation", "chaos", "reshard"])
+@pytest.mark.parametrize(
+    ("patch", "message"), POLICY, ids=["annotation", "chaos", "units", "reshard"]
+)
 def test_the_policy_refuses_what_the_crd_cannot_check(
     user: Kubectl, patch: dict[str, Any], message: str
 ) -> None:

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, load_job
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text, job_from_resource
+from holdfast.orchestrator.api.v1alpha1.crd import NAME, job_from_resource
+from holdfast.orchestrator.kube.definition import definition_text
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster
@@ -202,8 +203,17 @@ def test_a_misspelt_key_is_refused_by_kubectl_and_dropped_otherwise(jobs: Kubect
     [
         ({"specs": {}}, 'unknown field "spec.kubernetes.podTemplate.specs"'),
         ({"spec": []}, "spec.kubernetes.podTemplate.spec"),
+        (
+            {"spec": {"containers": [{"name": "worker", "volumeMount": []}]}},
+            'unknown field "spec.kubernetes.podTemplate.spec.containers[0].volumeMount"',
+        ),
+        (
+            {"metadata": {"label": {"a": "b"}}},
+            'unknown field "spec.kubernetes.podTemplate.metadata.label"',
+        ),
+        ({"spec": {"tolerations": {}}}, "spec.kubernetes.podTemplate.spec.tolerations"),
     ],
-    ids=["key", "type"],
+    ids=["key", "type", "typo", "metadata", "inner type"],
 )
 def test_an_invalid_pod_template_is_refused(
     dry: Kubectl, template: dict[str, Any], message: str
@@ -214,7 +224,17 @@ def test_an_invalid_pod_template_is_refused(
 
 def test_a_pod_template_is_stored_as_written(jobs: Kubectl) -> None:
     """Including nulls, which remove a key; client-side `kubectl apply` would drop them."""
-    template = {"spec": {"hostname": None, "containers": [{"name": "worker", "any": {"thing": 1}}]}}
+    worker = {
+        "name": "worker",
+        "resources": {"limits": {"cpu": 0.5, "memory": "4Gi", "nvidia.com/gpu": 8}},
+        "livenessProbe": {"httpGet": {"port": "http"}},
+        "ports": [{"containerPort": 80, "$patch": "delete"}],
+        "securityContext": None,
+    }
+    template = {
+        "metadata": {"labels": {"a": "b"}, "annotations": {"c": None}},
+        "spec": {"hostname": None, "containers": [worker], "overhead": {"cpu": "1"}},
+    }
     made = jobs.create(job({**SCRIPT, "kubernetes": {"podTemplate": template}}))
     assert made["spec"]["kubernetes"]["podTemplate"] == template
 
@@ -240,7 +260,7 @@ def test_scale_resizes_and_adjusts_the_minimum(jobs: Kubectl) -> None:
     jobs.run("scale", "tj/right", "--replicas=1")
     assert sizes(jobs) == (1, 1)
     jobs.run("patch", "tj", "right", "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    assert "nodes.max in body should be greater than or equal to 1" in refusal(
+    assert "spec.nodes.max: got 0; expected greater than or equal to 1; for no nodes" in refusal(
         jobs, "scale", "tj/right", "--replicas=0"
     )
     raised = '{"spec":{"nodes":{"min":4}}}'

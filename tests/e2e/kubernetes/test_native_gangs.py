@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.names import Owner
 from tests.e2e.kubernetes.conftest import fresh, skip_without
 from tests.e2e.kubernetes.rig import binaries as programs

@@ -18,13 +18,14 @@ import pytest
 import yaml
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME
 from holdfast.orchestrator.backends.kubernetes.pods import PodSettings, pod_document
 from holdfast.orchestrator.backends.kubernetes.queues.admission import Admission
 from holdfast.orchestrator.backends.kubernetes.queues.base import gang_of
 from holdfast.orchestrator.backends.kubernetes.queues.selection import integration_of, problems
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube.client import KubeClient
+from holdfast.orchestrator.kube.definition import definition_text
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.names import Owner
 from tests.e2e.kubernetes.published import get as published

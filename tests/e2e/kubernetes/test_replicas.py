@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.orchestrator.api.v1alpha1.crd import NAME, definition_text
+from holdfast.orchestrator.api.v1alpha1.crd import NAME
+from holdfast.orchestrator.kube.definition import definition_text
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
 from tests.e2e.kubernetes.rig.existing_cluster import GivenCluster

@@ -55,6 +55,22 @@ def recipe(config: Document | None = None, **spec: Any) -> Document:
 
 
 WRONG = (
+    Wrong(
+        "a-node-at-least",
+        {**SCRIPT, "nodes": {"min": 1, "max": 0}},
+        (
+            "spec.nodes.max: got 0; expected greater than or equal to 1; for no nodes set "
+            "suspend: true",
+        ),
+    ),
+    Wrong(
+        "one-gpu-for-a-recipe",
+        recipe(resources={"gpu": 8}),
+        (
+            "spec.resources.gpu: got 8 for a recipe; expected auto, 0 or 1: a recipe trains on one "
+            "GPU per worker; for all 8 GPUs of a node write workersPerNode: 8 and gpu: 1",
+        ),
+    ),
     Wrong("name", SCRIPT, ("metadata.name: got a.b", "lower-case letters"), name="a.b"),
     Wrong(
         "one-entrypoint",

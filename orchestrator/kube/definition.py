@@ -1,0 +1,37 @@
+"""The CustomResourceDefinition of a TrainingJob with the schema of its pod template, as YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from holdfast.orchestrator.api.v1alpha1.crd import definition as open_definition
+
+from .pod_schema import pod_template_schema
+
+
+def definition() -> dict[str, Any]:
+    """Ready for `kubectl apply`: misspelt fields of spec.kubernetes.podTemplate are refused."""
+    made = open_definition()
+    (version,) = made["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    kubernetes = spec["kubernetes"]["properties"]
+    text = kubernetes["podTemplate"]["description"]
+    kubernetes["podTemplate"] = {"description": text, **pod_template_schema()}
+    return made
+
+
+def definition_text() -> str:
+    """With a header line that names its source."""
+    head = "# Generated from orchestrator/api/v1alpha1 by `holdfast schema --crd`; do not edit.\n"
+    return head + yaml.dump(
+        definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
+    )
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML without anchors: a list that occurs twice is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
