@@ -24,6 +24,7 @@ KIND = "TrainingJob"
 # An RFC 1123 label, as Kubernetes requires of names that become part of host names.
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=52)]
+ModuleName = Annotated[str, Field(pattern=MODULE_PATTERN, max_length=253)]
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 
 # A domain, a slash and a name, as batch/v1 requires of spec.managedBy.
@@ -119,6 +120,11 @@ class JobSpec(Part):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every worker. They override those of the fabric profile; ranks and
     addresses cannot be overridden."""
+    preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()
+    """Installed modules that are imported once per node, before workers are forked, such as
+    transformers: a recovery does not wait for their import. One that starts threads or opens CUDA
+    when it is imported is imported by each standby instead, which the node's log says. Modules
+    beside the script cannot be named."""
     working_directory: str = "."
     """Working directory of the workers; relative to the spec file."""
     parallelism: Parallelism = Parallelism()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.local.local_rig import Job, spec
+
 pytestmark = pytest.mark.e2e
 HANDFUL = 5
 
@@ -82,3 +84,46 @@ def test_a_first_hsdp_step_imports_at_most_a_handful_of_modules(tmp_path: Path) 
     assert json.loads(done.stdout) == {"threads": 1, "codes": [0, 0]}, done.stderr
     new = json.loads(out.read_text())
     assert len(new) <= HANDFUL, new
+
+
+QUIET = "import os\nPID = os.getpid()\n"
+THREADED = (
+    QUIET
+    + "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+)
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+found = {name: sys.modules[name].PID == os.getpid() for name in sys.argv[1:]}
+Path(f"out-{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("names", [["hf_quiet"], ["hf_quiet", "hf_threaded"]])
+def test_modules_of_the_job_are_imported_before_the_fork_unless_that_would_be_unsafe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """A module that starts a thread is imported by the worker instead, and the job runs."""
+    library, project = tmp_path / "lib", tmp_path / "p"
+    library.mkdir()
+    project.mkdir()
+    (library / "hf_quiet.py").write_text(QUIET)
+    (library / "hf_threaded.py").write_text(THREADED)
+    (project / "train.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(library), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    document = spec(
+        "pre", 1, entrypoint={"script": "train.py", "args": names}, preload=names,
+        nodes={"min": 1, "max": 1}, parallelism={},
+    )  # fmt: skip
+    job = Job(project, document)
+    try:
+        job.run()
+        view = job.wait()
+        assert (view.state, job.command.returncode) == ("succeeded", 0), job.output()
+    finally:
+        job.end()
+    in_worker = len(names) > 1
+    for rank in range(2):
+        found = json.loads((project / f"out-{rank}.json").read_text())
+        assert found == dict.fromkeys(names, in_worker)

@@ -253,6 +253,7 @@ CHANGES = (
     _fixed("resources", {"gpu": 1}),
     _fixed("image", "other:1"),
     _fixed("env", {"A": "2"}, script(env={"A": "1"})),
+    _fixed("preload", ["json"], script()),
     _fixed("workingDirectory", "elsewhere"),
     _fixed("parallelism", {"offload": "cpu"}),
     _fixed("fabric", {"profile": "ib"}),

@@ -29,6 +29,11 @@ CASES = [
         id="a misspelt key",
     ),
     pytest.param(
+        SCRIPT + "  preload: [transformers, ./train.py]\n",
+        ["spec.preload.1: got './train.py'", "a module's full name, such as package.train"],
+        id="a path among the modules to preload",
+    ),
+    pytest.param(
         SCRIPT + "  nodes: {max: many}\n",
         ["spec.nodes.max: got 'many'; expected a valid integer"],
         id="a wrong type",

@@ -70,6 +70,15 @@ def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -
     link.sendmsg([data], rights)
 
 
+def encode(message: ConfigureForkserver) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_configure(data: bytes) -> ConfigureForkserver:
+    """Reads the result of `encode`."""
+    return msgspec.msgpack.decode(data, type=ConfigureForkserver)
+
+
 def receive(link: socket.socket) -> tuple[ToForkserver | FromForkserver | None, list[int]]:
     """The next message and its descriptors; (None, []) when the peer has closed."""
     data, fds, _flags, _address = socket.recv_fds(link, MAX_PACKET_BYTES, _MAX_FDS)

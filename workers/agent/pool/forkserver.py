@@ -15,9 +15,10 @@ import sys
 from typing import NoReturn
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.protocol import python_command
 
 from ..linux import output, processes
-from . import fork_protocol, preload, worker_main
+from . import fork_protocol, preload, user_modules, worker_main
 
 
 def start() -> tuple[int, socket.socket]:
@@ -42,8 +43,10 @@ def start() -> tuple[int, socket.socket]:
 class Forkserver:
     """The event loop. It waits on descriptors only."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, configured: bytes = b"") -> None:
+        """`configured`: of the forkserver that this one replaces, see _start_again."""
         self._link = link
+        self._configured = configured
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, int] = {}
         """Worker number -> pid."""
@@ -56,6 +59,8 @@ class Forkserver:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         processes.adopt_orphans()
         self._selector.register(self._link, selectors.EVENT_READ, None)
+        if self._configured:
+            self._configure(fork_protocol.decode_configure(self._configured))
         while True:
             for event, _mask in self._selector.select():
                 if event.data is None:
@@ -70,8 +75,10 @@ class Forkserver:
             case None:
                 self._end()
             case fork_protocol.ConfigureForkserver():
-                self._job = job_from_mapping(message.spec)
-                self._directory = message.directory
+                first = self._job is None
+                job = self._configure(message)
+                if first and (problem := user_modules.import_before_fork(job)):
+                    self._start_again(message, problem)
             case fork_protocol.ForkWorker():
                 self._fork(message.worker, *fds)
             case fork_protocol.SignalWorker():
@@ -80,6 +87,28 @@ class Forkserver:
                     _signal_group(pid, message.signal)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
+
+    def _configure(self, message: fork_protocol.ConfigureForkserver) -> TrainingJob:
+        job = self._job = job_from_mapping(message.spec)
+        self._directory = message.directory
+        return job
+
+    def _start_again(self, message: fork_protocol.ConfigureForkserver, problem: str) -> NoReturn:
+        """Become a forkserver that can fork; requests wait in the socket."""
+        assert not self._workers, "the job comes before the first fork"
+        print(
+            f"spec.preload: {problem}, and such a process must not fork; each standby imports the "
+            "modules itself",
+            file=sys.stderr,
+        )
+        output.flush()
+        kept = os.memfd_create("holdfast-configure", 0)
+        os.write(kept, fork_protocol.encode(message))
+        self._link.set_inheritable(True)
+        command = python_command.start_alike("holdfast.workers.agent.pool.forkserver")
+        arguments = [str(self._link.fileno()), str(os.getppid()), str(kept)]
+        environment = {**os.environ, **preload.SINGLE_THREADED}
+        os.execve(command[0], [*command, *arguments], environment)
 
     def _fork(self, worker: int, wire_fd: int, stack_fd: int, asked_fd: int) -> None:
         assert self._job is not None, "Configure comes before the first fork"
@@ -173,12 +202,18 @@ def _close_all_but(*keep: int) -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Start a new forkserver after one was killed: `python -m ... FD PARENT_PID`."""
+    """Start a new forkserver after one was killed, or could not fork any more:
+    `python -m ... FD PARENT_PID [FD_OF_CONFIGURE]`."""
     link = socket.socket(fileno=int(arguments[0]))
+    configured = b""
+    if len(arguments) > 2:
+        kept = int(arguments[2])
+        configured = os.pread(kept, os.fstat(kept).st_size, 0)
+        os.close(kept)
     output.never_fail()
     processes.die_with(int(arguments[1]))
     preload.preload()
-    Forkserver(link).serve()
+    Forkserver(link, configured).serve()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
+from . import user_modules
 
 _PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
 _PEER_GONE = re.compile(
@@ -58,6 +59,7 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
         if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
+            user_modules.import_after_fork(job)
             _warm(job, directory)
         assign, output = worker_transport.receive(link)
         if assign is None:  # the agent has ended, or does not need this standby
@@ -68,6 +70,7 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
             link=link, assign=assign, job=job, inspection=socket.socket(fileno=asked_fd)
         )
         reserve.append(bytearray(_RESERVE_BYTES))
+        user_modules.expect_imported(job)
         _run_entrypoint(job)
         code = _leave(0)
     except SystemExit as error:
