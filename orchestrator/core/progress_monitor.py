@@ -156,7 +156,6 @@ class ProgressMonitor:
             case StepCompleted() if event.generation == self._current.number:
                 # It comes back from the controller, or from a replay.
                 self._current.reported = max(self._current.reported, event.step)
-                self._current.reported_ns = now_ns
             case NodeJoined():
                 self._detector.heard(now_ns, event.node, self._recovery)
             case AdjustRequested():
@@ -458,10 +457,9 @@ class ProgressMonitor:
     def _suspects(self, now_ns: int) -> list[tuple[int, str]]:
         """(live rank, why it is suspected), the likeliest culprit first."""
         state, found = self._state, []
-        size = state.membership.world_size if state.membership else 0
-        unknown = [r for r in range(size) if r not in self._current.ranks and r not in state.exits]
-        beats = [known.beat for known in self._current.ranks.values()]
-        fresh = any(beat.pulse_age_s <= PULSE_STALE_S for beat in beats)
+        assert state.membership is not None
+        ranks = range(state.membership.world_size)
+        unknown = [r for r in ranks if r not in self._current.ranks and r not in state.exits]
         for rank, known in self._current.ranks.items():
             if rank in state.exits:
                 continue
@@ -470,7 +468,7 @@ class ProgressMonitor:
             # At one step the slowest rank comes first: the others wait for it.
             waits = self._waits(rank)
             moved = (beat.step, beat.ticks, age)
-            order = (not beat.stopped, not (stale and fresh), waits, *moved, rank)
+            order = (not beat.stopped, not stale, waits, *moved, rank)
             if beat.stopped:
                 why = f"rank {rank} is stopped (state T), last progress {age:.1f} s ago"
             elif stale:
