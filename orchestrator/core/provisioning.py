@@ -37,7 +37,7 @@ def full_size(state: JobState) -> int:
 
 def awaiting_rejoin(state: JobState) -> bool:
     """A new controller still waits for nodes to reconnect."""
-    return "rejoin" in state.timers and not all(n.confirmed for n in state.nodes.values())
+    return "rejoin" in state.timers
 
 
 def rejoin_s(state: JobState) -> float:
@@ -253,9 +253,8 @@ def release_surplus(ctx: StepContext) -> None:
     """Idle nodes that are surplus, cordoned or leaving: other jobs may need their capacity."""
     state = ctx.state
     if state.phase == "suspended":
-        for name in [*state.nodes, *(promise.name for promise in state.pending_nodes)]:
+        for name in list(state.nodes):
             release(ctx, name, "suspend", "the job is suspended")
-        state.pending_nodes = [one for one in state.pending_nodes if one.name is None]
         return
     members = dict.fromkeys(state.members if state.active else ())
     idle = [n for n in state.nodes.values() if n.name not in members and n.confirmed]

@@ -18,7 +18,7 @@ def mesh_for(
 ) -> Mesh | None:
     """The mesh of the job on exactly this many nodes; None: whole replica groups do not fill them,
     or it is fewer than the job's minimum. `device_memory_bytes` as in `choose_mesh`."""
-    chosen = choose_mesh(job, num_nodes, device_memory_bytes) if num_nodes >= 1 else None
+    chosen = choose_mesh(job, num_nodes, device_memory_bytes)
     if chosen is None or chosen[0].world_size != num_nodes * job.spec.workers_per_node:
         return None
     return chosen[0]

@@ -28,7 +28,6 @@ from .failure import (
     FailureEvidence,
     attribute,
     is_failure,
-    is_secondary,
     signature,
     when,
 )
@@ -133,6 +132,7 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
 
 def _open_incident(ctx: StepContext, cause: Cause) -> None:
     state = ctx.state
+    assert state.membership is not None
     state.num_incidents += 1
     state.incidents.append(
         IncidentRecord(
@@ -140,7 +140,7 @@ def _open_incident(ctx: StepContext, cause: Cause) -> None:
             at_ns=ctx.now_ns,
             purpose=cause.purpose,
             generation_before=state.generation,
-            world_size_before=state.membership.world_size if state.membership else 0,
+            world_size_before=state.membership.world_size,
             title=cause.reason.text,
             step_before=state.step,
         )
@@ -190,8 +190,7 @@ def inspect(ctx: StepContext, event: HangSuspected) -> None:
     _show(ctx, f"no progress: {event.evidence}")
     reason = Reason("hang", event.evidence)
     for name in ctx.state.members:
-        if name in ctx.state.nodes:
-            ctx.emit(InspectGroup, reason, node=name)
+        ctx.emit(InspectGroup, reason, node=name)
 
 
 def inspected(ctx: StepContext, event: GroupInspected) -> None:
@@ -239,7 +238,6 @@ def conclude(ctx: StepContext) -> Reason | None:
         return None
     incident.stopped_ns = ctx.now_ns
     steps = [exit.step for _node, exit in state.exits.values()]
-    incident.step_before = max(incident.step_before, state.step)
     if len(steps) == incident.world_size_before:
         incident.step_before = max(incident.step_before, min(steps))
     else:
@@ -341,7 +339,8 @@ def _follows_model(ctx: StepContext, failure: Failure, incident: IncidentRecord)
 def _doubt_the_state(ctx: StepContext, failure: Failure) -> None:
     """A state from which generations fail before their first step may be damaged itself."""
     state = ctx.state
-    restore = state.membership.restore if state.membership else None
+    assert state.membership is not None
+    restore = state.membership.restore
     if restore is None or state.first_step_done or failure.rule in NOT_THE_STATE:
         return
     key = (restore.step, restore.generation)
@@ -358,13 +357,15 @@ def _waits_for_store(ctx: StepContext, failure: Failure) -> bool:
     """Whether the generation could not read the store. That charges no restart: the store is tried
     again after a pause, which grows."""
     state = ctx.state
-    restore = state.membership.restore if state.membership else None
+    assert state.membership is not None
+    restore = state.membership.restore
     if failure.rule != "checkpoint-unreadable" or restore is None or not restore.directory:
         return False
+    assert failure.exit is not None
     pause_s = min(STORE_RETRY_S * 2**state.num_store_failures, MAX_STORE_RETRY_S)
     state.num_store_failures = min(state.num_store_failures + 1, 10)
     ctx.arm("storage", pause_s)
-    problem = failure.exit.error_message if failure.exit is not None else failure.evidence
+    problem = failure.exit.error_message
     text = f"the store cannot be read ({problem}); it is tried again in {pause_s:g} s"
     ctx.move(state.phase, "checkpoint", text)
     return True
@@ -395,10 +396,9 @@ def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:
     """Why a restart is no use: the same exception at the same step twice is a bug in the training
     program, not bad luck."""
     state, exit = ctx.state, failure.exit
-    if exit is None or not exit.error_type or is_secondary(exit):
-        return None
     if failure.rule not in ("user-exception", "out-of-memory"):
         return None
+    assert exit is not None
     if exit.error_type in HOPELESS_TYPES:
         return Reason("user-error", f"{exit.error_type} {when(exit)}: {exit.error_message}")
     key = signature(exit)

@@ -101,8 +101,7 @@ def follow_intent(ctx: StepContext) -> None:
         return
     reason = Reason(PURPOSE_CODE[state.intent], state.intent_reason)
     if state.active:
-        if state.stop is None:
-            recovery.interrupt(ctx, Cause(state.intent, reason))
+        recovery.interrupt(ctx, Cause(state.intent, reason))
     elif state.termination_reason is not None:
         return
     elif state.intent == "cancel":
@@ -116,8 +115,9 @@ def follow_intent(ctx: StepContext) -> None:
 
 
 def _all_done(state: JobState) -> bool:
-    size = state.membership.world_size if state.membership else 0
-    return len(state.exits) == size and all(e.code == 0 for _n, e in state.exits.values())
+    assert state.membership is not None
+    done = len(state.exits) == state.membership.world_size
+    return done and all(e.code == 0 for _n, e in state.exits.values())
 
 
 # -- planned interruptions --------------------------------------------------------------------

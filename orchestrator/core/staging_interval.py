@@ -125,18 +125,16 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     shorter = best < LOWER * every and waited_s >= LOWER_AFTER_S
     if chosen is not None and not (longer or shorter):
         return
-    changes = longer or shorter
-    _choose(ctx, best if changes else every, costs, changes)
+    _choose(ctx, best, costs, longer or shorter)
 
 
 def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
     state = ctx.state
     begin = quiesce.step_ahead(state) if changes else state.step
     text = _sentence(every, costs, state.job.spec.checkpoint)
-    before = state.staging_interval.since_step if state.staging_interval else 0
     state.staging_interval = StagingInterval(
         every_steps=every,
-        since_step=begin if changes else before,
+        since_step=begin if changes else 0,
         judged_from=begin + max(every, SETTLED_STEPS),
         chosen_ns=ctx.now_ns,
         reason=Reason("checkpoint", text),

@@ -148,6 +148,7 @@ def test_each_generation_begins_with_the_first_step_that_it_stages() -> None:
     one.job.exits(0, signal=9)
     one.job.all_stopped(5)
     one.job.succeed(LaunchGroup)
+    assert one.report("a", 3) == ["a"] and one.wanted == 6
     assert one.report("a", 6) == []
     assert (one.rounds.status, one.rounds.confirmed) == ("", -1)
     assert one.report("b", 6) == ["a", "b"]

@@ -365,6 +365,8 @@ def test_sigabrt_on_several_nodes_within_seconds_is_the_network_and_no_node_is_b
     failure = attribute(Evidence(exits=aborted(13, 2, 7, 40, at_s=0.4), world_size=64))
     assert (failure.rule, failure.culprit_node) == ("network", "")
     assert "4 workers on several nodes were aborted within seconds" in failure.evidence
+    late = attribute(Evidence(exits=aborted(13, 2, at_s=10.0), world_size=64))
+    assert late.rule == "network"
     apart = attribute(Evidence(exits=aborted(13, 2, at_s=60), world_size=64))
     assert (apart.rule, apart.culprit_node) == ("native-crash", "node-1")
     one_node = attribute(Evidence(exits=aborted(2, 3), world_size=64))

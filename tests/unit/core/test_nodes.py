@@ -262,8 +262,9 @@ def test_a_slow_node_is_replaced_once_and_only_while_it_is_a_member() -> None:
     nodes = {"min": 2, "max": 2, "spares": 1}
     job = Transcript(spec(nodes, workers=1, recovery={"replaceStragglers": True}))
     job.started("a", "b", "c")
-    for name in ("c", "unknown"):
+    for name in ("unknown", "c"):
         job.apply(StragglerDetected(generation=1, node=name, evidence="0.9 s a step"))
+        assert not job.fresh
     assert not any(node.slow or node.preempting for node in job.state.nodes.values())
     job.apply(PreemptionNoticed(node="a", detail="spot"))
     job.apply(StragglerDetected(generation=1, node="a", evidence="0.9 s a step"))

@@ -281,10 +281,12 @@ def test_a_hang_counts_from_the_last_time_that_a_rank_worked() -> None:
     watch = Watch()
     watch.train(10)
     began = watch.job.now_ns
-    for quiet_s in (4.0, 5.5):
+    for half in range(1, 12):
+        quiet_s = half / 2
         watch.job.now_ns = began + round(quiet_s * SECOND)
-        watch.beat(9, quiet_s=quiet_s, idle_s=0.0 if quiet_s < 5 else 1.2)
-        watch.inspect(rank2="reads" if quiet_s < 5 else "nothing")
+        watch.beat(9, quiet_s=quiet_s, idle_s=max(0.0, quiet_s - 4.3))
+        if half in (8, 11):
+            watch.inspect(rank2="reads" if half == 8 else "nothing")
         assert not watch.hangs
     for _ in range(20):
         if watch.hangs:

@@ -18,13 +18,16 @@ from holdfast.orchestrator.core.events import (
     ActionSucceeded,
     CancelRequested,
     ControllerStarted,
+    NodeJoined,
+    PreemptionNoticed,
     ResizeRequested,
     SuspendRequested,
     Tick,
 )
 from holdfast.orchestrator.core.state import PendingNode
+from holdfast.orchestrator.protocol.facts import StagedShard
 
-from .harness import Transcript, spec
+from .harness import Transcript, facts, spec
 
 
 def started(took_s: float, *names: str, **document: object) -> Transcript:
@@ -430,3 +433,69 @@ def test_a_cordoned_node_is_kept_until_its_state_is_not_needed() -> None:
     assert not job.of(ReleaseNode)
     job.step(4)
     assert job.one(ReleaseNode).reason == Reason("bad-node", "b caused 1 incident")
+
+
+@pytest.mark.parametrize(("step", "kept"), [(3, True), (2, False)])
+def test_a_cordoned_node_is_kept_only_for_the_newest_state(step: int, kept: bool) -> None:
+    job = Transcript(spec({"min": 2, "max": 2}, recovery={"badNodeStrikes": 1})).started()
+    job.exits(2, signal=9)
+    job.stopped("a", 3)
+    job.stopped("b", staged=tuple(StagedShard(step, 1, shard, 2, 1) for shard in range(2)))
+    assert (not job.of(ReleaseNode)) == kept
+
+
+def test_an_idle_node_that_leaves_is_kept_until_the_next_generation_has_trained() -> None:
+    job = Transcript(spec({"min": 1, "max": 2, "spares": 1})).started("a", "b", "c")
+    job.exits(0, signal=9)
+    job.apply(PreemptionNoticed(node="c", detail="spot"))
+    assert not job.of(ReleaseNode)
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    assert not job.all(ReleaseNode), "what the members hold is known only when they stop"
+    job.step(4)
+    assert job.one(ReleaseNode).node == "c"
+
+
+def test_no_idle_node_is_released_before_all_have_reconnected_to_a_new_controller() -> None:
+    job = Transcript(spec({"min": 3, "max": 3}, shard=6)).started("a", "b", "c")
+    job.lose("c")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a")
+    job.stopped("b")
+    assert job.state.phase == "pending"
+    job.controller = job.replayed()
+    job.apply(ControllerStarted(incarnation=2))
+    job.apply(NodeJoined(node="a", facts=facts("a")))
+    job.apply(PreemptionNoticed(node="a", detail="spot"))
+    assert not job.of(ReleaseNode), "b may have the other part of a newer state"
+    job.apply(NodeJoined(node="b", facts=facts("b")))
+    assert job.one(ReleaseNode).node == "a"
+
+
+def test_losses_during_a_pause_do_not_extend_it() -> None:
+    job = Transcript()
+    job.submit()
+    promise(job, "x", "y")
+    job.lose("x")
+    due_ns = job.state.timers["request"]
+    job.wait(0.5)
+    job.lose("y")
+    assert job.state.num_failed_starts == 1 and job.state.timers["request"] == due_ns
+
+
+def test_a_recalled_promise_is_forgotten() -> None:
+    job = Transcript(spec({"min": 1, "max": 3}, shard="auto"))
+    job.submit()
+    promise(job, "a", "b", "c")
+    job.apply(ResizeRequested(nodes=2))
+    assert job.one(ReleaseNode).node == "c"
+    assert [one.name for one in job.state.pending_nodes] == ["a", "b"]
+    job.succeed(ReleaseNode)
+    assert not job.apply(Tick())
+
+
+def test_a_shrink_without_capacity_has_not_given_up_a_replacement() -> None:
+    job = started(4.0)
+    lose(job, granted=False)
+    job.fail(job.last(RequestNodes))
+    assert job.state.incidents[-1].decision == "shrink from 2 to 1 node, from memory after step 5"

@@ -343,3 +343,20 @@ def test_a_preemption_does_not_wait_for_members_that_reconnect() -> None:
         job.apply(NodeJoined(node=node, facts=facts(node), generation=generation, ranks=ranks))
     job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=60.0))
     assert len(job.of(StopGroup)) == 2 and not job.of(StageStep)
+
+
+def test_a_leaving_node_has_time_for_a_step_that_takes_exactly_a_third_of_it() -> None:
+    job = trained(nodes={"min": 2, "max": 2, "spares": 1})
+    job.apply(StepCompleted(generation=1, step=31, step_s=0.5))
+    assert step_ahead(job.state) - job.state.step == 10
+    job.apply(PreemptionNoticed(node="b", detail="got SIGTERM", grace_s=15.0))
+    assert len(job.of(StageStep)) == 2
+
+
+def test_a_cancel_waits_for_the_step_that_a_resize_requested() -> None:
+    job = trained()
+    ask(job, "resize")
+    ask(job, "cancel")
+    assert job.state.quiesce is not None and not job.of(StopGroup)
+    ask(job, "cancel")
+    assert len(job.of(StopGroup)) == 2, "a second one does not"

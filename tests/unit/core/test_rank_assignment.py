@@ -189,3 +189,8 @@ def test_a_node_without_a_failure_domain_is_one_of_its_own() -> None:
     assert buddies(job, Mesh(shard=6), ("a", "b", "c"), known) == {"a": "b", "b": "a", "c": "a"}
     alone = {n: facts(n, failure_domain="z") for n in "abc"}
     assert buddies(job, Mesh(shard=6), ("a", "b", "c"), alone) == {"a": "b", "b": "c", "c": "a"}
+
+
+def test_an_order_of_another_group_size_is_filled_up() -> None:
+    assert assign(("a", "b", "c"), ("a", "b", "c", "d"), 4, 2) == ("a", "b", "c", "d")
+    assert assign(("a", "b", "c"), ("b", "c", "d", "e"), 4, 4) == ("d", "b", "c", "e")

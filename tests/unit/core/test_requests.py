@@ -488,3 +488,17 @@ def test_a_third_of_a_leaving_nodes_time_is_for_training() -> None:
     unknown = Transcript(spec({"min": 2, "max": 2}, 2, 4)).started()
     unknown.apply(PreemptionNoticed(node="b", detail="spot"))
     assert unknown.state.timers["preempt"] == unknown.now_ns + 2 * SECOND
+
+
+def test_starting_over_is_a_decision_about_a_job_that_holds_only() -> None:
+    job = Transcript().started()
+    job.commit(9)
+    job.apply(SuspendRequested())
+    job.all_stopped(9)
+    assert job.state.phase == "suspended"
+    job.apply(ResumeRequested(start_over=True))
+    assert not job.state.catalog.start_over
+    job.succeed(RequestNodes)
+    job.join("c", "d")
+    restore = job.of(LaunchGroup)[0].membership.restore
+    assert restore is not None and restore.step == 9

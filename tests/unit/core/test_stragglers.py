@@ -78,6 +78,38 @@ def test_a_few_ranks_are_compared_with_the_others_and_an_unreported_one_with_non
     assert not slow_ranks({0: 0.1, 1: 0.0, 2: 0.5}, one_node)
 
 
+def test_a_rank_exactly_at_the_limit_is_not_slow_and_four_others_show_their_spread() -> None:
+    one_node = dict.fromkeys(range(8), "a")
+    few = 1 + limits.STRAGGLER_SHARE_FEW
+    assert not slow_ranks({0: 1.0, 1: few}, one_node)
+    assert list(slow_ranks({0: 1.0, 1: few + 0.01}, one_node)) == [1]
+    assert list(slow_ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: few}, one_node)) == [4]
+    assert not slow_ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: few}, one_node)
+
+
+@pytest.mark.parametrize(("nodes", "usual_s"), [(7, 1.0), (8, 1.05)])
+def test_from_eight_nodes_on_all_ranks_tell_what_is_usual(nodes: int, usual_s: float) -> None:
+    work_s = dict(enumerate([9.0, 1.0, 1.0, 1.0, 1.0, 1.1, 1.1, 1.1][:nodes]))
+    found = slow_ranks(work_s, {rank: f"node-{rank}" for rank in work_s})
+    assert list(found) == [0] and found[0].usual_s == pytest.approx(usual_s)
+
+
+def test_a_rank_is_named_after_enough_steps_in_a_row_and_once() -> None:
+    finder = StragglerFinder()
+    one_node = {0: "a", 1: "a"}
+
+    def named(step: int, work_s: float) -> list[int]:
+        found = finder.observe(step, {0: 1.0, 1: work_s}, Mesh(replicate=2), one_node)
+        return [slow.rank for slow in found]
+
+    assert named(0, 2.0) == [] and named(limits.STRAGGLER_STEPS - 1, 2.0) == []
+    assert named(limits.STRAGGLER_STEPS, 1.0) == [], "it is as quick as the other again"
+    begin = 10
+    assert named(begin, 2.0) == [] and named(begin + limits.STRAGGLER_STEPS - 1, 2.0) == []
+    assert named(begin + limits.STRAGGLER_STEPS, 2.0) == [1]
+    assert named(begin + limits.STRAGGLER_STEPS + 1, 2.0) == []
+
+
 @pytest.mark.parametrize("nodes", [2, 3, 16])
 def test_all_ranks_of_a_slow_machine_are_slow(nodes: int) -> None:
     node_of = {rank: f"node-{rank // 4}" for rank in range(4 * nodes)}
@@ -151,6 +183,7 @@ def test_a_spare_takes_the_ranks_of_a_straggler() -> None:
             break
         job.wait(1.0)
     assert job.state.stop is not None and job.state.stop.purpose == "preemption"
+    assert job.state.reason.text.startswith("b will be replaced (it is slow: rank ")
     for node in ("a", "b"):
         job.stopped(node, 11)
     launched = [one.node for one in job.actions if isinstance(one, LaunchGroup)]

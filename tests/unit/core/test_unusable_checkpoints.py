@@ -281,7 +281,7 @@ def test_a_missing_checkpoint_that_is_back_lets_a_job_go_on_that_holds() -> None
     job.apply(ResumeRequested())
     job.succeed(RequestNodes)
     job.join("c", "d")
-    restore = _restore(job)
+    restore = job.of(LaunchGroup)[0].membership.restore
     assert restore is not None and restore.directory == "step-00000009.gen-1"
 
 
