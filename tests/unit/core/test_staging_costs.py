@@ -166,7 +166,7 @@ def test_the_interval_becomes_shorter_after_a_minute_if_less_than_half_is_needed
     assert job.state.stage_every_steps == every
 
 
-def test_the_next_generation_measures_anew() -> None:
+def test_the_next_generation_measures_again() -> None:
     job, step = _chosen(0.1)
     _report(job, step, stall_s=0.1)
     assert job.state.staging_samples

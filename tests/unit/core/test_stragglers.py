@@ -88,7 +88,7 @@ def test_a_rank_exactly_at_the_limit_is_not_slow_and_four_others_show_their_spre
 
 
 @pytest.mark.parametrize(("nodes", "usual_s"), [(7, 1.0), (8, 1.05)])
-def test_from_eight_nodes_on_all_ranks_tell_what_is_usual(nodes: int, usual_s: float) -> None:
+def test_from_eight_nodes_on_all_ranks_decide_what_is_usual(nodes: int, usual_s: float) -> None:
     work_s = dict(enumerate([9.0, 1.0, 1.0, 1.0, 1.0, 1.1, 1.1, 1.1][:nodes]))
     found = slow_ranks(work_s, {rank: f"node-{rank}" for rank in work_s})
     assert list(found) == [0] and found[0].usual_s == pytest.approx(usual_s)
