@@ -208,6 +208,8 @@ def local_facts(slots: int) -> NodeFacts:
     """This machine as a node of the local backend, for `holdfast plan`."""
     import psutil
 
+    from holdfast.orchestrator.hosts.local.job_directory import Home
+    from holdfast.orchestrator.protocol.environment import chosen_cache
     from holdfast.orchestrator.protocol.hardware import rdma_devices
 
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
@@ -221,4 +223,5 @@ def local_facts(slots: int) -> NodeFacts:
         gpus=gpus(),
         interfaces=tuple(sorted(up)),
         hcas=rdma_devices(),
+        cache_directory=chosen_cache(os.environ, str(Home().cache)),
     )

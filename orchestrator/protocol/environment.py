@@ -10,7 +10,7 @@ torch/csrc/distributed/c10d/FlightRecorder.hpp for TORCH_FR_*.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
@@ -21,6 +21,11 @@ __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
+CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
+"""In the environment of an agent: where the caches of compilers are kept on its machine. The local
+backend sets it; in a pod it can name a volume."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
 ALIASES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
@@ -30,6 +35,14 @@ ALIASES = {
 """Present names and the old ones, most of them from before torch 2.8. Each worker would print a
 warning about an old name, so Holdfast sets the new ones only; if the user sets an old one, it
 overrides the new one."""
+
+
+def chosen_cache(environment: Mapping[str, str], default: str = "") -> str:
+    """The directory for caches of compilers on a machine whose agents have this environment; empty
+    if the user has chosen one for a compiler."""
+    if any(name in environment for name in CACHES):
+        return ""
+    return environment.get(CACHE_VARIABLE, default)
 
 
 def worker_environment(
@@ -66,6 +79,7 @@ def explain_environment(
         *_threads(job, membership, facts),
         *_fabric(job, membership, facts),
         *_recovery(job, log_directory),
+        *_caches(job, facts),
     ]
     settings: list[Setting] = []
     for setting in ours:
@@ -185,3 +199,15 @@ def _recovery(job: TrainingJob, log_directory: str) -> Iterator[Setting]:
         rows.append(("TORCH_FR_DUMP_TEMP_FILE", path, "beside the workers' logs"))
     for name, value, why in rows:
         yield Setting(name, value, why, "recovery")
+
+
+def _caches(job: TrainingJob, facts: NodeFacts) -> Iterator[Setting]:
+    """One directory per machine and user, of all jobs and generations: entries are found by the
+    hash of what was compiled."""
+    if not facts.cache_directory:
+        return
+    root = facts.cache_directory.rstrip("/")
+    why = "a restarted worker finds what torch.compile has compiled"
+    yield Setting("TORCHINDUCTOR_CACHE_DIR", f"{root}/inductor", why, "recovery")
+    if job.spec.resources.num_gpus:
+        yield Setting("TRITON_CACHE_DIR", f"{root}/triton", f"{why}: its kernels", "recovery")

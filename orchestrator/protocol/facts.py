@@ -47,6 +47,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Zone, rack, ..., outermost first; ranks are assigned in this order."""
     torch_version: str = ""
     pid: int = 0
+    cache_directory: str = ""
+    """For what torch.compile and Triton compile; empty: torch's own choice, or the user's."""
 
 
 class StagedShard(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.protocol import launcher_protocol as protocol
+from holdfast.orchestrator.protocol.environment import CACHE_VARIABLE
 
 from ..base import NodeGone, NoRoom, Starts
 from . import devices, node_registry
@@ -58,6 +59,8 @@ class LocalPaths:
     token_file: Path
     endpoint_file: Path
     logs: Path
+    cache: Path | None = None
+    """For compilers; the same for all jobs."""
 
 
 class LocalBackend:
@@ -179,10 +182,15 @@ class LocalBackend:
             self._module,
             self._paths.socket,
             self._paths.logs / "host.log",
-            launcher_environment(self._threads(), self._job.spec.env),
+            launcher_environment(self._threads(), self._caches() | self._job.spec.env),
             self._paths.directory,
         )
         self._connecting = asyncio.get_running_loop().create_task(self._connect(self._process))
+
+    def _caches(self) -> dict[str, str]:
+        if self._paths.cache is None or CACHE_VARIABLE in os.environ:
+            return {}
+        return {CACHE_VARIABLE: str(self._paths.cache)}
 
     async def _connect(self, process: LauncherProcess) -> None:
         try:

@@ -10,6 +10,7 @@
   host.sock         socket of the local backend's node launcher
   logs/             agent-<node>.log, host.log, gen-0001/rank-00000.log
   checkpoints/      the storage tier, if the spec names no other
+<home>/cache/                       what torch.compile and Triton compiled, of all jobs
 <home>/jobs/.<name>.<hex>           a directory that is being created
 <home>/jobs/.<name>.<hex>.deleted   files of a deleted job that are still to be removed
 """
@@ -36,6 +37,7 @@ from holdfast.orchestrator.protocol.files import PRIVATE, replace, sync_director
 from holdfast.orchestrator.runtime.checkpoint_store.options import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
+CACHE = "cache"
 DELETED_SUFFIX = ".deleted"
 RECORD_FIELDS = frozenset({"job_id", "spec_directory", "document"})
 SOCKET_PATH_BYTES = 107
@@ -51,6 +53,11 @@ class JobDirectory:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def home_cache(self) -> Path:
+        """Of all jobs of the home directory."""
+        return self.path.parent.parent / CACHE
 
     @property
     def journal(self) -> Path:
@@ -233,6 +240,7 @@ class Home:
             got = f"{chosen}, whose ~ has no home directory on this machine"
             raise UserError(str(Problem(f"${HOME_VARIABLE}", got, "a directory"))) from None
         self.jobs = self.path / "jobs"
+        self.cache = self.path / CACHE
 
     def directory(self, name: str) -> JobDirectory:
         return JobDirectory(self.jobs / name)

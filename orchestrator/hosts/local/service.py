@@ -118,6 +118,7 @@ def local_backend(job: TrainingJob, directory: JobDirectory) -> LocalBackend:
         token_file=directory.token_file,
         endpoint_file=directory.controller_file,
         logs=directory.logs,
+        cache=directory.home_cache,
     )
     return LocalBackend(job, paths)
 

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.orchestrator.protocol.environment import explain_environment, worker_environment
+from holdfast.orchestrator.protocol.environment import (
+    chosen_cache,
+    explain_environment,
+    worker_environment,
+)
 from holdfast.orchestrator.protocol.facts import Gpu, Membership, NodeFacts, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 
@@ -194,3 +198,23 @@ def test_every_setting_has_a_reason() -> None:
     settings = explain_environment(job, MEMBERSHIP, SEAT, 1, make_facts(address="127.0.0.1"))
     assert all(setting.why for setting in settings)
     assert len({setting.name for setting in settings}) == len(settings)
+
+
+def test_compile_caches_are_per_machine_and_not_per_generation() -> None:
+    facts = make_facts(cache_directory="/home/u/.holdfast/cache/")
+    on_cpu, on_gpu = (
+        environment(make_job(resources={"gpu": 0}), facts),
+        environment(make_job(resources={"gpu": 1}), facts),
+    )
+    assert on_cpu["TORCHINDUCTOR_CACHE_DIR"] == "/home/u/.holdfast/cache/inductor"
+    assert "TRITON_CACHE_DIR" not in on_cpu
+    assert on_gpu["TRITON_CACHE_DIR"] == "/home/u/.holdfast/cache/triton"
+    mine = environment(make_job(env={"TORCHINDUCTOR_CACHE_DIR": "/mine"}), facts)
+    assert mine["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environment(make_job())
+
+
+def test_a_cache_that_the_user_has_set_in_the_agents_environment_is_left() -> None:
+    assert chosen_cache({"HOLDFAST_CACHE_DIR": "/c"}) == "/c"
+    assert chosen_cache({"HOLDFAST_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/t"}) == ""
+    assert chosen_cache({}) == ""

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import psutil
 
-from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
+from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, chosen_cache
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 from holdfast.orchestrator.protocol.hardware import query_gpus, rdma_devices
 
@@ -36,6 +36,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         failure_domain=failure_domain,
         torch_version=_torch_version(),
         pid=os.getpid(),
+        cache_directory=chosen_cache(os.environ),
     )
 
 
