@@ -4,7 +4,8 @@ A worker's life: the agent sends Assign (at the fork, or later to a standby). Th
 PhaseChanged and Progress as it trains, and Pulse from a thread. To stage, it requests buffers
 (BufferRequest, answered with Buffer and a descriptor), writes one, sends Staged, and may write that
 buffer again after BufferFree. While an upload or a push keeps all its buffers, the agent sends one
-more Buffer without a request. The spec says which steps are staged; StageAt requests others. To
+more Buffer without a request. A worker that has to wait sends BufferWanted; a node short of memory
+then gives up its older step. The spec says which steps are staged; StageAt requests others. To
 restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
 ends with Failed or Finished and exits.
 
@@ -57,6 +58,10 @@ class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
 
 class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-request"):
     num_bytes: int
+
+
+class BufferWanted(WorkerMessage, frozen=True, kw_only=True, tag="buffer-wanted"):
+    """The worker waits for a buffer: one that keeps an older step may be given to it."""
 
 
 class Staged(WorkerMessage, frozen=True, kw_only=True, tag="staged"):
@@ -147,6 +152,12 @@ class BufferFree(WorkerMessage, frozen=True, kw_only=True, tag="buffer-free"):
     buffer: int
 
 
+class NoBuffer(WorkerMessage, frozen=True, kw_only=True, tag="no-buffer"):
+    """The node has no memory for even one buffer."""
+
+    detail: str
+
+
 class Shard(WorkerMessage, frozen=True, kw_only=True, tag="shard"):
     """Comes with one file descriptor."""
 
@@ -165,6 +176,7 @@ FromWorker = (
     | Progress
     | Pulse
     | BufferRequest
+    | BufferWanted
     | Staged
     | FetchShard
     | StackReport
@@ -172,4 +184,6 @@ FromWorker = (
     | Failed
     | Finished
 )
-ToWorker = Assign | StageAt | StageEvery | Buffer | BufferFree | Shard | NoShard
+ToWorker = (
+    Assign | StageAt | StageEvery | Buffer | BufferFree | NoBuffer | Shard | NoShard
+)  # fmt: skip

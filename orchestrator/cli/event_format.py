@@ -18,6 +18,7 @@ from ..core import events as e
 from ..core.controller import Controller
 from ..hosts.local.file_journal import Snapshot
 from ..protocol.facts import Exit
+from ..protocol.host_memory import describe as describe_memory
 from ..runtime.snapshot import decode
 from .output import date, duration, plural, print_json_line, size
 
@@ -221,6 +222,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.ActionFailed: _result("failed"),
     e.ActionUnknown: _result("result unknown (controller or connection lost)"),
     e.GroupStopped: _stopped,
+    e.HostMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
     e.ShardPersisted: lambda v: (
         f"shard {v.shard.shard} of step {v.shard.step} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"

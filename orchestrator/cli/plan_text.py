@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..planner import Plan
 from ..planner.costs import device_bytes
+from ..protocol.host_memory import describe
 from ..protocol.mesh import AXES
 from .output import columns, count, plural, size
 
@@ -97,6 +98,8 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     total = size(device_bytes(plan.memory))
     limit = f" of {size(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""
     yield f"each worker: about {total}{limit}"
+    if plan.host_memory is not None:
+        yield f"each node, main memory: {describe(plan.host_memory)}"
 
 
 def _traffic(plan: Plan) -> Iterator[RenderableType]:

@@ -102,6 +102,9 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "", f"{count_of} thrown away: a tensor was written meanwhile, see the worker's log"
     if view.copied_step >= 0:
         yield "at buddies", copies(view)
+    if view.host_memory is not None:
+        short = view.host_memory.given_up != "nothing"
+        yield "host memory", Text(view.host_memory.text, style="yellow" if short else "")
     for one in view.refused_checkpoints:
         yield "refused", Text(f"step {one.step} is {one.refusal}: {one.problem}", style="red")
     if view.storage_problem:

@@ -66,6 +66,8 @@ class LaunchGroup(Action, frozen=True, kw_only=True, tag="launch-group"):
     """The state was written on the same mesh, the number of replicas aside: each rank reads its own
     shard only, and the node is sent the sources of its ranks' shards only."""
     stage_every_steps: int = 0
+    nodes_on_machine: int = 1
+    """Members on the same machine, which share its memory."""
 
 
 class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):

@@ -66,6 +66,7 @@ class StepContext:
             persist_every_steps=action.persist_every_steps,
             own_shards=action.own_shards,
             stage_every_steps=action.stage_every_steps,
+            nodes_on_machine=action.nodes_on_machine,
         )
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:

@@ -56,6 +56,7 @@ class CopyRounds:
     def observe(self, now_ns: int, event: StepCopied, state: JobState) -> list[CopyOrder]:
         """A node's report; returns what is to be copied next, once that is known."""
         running = state.active and state.stop is None and state.membership is not None
+        running = running and not state.copies_given_up
         if not running or event.generation != state.generation or event.node not in state.members:
             return []
         self._follow(now_ns, state)

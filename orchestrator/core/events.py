@@ -23,6 +23,7 @@ from ..protocol.facts import (
     SuspectBasis,
     WorkerBeat,
 )
+from ..protocol.host_memory import HostMemory
 
 LossCause = Literal["disconnected", "silent", "no-stop", "gone", "preempted", "withdrawn"]
 
@@ -234,6 +235,14 @@ class GroupStopped(Event, frozen=True, kw_only=True, tag="group-stopped"):
     offered_port: int = 0
 
 
+class HostMemoryPlanned(Event, frozen=True, kw_only=True, tag="host-memory-planned"):
+    """What a node's memory can hold of staged state."""
+
+    node: str
+    generation: int
+    memory: HostMemory
+
+
 # -- checkpoints ------------------------------------------------------------------------------
 class ShardPersisted(Event, frozen=True, kw_only=True, tag="shard-persisted"):
     node: str
@@ -318,7 +327,8 @@ AnyEvent = (
     | HangDetected | HangSuspected | HangSuspicionEnded | GroupInspected | StragglerDetected
     | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
-    | GroupStopped | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
+    | GroupStopped | HostMemoryPlanned
+    | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted
     | Tick | HeartbeatReceived | StepCopied
 )  # fmt: skip

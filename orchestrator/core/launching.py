@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
 
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
-from . import completion, drain, provisioning, staging_interval
+from . import completion, drain, host_memory, provisioning, staging_interval
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
 from .context import StepContext
@@ -113,6 +114,9 @@ def _launch(ctx: StepContext, size: int) -> None:
     seats = seats_for(mesh, size, spec.workers_per_node)
     facts = {name: state.nodes[name].facts for name in members}
     buddy_of = buddies(state.job, mesh, members, facts)
+    if state.copies_given_up:
+        buddy_of = {}
+    hosts = Counter(one.hostname for one in facts.values())
     for node_rank, name in enumerate(members):
         action_id = ctx.emit(
             LaunchGroup,
@@ -125,6 +129,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             persist_every_steps=persist_cadence(state.job),
             own_shards=restore is not None and _same_shards(state, restore, mesh),
             stage_every_steps=staging_interval.at_launch(state),
+            nodes_on_machine=hosts[facts[name].hostname],
         )
         action = state.inflight[action_id]
         assert isinstance(action, LaunchGroup)
@@ -156,6 +161,7 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
     state.launch_actions, state.launching, state.exits = {}, {}, {}
     state.active, state.needs_placement, state.first_step_done = True, False, False
     state.step = membership.restore.step if membership.restore else -1
+    host_memory.begin_generation(state, members, membership.mesh)
     staging_interval.begin_generation(state)
     state.launched_ns = ctx.now_ns
     state.resize_pending = state.resize_pending and len(members) != full_size(state)

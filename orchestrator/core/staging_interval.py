@@ -68,7 +68,9 @@ def is_auto(checkpoint: Checkpoint) -> bool:
 
 def at_launch(state: JobState) -> int:
     """For LaunchGroup: 0 where the spec has the number."""
-    return state.stage_every_steps if is_auto(state.job.spec.checkpoint) else 0
+    chosen = state.staging_interval
+    differs = is_auto(state.job.spec.checkpoint) or (chosen is not None and chosen.for_storage)
+    return state.stage_every_steps if differs else 0
 
 
 def measured(event: StepCompleted, samples: list[StagingSample], every: int) -> Costs:
@@ -105,6 +107,10 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     """Choose the interval again if what was measured asks for it."""
     state, checkpoint = ctx.state, ctx.state.job.spec.checkpoint
     steady = state.stop is None and state.quiesce is None and not quiesce.pace_left_s(state)
+    if steady and state.stages_for_storage_only:
+        if state.staging_interval is None or not state.staging_interval.for_storage:
+            _stage_for_storage(state, ctx.now_ns, quiesce.step_ahead(state))
+        return
     # Workers of an older version do not report how long a staging takes.
     if not is_auto(checkpoint) or event.staging_s <= 0 or event.step_s <= 0 or not steady:
         return
@@ -126,6 +132,20 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
     if chosen is not None and not (longer or shorter):
         return
     _choose(ctx, best, costs, longer or shorter)
+
+
+def _stage_for_storage(state: JobState, now_ns: int, since_step: int) -> None:
+    every = longest(state.job.spec.checkpoint)
+    reason = Reason("checkpoint", f"every {every} steps, for storage only: see host memory")
+    state.staging_samples = []
+    state.staging_interval = StagingInterval(
+        every_steps=every,
+        since_step=since_step,
+        judged_from=since_step,
+        chosen_ns=now_ns,
+        reason=reason,
+        for_storage=True,
+    )
 
 
 def _choose(ctx: StepContext, every: int, costs: Costs, changes: bool) -> None:
@@ -161,6 +181,11 @@ def _sentence(every: int, costs: Costs, checkpoint: Checkpoint) -> str:
 def begin_generation(state: JobState) -> None:
     """Its workers begin with the interval of the last one, which is judged again."""
     state.staging_samples = []
+    if state.stages_for_storage_only:
+        _stage_for_storage(state, state.now_ns, 0)
+        return
+    if state.staging_interval is not None and state.staging_interval.for_storage:
+        state.staging_interval = None
     if state.staging_interval is not None:
         begin = state.step + 1
         judged = begin + max(state.staging_interval.every_steps, SETTLED_STEPS)
@@ -172,7 +197,9 @@ def begin_generation(state: JobState) -> None:
 def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[IntervalOrder]:
     """To members whose heartbeat shows another interval than the chosen one."""
     chosen = state.staging_interval
-    if chosen is None or not is_auto(state.job.spec.checkpoint) or state.stop is not None:
+    if chosen is None or state.stop is not None:
+        return []
+    if not is_auto(state.job.spec.checkpoint) and not chosen.for_storage:
         return []
     here = (chosen.every_steps, chosen.since_step)
     return [
@@ -185,7 +212,8 @@ def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[Interval
         for beat in beats
         if beat.generation == state.generation and state.active and beat.node in state.members
         # 0: an agent of an older version, or no workers.
-        and beat.stage_every_steps and (beat.stage_every_steps, beat.stage_from_step) != here
+        and (beat.stage_every_steps or chosen.for_storage)
+        and (beat.stage_every_steps, beat.stage_from_step) != here
     ]  # fmt: skip
 
 
@@ -194,11 +222,11 @@ def describe(state: JobState) -> str:
     checkpoint = state.job.spec.checkpoint
     if not checkpoint.memory.every_steps:
         return ""
-    if not is_auto(checkpoint):
+    chosen = state.staging_interval
+    if not is_auto(checkpoint) and not (chosen and chosen.for_storage):
         number = checkpoint.staging_interval
         often = f"every {number} steps" if number > 1 else "every step"
         return f"{often}: checkpoint.memory.everySteps"
-    chosen = state.staging_interval
     if chosen is None:
         return "every step, until stagings are measured" if state.first_step_done else ""
     return chosen.reason.text

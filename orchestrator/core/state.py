@@ -27,6 +27,7 @@ from ..protocol.facts import (
     StagedShard,
     SuspectBasis,
 )
+from ..protocol.host_memory import HostMemory
 from ..protocol.mesh import Mesh
 from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
 from .transitions import TERMINAL, JobPhase
@@ -95,6 +96,8 @@ class NodeRecord(Struct):
     """It leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
     """When it leaves, if a notice had the time."""
+    host_memory: HostMemory | None = None
+    """What its memory can hold, as its agent last planned; None: not known yet."""
 
 
 class Quiesce(Struct):
@@ -117,6 +120,8 @@ class StagingInterval(Struct, frozen=True):
     """What is measured before this step is of the interval before."""
     chosen_ns: int
     reason: Reason
+    for_storage: bool = False
+    """Memory holds one buffer per worker: only steps that go to storage are staged."""
 
 
 class StagingSample(Struct, frozen=True):
@@ -388,6 +393,10 @@ class JobState(Struct):
     """Of checkpoint.memory.everySteps: auto, once stagings were measured."""
     staging_samples: list[StagingSample] = field(default_factory=list)
     """The last stagings in this interval."""
+    copies_given_up: bool = False
+    """Of the running generation: a member has no memory for buddy copies, so none are made."""
+    memory_tier_given_up: bool = False
+    """A member has memory for one buffer per worker, or for none."""
 
     charges: dict[FailureClass, list[int]] = field(default_factory=dict)
     """Restarts charged to the restart budgets, by class -> when."""
@@ -451,8 +460,17 @@ class JobState(Struct):
         """Every how many steps the running generation stages, or will once a change is effective.
         Without a memory tier: for storage."""
         checkpoint, chosen = self.job.spec.checkpoint, self.staging_interval
-        auto = checkpoint.memory.every_steps == "auto"
-        return chosen.every_steps if auto and chosen else checkpoint.staging_interval
+        if chosen and (checkpoint.memory.every_steps == "auto" or chosen.for_storage):
+            return chosen.every_steps
+        return checkpoint.staging_interval
+
+    @property
+    def stages_for_storage_only(self) -> bool:
+        """One buffer per worker: only the steps that go to storage are staged. With
+        storage.everySeconds those are not known beforehand."""
+        checkpoint = self.job.spec.checkpoint
+        by_step = bool(checkpoint.memory.every_steps) and checkpoint.storage.every_s is None
+        return self.memory_tier_given_up and by_step
 
     def node_of(self, rank: int) -> str:
         """The node that a rank of the current generation runs on; empty outside the world."""

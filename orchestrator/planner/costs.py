@@ -20,9 +20,17 @@ from typing import Literal
 
 import msgspec
 
-from .. import limits
 from ..api.v1alpha1 import TrainingJob
 from ..api.v1alpha1.recipe import Model, Pretrain
+from ..protocol.facts import NodeFacts
+from ..protocol.host_memory import (
+    BUDDY_BUFFERS,
+    BUFFERS,
+    COPIES,
+    HostMemory,
+    HostRoom,
+    plan_host_memory,
+)
 from ..protocol.mesh import Mesh
 
 
@@ -77,6 +85,10 @@ CHECKPOINT_BYTES = 12
 USABLE = 0.8
 """Share of a device's memory: 454 published runs below it never ran out (arXiv 2411.06465)."""
 
+PROCESS_BYTES = 2**30
+"""Main memory of a worker process beside tensors: the interpreter, torch's libraries and a CUDA
+context. An assumption; a CPU worker of the recipe has 0.3 GiB."""
+
 MemoryOwner = Literal["device", "node", "storage"]
 
 
@@ -115,8 +127,11 @@ def model_state_bytes(counts: Counts, num_shards: int) -> int:
     return -(-STATE_BYTES * counts.total // num_shards)
 
 
-def memory_table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
-    """All rows for a recipe; empty for scripts and modules, whose model is unknown."""
+def memory_table(
+    job: TrainingJob, mesh: Mesh, host: HostMemory | None = None
+) -> tuple[MemoryEstimate, ...]:
+    """All rows for a recipe; empty for scripts and modules, whose model is unknown. `host`: what a
+    node's memory holds, as plan_host says; None: everything."""
     if job.spec.entrypoint.recipe is None:
         return ()
     settings = job.spec.entrypoint.recipe.config
@@ -124,7 +139,7 @@ def memory_table(job: TrainingJob, mesh: Mesh) -> tuple[MemoryEstimate, ...]:
     return (
         *_states(job, mesh, counts),
         *_step(job, mesh, settings, counts),
-        *_tiers(job, mesh, counts),
+        *_tiers(job, mesh, counts, host),
     )
 
 
@@ -190,37 +205,66 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     return rows
 
 
-def _tiers(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
+def _tiers(
+    job: TrainingJob, mesh: Mesh, counts: Counts, host: HostMemory | None
+) -> list[MemoryEstimate]:
     checkpoint, workers = job.spec.checkpoint, job.spec.workers_per_node
-    shard = -(-CHECKPOINT_BYTES * counts.total // mesh.num_shards)
-    rows = []
-    if checkpoint.memory.every_steps:
-        buffers = limits.STAGING_BUFFERS
-        size = buffers * shard * workers
-        formula = f"{workers} workers x {buffers} buffers x 12 P / {mesh.num_shards}"
-        if checkpoint.memory.every_steps == "auto":
-            formula += (
-                f"; staged as often as {checkpoint.memory.budget_percent:g} % of a step allow"
-            )
-        rows.append(
-            MemoryEstimate("memory tier: staged checkpoints", "node", size, formula, exact=True)
-        )
-        if needs_buddy(job, mesh):
-            copies = 3  # two are kept; the buffer of an arriving copy is kept for the next one
-            formula = f"{workers} workers x {copies} copies x 12 P / {mesh.num_shards}"
-            size = copies * shard * workers
-            rows.append(MemoryEstimate("memory tier: copies for the buddy", "node", size, formula))
+    buddy = needs_buddy(job, mesh) if host is None else host.grant.buddy
+    buffers = BUDDY_BUFFERS if buddy else BUFFERS
+    if host is not None:
+        buffers = host.grant.buffers
+    unit, rows = workers * shard_bytes(counts, mesh), []
+    formula = f"{workers} workers x up to {buffers} buffers x 12 P / {mesh.num_shards}"
+    if checkpoint.memory.every_steps == "auto" and buffers > 1:
+        formula += f"; staged as often as {checkpoint.memory.budget_percent:g} % of a step allow"
+    tier = checkpoint.memory.every_steps and buffers > 1
+    what = "memory tier: staged checkpoints" if tier else "staged for storage"
+    rows.append(MemoryEstimate(what, "node", buffers * unit, formula, exact=True))
+    if buddy:
+        formula = f"{workers} workers x {COPIES} copies x 12 P / {mesh.num_shards}"
+        what = "memory tier: copies for the buddy"
+        rows.append(MemoryEstimate(what, "node", COPIES * unit, formula))
     size = CHECKPOINT_BYTES * counts.total
     rows.append(MemoryEstimate("one checkpoint", "storage", size, "12 P", exact=True))
     return rows
 
 
+def shard_bytes(counts: Counts, mesh: Mesh) -> int:
+    """What one worker stages."""
+    return -(-CHECKPOINT_BYTES * counts.total // mesh.num_shards)
+
+
+def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | None:
+    """What a node like this one can hold of staged state; the agents plan in the same way, with
+    what they measure. None: the model or the node's memory is not known."""
+    if job.spec.entrypoint.recipe is None:
+        return None
+    workers, memory = job.spec.workers_per_node, job.spec.resources.memory
+    limit = min([n for n in (node.memory_bytes, int(memory or 0) * workers) if n], default=0)
+    on_cpu = not job.spec.resources.num_gpus
+    if not limit or not (on_cpu or node.gpus):
+        return None
+    rows = memory_table(job, mesh)
+    states = [r for r in rows if r.where == "node" and "model states" in r.what]
+    used = workers * (PROCESS_BYTES + on_cpu * device_bytes(rows))
+    used += sum(row.num_bytes for row in states)
+    counts = count_parameters(job.spec.entrypoint.recipe.config.model)
+    return plan_host_memory(
+        HostRoom(limit, max(0, limit - used)),
+        shard_bytes=shard_bytes(counts, mesh),
+        num_shards=mesh.num_shards,
+        workers=workers,
+        buddy=needs_buddy(job, mesh),
+    )
+
+
 def needs_buddy(job: TrainingJob, mesh: Mesh) -> bool:
     """Whether agents copy staged shards to another node, because no replica group holds them
     too."""
-    buddy = job.spec.checkpoint.memory.buddy
-    several = mesh.world_size > job.spec.workers_per_node
-    return several and (buddy == "always" or (buddy == "auto" and mesh.replicate == 1))
+    memory = job.spec.checkpoint.memory
+    if not memory.every_steps or mesh.world_size <= job.spec.workers_per_node:
+        return False
+    return memory.buddy == "always" or (memory.buddy == "auto" and mesh.replicate == 1)
 
 
 # -- network traffic ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ..api.v1alpha1.remarks import remarks
 from ..protocol.environment import Setting, explain_environment
 from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
+from ..protocol.host_memory import HostMemory, describe
 from ..protocol.mesh import Mesh
 from . import costs
 from .choose import choose_mesh, num_nodes_used, smallest_device
@@ -60,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[costs.MemoryEstimate, ...] = ()
     traffic: tuple[costs.Traffic, ...] = ()
     device_memory_bytes: int | None = None
+    host_memory: HostMemory | None = None
+    """What a node's main memory is estimated to hold of staged state; None: not known."""
     warnings: tuple[str, ...] = ()
 
 
@@ -83,7 +86,8 @@ def make_plan(
     used = num_nodes_used(job, mesh)
     profile, profile_why = choose_profile(job.spec.fabric, facts, used)
     gpu = job.spec.resources.num_gpus > 0
-    rows = costs.memory_table(job, mesh)
+    host = costs.plan_host(job, mesh, facts)
+    rows = costs.memory_table(job, mesh, host)
     sizes = _sizes(job, device_memory_bytes)
     recipe = job.spec.entrypoint.recipe
     settings = recipe.config if recipe else None
@@ -111,7 +115,11 @@ def make_plan(
         memory=rows,
         traffic=costs.traffic_table(job, mesh),
         device_memory_bytes=device_memory_bytes,
-        warnings=tuple(_warnings(job, mesh, facts, sizes, device_memory_bytes)),
+        host_memory=host,
+        warnings=(
+            *_warnings(job, mesh, facts, sizes, device_memory_bytes),
+            *_host_warnings(host),
+        ),
     )
 
 
@@ -235,3 +243,12 @@ def _warnings(
             "one replica and no buddy copies: after a lost node the job restores from storage"
         )
     return found
+
+
+def _host_warnings(host: HostMemory | None) -> list[str]:
+    if host is None or host.grant.given_up == "nothing":
+        return []
+    return [
+        f"host memory, by estimate: {describe(host, 'a node')}; the agents measure before they "
+        "give buffers; more workers per copy (parallelism.shard) or more memory help"
+    ]

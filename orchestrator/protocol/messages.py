@@ -26,6 +26,7 @@ from .facts import (
 from .framing import UNDECODABLE, frame
 from .framing import BadFrame as BadFrame
 from .framing import frame_length as frame_length
+from .host_memory import HostMemory
 
 Endpoint = tuple[str, int]
 """Address of a controller: (host name or IP address, port)."""
@@ -127,6 +128,14 @@ class StepCopied(Message, frozen=True, kw_only=True, tag="step-copied"):
     """The order came too late: the step was not in memory any more."""
 
 
+class HostMemoryPlanned(Message, frozen=True, kw_only=True, tag="host-memory"):
+    """What the node's memory can hold of staged state; sent when its workers have asked for
+    buffers, and when it changes."""
+
+    generation: int
+    memory: HostMemory
+
+
 class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
     """A shard is durable in storage; it counts once the controller commits the manifest."""
 
@@ -198,6 +207,8 @@ class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     agreed_copies: bool = False
     """The controller names the steps that are copied to the buddy (CopyStep); the first one is the
     first that is staged. False: the agent copies what is newest."""
+    nodes_on_machine: int = 1
+    """Nodes of this generation that share the machine's memory, this one included."""
 
 
 class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
@@ -297,7 +308,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
-    | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | Inspected
+    | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | Inspected
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

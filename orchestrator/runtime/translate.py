@@ -114,6 +114,15 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 stacks=message.stacks,
                 offered_port=message.offered_port,
             )
+        case wire.NodeLeaving():
+            return events.PreemptionNoticed(
+                node=node, detail=message.detail, grace_s=message.grace_s
+            )
+    return _checkpoint_event(node, message)
+
+
+def _checkpoint_event(node: str, message: wire.Message) -> events.AnyEvent | None:
+    match message:
         case wire.StepCopied():
             return events.StepCopied(
                 node=node,
@@ -124,6 +133,10 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 seconds=message.seconds,
                 detail=message.detail,
                 missed=message.missed,
+            )
+        case wire.HostMemoryPlanned():
+            return events.HostMemoryPlanned(
+                node=node, generation=message.generation, memory=message.memory
             )
         case wire.Persisted():
             return events.ShardPersisted(
@@ -140,10 +153,6 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 shard=message.shard,
                 detail=message.detail,
                 tried=message.tried,
-            )
-        case wire.NodeLeaving():
-            return events.PreemptionNoticed(
-                node=node, detail=message.detail, grace_s=message.grace_s
             )
     return None
 
@@ -169,6 +178,7 @@ def to_message(
                 persist_every_steps=action.persist_every_steps,
                 stage_every_steps=action.stage_every_steps,
                 agreed_copies=True,
+                nodes_on_machine=action.nodes_on_machine,
             )
         case StopGroup():
             return wire.StopWorkers(

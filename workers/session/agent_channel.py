@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.orchestrator import limits
-from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.layout import Bytes
@@ -61,6 +61,8 @@ class AgentChannel:
         self._every, self._intervals = stage_every_steps, deque[worker_protocol.StageEvery]()
         self._receiving = threading.Lock()
         self._buffer_thread: BufferThread | None = None
+        self._no_buffer = ""
+        """Why the agent gives none."""
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -123,6 +125,8 @@ class AgentChannel:
     def take_buffer(self) -> tuple[int, mmap.mmap]:
         while self._receive(timeout_s=0):
             pass
+        if not self._free:
+            self.send(worker_protocol.BufferWanted())
         if not self._wait_for_buffer(time.monotonic() + _BUFFER_WAIT_S):
             phase = self.phase
             self.enter("save")
@@ -138,6 +142,8 @@ class AgentChannel:
 
     def _wait_for_buffer(self, until: float | None) -> bool:
         while not self._free:
+            if self._no_buffer:  # the buffer thread may have received it
+                raise UserError(self._no_buffer)
             left_s = None if until is None else until - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False
@@ -231,6 +237,8 @@ class AgentChannel:
                     self._free.append(message.buffer)
             case worker_protocol.BufferFree():
                 self._free.append(message.buffer)
+            case worker_protocol.NoBuffer():
+                self._no_buffer = message.detail
             case worker_protocol.Shard():
                 assert fd is not None
                 self._answers.append((message, fd))

@@ -306,7 +306,7 @@ class Session:
         requests none if every step is staged."""
         if self._channel is None or self._checkpoint is None:
             return None
-        if self._checkpoint.memory.every_steps != "auto" and self._checkpoint.staging_interval <= 1:
+        if self._checkpoint.memory.every_steps != "auto" and self._interval(step) <= 1:
             return None
         return self._channel.stage_requested(step)
 
@@ -314,9 +314,13 @@ class Session:
         """Whether the interval of this moment has this step; the same on all ranks."""
         if self._channel is None or self._checkpoint is None:
             return False
-        auto = self._checkpoint.memory.every_steps == "auto"
-        every = self._channel.stage_every(step) if auto else 0
-        return self._checkpoint.stages(step, every or self._checkpoint.staging_interval)
+        return self._checkpoint.stages(step, self._interval(step))
+
+    def _interval(self, step: int) -> int:
+        """The agent's interval may be longer than that of the spec: of `auto`, and where memory is
+        short."""
+        assert self._channel is not None and self._checkpoint is not None
+        return max(self._channel.stage_every(step), self._checkpoint.staging_interval)
 
     def _enter(self, phase: WorkerPhase) -> None:
         if self._channel is not None:

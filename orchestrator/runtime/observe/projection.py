@@ -24,13 +24,15 @@ from holdfast.orchestrator.core.events import (
     ShardPersisted,
     StepCompleted,
 )
+from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.staging_interval import describe
 from holdfast.orchestrator.core.state import JobState, NodeRecord
 from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
+from holdfast.orchestrator.protocol.host_memory import describe as describe_memory
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
-from .view import CheckpointView, JobView, NodeView, RefusedCheckpoint, WorkerView
+from .view import CheckpointView, HostMemoryView, JobView, NodeView, RefusedCheckpoint, WorkerView
 
 SKIPPED_LIMIT = 3
 """So many checkpoints in a row, skipped because an older one was being written, are a problem."""
@@ -226,6 +228,7 @@ class JobProjection:
         if state.terminal:
             return view  # nodes and their memory have been released
         view.nodes = node_views(state, beats, now_ns)
+        view.host_memory = _host_memory(state)
         steps = [beat.copied_step for beat in reports_of_all_ranks(state, beats)]
         view.copied_step = min(steps, default=-1)
         view.copies = copies if view.copied_step >= 0 else ""
@@ -289,6 +292,24 @@ class JobProjection:
 
     def _current_beats(self, state: JobState) -> dict[str, NodeBeat]:
         return {name: beat for name, beat in self._beats.items() if name in state.nodes}
+
+
+def _host_memory(state: JobState) -> HostMemoryView | None:
+    found = running(state)
+    if found is None:
+        return None
+    node, memory = found
+    return HostMemoryView(
+        node=node,
+        buffers=memory.grant.buffers,
+        buddy=memory.grant.buddy,
+        given_up=memory.grant.given_up,
+        shard_bytes=memory.shard_bytes,
+        workers=memory.workers,
+        usable_bytes=memory.usable_bytes,
+        limit_bytes=memory.room.limit_bytes,
+        text=describe_memory(memory, node),
+    )
 
 
 def _peak(state: JobState) -> float:

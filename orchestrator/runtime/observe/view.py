@@ -93,6 +93,23 @@ class PhaseTotal(msgspec.Struct, kw_only=True):
     seconds: float
 
 
+class HostMemoryView(msgspec.Struct, kw_only=True):
+    """Of the node that can hold least of the staged state. Bytes; buffers are per worker."""
+
+    node: str
+    buffers: int
+    buddy: bool
+    """Each shard is copied to the memory of another node."""
+    given_up: str
+    """nothing, copies, buffers, memory-tier or checkpoints: the last thing in that order that does
+    not fit, and all before it."""
+    shard_bytes: int
+    workers: int
+    usable_bytes: int
+    limit_bytes: int
+    text: str
+
+
 class CheckpointView(msgspec.Struct, kw_only=True):
     step: int
     generation: int
@@ -162,6 +179,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     """Every how many steps the memory tier stages, and why."""
     stage_every_steps: int = 0
     """0: there is no memory tier."""
+    host_memory: HostMemoryView | None = None
+    """None: not planned yet."""
     checkpoints: list[CheckpointView] = []
     """Committed to storage, oldest first."""
     refused_checkpoints: list[RefusedCheckpoint] = []

@@ -112,3 +112,31 @@ def test_seventy_billion_parameters_are_launched_as_planned() -> None:
     job = make_job(nodes=(8, 8), workers=8, recipe=recipe, resources={"gpu": 1})
     memory = smallest_device(job, [replace(FACTS, gpus=(Gpu("H100", 80 * 2**30),) * 8)])
     assert mesh_for(job, 8, memory) == Mesh(shard=64)
+
+
+def test_the_plan_says_what_does_not_fit_into_a_nodes_main_memory() -> None:
+    recipe = {"model": {"dim": 2048, "numHeads": 16}}
+    job = make_job(nodes=(2, 2), recipe=recipe, parallelism={"shard": 4})
+    sizes = [2**30 * gib for gib in (512, 16, 10, 8)]
+    plans = [make_plan(job, replace(FACTS, memory_bytes=size)) for size in sizes]
+    found = [plan.host_memory for plan in plans if plan is not None]
+    given_up = [one.grant.given_up for one in found if one is not None]
+    assert given_up == ["nothing", "copies", "buffers", "memory-tier"]
+    for plan in plans[1:]:
+        assert plan is not None
+        assert [text for text in plan.warnings if text.startswith("host memory, by estimate")]
+
+
+def test_the_memory_table_has_what_the_node_is_given() -> None:
+    job = make_job(nodes=(2, 2), recipe={}, parallelism={"shard": 4})
+    plan = make_plan(job, replace(FACTS, memory_bytes=2**40))
+    assert plan is not None and plan.host_memory is not None
+    memory = plan.host_memory
+    rows = [row.num_bytes for row in plan.memory if row.where == "node"]
+    assert sum(rows) == (memory.grant.buffers + 3) * memory.unit_bytes
+
+
+def test_main_memory_of_a_machine_without_the_gpus_of_the_job_is_not_planned_with() -> None:
+    job = make_job(nodes=(2, 2), recipe={}, parallelism={"shard": 4}, resources={"gpu": 1})
+    plan = make_plan(job, replace(FACTS, memory_bytes=2**30))
+    assert plan is not None and plan.host_memory is None

@@ -18,10 +18,14 @@ from holdfast.orchestrator.core.events import ActionFailed, ActionSucceeded, Gro
 from holdfast.orchestrator.core.staging_interval import IntervalOrder
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import Exit, NodeFacts, ShardFile
+from holdfast.orchestrator.protocol.host_memory import HostRoom, plan_host_memory
 from holdfast.orchestrator.runtime import translate
 from tests.unit.core.harness import Transcript
 
 SHARD = ShardFile(3, 1, 0, 2, "file", 100, "c")
+MEMORY = plan_host_memory(
+    HostRoom(2**40, 2**39), shard_bytes=2**30, num_shards=2, workers=2, buddy=True
+)
 MESSAGES: tuple[wire.Message, ...] = (
     wire.Heartbeat(
         generation=1, staged_step=3, copied_step=2, stage_every_steps=4, cpu_pressure=0.5
@@ -34,6 +38,7 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.StepCopied(
         generation=1, wanted=2, step=3, staged_step=4, seconds=0.5, detail="late", missed=True
     ),
+    wire.HostMemoryPlanned(generation=1, memory=MEMORY),
     wire.Persisted(generation=1, shard=SHARD, seconds=0.5),
     wire.ShardPersistFailed(generation=1, step=3, shard=0, detail="full", tried=False),
     wire.NodeLeaving(detail="SIGTERM", grace_s=30.0),

@@ -83,6 +83,28 @@ def memory_limit_bytes(group: CgroupDirectory | None) -> int | None:
     return None if least is None else int(least)
 
 
+def memory_available_bytes(group: CgroupDirectory | None) -> int | None:
+    """What the limits leave; None: no limit. Pages of files count as free: the kernel takes them
+    back before it kills. Memory files (memfd) do not."""
+    if group is None:
+        return None
+    v2 = group.version == 2
+    limit = "memory.max" if v2 else "memory.limit_in_bytes"
+    usage = "memory.current" if v2 else "memory.usage_in_bytes"
+    prefix = "" if v2 else "total_"
+
+    def of(path: Path) -> float | None:
+        most = _limit((path / limit).read_text())
+        if most is None:
+            return None
+        stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        return max(0, most - max(0, int((path / usage).read_text()) - files))
+
+    left = _least(group, of)
+    return None if left is None else int(left)
+
+
 def cpu_limit(group: CgroupDirectory | None) -> float | None:
     """CPU quota in cores; None: no limit."""
     if group is None:

@@ -53,6 +53,13 @@ def memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
+def available_bytes() -> int:
+    """Of memory_bytes(): what is free now, or could be."""
+    left = cgroup.memory_available_bytes(cgroup.find("memory"))
+    available = psutil.virtual_memory().available
+    return available if left is None else min(available, left)
+
+
 def interfaces() -> tuple[str, ...]:
     """Network interfaces that are up, loopback last."""
     up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard, WorkerSeat
+from holdfast.orchestrator.protocol.host_memory import too_little
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.messages import (
     Committed,
     CopyStep,
+    HostMemoryPlanned,
     Persist,
     Persisted,
     ShardPersistFailed,
@@ -25,6 +27,7 @@ from . import commands, inputs
 from .commands import Command
 from .copy_round import CopyRounds
 from .generation import Generation
+from .host_memory import MemoryPlan
 from .staging_buffers import Drop, Give, StagingBuffer, StagingBuffers, Version, version
 
 Key = tuple[int, int, int]
@@ -85,6 +88,16 @@ class PeerCopies:
                 copy.content = None
         return self._discard_old()
 
+    def release(self, kept: Version | None) -> list[int]:
+        """There is no memory for copies: give up all but this version."""
+        for copy in self.copies.values():
+            if copy.content is not None and version(copy.content) != kept:
+                copy.content = None
+        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
+        for copy in idle:
+            del self.copies[copy.number]
+        return [copy.number for copy in idle]
+
     def inventory(self) -> tuple[StagedShard, ...]:
         return tuple(c.content for c in self.copies.values() if c.content is not None)
 
@@ -124,6 +137,7 @@ class CheckpointTiers:
         self.buffers = StagingBuffers(numbers)
         self.copies = PeerCopies(numbers)
         self.rounds = CopyRounds()
+        self.memory = MemoryPlan()
         self.unacknowledged: dict[Key, Persisted] = {}
         """Durable, but not committed: sent again after a reconnect."""
         self._written: set[Key] = set()
@@ -142,6 +156,7 @@ class CheckpointTiers:
         restore = group.membership.restore
         restored = (restore.generation, restore.step) if restore else None
         self.rounds.launch(group)
+        self.memory.launch()
         self._keep(group)
         changes = self.buffers.launch(group.generation, len(group.workers), restored)
         freed = self.copies.abandon(group.after_step, group.generation)
@@ -161,7 +176,42 @@ class CheckpointTiers:
 
     # -- workers ------------------------------------------------------------------------------
     def request(self, group: Generation, seat: WorkerSeat, num_bytes: int) -> list[Command]:
-        return self._carry_out(group, self.buffers.request(seat.local_rank, num_bytes))
+        planned = self._plan_memory(group, num_bytes)
+        if self.buffers.most == 0 and self.memory.current is not None:
+            refusal = worker_protocol.NoBuffer(detail=too_little(self.memory.current))
+            return [*planned, commands.ToRank(group.generation, seat.rank, refusal)]
+        given = self._carry_out(group, self.buffers.request(seat.local_rank, num_bytes))
+        return [*planned, *given]
+
+    def wait(self, group: Generation, seat: WorkerSeat) -> list[Command]:
+        """A worker cannot go on without a buffer."""
+        return self._carry_out(group, self.buffers.wait(seat.local_rank))
+
+    def _plan_memory(self, group: Generation, num_bytes: int) -> list[Command]:
+        """What this node can hold, before it holds more."""
+        memory = self.memory.plan(group, num_bytes)
+        if memory is None:
+            return []
+        self.buffers.most = memory.grant.buffers
+        out: list[Command] = []
+        if not memory.grant.buddy:
+            self.rounds.give_up()
+            self._keep(group)
+            out += self._release_copies(group)
+        report = self.memory.unreported()
+        if report is not None:
+            message = HostMemoryPlanned(generation=group.generation, memory=report)
+            out.append(commands.Send(message))
+        return out
+
+    def _release_copies(self, group: Generation) -> list[Command]:
+        """What the generation began with stays until it has staged a step itself."""
+        restore = group.membership.restore
+        kept = (restore.generation, restore.step) if restore else None
+        newest = next(iter(self.buffers.complete()), None)
+        if newest is not None and newest[0] == group.generation:
+            kept = None
+        return [commands.FreeBuffer(old) for old in self.copies.release(kept)]
 
     def staged(
         self, group: Generation, seat: WorkerSeat, message: worker_protocol.Staged
@@ -185,7 +235,10 @@ class CheckpointTiers:
                 detail = f"step {slow[1]} is still being written"
                 out.append(_cannot_persist(group.generation, message.step, seat.shard, detail))
         out += self._follow_round(group)
-        return [*out, *self._carry_out(group, self.buffers.settle())]
+        out += self._carry_out(group, self.buffers.settle())
+        if self.copies.copies and self.memory.current and not self.memory.current.grant.buddy:
+            out += self._release_copies(group)
+        return out
 
     def finished(self, group: Generation, seat: WorkerSeat) -> list[Command]:
         """The training loop is complete: persist the last staged step, whatever the interval."""
@@ -354,12 +407,17 @@ class CheckpointTiers:
         running = group.generation if group is not None else 0
         if staged.generation < running:
             return f"generation {staged.generation} is over; {running} runs here", []
+        out: list[Command] = []
         if group is not None and staged.generation == running:
+            if self.memory.current is None:  # its workers have not asked for buffers yet
+                out = self._plan_memory(group, staged.num_bytes)
+            if self.memory.current is not None and not self.memory.current.grant.buddy:
+                return "it has no memory for copies", out
             # The order that confirmed it may not have reached this node.
             self.rounds.raise_confirmed((running, confirmed))
             self._keep(group)
         number, fresh, freed = self.copies.begin(staged)
-        out: list[Command] = [commands.FreeBuffer(old) for old in freed]
+        out += [commands.FreeBuffer(old) for old in freed]
         if fresh:
             out.append(commands.MakeBuffer(number, staged.num_bytes))
         return number, out

@@ -41,11 +41,12 @@ class CopyRounds:
         self.report: StepCopied | None = None
         """The last one: sent again after a reconnect."""
         self._agreed = False
+        self._off = False
 
     def launch(self, group: Generation) -> None:
         """The restored state is kept until a step of the new generation is confirmed."""
         self.report, self.current, self.confirmed = None, None, None
-        self._agreed = group.launch.agreed_copies
+        self._agreed, self._off = group.launch.agreed_copies, False
         if group.launch.buddy:
             restore = group.membership.restore
             self.confirmed = (restore.generation, restore.step) if restore else None
@@ -54,8 +55,14 @@ class CopyRounds:
     def stop(self) -> None:
         self.current = None
 
+    def give_up(self) -> None:
+        """This node has no memory for copies: there are none until the next launch."""
+        self.report, self.current, self.confirmed, self._off = None, None, None, True
+
     def order(self, group: Generation, order: CopyStep) -> bool:
-        """A new round; False: it repeats the current one or the last."""
+        """A new round; False: it repeats the current one or the last, or there are none."""
+        if self._off:
+            return False
         known = self.current.wanted if self.current else self.report.wanted if self.report else -1
         if order.confirmed >= 0:
             self.confirmed = (group.generation, order.confirmed)
@@ -65,7 +72,7 @@ class CopyRounds:
         return True
 
     def raise_confirmed(self, known: Version) -> None:
-        if known[1] >= 0 and (self.confirmed is None or known > self.confirmed):
+        if known[1] >= 0 and not self._off and (self.confirmed is None or known > self.confirmed):
             self.confirmed = known
 
     def confirmed_step(self, group: Generation) -> int:

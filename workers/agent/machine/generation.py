@@ -18,7 +18,14 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerSeat,
     report_fields,
 )
-from holdfast.orchestrator.protocol.messages import LaunchWorkers, Stage, StopWorkers
+from holdfast.orchestrator.protocol.messages import (
+    Launched,
+    LaunchWorkers,
+    ShardStaged,
+    Stage,
+    StopWorkers,
+    WorkerExitReport,
+)
 from holdfast.workers import worker_protocol
 
 from . import commands
@@ -220,3 +227,18 @@ class Generation:
         for worker in self.alive:
             worker.signals.add(signal)
         return [commands.Kill(self.generation, worker.seat.rank, signal) for worker in self.alive]
+
+
+def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:
+    message = Launched(action_id=action_id, generation=generation, ok=ok, detail=detail)
+    return commands.Send(message)
+
+
+def exit_report(group: Generation, worker: Worker) -> WorkerExitReport:
+    assert worker.exit is not None
+    return WorkerExitReport(generation=group.generation, exit=worker.exit)
+
+
+def stage_result(action_id: int, detail: str) -> Command:
+    """`detail`: why the step was not staged; empty when it was."""
+    return commands.Send(ShardStaged(action_id=action_id, ok=not detail, detail=detail))

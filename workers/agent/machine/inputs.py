@@ -92,6 +92,18 @@ class ActivityMeasured(InputBase, frozen=True):
     cpu_pressure: float
 
 
+class MemoryMeasured(InputBase, frozen=True):
+    """The memory of this node, before an input that may need more of it."""
+
+    limit_bytes: int
+    available_bytes: int
+    """What is free, this node's own buffers apart."""
+    held_bytes: int
+    """Of those buffers."""
+    on_cpu: bool = False
+    """The workers train in this memory."""
+
+
 # -- results of commands ----------------------------------------------------------------------
 class StacksTaken(InputBase, frozen=True):
     generation: int
@@ -151,7 +163,7 @@ class ClockTick(InputBase, frozen=True):
 
 Input = (
     LinkUp | LinkDown | Received | Terminated | WorkerForked | ForkFailed | FromRank | WorkerEnded
-    | ForkserverDied | StoppedRanks | ActivityMeasured | StacksTaken | WorkersInspected
-    | PortOffered | WriteDone | PushDone | CopyDone
+    | ForkserverDied | StoppedRanks | ActivityMeasured | MemoryMeasured
+    | StacksTaken | WorkersInspected | PortOffered | WriteDone | PushDone | CopyDone
     | ServeDone | ClockTick
 )  # fmt: skip

@@ -21,7 +21,16 @@ from holdfast.workers import worker_protocol
 from . import commands, inputs
 from .checkpoint_tiers import CheckpointTiers
 from .commands import Command
-from .generation import SECOND_NS, SIGKILL, SIGSTOP, Generation, Worker
+from .generation import (
+    SECOND_NS,
+    SIGKILL,
+    SIGSTOP,
+    Generation,
+    Worker,
+    exit_report,
+    launched,
+    stage_result,
+)
 from .inputs import Input
 from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
@@ -97,7 +106,8 @@ class AgentMachine:
     ) -> tuple[int | str, list[Command]]:
         """The buffer for a copy of another node's shard, until CopyDone, or why it is refused.
         The commands come before the use of the buffer. `confirmed`: see commands.PushToBuddy."""
-        return self.tiers.accept_copy(self.group, staged, confirmed)
+        answer, before = self.tiers.accept_copy(self.group, staged, confirmed)
+        return answer, self._deliver(before)
 
     # -- dispatch -----------------------------------------------------------------------------
     def _react(self, now_ns: int, given: Input) -> list[Command]:
@@ -132,6 +142,9 @@ class AgentMachine:
                 self._cpu_pressure = given.cpu_pressure
                 if group is not None:
                     group.measured(given.idle_s)
+                return []
+            case inputs.MemoryMeasured():
+                self.tiers.memory.measured(given)
                 return []
             case inputs.WorkersInspected():
                 return self._inspected(given)
@@ -220,7 +233,7 @@ class AgentMachine:
         pending, self._outbox = self._outbox, []
         group = self.group
         if group is not None and not group.stopped:
-            pending += [_exit_report(group, w) for w in group.workers.values() if w.exit]
+            pending += [exit_report(group, w) for w in group.workers.values() if w.exit]
         pending += self.tiers.unacknowledged.values()
         if self.tiers.rounds.report is not None:
             pending.append(self.tiers.rounds.report)
@@ -296,7 +309,7 @@ class AgentMachine:
         generation, group = message.membership.generation, self.group
         if self._ending or generation <= self._fence:
             detail = self._ending or f"generation {generation} is over; the fence is {self._fence}"
-            return [_launched(message.action_id, generation, ok=False, detail=detail)]
+            return [launched(message.action_id, generation, ok=False, detail=detail)]
         if group is not None and not group.stopped:
             if group.generation == generation:
                 group.launch_ids.append(message.action_id)
@@ -345,7 +358,7 @@ class AgentMachine:
 
     def _answer_launch(self, group: Generation, *, ok: bool, detail: str = "") -> list[Command]:
         ids, group.launch_ids = group.launch_ids, []
-        return [_launched(action, group.generation, ok=ok, detail=detail) for action in ids]
+        return [launched(action, group.generation, ok=ok, detail=detail) for action in ids]
 
     # -- standbys -----------------------------------------------------------------------------
     def _schedule_refill(self, now_ns: int, delay_s: float) -> None:
@@ -373,6 +386,8 @@ class AgentMachine:
                 return self._advanced(now_ns, group)
             case worker_protocol.BufferRequest():
                 return self.tiers.request(group, worker.seat, message.num_bytes)
+            case worker_protocol.BufferWanted():
+                return self.tiers.wait(group, worker.seat)
             case worker_protocol.Staged():
                 return self.tiers.staged(group, worker.seat, message)
             case worker_protocol.FetchShard():
@@ -408,7 +423,7 @@ class AgentMachine:
             return self._settle_stop(now_ns, group)
         # The next regular heartbeat does not show this worker, so its last steps are sent now.
         last = [self._beat([worker.beat(now_ns, stopped=False)])] if self._connected else []
-        return [*last, commands.Send(_exit_report(group, worker))]
+        return [*last, commands.Send(exit_report(group, worker))]
 
     def _inspect(self, group: Generation | None) -> list[Command]:
         if group is None or group.stop is not None or group.stopped or not group.alive:
@@ -432,7 +447,7 @@ class AgentMachine:
         planned stop; the controller's StopWorkers follows."""
         if group is None or group.stop is not None:
             detail = f"generation {message.generation} does not run here"
-            return [_stage_result(message.action_id, detail)] if message.action_id else []
+            return [stage_result(message.action_id, detail)] if message.action_id else []
         if message.action_id:
             group.stage_request = message
         request = worker_protocol.StageAt(step=message.step, hold=message.hold)
@@ -464,7 +479,7 @@ class AgentMachine:
         else:
             return []
         group.stage_request = None
-        return [_stage_result(request.action_id, detail)]
+        return [stage_result(request.action_id, detail)]
 
     def _missed(self, worker: Worker, request: m.Stage) -> bool:
         """The worker will not stage that step. A worker sends Staged before Progress of a step."""
@@ -583,18 +598,3 @@ class AgentMachine:
         """The group if it is of this generation, running or stopped."""
         group = self.group
         return group if group is not None and group.generation == generation else None
-
-
-def _launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:
-    message = m.Launched(action_id=action_id, generation=generation, ok=ok, detail=detail)
-    return commands.Send(message)
-
-
-def _exit_report(group: Generation, worker: Worker) -> m.WorkerExitReport:
-    assert worker.exit is not None
-    return m.WorkerExitReport(generation=group.generation, exit=worker.exit)
-
-
-def _stage_result(action_id: int, detail: str) -> Command:
-    """`detail`: why the step was not staged; empty when it was."""
-    return commands.Send(m.ShardStaged(action_id=action_id, ok=not detail, detail=detail))

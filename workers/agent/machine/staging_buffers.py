@@ -5,6 +5,9 @@ newer ones that can still become complete, `agreed` ones (of the buddy tier, see
 pinned ones (being uploaded, pushed or served). Two, because nodes may differ by one step at a
 failure, and a restore needs the same step everywhere.
 
+Where memory is short (`most`), a worker that waits for a buffer gets the older of the two: on other
+nodes its step is complete by then, because all ranks have met in the collectives of the next one.
+
 A buffer always belongs to the same slot (local rank), so that a fast worker cannot take the buffers
 that the previous generation left to its neighbour.
 """
@@ -44,6 +47,10 @@ class Slot:
     generation: int = 0
     wanted: list[int] = field(default_factory=list)
     """Sizes of unanswered requests."""
+    asked: bool = False
+    """Its worker has requested buffers."""
+    waits: bool = False
+    """Its worker waits for a buffer."""
     latest: Version | None = None
     """Newest version that the worker of this generation has staged."""
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))
@@ -90,6 +97,8 @@ class StagingBuffers:
         self.slots: dict[int, Slot] = {}
         self.agreed: frozenset[Version] = frozenset()
         """Versions that the buddy tier needs on all nodes."""
+        self.most: int | None = None
+        """Buffers of a slot that the node has memory for; None: not limited."""
         self._seats: dict[int, int] = {}
         self._numbers = numbers
         self._restored: Version | None = None
@@ -124,6 +133,12 @@ class StagingBuffers:
     def request(self, slot: int, num_bytes: int) -> list[Give | Drop]:
         """A worker requests one more buffer."""
         self.slots[slot].wanted.append(num_bytes)
+        self.slots[slot].asked = True
+        return self.settle()
+
+    def wait(self, slot: int) -> list[Give | Drop]:
+        """A worker cannot go on without a buffer."""
+        self.slots[slot].waits = True
         return self.settle()
 
     def staged(self, slot: int, number: int, content: StagedShard) -> None:
@@ -192,11 +207,13 @@ class StagingBuffers:
         self._discard_old()
         done: list[Give | Drop] = []
         for number, slot in self.slots.items():
+            if slot.waits:
+                done += self._make_room(number, slot)
             for buffer in list(self.of_slot(number)):
                 if buffer.content is not None or buffer.pins or buffer.writable:
                     continue
                 if buffer.holder == slot.generation:
-                    buffer.writable = True
+                    buffer.writable, slot.waits = True, False
                     done.append(Give(buffer.number, number, buffer.num_bytes, False, known=True))
             if not slot.wanted and self._stuck(number):
                 slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
@@ -209,7 +226,7 @@ class StagingBuffers:
 
     def _answer(self, number: int, slot: Slot) -> list[Give | Drop]:
         done: list[Give | Drop] = []
-        while slot.wanted:
+        while slot.wanted and not self._too_early(number, slot):
             num_bytes = slot.wanted[0]
             idle = [b for b in self.of_slot(number) if _idle(b)]
             fitting = [b for b in idle if b.num_bytes >= num_bytes]
@@ -223,13 +240,50 @@ class StagingBuffers:
                 self.buffers[buffer.number] = buffer
             else:
                 break
-            buffer.holder, buffer.writable = slot.generation, True
+            buffer.holder, buffer.writable, slot.waits = slot.generation, True, False
             slot.wanted.pop(0)
             done.append(Give(buffer.number, number, buffer.num_bytes, fresh, known=False))
         return done
 
+    def _too_early(self, number: int, slot: Slot) -> bool:
+        """How much memory is left is known when every worker has asked: each gets one buffer until
+        then, and more only if it cannot go on."""
+        if self.most is None or slot.waits or all(one.asked for one in self.slots.values()):
+            return False
+        return any(b.holder == slot.generation for b in self.of_slot(number))
+
     def _may_grow(self, number: int) -> bool:
-        return len(list(self.of_slot(number))) < limits.STAGING_BUFFERS or self._stuck(number)
+        owned = len(list(self.of_slot(number)))
+        if self.most is not None and owned >= self.most:
+            return False
+        return owned < limits.STAGING_BUFFERS or self._stuck(number)
+
+    def _make_room(self, number: int, slot: Slot) -> list[Give | Drop]:
+        """The worker of this slot waits, and there is no memory for one more buffer: the oldest
+        step that it keeps is given up, but not the newest one that is complete."""
+        owned = list(self.of_slot(number))
+        if any(b.writable for b in owned):
+            slot.waits = False  # its message and that buffer have crossed
+        free = any(b.content is None and not b.pins for b in owned)
+        if not slot.waits or self.most is None or len(owned) < self.most or free:
+            return []
+        whole = self.complete()
+        newest = whole[0] if whole else (0, -1)
+        spare = [
+            b
+            for b in owned
+            if b.content is not None and not b.pins and not self._is_agreed(b)
+            and (self.most == 1 or version(b.content) < newest)
+        ]  # fmt: skip
+        if not spare:
+            return []
+        oldest = min(spare, key=lambda b: version(b.content) if b.content else (0, 0))
+        oldest.content = None
+        if len(owned) > self.most and not oldest.holder:
+            return [self._drop(oldest), *self._make_room(number, slot)]
+        if not oldest.holder and not slot.wanted:
+            slot.wanted.append(oldest.num_bytes)
+        return []
 
     def _stuck(self, number: int) -> bool:
         """All buffers of a slot's worker are kept or pinned. Training must not wait for an upload,

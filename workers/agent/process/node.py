@@ -30,6 +30,7 @@ from holdfast.orchestrator.protocol.environment import worker_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
+from holdfast.workers.worker_protocol import BufferRequest
 
 from ..linux import inventory, output, processes
 from ..linux.activity import ActivityMeter
@@ -150,7 +151,6 @@ class AgentProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter = ActivityMeter()
         self._log_forwarder: LogForwarder | None = None
-        self._memory_warned = False
         self._rank_logs: set[Path] = set()
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
@@ -186,6 +186,8 @@ class AgentProcess:
     # -- the machine --------------------------------------------------------------------------
     def _give(self, given: Input) -> None:
         """Inputs that arise while commands are carried out wait in a queue."""
+        if isinstance(given, inputs.FromRank) and isinstance(given.message, BufferRequest):
+            self._queue.append(self._memory_measured())
         self._queue.append(given)
         if self._busy:
             return
@@ -197,6 +199,11 @@ class AgentProcess:
         finally:
             self._busy = False
         self._set_timer()
+
+    def _memory_measured(self) -> Input:
+        limit, available = inventory.memory_bytes(), inventory.available_bytes()
+        on_cpu = self._job is not None and not self._job.spec.resources.num_gpus
+        return inputs.MemoryMeasured(limit, available, self._memory.allocated_bytes, on_cpu)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -343,12 +350,6 @@ class AgentProcess:
 
     def _make_buffer(self, make: commands.MakeBuffer) -> None:
         self._memory.make(make.buffer, make.num_bytes)
-        memory_bytes = self._facts.memory_bytes if self._facts else 0
-        warning = memfd.memory_warning(self._memory.total_bytes, memory_bytes)
-        if warning and not self._memory_warned:
-            self._memory_warned = True
-            print(warning, file=sys.stderr)
-            self._link.send(m.AgentEvent(text=warning))
         fd = self._memory.copy_of_fd(make.buffer)
         self._spawn(self._touch(fd, make.num_bytes))
 
@@ -357,7 +358,9 @@ class AgentProcess:
         try:
             await self._pools.run("touch", memfd.touch, fd, num_bytes)
         except OSError as error:
-            print(f"staging buffer of {num_bytes} bytes: {error}", file=sys.stderr)
+            text = f"staging buffer of {num_bytes} bytes: {error.strerror}"
+            print(text, file=sys.stderr)
+            self._link.send(m.AgentEvent(text=text))
 
     async def _take_stacks(self, command: commands.TakeStacks) -> None:
         found = {rank: self._workers.find(command.generation, rank) for rank in command.ranks}
@@ -430,6 +433,8 @@ class AgentProcess:
         return self._hold(buffer, staged, lambda ok: self._give(inputs.ServeDone(buffer)))
 
     def _on_put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
+        if self._machine.tiers.memory.current is None:
+            self._give(self._memory_measured())
         buffer, before = self._machine.accept_copy(put.staged, put.confirmed)
         for command in before:
             self._carry_out(command)

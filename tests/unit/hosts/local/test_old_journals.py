@@ -99,7 +99,8 @@ def comparable_state(state: JobState) -> Any:
     """Without the fields of launches that were added since: a replay decides them again."""
     found = without_sentences(state)
     for launch in found["launch_actions"].values():
-        del launch["own_shards"], launch["stage_every_steps"]
+        for added in ("own_shards", "stage_every_steps", "nodes_on_machine"):
+            del launch[added]
     return found
 
 

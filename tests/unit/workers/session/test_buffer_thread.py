@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.session.agent_channel import AgentChannel, AgentGone
@@ -88,6 +89,7 @@ def test_a_worker_that_waits_for_a_buffer_long_is_in_phase_save(
     training = threading.Thread(target=lambda: taken.append(link.take_buffer()[0]))
     training.start()
     assert prepare.begun.acquire(timeout=30)
+    assert worker_transport.receive(agent)[0] == worker_protocol.BufferWanted()
     assert worker_transport.receive(agent)[0] == worker_protocol.PhaseChanged(phase="save")
     prepare.allowed.release()
     training.join(30)
@@ -130,4 +132,15 @@ def test_a_closed_connection_is_reported_by_the_training_thread(
         link.request_buffers(4096)
     agent.close()
     with pytest.raises(AgentGone):
+        link.take_buffer()
+
+
+def test_a_refusal_that_the_thread_receives_is_raised_in_the_training_thread(
+    ends: tuple[socket.socket, AgentChannel],
+) -> None:
+    agent, link = ends
+    link.prepare_with(lambda memory: None)
+    link.request_buffers(4096)
+    worker_transport.send(agent, worker_protocol.NoBuffer(detail="host memory: none is free"))
+    with pytest.raises(UserError, match="none is free"):
         link.take_buffer()

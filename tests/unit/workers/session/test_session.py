@@ -354,6 +354,26 @@ def test_a_number_in_the_spec_ignores_the_agents_interval(
     assert staged_steps(agent) == [2, 5]
 
 
+def test_where_memory_is_short_a_number_in_the_spec_gets_longer(
+    attached: tuple[socket.socket, Session],
+) -> None:
+    agent, found = attached
+    found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=1))
+    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=3, from_step=1))
+    for step in range(7):
+        found.step(step)
+    assert staged_steps(agent) == [0, 2, 5]
+
+
+def test_without_memory_for_one_buffer_the_loop_ends_with_the_reason(
+    ends: tuple[socket.socket, AgentChannel],
+) -> None:
+    agent, link = ends
+    worker_transport.send(agent, worker_protocol.NoBuffer(detail="host memory: 1 GiB"))
+    with pytest.raises(UserError, match="host memory: 1 GiB"):
+        link.take_buffer()
+
+
 def test_a_step_report_says_how_long_a_staging_takes(
     attached: tuple[socket.socket, Session],
 ) -> None:

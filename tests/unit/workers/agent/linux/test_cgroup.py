@@ -94,3 +94,25 @@ def test_without_control_groups_nothing_is_limited(tmp_path: Path) -> None:
     assert cgroup.memory_limit_bytes(None) is None
     assert cgroup.cpu_limit(None) is None
     assert cgroup.memory_kills(None) == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_limit_leaves_counts_pages_of_files_as_free(tmp_path: Path, version: int) -> None:
+    """A memfd is on the anonymous lists, so it is never counted as free."""
+    if version == 2:
+        names = ("memory.max", "memory.current")
+        stat = "anon 500\nfile 300\nshmem 100\nactive_file 50\ninactive_file 150"
+        where = proc(tmp_path, "0::/", [unified(tmp_path)])
+    else:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        stat = "active_file 0\ntotal_active_file 50\ntotal_inactive_file 150\ntotal_shmem 100"
+        mount = f"35 31 0:32 / {tmp_path}/fs rw - cgroup cgroup rw,memory"
+        where = proc(tmp_path, "4:memory:/", [mount])
+    tree(tmp_path, {f"fs/{names[0]}": "1000", f"fs/{names[1]}": "800", "fs/memory.stat": stat})
+    assert cgroup.memory_available_bytes(cgroup.find("memory", where)) == 400
+
+
+def test_without_a_limit_nothing_is_known_of_what_is_left(tmp_path: Path) -> None:
+    tree(tmp_path, {"fs/memory.max": "max"})
+    where = proc(tmp_path, "0::/", [unified(tmp_path)])
+    assert cgroup.memory_available_bytes(cgroup.find("memory", where)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -105,3 +106,65 @@ def test_the_two_newest_complete_steps_survive_any_interleaving(acts: list[str])
             case _:
                 run.launch()
         run.check()
+
+
+class ShortRun(StagingRun):
+    """The same on a node with memory for only `most` buffers per worker."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        super().__init__()
+
+    def launch(self) -> None:
+        self.buffers.most = self.most
+        super().launch()
+
+    def stage(self, slot: int) -> None:
+        if self.step[slot] > self.step[1 - slot]:
+            return
+        if not self.free[slot]:
+            self.take(self.buffers.wait(slot))
+        if self.free[slot]:
+            super().stage(slot)
+        else:
+            assert self.pins, f"slot {slot} waits, and nothing is being written"
+
+    def check(self) -> None:
+        held = {(*version(s), s.shard) for s in self.buffers.inventory()}
+        for generation, step in self.whole[-1:] if self.most > 1 else []:
+            assert {(generation, step, shard) for shard in range(SLOTS)} <= held
+        for slot in range(SLOTS):
+            assert len(list(self.buffers.of_slot(slot))) <= self.most
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@settings(max_examples=100)
+@given(
+    acts=st.lists(st.sampled_from(["stage 0", "stage 1"] * 6 + ["pin 0", "pin 1", "unpin", "die"]))
+)
+def test_with_few_buffers_training_goes_on_and_the_newest_step_stays(
+    most: int, acts: list[str]
+) -> None:
+    run = ShortRun(most)
+    for act in acts:
+        match act.split():
+            case ["stage", slot]:
+                run.stage(int(slot))
+            case ["pin", slot]:
+                run.pin(int(slot))
+            case ["unpin"]:
+                run.unpin()
+            case _:
+                run.launch()
+        run.check()
+
+
+def test_with_two_buffers_the_older_step_stays_until_its_buffer_is_needed() -> None:
+    """Nodes may differ by one step at a failure, so the older one is given up as late as it can
+    be: all ranks have staged the newer one when the next is about to be staged."""
+    run = ShortRun(2)
+    for step in range(3):
+        for slot in range(SLOTS):
+            run.stage(slot)
+        held = {s.step for s in run.buffers.inventory()}
+        assert held == set(range(max(0, step - 1), step + 1))

@@ -1,0 +1,54 @@
+"""What all nodes agree on, of what their memory can hold: copies for buddies, and the memory tier.
+
+Both are of use only on all nodes together. How many buffers a worker has is a matter of its node.
+Agents report what they measured, and the reports are in the journal, so a replay decides the same.
+Before the first one everything is taken to fit: an agent whose node is too small gives less.
+"""
+
+from __future__ import annotations
+
+from ..planner.costs import needs_buddy
+from ..protocol.host_memory import HostMemory, least, scaled
+from ..protocol.mesh import Mesh
+from .context import StepContext
+from .events import HostMemoryPlanned
+from .state import JobState
+
+
+def planned(ctx: StepContext, event: HostMemoryPlanned) -> None:
+    """Record it. What is given up takes effect with the next copy, or report of a step."""
+    state, node = ctx.state, ctx.state.nodes.get(event.node)
+    if node is None:
+        return
+    node.host_memory = event.memory
+    if state.active and event.node in state.members and state.mesh is not None:
+        plan = _for_mesh(state, event.memory, state.mesh)
+        state.copies_given_up |= plan.grant.given_up != "nothing"
+        state.memory_tier_given_up |= plan.grant.buffers <= 1
+
+
+def begin_generation(state: JobState, members: tuple[str, ...], mesh: Mesh) -> None:
+    """With what is known of its members."""
+    found = _least(state, members, mesh)
+    given_up = found[1].grant.given_up if found is not None else "nothing"
+    state.copies_given_up = given_up != "nothing"
+    state.memory_tier_given_up = given_up in ("memory-tier", "checkpoints")
+
+
+def running(state: JobState) -> tuple[str, HostMemory] | None:
+    """The member of the running generation that can hold least, with its plan; None: not known."""
+    return _least(state, state.members, state.mesh) if state.mesh is not None else None
+
+
+def _least(state: JobState, members: tuple[str, ...], mesh: Mesh) -> tuple[str, HostMemory] | None:
+    nodes = [state.nodes[name] for name in members if name in state.nodes]
+    known = {one.name: one.host_memory for one in nodes if one.host_memory is not None}
+    return least({name: _for_mesh(state, held, mesh) for name, held in known.items()})
+
+
+def _for_mesh(state: JobState, memory: HostMemory, mesh: Mesh) -> HostMemory:
+    """The agent plans without copies if it is launched without a buddy; here it counts whether
+    they are wanted."""
+    wanted = needs_buddy(state.job, mesh)
+    workers = state.job.spec.workers_per_node
+    return scaled(memory, num_shards=mesh.num_shards, workers=workers, buddy=wanted)
