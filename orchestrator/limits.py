@@ -13,6 +13,14 @@ MAX_NODES = 100_000
 """Ten times the largest job that heartbeats are sized for. Also the bound of an inner mesh axis:
 the product of three fits 64 bits."""
 
+MAX_VARIABLE_BYTES = 128 * 1024
+"""Of one environment variable with its name: MAX_ARG_STRLEN of Linux. With a longer one no program
+can be started (execve: E2BIG)."""
+
+MAX_ENVIRONMENT_BYTES = 2**20
+"""Of spec.env: half of what Linux passes to a program, arguments included, with the usual stack
+limit of 8 MiB."""
+
 MAX_COUNT = 2**31 - 1
 """Steps, samples, restarts, layer widths: steps of 10 ms reach it in eight months."""
 

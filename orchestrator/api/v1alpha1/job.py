@@ -65,12 +65,19 @@ def redacted_document(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "spec": {**spec, "env": env}}
 
 
-def _problem_of_name(name: str) -> str:
+def _problem_of_variable(name: str, value: str) -> str:
     """Why a job cannot set this variable, in the `got; expected; fix` form; "" if it can."""
     if name in CONTRACT_NAMES or name.startswith(RESERVED_PREFIXES):
         return (
             f"env.{name}: got a variable that Holdfast sets for each worker; expected any other "
             f"name; remove it: ranks and addresses change with every generation"
+        )
+    num_bytes = len(name) + len(value.encode()) + 2
+    if num_bytes > limits.MAX_VARIABLE_BYTES:
+        return (
+            f"env.{name}: got {len(value.encode())} bytes; expected at most "
+            f"{limits.MAX_VARIABLE_BYTES - len(name) - 2}: the kernel starts no process with a "
+            f"longer variable; write the text to a file that the nodes have, and its path here"
         )
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         return f"env: got the name {name!r}; expected letters, digits and underscores"
@@ -158,9 +165,15 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def _check_env(self) -> JobSpec:
-        for name in self.env:
-            if problem := _problem_of_name(name):
+        for name, value in self.env.items():
+            if problem := _problem_of_variable(name, value):
                 raise ValueError(problem)
+        total = sum(len(name) + len(value.encode()) + 2 for name, value in self.env.items())
+        if total > limits.MAX_ENVIRONMENT_BYTES:
+            raise ValueError(
+                f"env: got {total} bytes in all; expected at most {limits.MAX_ENVIRONMENT_BYTES}; "
+                f"write long texts to files that the nodes have, and their paths here"
+            )
         return self
 
     @model_validator(mode="after")

@@ -44,6 +44,11 @@ CASES = [
         id="the GPUs of a node for those of a worker",
     ),
     pytest.param(
+        SCRIPT + "  env: {TEXT: " + "x" * 131_072 + "}\n",
+        ["spec.env.TEXT: got 131072 bytes; expected at most 131066", "write the text to a file"],
+        id="a variable that no process can have",
+    ),
+    pytest.param(
         SCRIPT + "  resources: {gpu: some}\n",
         ["spec.resources.gpu: got 'some'; expected auto or"],
         id="a word for a number of GPUs",

@@ -3,13 +3,13 @@ socket pair."""
 
 from __future__ import annotations
 
-import array
 import socket
 from typing import Any
 
 import msgspec
 
-MAX_PACKET_BYTES = 128 * 1024
+from holdfast.workers import packets
+
 _MAX_FDS = 4
 
 
@@ -64,10 +64,7 @@ _DECODER = msgspec.msgpack.Decoder(ToForkserver | FromForkserver)
 
 def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -> None:
     """Raises OSError when the peer has ended."""
-    data = _ENCODER.encode(message)
-    assert len(data) <= MAX_PACKET_BYTES, f"{type(message).__name__}: {len(data)} bytes"
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    link.sendmsg([data], rights)
+    packets.send(link, _ENCODER.encode(message), fds)
 
 
 def encode(message: ConfigureForkserver) -> bytes:
@@ -81,5 +78,5 @@ def decode_configure(data: bytes) -> ConfigureForkserver:
 
 def receive(link: socket.socket) -> tuple[ToForkserver | FromForkserver | None, list[int]]:
     """The next message and its descriptors; (None, []) when the peer has closed."""
-    data, fds, _flags, _address = socket.recv_fds(link, MAX_PACKET_BYTES, _MAX_FDS)
+    data, fds = packets.receive(link, _MAX_FDS)
     return (_DECODER.decode(data) if data else None), fds
