@@ -392,21 +392,22 @@ def cases_of(layout: Layout) -> list[Case]:
 # -- the command -----------------------------------------------------------------------------------
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=int, default=10_000, help="at least so many on files")
+    parser.add_argument("--points", type=int, default=10_000, help="at least so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--s3", action="store_true", help="also every request to an S3 server")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a page with the figures (.md)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, outcome = time.monotonic(), Outcome()
-    for layout in layouts():
-        for case in cases_of(layout):
-            stop_everywhere(case, layout, list(Loss), outcome)
-            _progress(outcome, str(layout))
-        if outcome.num >= options.points:
-            break
     if options.s3:
         _stop_at_requests(outcome)
+    every = ((one, case) for one in layouts() for case in cases_of(one))
+    for layout, case in every:
+        if outcome.num >= options.points or time.monotonic() > began + 60 * options.minutes:
+            break
+        stop_everywhere(case, layout, list(Loss), outcome)
+        _progress(outcome, str(layout))
     seconds = time.monotonic() - began
     if options.json:
         print(json.dumps({
@@ -436,9 +437,11 @@ def _stop_at_requests(outcome: Outcome) -> None:
 
 
 def _progress(outcome: Outcome, what: str) -> None:
+    text = f"{outcome.num} points, {len(outcome.problems)} wrong: {what}"
     if sys.stderr.isatty():
-        text = f"\r{outcome.num} points, {len(outcome.problems)} wrong: {what}\033[K"
-        print(text, end="", file=sys.stderr, flush=True)
+        print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def page(outcome: Outcome, seconds: float) -> list[str]:

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,16 @@ class Job:
     # -- watching ------------------------------------------------------------------------------
     def until(self, condition: Callable[[JobView], bool]) -> JobView:
         """The first view for which `condition` is true."""
+        for view in self.views():
+            if condition(view):
+                return view
+        raise AssertionError(f"the controller has ended:\n{self.output()[-3000:]}")
+
+    def views(self) -> Iterator[JobView]:
+        """Every view until this controller ends."""
         with self._watch() as stream:
-            while True:
-                view = _next_view(stream)
-                assert view is not None, f"the controller has ended:\n{self.output()[-3000:]}"
-                if condition(view):
-                    return view
+            while (view := _next_view(stream)) is not None:
+                yield view
 
     def _watch(self) -> socket.socket:
         place = self._controller()
