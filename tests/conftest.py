@@ -29,6 +29,7 @@ IN_ONE_PROCESS = {
     "tests/e2e/ray/": "ray",
     "tests/contract/": "ray",
     "tests/e2e/": "local",
+    "tests/strategies/": "local",
 }
 """Where tests lie -> what they share: clusters that take long to start. The first one counts."""
 

@@ -78,17 +78,12 @@ def _inner(job: TrainingJob) -> int:
 
 def _over_world(job: TrainingJob, num_nodes: int, memory: int | None) -> tuple[Mesh, str] | None:
     """One replica on all workers of as many of the nodes as the other axes divide."""
-    spec, parallelism = job.spec, job.spec.parallelism
+    spec = job.spec
     for nodes in range(num_nodes, spec.nodes.min - 1, -1):
         world = nodes * spec.workers_per_node
         if world % _inner(job):
             continue
-        mesh = Mesh(
-            shard=world // _inner(job),
-            tensor=parallelism.tensor,
-            context=parallelism.context,
-            pipeline=parallelism.pipeline,
-        )
+        mesh = _mesh(job, 1, world // _inner(job))
         if nodes < spec.nodes.max and not _states_fit(job, mesh, memory):
             return None
         why = f"shard world: all {world} workers share one copy"
@@ -107,14 +102,12 @@ def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
     world = num_nodes * workers // unit * unit
     if world == 0 or world // workers < job.spec.nodes.min:
         return None
-    parallelism = job.spec.parallelism
-    return Mesh(
-        replicate=world // group,
-        shard=shard,
-        tensor=parallelism.tensor,
-        context=parallelism.context,
-        pipeline=parallelism.pipeline,
-    )
+    return _mesh(job, world // group, shard)
+
+
+def _mesh(job: TrainingJob, replicate: int, shard: int) -> Mesh:
+    axes = job.spec.parallelism
+    return Mesh(replicate, shard, axes.tensor, axes.context, axes.pipeline)
 
 
 def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
@@ -136,12 +129,12 @@ def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
             f"shard auto: {_within(node)}; memory not checked: {unknown} is not known",
         )
     for shard in (n for n in range(node, room + 1) if room % n == 0 and n % node == 0):
-        need = device_bytes(memory_table(job, Mesh(room // shard, shard)))
+        need = device_bytes(memory_table(job, _mesh(job, room // shard, shard)))
         if need <= USABLE * memory:
             where = _within(shard) if shard == node else f"{shard} workers share one copy"
             numbers = f"{need / 2**30:.1f} of {memory / 2**30:.1f} GiB"
             return shard, f"shard auto: {where}; needs {numbers} per worker"
-    need = device_bytes(memory_table(job, Mesh(1, room)))
+    need = device_bytes(memory_table(job, _mesh(job, 1, room)))
     return room, (
         f"shard auto: the whole world, and still {need / 2**30:.1f} GiB per worker by estimate, "
         f"above {USABLE:.0%} of {memory / 2**30:.1f} GiB"

@@ -6,7 +6,7 @@ The counts equal those of workers/training/models (tested).
 P parameters, S ranks that share them (replicas do not count), R replica groups, L layers; s
 sequence length, b micro-batch, m micro-batches, h model width, f width of the feed-forward part, V
 vocabulary; w bytes of a parameter in forward and backward, g bytes of a gradient element when it is
-reduced.
+reduced; T ranks of the tensor axis, which divide P in the rows of the other axes.
 
 Sources: states, transients, activations and logits were fitted to FSDPMemTracker traces of FSDP2
 with fp32 shards; the same terms are in Rajbhandari et al. 2020 (ZeRO, section 3) and Korthikanti et
@@ -155,17 +155,20 @@ def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate
     states = model_state_bytes(counts, mesh.num_shards)
     what = "model states: fp32 shards, gradients, AdamW moments"
     where: MemoryOwner = "device"
-    if parallelism.offload == "cpu" and mesh.num_shards > 1:  # only FSDP2 offloads
+    if parallelism.offload == "cpu" and mesh.shard > 1:  # only FSDP2 offloads
         workers, where = job.spec.workers_per_node, "node"
         formula, states = f"{workers} workers x {formula}", workers * states
-    rows = [MemoryEstimate(what, where, states, formula, exact=True)]
+    # Every rank of a tensor axis has the norms whole, which are not counted.
+    rows = [MemoryEstimate(what, where, states, formula, exact=mesh.tensor == 1)]
     keep = parallelism.reshard_after_forward
     if mesh.shard > 1 and keep is False:
-        formula = f"{width} P: reshardAfterForward is false"
-        rows.append(MemoryEstimate("gathered parameters", "device", width * total, formula))
+        formula = f"{width} P{_by(mesh)}: reshardAfterForward is false"
+        size = width * total // mesh.tensor
+        rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
     elif mesh.shard > 1 and keep is not True and keep > 1:
-        formula = f"{width} P / {keep}: reshardAfterForward is {keep}"
-        rows.append(MemoryEstimate("gathered parameters", "device", width * total // keep, formula))
+        formula = f"{width} P{_by(mesh)} / {keep}: reshardAfterForward is {keep}"
+        size = width * total // mesh.tensor // keep
+        rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
     return rows
 
 
@@ -176,11 +179,12 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     if mesh.shard > 1:
         # Current and prefetched block, its gradient, and the fp32 input of the reduce-scatter.
         factor = 3 * width + 4
-        size = factor * counts.largest_block
-        formula = f"{factor} x the largest block ({counts.largest_block:,})"
+        size = factor * counts.largest_block // mesh.tensor
+        formula = f"{factor} x the largest block ({counts.largest_block:,}){_by(mesh)}"
         rows.append(MemoryEstimate("transient parameters and gradients", "device", size, formula))
     # 28 + 8f/h bytes per element were fitted in bfloat16; float32 doubles them.
-    scale = width / 2
+    # With sequence parallel the tensor axis divides all of them (Korthikanti et al., table 2).
+    scale = width / 2 / mesh.tensor
     layer = scale * s * b * h * (28 + 8 * model.ffn / h)
     boundary = scale * 2 * s * b * h
     checkpointing = job.spec.parallelism.activation_checkpointing
@@ -192,17 +196,23 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     else:
         size = int(model.num_layers * layer)
         formula = f"L sbh(28 + 8f/h); L {model.num_layers}, s {s}, b {b}, h {h}, f {model.ffn}"
-    if scale != 1:
-        formula += f"; x {scale:g} for float32"
+    if width != 2:
+        formula += f"; x {width / 2:g} for float32"
+    formula += _by(mesh)
     rows.append(MemoryEstimate("activations", "device", size, formula))
-    size = 12 * s * b * model.vocab_size
-    formula = f"12 sbV: fp32 cross-entropy; V {model.vocab_size}"
+    size = 12 * s * b * model.vocab_size // mesh.tensor
+    formula = f"12 sbV{_by(mesh)}: fp32 cross-entropy; V {model.vocab_size}"
     rows.append(MemoryEstimate("logits", "device", size, formula))
     if job.spec.resources.num_gpus:
         rows.append(
             MemoryEstimate("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job")
         )
     return rows
+
+
+def _by(mesh: Mesh) -> str:
+    """What the tensor axis divides."""
+    return f" / {mesh.tensor} of the tensor axis" if mesh.tensor > 1 else ""
 
 
 def _tiers(
@@ -277,6 +287,23 @@ class Traffic(msgspec.Struct, frozen=True):
     formula: str
 
 
+def _tensor_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int) -> Traffic:
+    """Each block gathers its input twice and scatters its output twice, forward and backward; the
+    embedding scatters, and the head gathers. Source: Korthikanti et al. 2022, section 4.2.2."""
+    model, width = settings.model, parameter_bytes(job)
+    boundary = width * settings.data.sequence_length * micro_batch(settings, mesh) * model.dim
+    checkpointing = job.spec.parallelism.activation_checkpointing
+    again = 0
+    if checkpointing.mode == "full":  # the forward of such a block is computed twice
+        again = model.num_layers // checkpointing.every_nth_block
+    collectives = 8 * model.num_layers + 4 * again + 4
+    ring = (mesh.tensor - 1) / mesh.tensor
+    formula = f"{collectives} x m {micro} x {width} sbh x (T-1)/T"
+    group = f"tensor, {mesh.tensor} ranks"
+    size = int(collectives * micro * boundary * ring)
+    return Traffic("gathers and scatters of activations", group, size, formula)
+
+
 def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     """All rows for a recipe; empty for scripts and modules, whose model is unknown.
 
@@ -286,11 +313,13 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     if job.spec.entrypoint.recipe is None:
         return ()
     settings = job.spec.entrypoint.recipe.config
-    total = count_parameters(settings.model).total
+    total = count_parameters(settings.model).total // mesh.tensor
     width = parameter_bytes(job)
     reduce = 4 if job.spec.parallelism.precision.reduce == "float32" else 2
     micro = num_micro_batches(settings, mesh)
     rows = []
+    if mesh.tensor > 1:
+        rows.append(_tensor_traffic(job, mesh, settings, micro))
     if mesh.shard > 1:
         gathers = 1 if job.spec.parallelism.reshard_after_forward is False else 2
         ring = (mesh.shard - 1) / mesh.shard

@@ -388,17 +388,17 @@ def working_directory(attached: worker_transport.Attached) -> str:
     return str(files.resolve(spec_directory, attached.job.spec.working_directory))
 
 
-def init(shard: int | None = None) -> Session:
+def init(shard: int | None = None, tensor: int = 1) -> Session:
     """Joins the job: sets the device, makes the default process group, and connects to the agent.
 
     Under Holdfast the mesh is that of the generation. Under torchrun, or as a single process,
-    nothing is staged or reported, and `shard` ranks share one replica of the model (default: all).
-    Raises UserError for a wrong `shard` or environment, and DeviceMissing if the node lacks a GPU
-    that the job requested.
+    nothing is staged or reported, `tensor` ranks are on the tensor axis, and `shard` times as many
+    share one replica of the model (default: all). Raises UserError for a wrong `shard`, `tensor` or
+    environment, and DeviceMissing if the node lacks a GPU that the job requested.
     """
     at = rank_env()
     attached = worker_transport.attached
-    shape = attached.assign.membership.mesh if attached else _mesh_without_agent(at, shard)
+    shape = attached.assign.membership.mesh if attached else _mesh_without_agent(at, shard, tensor)
     device = pick_device(at.local_rank, attached.job if attached else None)
     session = Session(at, device, shape)
     if session._channel is not None:
@@ -409,13 +409,16 @@ def init(shard: int | None = None) -> Session:
     return session
 
 
-def _mesh_without_agent(at: RankEnv, shard: int | None) -> Mesh:
-    shard = at.world_size if shard is None else shard
-    if shard < 1 or at.world_size % shard:
+def _mesh_without_agent(at: RankEnv, shard: int | None, tensor: int) -> Mesh:
+    if tensor < 1 or at.world_size % tensor:
         raise UserError(
-            f"session.init: got shard={shard}; expected a divisor of {at.world_size} ranks"
+            f"session.init: got tensor={tensor}; expected a divisor of {at.world_size} ranks"
         )
-    return Mesh(replicate=at.world_size // shard, shard=shard)
+    room = at.world_size // tensor
+    shard = room if shard is None else shard
+    if shard < 1 or room % shard:
+        raise UserError(f"session.init: got shard={shard}; expected a divisor of {room} ranks")
+    return Mesh(replicate=room // shard, shard=shard, tensor=tensor)
 
 
 def leave() -> None:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
@@ -55,20 +57,27 @@ class Parallel:
         session: Session,
         parallelism: Parallelism,
         compile_blocks: bool = False,
+        divide: Callable[[DeviceMesh], None] | None = None,
     ) -> None:
         """`model` is on the meta device. `blocks` and `edges` (embedding; norm and head) become
-        FSDP groups, so that the root group gathers no parameters for long."""
+        FSDP groups, so that the root group gathers no parameters for long. `divide` divides the
+        model over a tensor axis."""
         self.session, self.parallelism = session, parallelism
         self.refuse_non_finite = True
         """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
         self.model = model
         self.dtype = parameter_dtype(parallelism, session.device)
         self.blocks = list(blocks)
+        tensor = session.shape.tensor > 1
+        if tensor and divide is not None:
+            divide(session.mesh["tensor"])
         self._checkpoint_activations()
         if compile_blocks:
             for block in self.blocks:
                 block.compile()
-        if session.shape.shard > 1:
+        # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well.
+        self.fully_sharded = session.shape.shard > 1 or tensor
+        if self.fully_sharded:
             self._fully_shard(edges)
         self.offloaded = parallelism.offload == "cpu" and session.shape.shard > 1
         self.module: nn.Module = model
@@ -117,7 +126,7 @@ class Parallel:
                 plain = plain_name(name)
                 fill(parameter, seed, plain, deviation(plain))
         self.shards = self.session.shards(self.model)
-        if self.session.shape.shard == 1 and self.session.shape.replicate > 1:
+        if not self.fully_sharded and self.session.shape.replicate > 1:
             self.module = self._distributed_data_parallel()
 
     def _distributed_data_parallel(self) -> nn.Module:
@@ -131,7 +140,7 @@ class Parallel:
     # -- steps --------------------------------------------------------------------------------
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward: autocast with DDP or one process; FSDP2 casts by itself."""
-        if self.session.shape.shard > 1 or self.dtype == torch.float32:
+        if self.fully_sharded or self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.session.device.type, dtype=self.dtype)
 
@@ -139,6 +148,14 @@ class Parallel:
     def accumulating(self, last: bool) -> Iterator[None]:
         """The context of forward and backward of a micro-batch: gradients are summed over replicas
         in the last one only. FSDP reduces into shards each time, which keeps memory sharded."""
+        with self.divided_loss():
+            yield from self._reducing(last)
+
+    def divided_loss(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a loss of logits that are divided over the tensor axis."""
+        return loss_parallel() if self.session.shape.tensor > 1 else contextlib.nullcontext()
+
+    def _reducing(self, last: bool) -> Iterator[None]:
         if isinstance(self.module, DistributedDataParallel) and not last:
             with self.module.no_sync():
                 yield
@@ -148,12 +165,13 @@ class Parallel:
         yield
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
-        """Clips gradients to `max_norm` (0: no clipping) and sums `loss` over all data-parallel
-        ranks. Call it between backward and the optimizer's step.
+        """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
+        ranks of a tensor axis, over all data-parallel ranks. Call it between backward and the
+        optimizer's step.
 
         Returns (summed loss, gradient norm). Raises FloatingPointError if the norm is not finite.
         """
-        reduced = self.shards.reduce_and_clip(loss, max_norm)
+        reduced = self.shards.reduce_and_clip(loss / self.session.shape.tensor, max_norm)
         total, norm = torch.stack(reduced).tolist()
         if self.refuse_non_finite and not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
@@ -164,7 +182,7 @@ def fill(parameter: Tensor, seed: int, name: str, deviation: float | None) -> No
     """Initial values of one parameter: ones, or normal values from (seed, name, position).
 
     Value number i of the whole tensor comes from block i // _INIT_BLOCK, so values do not depend on
-    the mesh, and a rank draws only the blocks that overlap its part.
+    the mesh, and a rank draws only the blocks that overlap the rows of its part.
     """
     with torch.no_grad():
         local = local_of(parameter)
@@ -173,25 +191,31 @@ def fill(parameter: Tensor, seed: int, name: str, deviation: float | None) -> No
             return
         if local.numel() == 0:
             return
-        flat = local.view(-1)
-        begin = _first_position(parameter)
-        end = begin + flat.numel()
-        key = xxhash.xxh3_64_intdigest(name.encode())
-        generator = torch.Generator(device=local.device)
-        total = parameter.numel()
-        for block in range(begin // _INIT_BLOCK, -(-end // _INIT_BLOCK)):
-            first = block * _INIT_BLOCK
-            size = min(_INIT_BLOCK, total - first)
-            generator.manual_seed(mix(seed, key, block))
-            values = torch.empty(size, device=local.device).normal_(
-                0.0, deviation, generator=generator
-            )
-            low, high = max(begin, first), min(end, first + size)
-            flat[low - begin : high - begin] = values[low - first : high - first]
+        box = box_of(parameter)
+        if tuple(local.shape[1:]) == tuple(box.global_shape[1:]):  # whole rows
+            width = math.prod(box.global_shape[1:])
+            begin = (box.offset[0] if box.offset else 0) * width
+            _draw(local.view(-1), begin, parameter.numel(), seed, name, deviation)
+            return
+        width = box.global_shape[1]  # of a matrix that is divided by columns
+        first, rows = box.offset[1], max(1, _INIT_BLOCK // width)
+        for at in range(0, local.shape[0], rows):
+            part = local[at : at + rows]
+            whole = torch.empty(part.shape[0], width, dtype=local.dtype, device=local.device)
+            begin = (box.offset[0] + at) * width
+            _draw(whole.view(-1), begin, parameter.numel(), seed, name, deviation)
+            part.copy_(whole[:, first : first + part.shape[1]])
 
 
-def _first_position(parameter: Tensor) -> int:
-    """Position of this rank's first value in the whole tensor; shards are slices of dimension 0."""
-    box = box_of(parameter)
-    row = math.prod(box.global_shape[1:])
-    return (box.offset[0] if box.offset else 0) * row
+def _draw(flat: Tensor, begin: int, total: int, seed: int, name: str, deviation: float) -> None:
+    """The values from position `begin` on of a tensor with `total` values."""
+    end = begin + flat.numel()
+    key = xxhash.xxh3_64_intdigest(name.encode())
+    generator = torch.Generator(device=flat.device)
+    for block in range(begin // _INIT_BLOCK, -(-end // _INIT_BLOCK)):
+        first = block * _INIT_BLOCK
+        size = min(_INIT_BLOCK, total - first)
+        generator.manual_seed(mix(seed, key, block))
+        values = torch.empty(size, device=flat.device).normal_(0.0, deviation, generator=generator)
+        low, high = max(begin, first), min(end, first + size)
+        flat[low - begin : high - begin] = values[low - first : high - first]

@@ -15,6 +15,7 @@ from holdfast.orchestrator import limits
 
 from .backends import Kubernetes, Ray
 from .base import RESOURCE_PATTERN, Part, Seconds
+from .recipe import Pretrain
 from .resilience import Checkpoint, Recovery
 from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Parallelism, Resources
 
@@ -251,13 +252,38 @@ class JobSpec(Part):
                 f"on one GPU per worker; for all {gpus * workers} GPUs of a node write "
                 f"workersPerNode: {gpus * workers} and gpu: 1"
             )
-        for axis in ("tensor", "context", "pipeline"):
+        for axis in ("context", "pipeline"):
             if getattr(mesh, axis) > 1:
                 raise ValueError(
                     f"parallelism.{axis}: got {getattr(mesh, axis)}; expected 1 with the recipe "
-                    f"{recipe.name}, which splits data and states only; use your own script"
+                    f"{recipe.name}, which has no such axis; use your own script"
                 )
+        if mesh.tensor > 1:
+            self._check_tensor(recipe.config)
         return self
+
+    def _check_tensor(self, config: Pretrain) -> None:
+        tensor, model = self.parallelism.tensor, config.model
+        where = "parallelism.tensor"
+        if self.workers_per_node % tensor:
+            raise ValueError(
+                f"{where}: got {tensor}; expected a divisor of workersPerNode "
+                f"({self.workers_per_node}): every layer waits for this axis, which must not cross "
+                f"the network between nodes; use {_choices(self.workers_per_node)}"
+            )
+        divided = {
+            "model.numHeads": model.num_heads,
+            "model.numKvHeads": model.kv_heads,
+            "model.ffnDim": model.ffn,
+            "model.vocabSize": model.vocab_size,
+            "data.sequenceLength": config.data.sequence_length,
+        }
+        for name, size in divided.items():
+            if size % tensor:
+                raise ValueError(
+                    f"{where}: got {tensor}; expected a divisor of {name} ({size}), which it "
+                    f"divides; change one of the two"
+                )
 
 
 class TrainingJob(Part):

@@ -109,7 +109,9 @@ class Parallelism(Part):
     of your own that shards its model over all ranks, as world. world: all ranks, however many
     nodes there are."""
     tensor: Axis = 1
-    """Size of the tensor parallel axis, the innermost; your own loop uses it through the mesh."""
+    """Size of the tensor parallel axis, the innermost. The recipe divides heads, the width of the
+    feed-forward part, vocabulary and sequence over it, within a node; your own loop uses it through
+    the mesh."""
     context: Axis = 1
     """Size of the context parallel axis; your own loop uses it through the mesh."""
     pipeline: Axis = 1

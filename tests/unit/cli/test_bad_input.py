@@ -104,9 +104,19 @@ CASES = [
         id="a reshard size that does not divide",
     ),
     pytest.param(
-        RECIPE % "" + "  workersPerNode: 2\n  parallelism: {tensor: 2}\n",
-        ["spec.parallelism.tensor: got 2; expected 1 with the recipe pretrain"],
+        RECIPE % "" + "  workersPerNode: 2\n  parallelism: {pipeline: 2}\n",
+        ["spec.parallelism.pipeline: got 2; expected 1 with the recipe pretrain"],
         id="an axis that the recipe does not have",
+    ),
+    pytest.param(
+        RECIPE % "" + "  workersPerNode: 3\n  parallelism: {tensor: 3}\n",
+        ["spec.parallelism.tensor: got 3; expected a divisor of model.numHeads (4)"],
+        id="a tensor axis that does not divide the heads",
+    ),
+    pytest.param(
+        RECIPE % "" + "  nodes: {min: 2, max: 2}\n  parallelism: {tensor: 2}\n",
+        ["spec.parallelism.tensor: got 2; expected a divisor of workersPerNode (1)", "network"],
+        id="a tensor axis over two nodes",
     ),
     pytest.param(
         SPEC + "  entrypoint: {script: train.py, module: train}\n",

@@ -120,3 +120,20 @@ def test_hsdp_adds_one_all_reduce_of_the_shard() -> None:
     total = count_parameters(Model()).total
     rows = {row.group: row for row in costs.traffic_table(job, Mesh(replicate=2, shard=2))}
     assert rows["replicate, 2 ranks"].num_bytes == int(2 * 4 * total / 2 / 2)
+
+
+def test_a_tensor_axis_divides_what_it_holds_and_sends_activations() -> None:
+    job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism={"tensor": 2, "shard": 2})
+    whole, divided = Mesh(shard=2), Mesh(shard=2, tensor=2)
+    before = {row.what: row.num_bytes for row in costs.memory_table(job, whole)}
+    after = {row.what: row.num_bytes for row in costs.memory_table(job, divided)}
+    for what in ("transient parameters and gradients", "activations", "logits"):
+        assert after[what] == before[what] // 2, what
+    rows = {row.group: row for row in costs.traffic_table(job, divided)}
+    settings = job.spec.entrypoint.recipe.config
+    tokens = settings.data.sequence_length * costs.micro_batch(settings, divided)
+    # 8 gathers and scatters a layer and 4 at the edges, each of half of a float32 activation.
+    expected = (8 * settings.model.num_layers + 4) * 4 * tokens * settings.model.dim // 2
+    assert rows["tensor, 2 ranks"].num_bytes == expected
+    gathered = {row.group: row for row in costs.traffic_table(job, whole)}
+    assert rows["shard, 2 ranks"].num_bytes == gathered["shard, 2 ranks"].num_bytes // 2

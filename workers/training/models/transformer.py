@@ -27,7 +27,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary position embedding (Su et al., "RoFormer", 2021)."""
+    """Causal self-attention with rotary position embedding (Su et al., "RoFormer", 2021). Where
+    the heads are divided over a tensor axis, H and K are this rank's."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -40,9 +41,9 @@ class Attention(nn.Module):
 
     def forward(self, x_btd: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
         batch, length, _ = x_btd.shape
-        q_bhte = self.query(x_btd).view(batch, length, self.num_heads, -1).transpose(1, 2)
-        k_bkte = self.key(x_btd).view(batch, length, self.kv_heads, -1).transpose(1, 2)
-        v_bkte = self.value(x_btd).view(batch, length, self.kv_heads, -1).transpose(1, 2)
+        q_bhte = self.query(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        k_bkte = self.key(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        v_bkte = self.value(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q_bhte, k_bkte = _rotate(q_bhte, cos_te, sin_te), _rotate(k_bkte, cos_te, sin_te)
         out_bhte = F.scaled_dot_product_attention(
             q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=self.kv_heads != self.num_heads

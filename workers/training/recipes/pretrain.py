@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.workers.training import tensor_parallel
 from holdfast.workers.training.data import BatchShare, Text, share
 from holdfast.workers.training.models.transformer import (
     Transformer,
@@ -52,7 +54,7 @@ def main(job: TrainingJob) -> None:
     if recipe is None:
         raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
     config = recipe.config
-    s = session.init(_shard_without_agent(job))
+    s = session.init(_shard_without_agent(job), job.spec.parallelism.tensor)
     trainer = build(job, config, s)
     start = s.restore(trainer.parallel.model, trainer.optimizer)
     if s.rank == 0:
@@ -88,6 +90,7 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
         s,
         job.spec.parallelism,
         config.compile,
+        lambda mesh: tensor_parallel.parallelize(model, mesh),
     )
     parallel.materialize(config.seed, model.standard_deviation)
     text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
@@ -154,10 +157,11 @@ def evaluate(trainer: Trainer) -> float:
     s, parallel = trainer.session, trainer.parallel
     part = share(0, _EVALUATION_SAMPLES, s.data_parallel_rank, s.data_parallel_size)
     parallel.module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), parallel.divided_loss():
         loss = _loss(trainer, *trainer.text.held_out_batch(part.indices), part.weights)
     parallel.module.train()
-    loss = loss * (trainer.config.global_batch / _EVALUATION_SAMPLES)
+    # Ranks of a tensor axis have the same loss.
+    loss = loss * (trainer.config.global_batch / _EVALUATION_SAMPLES / s.shape.tensor)
     if s.world_size > 1:
         torch.distributed.all_reduce(loss)
     return float(loss)
@@ -171,9 +175,12 @@ def _loss(
     inputs_bt, targets_bt = inputs_bt.to(device), targets_bt.to(device)
     with trainer.parallel.precision():
         logits_btv = trainer.parallel.module(inputs_bt)
-    losses_bt = F.cross_entropy(
+    losses_n = F.cross_entropy(
         logits_btv.float().flatten(0, 1), targets_bt.flatten(), reduction="none"
-    ).view_as(targets_bt)
+    )
+    if isinstance(losses_n, DTensor):  # the same on all ranks of the tensor axis
+        losses_n = losses_n.to_local()
+    losses_bt = losses_n.view_as(targets_bt)
     weights_b = torch.tensor(weights, device=device)
     return (losses_bt.sum(1) * weights_b).sum() / trainer.tokens_per_step
 

@@ -1,0 +1,80 @@
+"""Runs of the recipe on a mesh, and their losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.local.local_rig import Job
+
+CONFIG = {
+    "globalBatch": 8,
+    "model": {"dim": 64, "numLayers": 2, "numHeads": 4, "numKvHeads": 2},
+    "data": {"sequenceLength": 32},
+    # A rate that does not depend on the number of steps: runs are continued with more.
+    "optimizer": {"warmupSteps": 5, "minLearningRateRatio": 1.0},
+}
+DIGITS = 2e-3
+"""How far losses, of 4 to 6, and norms may differ: other orders of summation in float32."""
+
+
+def document(
+    name: str, steps: int, parallelism: dict[str, Any], *, nodes: int = 1, workers: int = 4,
+    config: dict[str, Any] | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    recipe = {"name": "pretrain", "config": {**CONFIG, "steps": steps, **(config or {})}}
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": {"recipe": recipe},
+            "nodes": {"min": 1, "max": nodes},
+            "workersPerNode": workers,
+            "resources": {"cpu": 1},
+            "parallelism": parallelism,
+            **more,
+        },
+    }
+
+
+def alone(place: Path, job: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step without Holdfast, as under torchrun."""
+    file = place / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        words = [sys.executable, "-m", "holdfast.workers.training.recipes.pretrain", str(file)]
+        with (place / f"rank-{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+    codes = [process.wait(timeout=300) for process in ranks]
+    text = (place / "rank-0.log").read_text()
+    assert codes == [0] * world_size, text[-3000:]
+    return [
+        (float(loss), float(norm))
+        for loss, norm in re.findall(r"^step \d+ loss (\S+) norm (\S+)", text, re.M)
+    ]
+
+
+def losses_of(job: Job) -> dict[int, float]:
+    """Of every step, as rank 0 printed it under Holdfast; of repeated ones the last."""
+    found: dict[int, float] = {}
+    logs = job.directory.path.glob("logs/gen-*/rank-00000.log")
+    for log in sorted(logs, key=lambda path: int(path.parent.name.removeprefix("gen-"))):
+        for step, loss in re.findall(r"^step (\d+) loss (\S+)", log.read_text(), re.M):
+            found[int(step)] = float(loss)
+    return found

@@ -1,0 +1,99 @@
+"""Strategies survive the loss of a worker and of a node, and continue checkpoints of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.local.local_rig import Job
+
+from .rig import DIGITS, alone, document, losses_of
+
+pytestmark = pytest.mark.e2e
+
+MESHES: dict[str, dict[str, Any]] = {
+    "tensor x FSDP": {"tensor": 2, "shard": 2},
+    "tensor x replicas": {"tensor": 2, "replicate": 2},
+}
+STEPS = 120
+HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
+PIECE = 6
+"""Steps of each run of a chain."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Job]]:
+    jobs: list[Job] = []
+
+    def run(document: dict[str, Any]) -> Job:
+        place = tmp_path / document["metadata"]["name"]
+        place.mkdir()
+        jobs.append(Job(place, document))
+        jobs[-1].run()
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        job.end()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_killed_worker_and_a_lost_node_change_no_loss(
+    mesh: str, start: Callable[[dict[str, Any]], Job], tmp_path: Path
+) -> None:
+    tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
+    spec = document("faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers)
+    if "shard" in MESHES[mesh]:
+        spec["spec"]["nodes"]["min"] = 2  # one replica on both nodes
+    job = start(spec)
+    job.until(lambda view: view.copied_step >= 3 or view.step >= 10)
+    job.kill(job.worker_pids()[1])
+    view = job.running(incidents=1)
+    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
+    job.until(lambda v: v.step >= view.step + 10)
+    job.kill(job.agent_pid(view.nodes[-1].name))
+    view = job.running(incidents=2)
+    assert view.incidents[-1].restored_from == "memory", job.output()
+    assert job.wait().state == "succeeded", job.output()
+    place = tmp_path / "alone"
+    place.mkdir()
+    expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)
+    found = losses_of(job)
+    assert sorted(found) == list(range(STEPS))
+    for step, (loss, _norm) in enumerate(expected):
+        assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
+
+
+def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
+    start: Callable[[dict[str, Any]], Job], tmp_path: Path
+) -> None:
+    chain: tuple[dict[str, Any], ...] = (
+        {"tensor": 2, "shard": 2},
+        {"shard": 4},
+        {"shard": 2},
+        {"tensor": 2, "replicate": 2},
+        {"shard": 1},
+    )
+    path = str(tmp_path / "checkpoints")
+    found: dict[int, float] = {}
+    for number, parallelism in enumerate(chain, 1):
+        tiers = {"path": path, "storage": {"everySteps": 10_000}}
+        if number > 1:
+            words = ("checkpoint", "adopt", path, "--job", f"run{number}", "--yes")
+            subprocess.run([*HOLDFAST, *words], check=True, timeout=60)
+        job = start(document(f"run{number}", number * PIECE, parallelism, checkpoint=tiers))
+        assert job.wait().state == "succeeded", job.output()
+        losses = losses_of(job)
+        assert sorted(losses) == list(range((number - 1) * PIECE, number * PIECE)), job.output()
+        found |= losses
+    place = tmp_path / "alone"
+    place.mkdir()
+    steps = len(chain) * PIECE
+    expected = alone(place, document("alone", steps, {"shard": 1}, workers=1), 1)
+    for step, (loss, _norm) in enumerate(expected):
+        assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"

@@ -1,0 +1,63 @@
+"""Tensor and sequence parallel: which layer of the transformer is divided how over the tensor axis.
+
+Between the matrices of a block the activations are divided by heads and by the width of the
+feed-forward part; everywhere else, norms and residual stream included, by sequence. The embedding
+and the head are divided by vocabulary, and the loss is computed from divided logits.
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022, section 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from .models.transformer import Transformer
+
+BY_SEQUENCE = Shard(1)
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
+    """Divide the parameters over `mesh`, which has one axis. Call it before checkpoint wrappers and
+    fully_shard. The tensor axis must divide heads, key and value heads, the width of the
+    feed-forward part, vocabulary and sequence length. The logits come as a DTensor that is divided
+    by vocabulary: compute the loss and its backward in `loss_parallel()`."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, _of_block())
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=BY_SEQUENCE),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=BY_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def _of_block() -> dict[str, Any]:
+    whole = Replicate()
+    return {
+        "attention_norm": SequenceParallel(),
+        # x by sequence -> whole; cos and sin are the same on all ranks.
+        "attention": PrepareModuleInput(
+            input_layouts=(BY_SEQUENCE, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=BY_SEQUENCE),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=(BY_SEQUENCE,), desired_input_layouts=(whole,)),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=BY_SEQUENCE),
+    }
