@@ -339,11 +339,16 @@ def copy_and_hash(target: Bytes, source: Bytes) -> int:
         target[:] = source
         return xxhash.xxh3_64_intdigest(target.data)
     state = xxhash.xxh3_64()
-    for begin in range(0, num_bytes, CHUNK_BYTES):
+    copy_and_update(target, source, state)
+    return state.intdigest()
+
+
+def copy_and_update(target: Bytes, source: Bytes, state: xxhash.xxh3_64) -> None:
+    """As copy_and_hash, for the next part of what `state` hashes."""
+    for begin in range(0, source.nbytes, CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
         chunk[:] = source[begin : begin + CHUNK_BYTES]
         state.update(chunk.data)
-    return state.intdigest()
 
 
 def hash_bytes(data: Bytes) -> int:

@@ -7,6 +7,7 @@ parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ from .optimizer_state import WrongOptimizer
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
 from .state import DTYPES, StateTensor, TrainingState
+from .upload import Uploader
 
 _MAX_NAMED = 5
 """Names listed for each kind of mismatch."""
@@ -65,11 +67,12 @@ def restore(
     num_stored: int,
     step: int,
     tick: Callable[[], None] = lambda: None,
+    upload: Uploader | None = None,
 ) -> dict[str, Any]:
     """Fills everything in place; returns the extra state of the first shard read.
 
     `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`. `tick` is
-    called as it makes progress.
+    called as it makes progress. `upload` fills the tensors of its device.
     Raises DamagedCheckpoint, WrongModel, or what `open_shard` raises.
     """
     model = {held.name: _Target(held) for held in state.model_tensors()}
@@ -99,9 +102,11 @@ def restore(
             names.update(header.entries)
             extra = header.extra if extra is None else extra
             for entry, data in source.entries(_needed(targets, header), tick):
-                _fill(targets[entry.name], entry, data, source.name)
+                _fill(targets[entry.name], entry, data, source.name, upload)
             if names >= model.keys() and all(t.complete for t in targets.values()):
                 break
+        if upload is not None:
+            upload.finish()
     _expect_names(model, names)
     _expect_optimizer_state(state, targets, names, extra if extra is not None else {})
     for name, wanted in targets.items():
@@ -145,18 +150,24 @@ def _needed(targets: dict[str, _Target], header: Header) -> list[Entry]:
     return found
 
 
-def _fill(target: _Target, entry: Entry, data: Bytes, file: str) -> None:
+def _fill(target: _Target, entry: Entry, data: Bytes, file: str, upload: Uploader | None) -> None:
     """Copies the entry's part of the target, and checks all bytes of the entry."""
     held, box = target.held, entry.box
     ranges = box.overlap(held.box)
     assert ranges is not None
     local = held.local
-    if box == held.box and local.device.type == "cpu" and local.is_contiguous():
+    whole = box == held.box and local.is_contiguous()
+    if upload is not None and not upload.holds(local):
+        upload = None
+    if whole and upload is not None:
+        checksum = upload.copy_and_hash(local, data)
+        target.filled = box.num_elements
+    elif whole and local.device.type == "cpu":
         checksum = copy_and_hash(flat_bytes(local), data)
         target.filled = box.num_elements
     else:
         checksum = hash_bytes(data)
-        target.filled += _copy_part(held, box, ranges, data, DTYPE_BYTES[entry.dtype])
+        target.filled += _copy_part(held, box, ranges, data, DTYPE_BYTES[entry.dtype], upload)
     if f"{checksum:016x}" != entry.checksum:
         what = f"checksum {checksum:016x}; expected {entry.checksum}"
         raise DamagedCheckpoint(file, what, entry.name)
@@ -168,10 +179,14 @@ def _copy_part(
     ranges: tuple[tuple[int, int], ...],
     data: Bytes,
     element_bytes: int,
+    upload: Uploader | None,
 ) -> int:
     """Copies the common part of two boxes; returns its number of elements."""
     stored = data.view(INTEGER_DTYPES[element_bytes]).reshape(box.shape)
     shape = tuple(end - begin for begin, end in ranges)
+    if upload is not None:
+        upload.copy_part(held.local[held.box.slices(ranges)], stored[box.slices(ranges)])
+        return math.prod(shape)
     part = np.empty(shape, stored.dtype)
     part[...] = stored[box.slices(ranges)]
     raw = torch.from_numpy(part.reshape(-1).view(np.uint8))

@@ -30,6 +30,7 @@ from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import Extra, TrainingState
+from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.training.data import mix
 
 from .agent_channel import AgentChannel
@@ -336,6 +337,7 @@ class Session:
             num_stored=source.num_shards,
             step=source.step,
             tick=self.tick,
+            upload=Uploader(CudaUpload()) if self.device.type == "cuda" else None,
         )
         state.import_extra(extra)
 

@@ -86,3 +86,37 @@ class FakeDevice:
 
     def capturing(self) -> bool:
         return self.captures
+
+
+class FakeUpload:
+    """A device that copies only when the host waits for it: whoever reuses memory too early
+    restores wrong values."""
+
+    def __init__(self, *, refuses_pages: bool = False) -> None:
+        self.locked_bytes = self.num_uploads = self.longest_queue = 0
+        self._refuses = refuses_pages
+        self._queue: list[Callable[[], None]] = []
+
+    def holds(self, tensor: Tensor) -> bool:
+        return True
+
+    def page_locked(self, num_bytes: int) -> Tensor:
+        if self._refuses:
+            raise RuntimeError("CUDA error: operation not supported")
+        self.locked_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        self.num_uploads += 1
+        self._queue.append(lambda: target.copy_(source))
+        self.longest_queue = max(self.longest_queue, len(self._queue))
+
+    def record(self) -> int:
+        return self.num_uploads
+
+    def wait(self, event: int) -> None:
+        """Everything up to the event, in order."""
+        done = self.num_uploads - len(self._queue)
+        for _ in range(max(0, event - done)):
+            with torch.no_grad():
+                self._queue.pop(0)()

@@ -24,6 +24,7 @@ from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import Extra, TrainingState, empty_like
+from holdfast.workers.checkpoint.upload import Uploader
 from holdfast.workers.training.parallel import fill
 
 
@@ -185,7 +186,7 @@ def restore_alone(
 
 def restored(
     files: dict[int, bytes], replicate: int, shard: int, rank: int, after_step: int = 1,
-    width: int = 7, extra: Extra = None,
+    width: int = 7, extra: Extra = None, upload: Uploader | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:  # fmt: skip
     """What one rank of this mesh has after restoring; and the shards that it opened."""
     opened = []
@@ -199,7 +200,13 @@ def restored(
     model, optimizer = build(replicate, shard, seed=2, width=width)
     state = TrainingState(model, optimizer, extra)
     values = restore(
-        state, open_shard, shard=rank, num_shards=shard, num_stored=len(files), step=after_step
+        state,
+        open_shard,
+        shard=rank,
+        num_shards=shard,
+        num_stored=len(files),
+        step=after_step,
+        upload=upload,
     )
     state.import_extra(values)
     return {held.name: held.local.clone() for held in state.tensors()}, opened
