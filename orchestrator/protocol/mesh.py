@@ -102,7 +102,9 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def strategy(self) -> str:
-        """The usual name of this kind of parallelism."""
-        if self.shard > 1:
-            return "HSDP" if self.replicate > 1 else "FSDP"
-        return "DDP" if self.replicate > 1 else "single"
+        """The usual name of this kind of parallelism, such as `HSDP + TP`."""
+        data = ("HSDP" if self.replicate > 1 else "FSDP") if self.shard > 1 else ""
+        data = data or ("DDP" if self.replicate > 1 else "")
+        inner = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline}
+        names = [data, *(name for name, size in inner.items() if size > 1)]
+        return " + ".join(filter(None, names)) or "single"
