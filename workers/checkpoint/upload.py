@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .layout import Bytes, copy_and_update
 
-PLACE_BYTES = 32 * 2**20
+PLACE_BYTES = 8 * 2**20
+"""Fetched by a device in 0.3 ms, against about 10 us to start a copy; and page-locked quickly."""
 NUM_PLACES = 3
 
 Event = Any

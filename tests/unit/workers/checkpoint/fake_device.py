@@ -89,8 +89,8 @@ class FakeDevice:
 
 
 class FakeUpload:
-    """A device that copies only when the host waits for it: whoever reuses memory too early
-    restores wrong values."""
+    """A device that copies only when the host waits for it, so memory that is reused too early
+    shows as wrong values."""
 
     def __init__(self, *, refuses_pages: bool = False) -> None:
         self.locked_bytes = self.num_uploads = self.longest_queue = 0
