@@ -82,8 +82,9 @@ def _journal_is_behind(state: JobState, newest: int) -> Cause | None:
     """The last controller could not write its journal to the end, on a full disk for example. What
     runs is stopped under its own number, and the next generation gets a higher one."""
     written, state.generation = state.generation, newest
-    if not state.active or state.membership is None:
+    if not state.active:
         return None
+    assert state.membership is not None
     state.membership = replace(state.membership, generation=newest)
     text = f"nodes run generation {newest}; the newest in the journal is {written}"
     return Cause("failure", Reason("controller-restart", text), journal_behind=text)

@@ -307,3 +307,18 @@ def test_a_second_notice_does_not_extend_the_wait_for_a_replacement() -> None:
     job.apply(PreemptionNoticed(node="b", grace_s=200, detail="again"))
     assert job.state.timers["preempt"] == due_ns
     assert job.state.nodes["b"].leaves_ns == leaves_ns
+
+
+def test_workers_of_a_generation_that_the_journal_lacks_are_stopped_between_two_generations() -> (
+    None
+):
+    job = Transcript(spec({"min": 2, "max": 2})).started()
+    job.lose("b")
+    job.fail(job.one(RequestNodes))
+    job.stopped("a", 3)
+    assert job.state.phase == "pending" and not job.state.active
+    job.apply(NodeJoined(node="c", facts=facts("c"), generation=5, ranks=(0, 1)))
+    stop = job.one(StopGroup)
+    assert (stop.node, stop.generation, job.state.generation) == ("c", 5, 5)
+    job.apply(GroupStopped(action_id=stop.action_id, node="c", generation=5))
+    assert {launch.membership.generation for launch in job.of(LaunchGroup)} == {6}
