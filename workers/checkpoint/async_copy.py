@@ -18,7 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -78,11 +78,12 @@ class CopySet:
 class _Copy:
     """The copy under way."""
 
-    done: Callable[[], None]
+    done: Callable[[list[int]], list[str]]
     thrown_away: Callable[[list[str]], None]
     tensors: CopySet
     versions: list[int]
     copied: Event
+    sums: Callable[[], list[int]]
     checked: bool = False
     """Whether the writes of an optimizer may have begun, or the copy is complete."""
     written: list[str] = field(default_factory=list)
@@ -119,22 +120,24 @@ class AsyncCopier:
     def start(
         self,
         tensors: CopySet,
-        done: Callable[[], None],
+        done: Callable[[list[int]], list[str]],
         thrown_away: Callable[[list[str]], None],
+        summed: Sequence[Tensor] = (),
     ) -> None:
         """Starts the copy. Work that is queued on the training stream from now on waits for the
-        urgent tensors only. Calls one of the two in the thread: `thrown_away` with the names of the
-        tensors that were written."""
+        urgent tensors only. Calls `done` in the thread, with the sums of the bits of `summed`, and
+        if tensors were written, or `done` returns their names, `thrown_away` with the names."""
         self._idle.clear()
         self._began = time.perf_counter()
         versions = tensors.versions()
         self._device.follow_training()
         if tensors.urgent:
             self._device.delay_training(self._copy(tensors.urgent))
+        sums = self._device.bit_sums(summed) if summed else list
         copied = self._copy(tensors.others)
         if self.in_graph:
             self._device.delay_training(copied)
-        self._current = _Copy(done, thrown_away, tensors, versions, copied)
+        self._current = _Copy(done, thrown_away, tensors, versions, copied, sums)
         self._jobs.put(self._current)
 
     def _copy(self, tensors: list[CopiedTensor]) -> Event:
@@ -170,11 +173,10 @@ class AsyncCopier:
                 self.copy_s = time.perf_counter() - self._began
                 with self._check:
                     current.check()
-                self._kept = not current.written
-                if current.written:
-                    current.thrown_away(current.written)
-                else:
-                    current.done()
+                written = current.written or current.done(current.sums())
+                self._kept = not written
+                if written:
+                    current.thrown_away(written)
                 self.staging_s = time.perf_counter() - self._began
             except BaseException as error:
                 self._error = error

@@ -7,7 +7,7 @@ Every call that queues work returns at once; the device carries out the work in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,10 @@ class CopyDevice(Protocol):
         """Queue copies of whole tensors to bytes of host memory. A copy from host memory is
         complete when this returns."""
 
+    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
+        """Queue, beside the copies, the sum of the bits of each tensor as integers; what is
+        returned gives them when an event that was recorded later is reached."""
+
     def record(self) -> Event:
         """An event after the queued copies."""
 
@@ -53,6 +57,17 @@ class CopyDevice(Protocol):
     def capturing(self) -> bool:
         """Whether the training stream is being captured into a graph, which cannot wait for an
         event from outside."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Of the tensor's memory as integers of its element size, modulo 2**64."""
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 class CudaDevice:
@@ -84,6 +99,12 @@ class CudaDevice:
                 target.copy_(flat, non_blocking=True)
                 if flat.is_cuda and flat.data_ptr() != source.data_ptr():
                     flat.record_stream(self._copies)
+
+    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
+        host = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._copies):
+            host.copy_(torch.stack([bit_sum(one) for one in sources]), non_blocking=True)
+        return host.tolist
 
     def record(self) -> torch.cuda.Event:
         # Without `blocking` the thread that waits for it would use a whole core.

@@ -5,6 +5,9 @@ On the CPU the training thread copies and hashes in one pass. On CUDA the buffer
 and the copy runs on its own stream, beside the next forward and backward; the next optimizer step
 waits for it, and a thread hashes and reports when it is complete (async_copy.py). The model's
 buffers are copied first, and the next forward, which may write them, waits for those only.
+
+A parameter with requires_grad False (the base of a LoRA) is copied to each buffer once, then only
+compared: on the CPU by its checksum, on a device by the sum of its bits. Each staged file is whole.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import mmap
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -94,6 +98,14 @@ class Stager:
             AsyncCopier(self._device, state.before_each_step) if self._device is not None else None
         )
         self._copies: dict[int, CopySet] = {}
+        self._parameters: list[tuple[int, str, Tensor]] = []
+        """Entries that are parameters: (number in the layout, name, parameter)."""
+        self._frozen: tuple[int, ...] = ()
+        """Of the layout's entries: parameters that are not trained now."""
+        self._not_frozen: set[str] = set()
+        """Names of those that were written nevertheless."""
+        self._held: dict[int, dict[int, _Held]] = {}
+        """Buffer -> frozen entries that it has."""
         if self._device is not None:
             buffers.prepare_with(PageLocks(self._device))
         self._on_cpu_s = 0.0
@@ -123,20 +135,42 @@ class Stager:
             self._plan(extra)
         layout = self._layout
         assert layout is not None
+        self._find_frozen()
         buffer, memory = self._buffers.take_buffer()
         view, targets = self._view(buffer, memory, layout)
         if self._copier is not None:
             self._start(self._copier, layout, view, targets, buffer, step, extra)
         else:
-            checksums = [
-                copy_and_hash(target, flat_bytes(tensor) if source is None else source)
-                for target, source, tensor in zip(
-                    targets, self._sources, self._tensors, strict=True
-                )
-            ]
+            checksums = self._copy_now(buffer, targets)
             _complete(self._buffers, layout, view, buffer, step, extra, checksums)
             self._on_cpu_s = time.perf_counter() - begin
         return time.perf_counter() - begin
+
+    def _find_frozen(self) -> None:
+        found = tuple(
+            number
+            for number, name, owner in self._parameters
+            if not owner.requires_grad and name not in self._not_frozen
+        )
+        if found != self._frozen:
+            self._frozen = found
+            self._held.clear()
+            self._copies.clear()
+
+    def _copy_now(self, buffer: int, targets: list[Bytes]) -> list[int]:
+        """On the CPU; returns the checksums."""
+        held, frozen = self._held.setdefault(buffer, {}), set(self._frozen)
+        checksums = []
+        pairs = zip(targets, self._sources, self._tensors, strict=True)
+        for number, (target, source, tensor) in enumerate(pairs):
+            data = flat_bytes(tensor) if source is None else source
+            if number in held and hash_bytes(data) == held[number].checksum:
+                checksums.append(held[number].checksum)
+                continue
+            checksums.append(copy_and_hash(target, data))
+            if number in frozen:
+                held[number] = _Held(checksums[-1])
+        return checksums
 
     def finish(self) -> bool:
         """Waits until the last staging has been reported. False: its copy was thrown away."""
@@ -152,22 +186,45 @@ class Stager:
         step: int,
         extra: bytes,
     ) -> None:
-        def done() -> None:
-            checksums = [hash_bytes(target) for target in targets]
+        device, held = self._device, self._held.get(buffer, {})
+        assert device is not None
+        frozen = [number for number in self._frozen if device.holds(self._tensors[number])]
+
+        changed: list[str] = []
+
+        def done(sums: list[int]) -> list[str]:
+            now = dict(zip(frozen, sums, strict=True))
+            changed.extend(layout.entries[n].name for n, one in held.items() if one.bits != now[n])
+            if changed:
+                self._not_frozen.update(changed)
+                return changed
+            checksums = [
+                held[number].checksum if number in held else hash_bytes(target)
+                for number, target in enumerate(targets)
+            ]
+            if frozen and not held:
+                self._held[buffer] = {n: _Held(checksums[n], now[n]) for n in frozen}
+                self._copies.pop(buffer, None)
             _complete(self._buffers, layout, view, buffer, step, extra, checksums)
+            return []
 
         def thrown_away(written: list[str]) -> None:
             self.num_thrown_away += 1
-            self._urgent.update(written)
+            if changed:
+                print(_not_frozen(step, changed), file=sys.stderr)
+            else:
+                self._urgent.update(written)
+                print(_torn(step, written), file=sys.stderr)
             self._copies.clear()
             self._buffers.put_back(buffer)
-            print(_torn(step, written), file=sys.stderr)
 
         if buffer not in self._copies:
-            self._copies[buffer] = self._copy_set(layout, targets)
-        copier.start(self._copies[buffer], done, thrown_away)
+            self._copies[buffer] = self._copy_set(layout, targets, held)
+        summed = [self._tensors[number] for number in frozen]
+        copier.start(self._copies[buffer], done, thrown_away, summed)
 
-    def _copy_set(self, layout: Layout, targets: list[Bytes]) -> CopySet:
+    def _copy_set(self, layout: Layout, targets: list[Bytes], held: Mapping[int, _Held]) -> CopySet:
+        """Of all tensors that the buffer does not have."""
         device = self._device
         assert device is not None
         return CopySet(
@@ -179,9 +236,10 @@ class Stager:
                 entry.name in self._urgent,
                 device.holds(source),
             )
-            for entry, source, target, owner in zip(
-                layout.entries, self._tensors, targets, self._owners, strict=True
+            for number, (entry, source, target, owner) in enumerate(
+                zip(layout.entries, self._tensors, targets, self._owners, strict=True)
             )
+            if number not in held
         )
 
     def _plan(self, extra: bytes) -> None:
@@ -193,9 +251,13 @@ class Stager:
         self._layout = layout
         self._views.clear()
         self._copies.clear()
+        self._held.clear()
         self._addresses = self._state.addresses()
         self._tensors = [held[entry.name].local for entry in layout.entries]
         self._owners = [held[entry.name].owner for entry in layout.entries]
+        names = {MODEL + name for name in self._state.parameters}
+        numbered = enumerate(zip(layout.entries, self._owners, strict=True))
+        self._parameters = [(n, e.name, owner) for n, (e, owner) in numbered if e.name in names]
         if self._copier is None:
             # Flattening copies a tensor that is not contiguous, so it is done at every staging.
             self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
@@ -230,6 +292,24 @@ def _with_memory_of_its_own(device: torch.device | CopyDevice) -> CopyDevice | N
     if not isinstance(device, torch.device):
         return device
     return CudaDevice(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A frozen entry in a buffer."""
+
+    checksum: int
+    bits: int = 0
+    """Sum of its bits on the device."""
+
+
+def _not_frozen(step: int, written: list[str]) -> str:
+    name = written[0].removeprefix(MODEL)
+    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    return (
+        f"holdfast: the copy of step {step} is thrown away: {name}{more} has requires_grad False, "
+        "but was written. From now on it is copied with every step"
+    )
 
 
 def _torn(step: int, written: list[str]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from holdfast.workers.checkpoint.device import bit_sum
 from holdfast.workers.checkpoint.layout import Bytes
 
 TRAINING, STAGING = "MainThread", "holdfast-stage"
@@ -29,7 +30,7 @@ class FakeDevice:
         self.delays: list[FakeEvent] = []
         """Events that the training stream waits for."""
         self.captures = False
-        self.locked_bytes = 0
+        self.locked_bytes = self.copied_bytes = 0
         self._refuses = refuses_pages
         self._queue: list[Callable[[], None]] = []
 
@@ -65,10 +66,16 @@ class FakeDevice:
         self._note("copy")
 
         def work() -> None:
+            self.copied_bytes += sum(target.nbytes for target in targets)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source.reshape(-1).view(torch.uint8))
 
         self._queue.append(work)
+
+    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
+        sums: list[int] = []
+        self._queue.append(lambda: sums.extend(int(bit_sum(one)) for one in sources))
+        return lambda: sums
 
     def record(self) -> FakeEvent:
         self._note("record")
