@@ -24,27 +24,41 @@ settings.load_profile("untimed")
 IN_ONE_PROCESS = {
     "tests/e2e/ray/test_autoscaler.py": "heads",
     "tests/e2e/ray/test_head.py": "heads",
-    "tests/e2e/kubernetes/nodes/": "nodes",
-    "tests/e2e/kubernetes/": "kubernetes",
     "tests/e2e/ray/": "ray",
     "tests/contract/": "ray",
-    "tests/e2e/": "local",
-    "tests/strategies/": "local",
+    "tests/e2e/kubernetes/nodes/": "nodes",
+    "tests/e2e/kubernetes/": "kubernetes",
+    "tests/e2e/local/": "local",
+    "tests/e2e/": "agents",
+    "tests/strategies/": "agents",
 }
 """Where tests lie -> what they share: clusters that take long to start. The first one counts."""
+LONGEST_FIRST = ("ray", "nodes", "local", "kubernetes", "heads", "agents")
+"""The groups in the order in which they begin. One that began last would run alone in the end."""
+
+
+def _group(nodeid: str) -> str | None:
+    found = (name for directory, name in IN_ONE_PROCESS.items() if nodeid.startswith(directory))
+    return next(found, None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n`, groups come before the other tests, longest first; within them nothing changes."""
+    if not hasattr(config, "workerinput"):
+        return
+    order = {name: index for index, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(_group(item.nodeid) or "", len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Control planes, clusters with nodes, the Ray cluster and all other training jobs each in one
-    process, in the order without `-n`; files of other tests wherever there is room."""
+    """Control planes, clusters with nodes, the Ray cluster and the training jobs of one machine
+    each in one process; files of other tests wherever there is room."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ClustersTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            for directory, group in IN_ONE_PROCESS.items():
-                if nodeid.startswith(directory):
-                    return group
-            return nodeid.partition("::")[0]
+            return _group(nodeid) or nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # by the number of tests: the longest groups have few
     return ClustersTogether(config, log)
