@@ -155,13 +155,17 @@ def ray_address(given: str) -> str:
 
 
 def _ray(given: str) -> Target:
-    """Raises UserError without Ray's libraries. For the address of a dashboard, the command runs
-    again inside the cluster, and this process exits with its exit code."""
+    """Raises UserError without Ray's libraries. For the address of a dashboard, a command that
+    only looks reads what is published there; any other runs again inside the cluster, and this
+    process exits with its exit code."""
     address = ray_address(given)
     try:
         if address.startswith(("http://", "https://")):
+            from .targets.ray.dashboard import DashboardTarget, can_look
             from .targets.ray.jobs_api import forward
 
+            if can_look():
+                return DashboardTarget(address)
             raise typer.Exit(forward(address))
         from .targets.ray.target import RayTarget
     except ModuleNotFoundError as error:

@@ -72,7 +72,7 @@ class JobsApi:
         self._address = address
         dashboard = "the address of a Ray cluster's dashboard, such as http://HEAD:8265"
         try:
-            with _no_overrides("://" in address):
+            with without_overrides("://" in address):
                 self._client: Any = JobSubmissionClient(address)
                 version = self._server_version()
         # An answer that is not Ray's: no JSON (an OSError of requests too), no version in it.
@@ -262,7 +262,7 @@ class JobLog:
 
 
 @contextmanager
-def _no_overrides(wanted: bool) -> Iterator[None]:
+def without_overrides(wanted: bool) -> Iterator[None]:
     """Ray's client without the environment that would send it elsewhere."""
     before = {name: os.environ.pop(name) for name in OVERRIDES if wanted and name in os.environ}
     try:

@@ -30,6 +30,16 @@ def belongs(actor: str, job: str) -> bool:
     return actor == controller(job) or re.fullmatch(r"node-\d+", node) is not None
 
 
+def logs(job: str, job_id: str) -> str:
+    """A directory in Ray's log directory, on every Ray node with a node of the job."""
+    return f"holdfast-{job}-{job_id[:6]}"
+
+
+def view_file(job: str) -> str:
+    """In Ray's log directory."""
+    return f"holdfast-{job}.view.json"
+
+
 def tls(job_id: str) -> str:
     """The name in a job's certificate."""
     return f"{job_id}.jobs.holdfast.dev"

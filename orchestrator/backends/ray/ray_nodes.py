@@ -13,6 +13,7 @@ from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.planner.gpus import GpusFound
 
 from ..topology import coordinates
+from . import names
 
 MAX_CONNECTIONS = 64
 """At the same time. Each needs an open file, and a process may often have only a thousand."""
@@ -35,7 +36,7 @@ def log_directory(job: str, job_id: str) -> Path:
     import ray
 
     node = ray._private.worker._global_node  # Ray has no public way to its session directory
-    return Path(node.get_logs_dir_path()) / f"holdfast-{job}-{job_id[:6]}"
+    return Path(node.get_logs_dir_path()) / names.logs(job, job_id)
 
 
 def alive_nodes() -> dict[str, dict[str, Any]]:

@@ -91,14 +91,14 @@ def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> 
     found: list[FilePart] = []
     root = ray_nodes.log_directory(job, job_id)
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    matching = _matching(root, wanted)
+    wanted_files = matching(root, wanted)
     for path in sorted(root.rglob("*.log")):
         with path.open("rb") as file:
             status: Any = os.fstat(file.fileno())
             identity = f"{machine}:{status.st_dev}:{status.st_ino}"
             data = b""
             # The generation that was the newest until now may have written more lines.
-            if path in matching or offsets.get(identity):
+            if path in wanted_files or offsets.get(identity):
                 file.seek(offsets.get(identity, 0))
                 data = file.read(MAX_BYTES)
             if data or identity not in offsets:  # of an empty file the name counts
@@ -106,7 +106,8 @@ def _read(job: str, job_id: str, wanted: LogFilter, offsets: dict[str, int]) -> 
     return found
 
 
-def _matching(root: Path, wanted: LogFilter) -> set[Path]:
+def matching(root: Path, wanted: LogFilter) -> set[Path]:
+    """Of the log files of a job below `root`, those whose content is wanted."""
     if wanted.node is not None:
         return {root / f"agent-{wanted.node}.log"}
     generations = _numbered(root, r"gen-(\d+)")

@@ -41,6 +41,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from .actor import ControllerOrder
 from .gcs_journal import open_journal
 from .metrics import RayMetrics
+from .view_file import ViewFile
 
 log = logging.getLogger("holdfast")
 
@@ -56,6 +57,10 @@ class RayHostTiming:
     progress_s: float = 2.0
     """Between two answers to a watcher while only steps happen. A call and its answer wake many of
     Ray's threads in two processes; the local backend sends one message, and more often."""
+    view_file_s: float = 2.0
+    """Between two writes of the view for commands over http://."""
+    view_refresh_s: float = 20.0
+    """The view is written although nothing has changed: an old one is not shown."""
     watch_s: float = 30.0
     """Longest wait of a watch call. The view may not change for days, and the watcher may have
     disconnected: Ray would keep the call, and runs a limited number. Below actors.ANSWER_S."""
@@ -102,6 +107,7 @@ class RayHost:
             tls_context=tls.server_context_from_pem(order.certificate, order.key),
             on_note=log.warning,
         )
+        self._view_file = ViewFile(self._logs.parent, job.name, self._timing.view_file_s)
         self._id = os.urandom(8).hex()
         """A watcher of an earlier controller of the job must count from 0 again."""
         self._serving = asyncio.Event()
@@ -138,7 +144,9 @@ class RayHost:
             log.info("agents connect to %s:%d", address, self._endpoint.port)
             self._serving.set()
             loop = asyncio.get_running_loop()
-            background = [loop.create_task(self._export()), loop.create_task(self._trim())]
+            background = [
+                loop.create_task(work) for work in (self._export(), self._trim(), self._publish())
+            ]
             try:
                 await self.runtime.run()
             finally:
@@ -157,6 +165,7 @@ class RayHost:
             "exit_code": 0 if refusal is None else refusal.exit_code,
         }
         await asyncio.to_thread(self._store.put, ENDED, json.dumps(record).encode())
+        self._view_file.remove()
 
     async def perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         await self._serving.wait()
@@ -207,6 +216,16 @@ class RayHost:
                 await asyncio.sleep(self._timing.trim_retry_s)
                 seen = -1
             await asyncio.sleep(self._timing.trim_s)
+
+    async def _publish(self) -> None:
+        """For commands over http://, which read files of this machine's logs."""
+        seen = -1
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timing.view_refresh_s):
+                    await self.runtime.changes.after(seen)
+            seen, view = self.runtime.changes.count, self.runtime.view()
+            await asyncio.sleep(await asyncio.to_thread(self._view_file.write, view))
 
     async def _export(self) -> None:
         """The metrics that a local job serves at /metrics, to Ray's exporter. Also while nothing

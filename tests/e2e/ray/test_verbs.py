@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.backends.ray.names import view_file
+from holdfast.orchestrator.backends.ray.state_api import StateApi
 from holdfast.orchestrator.protocol.manifest import MANIFEST_NAME
 
 from ..ports import free_port
@@ -150,8 +152,8 @@ def commands(job: Job) -> set[str]:
 
 def test_over_http_a_command_prints_the_same_and_its_ray_job_is_deleted(job: Job) -> None:
     dashboard = job.cluster.dashboard
-    shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
-    assert shown["name"] == NAME and shown["state"] == "running"
+    shown = json.loads(ask(job, "status", "--json", address=dashboard))
+    assert NAME in [one["name"] for one in shown]
     first, give_up = commands(job), time.monotonic() + BOUND_S
     assert first
     while first & commands(job) and time.monotonic() < give_up:  # later commands delete it
@@ -159,6 +161,20 @@ def test_over_http_a_command_prints_the_same_and_its_ray_job_is_deleted(job: Job
         assert done.returncode == 2 and done.stdout == ""
         assert f"holdfast status --ray {dashboard}" in done.stderr
     assert not first & commands(job)
+
+
+def test_over_http_a_running_job_is_shown_without_a_ray_job(job: Job) -> None:
+    dashboard, now_running = job.cluster.dashboard, job.running()
+    api = StateApi(dashboard)
+    controller = api.controller(NAME)
+    assert controller is not None
+    assert json.loads(api.log_file(controller.ray_node, view_file(NAME)))["pid"] == controller.pid
+    before = commands(job)
+    shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
+    assert shown["step"] >= now_running.step and shown["job_id"] == now_running.job_id
+    assert "goodput" in ask(job, "report", NAME, address=dashboard)
+    assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=dashboard)
+    assert commands(job) <= before, "no Ray job was started"
 
 
 def test_over_http_a_negative_answer_is_on_stdout_and_an_error_on_stderr(

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,32 @@ def test_a_watcher_of_an_earlier_controller_does_not_wait_for_its_count(serving:
         host = serving(RayHostTiming(watch_s=1e6))
         async with asyncio.timeout(BOUND_S):
             await host.watch(("an earlier controller", 10**6, 10**6))
+
+    asyncio.run(scenario())
+
+
+def test_the_view_is_published_among_rays_logs_until_the_job_has_ended(
+    make_host: MakeHost, tmp_path: Path
+) -> None:
+    """For commands over http://."""
+
+    async def scenario() -> None:
+        host = make_host(
+            make_order(tmp_path),
+            logs=tmp_path / "holdfast-job-id",
+            timing=RayHostTiming(view_file_s=0.01, view_refresh_s=0.01),
+        )
+        file = tmp_path / names.view_file("job")
+        publishing = asyncio.create_task(host._publish())
+        async with asyncio.timeout(BOUND_S):
+            while not file.exists():
+                await asyncio.sleep(0.01)
+            published = json.loads(file.read_text())
+            assert published["pid"] == os.getpid() and published["view"]["name"] == "job"
+            publishing.cancel()
+            await asyncio.wait([publishing])
+            await host._finish(host.runtime.view(live=False))
+        assert not file.exists()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,129 @@
+"""status and report over http:// read what the controller publishes, or run in the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from holdfast.orchestrator.backends.ray import names
+from holdfast.orchestrator.backends.ray.state_api import ControllerProcess
+from holdfast.orchestrator.cli.targets.base import LogSelector
+from holdfast.orchestrator.cli.targets.ray.dashboard import OLD_S, DashboardTarget, can_look
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.hosts.ray.view_file import ViewFile
+from holdfast.orchestrator.runtime.observe.view import JobView
+
+ADDRESS = "http://head:8265"
+NODE = "a" * 56
+
+
+class FakeStateApi:
+    """The log directory of one Ray node, and at most one controller."""
+
+    def __init__(self, logs: Path, pid: int | None) -> None:
+        self.logs, self.pid = logs, pid
+
+    def controller(self, job: str) -> ControllerProcess | None:
+        return None if self.pid is None else ControllerProcess(NODE, self.pid)
+
+    def ray_nodes(self) -> list[str]:
+        return [NODE]
+
+    def log_files(self, ray_node: str, glob: str) -> list[str]:
+        return [str(path.relative_to(self.logs)) for path in self.logs.glob(glob)]
+
+    def log_file(self, ray_node: str, name: str) -> bytes:
+        assert ray_node == NODE
+        return (self.logs / name).read_bytes()
+
+
+def target(logs: Path, pid: int | None, ran: list[str]) -> DashboardTarget:
+    def run_inside(address: str) -> int:
+        ran.append(address)
+        return 3
+
+    def open_api(address: str) -> Any:
+        assert address == ADDRESS
+        return FakeStateApi(logs, pid)
+
+    return DashboardTarget(ADDRESS, open_api=open_api, run_inside=run_inside)
+
+
+def published(logs: Path, *, ago_s: float = 0.0, loss: float = 0.5) -> JobView:
+    view = JobView(
+        name="a", job_id="0123456789", state="running", step=7, loss=loss, now_ns=time.time_ns()
+    )
+    view.now_ns -= round(ago_s * 1e9)
+    assert ViewFile(logs, "a", 2.0).write(view) >= 2.0
+    return view
+
+
+def test_a_running_job_is_shown_without_a_ray_job(tmp_path: Path) -> None:
+    view, ran = published(tmp_path), list[str]()
+    found = target(tmp_path, os.getpid(), ran).find("a")
+    assert found.view() == view and not ran
+    assert found.remarks(view) == []
+    with pytest.raises(typer.Exit):
+        found.request("suspend")
+    assert ran == [ADDRESS], "a request needs the cluster"
+
+
+def test_logs_of_the_newest_generation_are_read_from_the_dashboard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view, ran = published(tmp_path), list[str]()
+    root = tmp_path / names.logs("a", view.job_id)
+    for generation, rank in ((1, 0), (2, 0), (2, 1)):
+        path = root / f"gen-{generation:04}" / f"rank-{rank:05}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"line of {generation} and {rank}\n")
+    found = target(tmp_path, os.getpid(), ran).find("a")
+    found.print_logs(LogSelector(), follow=False)
+    assert capsys.readouterr().out == "[0] line of 2 and 0\n[1] line of 2 and 1\n"
+    found.print_logs(LogSelector(rank=1), follow=False)
+    assert capsys.readouterr().out == "line of 2 and 1\n" and not ran
+    with pytest.raises(UserError, match="--rank: got 7; expected one of 0, 1"):
+        found.print_logs(LogSelector(rank=7), follow=False)
+    with pytest.raises(typer.Exit):
+        found.print_logs(LogSelector(), follow=True)
+    assert ran == [ADDRESS]
+
+
+@pytest.mark.parametrize("case", ["no file", "another process", "ended", "old", "no view"])
+def test_in_doubt_the_command_runs_in_the_cluster(tmp_path: Path, case: str) -> None:
+    ran, pid = list[str](), os.getpid()
+    if case != "no file":
+        published(tmp_path, ago_s=2 * OLD_S if case == "old" else 0.0)
+    if case == "no view":
+        (tmp_path / names.view_file("a")).write_text(json.dumps({"pid": pid, "view": {"step": {}}}))
+    of_actor = {"another process": pid + 1, "ended": None}.get(case, pid)
+    with pytest.raises(typer.Exit) as ended:
+        target(tmp_path, of_actor, ran).find("a")
+    assert ran == [ADDRESS] and ended.value.exit_code == 3
+
+
+def test_a_loss_that_is_no_number_is_published(tmp_path: Path) -> None:
+    published(tmp_path, loss=float("nan"))
+    loss = target(tmp_path, os.getpid(), []).find("a").view().loss
+    assert loss is not None and loss != loss
+
+
+def test_the_list_of_all_jobs_and_requests_run_in_the_cluster(tmp_path: Path) -> None:
+    ran = list[str]()
+    with pytest.raises(typer.Exit):
+        target(tmp_path, os.getpid(), ran).views()
+    assert ran == [ADDRESS]
+    assert can_look(["status", "a"]) and can_look(["report", "a", "--json"])
+    assert not can_look(["cancel", "a"]) and not can_look([])
+
+
+def test_a_full_disk_does_not_disturb_the_controller(tmp_path: Path) -> None:
+    file = ViewFile(tmp_path / "missing", "a", 2.0)
+    assert file.write(JobView(name="a")) >= 2.0
+    file.remove()
