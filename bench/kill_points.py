@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard
 from holdfast.orchestrator.protocol.manifest import (
     Manifest,
@@ -189,7 +190,7 @@ def _drain(path: str, layout: Layout, report: Report) -> None:
 
 def _adopt_written(path: str, layout: Layout, report: Report) -> None:
     """The next controller commits what they have written."""
-    CheckpointStore(path, JOB).adopt_written(GENERATION)
+    CheckpointStore(path, JOB).adopt_written(GENERATION, Retention(keep_last=layout.keep))
     report(layout.before)
 
 
@@ -236,7 +237,7 @@ def check(path: str, case: Case, layout: Layout, done: int) -> None:
     store = CheckpointStore(path, JOB)
     store.prepare()
     if case.adopts:
-        store.adopt_written(GENERATION)
+        store.adopt_written(GENERATION, Retention(keep_last=layout.keep))
     found = store.manifests()
     assert not store.damaged(), f"torn manifests: {store.damaged()}"
     assert {one.job for one in found} <= set(case.jobs), found

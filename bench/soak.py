@@ -249,14 +249,28 @@ def run_job(
 
 def undisturbed(place: Path, steps: int) -> dict[str, Any]:
     """The last state of a job without faults."""
-    job = SoakJob(place, fixed=True, disks=False, pause_s=0.0)
+    job, state = SoakJob(place, fixed=True, disks=False, pause_s=0.0), {}
     try:
         job.stop_file.write_text(str(steps))
         job.start()
         job.finish(steps)
-        return job.last_state()
+        state = job.last_state()
     finally:
-        job.end(keep=False)
+        job.end(keep=not state)
+    return state
+
+
+def compare(place: Path, outcome: JobResult, state: dict[str, Any]) -> None:
+    """With a job without faults that trains as many steps."""
+    try:
+        expected = undisturbed(place, outcome.steps)
+    except Exception as error:  # as in run_job
+        outcome.problem = f"the job without faults: {type(error).__name__}: {error}; {place}"
+        return
+    outcome.identical = expected == state
+    if not outcome.identical:
+        names = [name for name in expected if expected[name] != state.get(name)]
+        outcome.problem = f"{names[:5]} differ from those of the job without faults"
 
 
 # -- all jobs --------------------------------------------------------------------------------------
@@ -332,11 +346,7 @@ def soak(
         place = root / f"job-{index}"
         outcome, state, good = run_job(place, fixed, planned, seed, disks, say)
         if good and fixed:
-            expected = undisturbed(root / f"undisturbed-{index}", outcome.steps)
-            outcome.identical = expected == state
-            if not outcome.identical:
-                names = [name for name in expected if expected[name] != state.get(name)]
-                outcome.problem = f"job {index}: {names[:5]} differ from the undisturbed job"
+            compare(root / f"undisturbed-{index}", outcome, state)
         log.add(outcome)
 
 

@@ -100,10 +100,21 @@ class SoakJob:
         text = self.stop_file.with_suffix(".new")
         text.write_text(str(steps))
         text.replace(self.stop_file)
-        view = self.job.wait()
+        view = self._wait()
         if view.state != "succeeded":
             raise NotRecovered(f"the job has {view.state}: {view.reason}")
         return view
+
+    def _wait(self) -> JobView:
+        """The final view. Raises NotRecovered if no step is made for long."""
+        newest, deadline = self.steps(), time.monotonic() + BOUND_S
+        while self.job.command.poll() is None:
+            if self.steps() != newest:
+                newest, deadline = self.steps(), time.monotonic() + BOUND_S
+            if time.monotonic() > deadline:
+                raise NotRecovered(f"the job does not end: no step since {newest}")
+            time.sleep(0.1)
+        return self.job.wait()
 
     def end(self, keep: bool) -> None:
         """`keep`: journal and logs stay in the directory."""

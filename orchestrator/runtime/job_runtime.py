@@ -302,7 +302,8 @@ class JobRuntime:
         may be from processes that were fenced."""
         try:
             async with asyncio.timeout(self._timing.storage_listing_s):
-                found = await self._storage.adopt_written(generation)
+                retention = self.state.job.spec.checkpoint.retention
+                found = await self._storage.adopt_written(generation, retention)
         except (HoldfastError, TimeoutError) as error:
             self.log.warning("what agents wrote without a controller is not read: %s", error)
             return []

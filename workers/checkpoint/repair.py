@@ -315,6 +315,7 @@ class _Repair:
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()  # close() would complete a partial upload
+            file.closed = True  # its destructor would close it
             raise
         file.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -31,9 +32,10 @@ class AsyncCheckpointStore(Protocol):
     async def damaged(self) -> list[str]:
         """Names of checkpoints whose manifest is damaged. Raises as `manifests`."""
 
-    async def adopt_written(self, generation: int) -> list[Manifest]:
-        """Commit complete checkpoints of this generation that agents wrote without a controller.
-        Raises HoldfastError when the store does not answer."""
+    async def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
+        """Commit complete checkpoints of this generation that agents wrote without a controller,
+        and delete those that `retention` does not keep. Raises HoldfastError when the store does
+        not answer."""
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         """Write the manifest of a complete set of files; returns their bytes."""
@@ -104,8 +106,8 @@ class ThreadedCheckpointStore:
     async def damaged(self) -> list[str]:
         return await self._executor.call(lambda: self._store().damaged())
 
-    async def adopt_written(self, generation: int) -> list[Manifest]:
-        return await self._executor.call(lambda: self._store().adopt_written(generation))
+    async def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
+        return await self._executor.call(lambda: self._store().adopt_written(generation, retention))
 
     async def commit(self, step: int, mesh: Mesh, files: tuple[ShardFile, ...]) -> int:
         return await self._executor.call(lambda: self._store().commit(step, mesh, files))

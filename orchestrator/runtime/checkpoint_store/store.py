@@ -17,6 +17,7 @@ import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.protocol import coverage
 from holdfast.orchestrator.protocol.facts import CoverageSum, ShardFile
@@ -177,34 +178,44 @@ class CheckpointStore:
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
-    def adopt_written(self, generation: int) -> list[Manifest]:
-        """Commit each step of this generation whose shards all have a note and that has no
-        manifest: agents wrote them without a controller. Raises HoldfastError when the store does
-        not answer."""
+    def adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
+        """Commit the steps of this generation whose shards all have a note and that have no
+        manifest: agents wrote them without a controller. Newest first, and only those that
+        `retention` keeps; older ones are deleted, or a takeover would take longer the longer there
+        was no controller. Raises HoldfastError when the store does not answer."""
         self.fs.invalidate_cache()
         try:
-            return self._adopt_written(generation)
+            return self._adopt_written(generation, retention)
         except Exception as error:  # as in prepare
             raise HoldfastError(f"{self.path}: cannot be read ({_why(error)})") from None
 
-    def _adopt_written(self, generation: int) -> list[Manifest]:
-        found = []
-        for path in self._directories():
-            step, written_by = parse_directory_name(_name(path)) or (-1, -1)
-            if written_by != generation or self.fs.exists(f"{path}/{MANIFEST_NAME}"):
+    def _adopt_written(self, generation: int, retention: Retention) -> list[Manifest]:
+        found: list[Manifest] = []
+        every = retention.keep_every_steps
+        parsed = ((parse_directory_name(_name(path)), path) for path in self._directories())
+        written = [(at[0], path) for at, path in parsed if at is not None and at[1] == generation]
+        for step, path in sorted(written, reverse=True):
+            if self.fs.exists(f"{path}/{MANIFEST_NAME}"):
                 continue
             notes = self._notes(path)
-            files = tuple(note.file for note in notes)
-            meshes = [note.mesh for note in notes]
-            if not notes or any(mesh != meshes[0] for mesh in meshes):
+            if not notes:
                 continue
-            try:
-                self.commit(step, meshes[0], files)
-            except CommitRefused:
-                continue  # not all shards
-            manifest = self._manifest(path)
-            found += [manifest] if manifest is not None else []
-        return found
+            if len(found) >= retention.keep_last and (every is None or (step + 1) % every):
+                self.delete(step, generation)
+                continue
+            found += self._commit_written(step, path, notes)
+        return found[::-1]
+
+    def _commit_written(self, step: int, path: str, notes: list[ShardNote]) -> list[Manifest]:
+        meshes = [note.mesh for note in notes]
+        if any(mesh != meshes[0] for mesh in meshes):
+            return []
+        try:
+            self.commit(step, meshes[0], tuple(note.file for note in notes))
+        except CommitRefused:
+            return []  # not all shards
+        manifest = self._manifest(path)
+        return [manifest] if manifest is not None else []
 
     def damaged(self) -> list[str]:
         """Names of directories whose manifest is there and damaged. Raises HoldfastError when the

@@ -112,6 +112,7 @@ def _write_store(fd: int, num_bytes: int, system: Any, path: str) -> str:
         # close() would complete the upload of a partial shard.
         with contextlib.suppress(Exception):
             file.discard()
+        file.closed = True  # its destructor would close it
         raise
     file.close()
     return checksum

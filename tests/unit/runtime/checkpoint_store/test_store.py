@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.orchestrator.api.v1alpha1.resilience import Retention
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.protocol.manifest import (
     MANIFEST_NAME,
@@ -131,10 +132,10 @@ def test_a_complete_step_that_agents_wrote_without_a_controller_is_committed(
     files = put(storage, 9, generation=3)
     note(storage, *files)
     assert storage.manifests() == [], "not before a controller has looked"
-    (adopted,) = storage.adopt_written(3)
+    (adopted,) = storage.adopt_written(3, Retention())
     assert (adopted.step, adopted.generation, adopted.mesh) == (9, 3, MESH)
     assert adopted.files == files and storage.manifests() == [adopted]
-    assert storage.adopt_written(3) == [], "it is committed already"
+    assert storage.adopt_written(3, Retention()) == [], "it is committed already"
 
 
 def test_what_is_not_complete_or_of_an_older_generation_is_not_adopted(
@@ -154,4 +155,19 @@ def test_what_is_not_complete_or_of_an_older_generation_is_not_adopted(
     note(storage, *torn)
     place = f"{storage.root}/{directory_name(10, 3)}/{torn[0].file}{NOTE_SUFFIX}"
     storage.fs.pipe_file(place, b"{")
-    assert storage.adopt_written(3) == [] and storage.manifests() == []
+    assert storage.adopt_written(3, Retention()) == [] and storage.manifests() == []
+
+
+def test_of_many_steps_that_agents_wrote_only_those_that_are_kept_are_committed(
+    storage: CheckpointStore,
+) -> None:
+    """A controller that was away for long: every commit costs a takeover its time."""
+    for step in range(9, 99, 10):
+        note(storage, *put(storage, step, generation=3))
+    adopted = storage.adopt_written(3, Retention(keep_last=2, keep_every_steps=40))
+    assert [one.step for one in adopted] == [39, 79, 89]
+    assert storage.manifests() == adopted
+    left = {path.rpartition("/")[2] for path in storage.fs.ls(storage.root, detail=False)}
+    assert {name for name in left if name.startswith("step-")} == {
+        directory_name(step, 3) for step in (39, 79, 89)
+    }
