@@ -10,7 +10,7 @@ torch/csrc/distributed/c10d/FlightRecorder.hpp for TORCH_FR_*.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
@@ -72,7 +72,7 @@ def explain_environment(
 ) -> list[Setting]:
     """As worker_environment, in order, with the reason for each value. A variable of the user takes
     the place of Holdfast's; its reason names the value that it replaces."""
-    user, several = job.spec.env, job.spec.resources.num_gpus > 1
+    user, has_gpus = job.spec.env, job.spec.resources.num_gpus > 0
     ours = [
         *_contract(job, membership, seat, node_rank),
         *_devices(job, seat, facts),
@@ -84,7 +84,7 @@ def explain_environment(
     settings: list[Setting] = []
     for setting in ours:
         alias = ALIASES.get(setting.name, "")
-        own = setting.source == "contract" or (setting.name == VISIBLE_DEVICES and several)
+        own = setting.source == "contract" or (setting.name == VISIBLE_DEVICES and has_gpus)
         if own or not (setting.name in user or alias in user):
             settings.append(setting)
             continue
@@ -132,16 +132,24 @@ def _devices(job: TrainingJob, seat: WorkerSeat, facts: NodeFacts) -> Iterator[S
     backend, or spec.env, decides which GPUs a node has."""
     count = job.spec.resources.num_gpus
     why = f"spec.resources.gpu is {count}"
+    named = _names(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices
     if not count:
         yield Setting(VISIBLE_DEVICES, "", why, "resources")
+    elif count == 1 and is_mig(named) and seat.local_rank < len(named):
+        why = "CUDA shows one MIG device to a process: that of this worker"
+        yield Setting(VISIBLE_DEVICES, named[seat.local_rank], why, "resources")
     elif count > 1:
         first = seat.local_rank * count
-        names = _names(job.spec.env.get(VISIBLE_DEVICES)) or facts.visible_devices
-        if names:
-            mine = names[first : first + count]
+        if named:
+            mine = named[first : first + count]
         else:
             mine = tuple(str(index) for index in range(first, first + count))
         yield Setting(VISIBLE_DEVICES, ",".join(mine), f"{why}: those of this worker", "resources")
+
+
+def is_mig(names: Sequence[str]) -> bool:
+    """Whether values of CUDA_VISIBLE_DEVICES name parts of GPUs (MIG)."""
+    return bool(names) and all(name.startswith("MIG-") for name in names)
 
 
 def _names(visible: str | None) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ WorkerPhase = Literal["start", "build", "restore", "compile", "train", "evaluate
 class Gpu(msgspec.Struct, frozen=True):
     name: str
     memory_bytes: int
+    device: str = ""
+    """Its value in CUDA_VISIBLE_DEVICES; empty: its position among the GPUs."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+from msgspec import structs
+
 from .facts import Gpu
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
+_FORMAT = "--format=csv,noheader,nounits"
+_MIG = re.compile(r"MIG (\S*?\.(\d+)gb\S*)\s.*\(UUID: (MIG-[^)\s]+)\)")
 
 
 def query_gpus() -> tuple[Gpu, ...]:
@@ -17,16 +22,40 @@ def query_gpus() -> tuple[Gpu, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(
-        query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-    )
+    lines = _run(program, "--query-gpu=name,memory.total,mig.mode.current", _FORMAT)
+    found, divided = [], []
+    for index, line in enumerate(lines):
+        name, memory, mig = (*(part.strip() for part in line.split(",")), "", "")[:3]
+        if memory.isdigit():
+            found.append(Gpu(name, int(memory) * 2**20))
+            divided.append(index if mig == "Enabled" else -1)
+    if not found or -1 in divided:
+        # CUDA shows either whole GPUs or one part to a process.
+        whole = [index for index, at in enumerate(divided) if at < 0]
+        if len(whole) == len(found):
+            return tuple(found)
+        return tuple(structs.replace(found[index], device=str(index)) for index in whole)
+    return mig_devices("\n".join(_run(program, "-L")))
+
+
+def mig_devices(listed: str) -> tuple[Gpu, ...]:
+    """The parts of GPUs in the output of `nvidia-smi -L`. Their memory is in their profile: 3g.20gb
+    has 20 GB."""
     found = []
-    for line in done.stdout.splitlines():
-        name, _, mebibytes = line.rpartition(",")
-        if mebibytes.strip().isdigit():
-            found.append(Gpu(name.strip(), int(mebibytes) * 2**20))
+    for profile, gigabytes, uuid in _MIG.findall(listed):
+        found.append(Gpu(f"MIG {profile}", int(gigabytes) * 10**9, uuid))
     return tuple(found)
+
+
+def _run(program: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=NVIDIA_SMI_TIMEOUT_S,
+        check=True,
+    )
+    return done.stdout.splitlines()
 
 
 def rdma_devices() -> tuple[str, ...]:

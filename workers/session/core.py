@@ -33,6 +33,7 @@ from holdfast.workers.checkpoint.state import Extra, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.training.data import mix
 
+from . import numa
 from .agent_channel import AgentChannel
 from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
 from .loss import LossReport
@@ -402,6 +403,8 @@ def init(shard: int | None = None, tensor: int = 1) -> Session:
     attached = worker_transport.attached
     shape = attached.assign.membership.mesh if attached else _mesh_without_agent(at, shard, tensor)
     device = pick_device(at.local_rank, attached.job if attached else None)
+    if attached is not None and device.type == "cuda":
+        numa.bind_to(device)
     session = Session(at, device, shape)
     if session._channel is not None:
         session._channel.start_pulse()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES
+from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, is_mig
 from holdfast.orchestrator.protocol.mesh import AXES, Mesh
 
 from .store import TIMEOUT, open_store
@@ -62,8 +62,9 @@ def pick_device(local_rank: int, job: TrainingJob | None = None) -> torch.device
     requested = 0 if job is None else job.spec.resources.num_gpus
     if not count and not requested:
         return torch.device("cpu")
-    if requested > 1:  # CUDA_VISIBLE_DEVICES has this worker's only
-        first, last = 0, requested - 1
+    names = (os.environ.get(VISIBLE_DEVICES) or "").split(",")
+    if requested > 1 or (requested == 1 and len(names) == 1 and is_mig(names)):
+        first, last = 0, requested - 1  # CUDA_VISIBLE_DEVICES has this worker's only
     else:
         first = last = local_rank
     if last >= count:

@@ -70,7 +70,7 @@ def _usable() -> tuple[str, ...]:
     visible = os.environ.get(VISIBLE_DEVICES)
     if visible is not None:
         return split_names(visible)
-    return tuple(str(index) for index in range(len(gpus())))
+    return tuple(gpu.device or str(index) for index, gpu in enumerate(gpus()))
 
 
 def _device_files() -> str:

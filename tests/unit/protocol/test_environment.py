@@ -218,3 +218,17 @@ def test_a_cache_that_the_user_has_set_in_the_agents_environment_is_left() -> No
     assert chosen_cache({"HOLDFAST_CACHE_DIR": "/c"}) == "/c"
     assert chosen_cache({"HOLDFAST_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/t"}) == ""
     assert chosen_cache({}) == ""
+
+
+@pytest.mark.parametrize("named", ["facts", "env"])
+def test_each_worker_sees_its_own_part_of_a_gpu(named: str) -> None:
+    """CUDA shows one MIG device to a process, the first that is named."""
+    facts, env = make_facts(), {}
+    if named == "facts":
+        facts = make_facts(visible_devices=("MIG-a", "MIG-b"))
+    else:
+        env = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    got = environment(make_job(resources={"gpu": 1}, env=env), facts)
+    assert got["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+    whole = environment(make_job(resources={"gpu": 1}), make_facts(visible_devices=("0", "1")))
+    assert "CUDA_VISIBLE_DEVICES" not in whole

@@ -21,6 +21,7 @@ from . import cgroup
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
+    found = gpus()
     return NodeFacts(
         hostname=socket.gethostname(),
         address=address,
@@ -28,8 +29,8 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         slots=slots,
         cpus=cpus(),
         memory_bytes=memory_bytes(),
-        gpus=gpus(),
-        visible_devices=_names(os.environ.get(VISIBLE_DEVICES)),
+        gpus=found,
+        visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), found),
         interfaces=interfaces(),
         address_interface=interface_of(address),
         hcas=rdma_devices(),
@@ -78,6 +79,14 @@ def gpus() -> tuple[Gpu, ...]:
 def num_visible(variable: str | None, found: int) -> int:
     """Number of GPUs that a value of CUDA_VISIBLE_DEVICES leaves."""
     return found if variable is None else len(_names(variable))
+
+
+def visible_devices(variable: str | None, found: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """The names that the variable gives; without it those that the driver gives parts of GPUs."""
+    if variable is not None:
+        return _names(variable)
+    names = tuple(gpu.device for gpu in found)
+    return names if all(names) else ()
 
 
 def _names(variable: str | None) -> tuple[str, ...]:

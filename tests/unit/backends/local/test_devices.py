@@ -63,6 +63,41 @@ def test_cuda_visible_devices_limits_the_gpus(
     assert num_visible(visible, 3) == len(left)
 
 
+MIG_LIST = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 1g.5gb+me   Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("Enabled", ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+                     "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb")),
+        ("Disabled", ("0",)),
+        ("[N/A]", ("0",)),
+    ],
+)  # fmt: skip
+def test_parts_of_a_gpu_are_devices_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, names: tuple[str, ...]
+) -> None:
+    (tmp_path / "list").write_text(MIG_LIST)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\nif [ "$1" = -L ]; then while read l; do echo "$l"; done < {tmp_path}/list\n'
+        f'else echo "NVIDIA A100-SXM4-40GB, 40960, {mode}"; fi\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices.gpus.cache_clear()
+    assert devices.gpu_names(job()) == names
+    if mode == "Enabled":
+        assert [gpu.memory_bytes for gpu in devices.gpus()] == [20 * 10**9, 5 * 10**9]
+    devices.gpus.cache_clear()
+
+
 def test_no_gpus_are_assigned_if_the_job_needs_none_or_names_them(three_gpus: None) -> None:
     assert devices.gpu_names(job(gpu=0)) is None
     assert devices.gpu_names(job(env={"CUDA_VISIBLE_DEVICES": "1"})) is None

@@ -165,6 +165,12 @@ def test_a_worker_with_several_gpus_begins_at_its_first(gpus: None) -> None:
         pick_device(7, eight_workers(4, script=True))
 
 
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_each_worker_has_its_own_part_of_a_gpu(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f")
+    assert pick_device(7, eight_workers(1)) == torch.device("cuda", 0)
+
+
 def test_a_model_on_several_gpus_is_refused_by_the_name_of_a_parameter() -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     expect_on(first, [("a", first), ("offloaded", torch.device("cpu"))])
