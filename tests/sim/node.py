@@ -25,6 +25,8 @@ class SimNode:
         self.machine = AgentMachine(job=world.job_name, node=name, token="t", slots=slots)
         self.workers: dict[tuple[int, int], SimWorker] = {}
         self.contents: dict[int, Payload | None] = {}
+        self.memory_bytes: int | None = None
+        """None: not measured, nothing is limited."""
         self.facts = NodeFacts(hostname=name, address=f"ip-{name}", data_port=1, slots=slots)
         self.alive = True
         self.link: Link | None = None
@@ -136,7 +138,15 @@ class SimNode:
         self.feed(inputs.StoppedRanks(tuple(ranks)))
 
     def from_worker(self, worker: SimWorker, message: worker_protocol.FromWorker) -> None:
+        if isinstance(message, worker_protocol.BufferRequest):
+            self._measure_memory()
         self.feed(inputs.FromRank(worker.generation, worker.rank, message))
+
+    def _measure_memory(self) -> None:
+        if self.memory_bytes is not None:
+            held = len(self.contents) * self.world.sizes.shard_bytes
+            free = max(0, self.memory_bytes - held)
+            self.feed(inputs.MemoryMeasured(self.memory_bytes, free, held))
 
     def worker_ended(self, worker: SimWorker, code: int | None, signal: int | None) -> None:
         self.feed(
@@ -197,6 +207,8 @@ class SimNode:
         ):
             self.feed(inputs.PushDone(out.buffer, "the buddy cannot be reached"))
             return
+        if peer.machine.tiers.memory.current is None:
+            peer._measure_memory()
         buffer, before = peer.machine.accept_copy(out.staged, out.confirmed)
         for command in before:
             peer._carry_out(command)

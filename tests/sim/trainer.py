@@ -172,7 +172,10 @@ class SimWorker:
             self._report()
 
     def _stage(self) -> None:
-        if self.wants_to_stage is None or not self.writable:
+        if self.wants_to_stage is None:
+            return
+        if not self.writable:
+            self.send(worker_protocol.BufferWanted())
             return
         step, self.wants_to_stage = self.wants_to_stage, None
         number = self.writable.pop(0)

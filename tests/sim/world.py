@@ -143,7 +143,7 @@ class World(VirtualTime):
         names = []
         slots = self.document["spec"]["workersPerNode"]
         for _ in range(count):
-            node = SimNode(self, f"n{self._named}", slots)
+            node = self.make_node(f"n{self._named}", slots)
             self._named += 1
             self.nodes[node.name] = node
             self.after(self.between(0.1, 1.5), node.connect)
@@ -159,6 +159,9 @@ class World(VirtualTime):
     def release_all(self) -> None:
         for name in list(self.nodes):
             self.release(name)
+
+    def make_node(self, name: str, slots: int) -> SimNode:
+        return SimNode(self, name, slots)
 
     def node_dies(self, node: SimNode, visible: bool, why: str) -> None:
         """`visible`: the connections close and the backend reports the end."""
