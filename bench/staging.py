@@ -28,6 +28,7 @@ from bench import conditions
 from holdfast import session
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
+from holdfast.workers.checkpoint.twin_parts import StagingBuffer
 
 
 class Memory:
@@ -45,11 +46,11 @@ class Memory:
             np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
             self._maps.append(memory)
 
-    def take_buffer(self) -> tuple[int, mmap.mmap]:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
         self._next = (self._next + 1) % len(self._maps)
-        return self._next, self._maps[self._next]
+        return StagingBuffer(self._next, self._maps[self._next])
 
-    def staged(self, buffer: int, step: int, num_bytes: int) -> None:
+    def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
         pass
 
 

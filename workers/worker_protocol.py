@@ -5,7 +5,9 @@ PhaseChanged and Progress as it trains, and Pulse from a thread. To stage, it re
 (BufferRequest, answered with Buffer and a descriptor), writes one, sends Staged, and may write that
 buffer again after BufferFree. While an upload or a push keeps all its buffers, the agent sends one
 more Buffer without a request. A worker that has to wait sends BufferWanted; a node short of memory
-then gives up its older step. The spec says which steps are staged; StageAt requests others. To
+then gives up its older step. Ranks of a node with one shard index (`Assign.twins` of them) request
+the buffer of each step instead; all get the same one, and each writes a part of it. The spec says
+which steps are staged; StageAt requests others. To
 restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
 ends with Failed or Finished and exits.
 
@@ -58,6 +60,13 @@ class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
 
 class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-request"):
     num_bytes: int
+    shared: bool = False
+    """Of a worker with twins: it will write a part of each buffer."""
+    step: int = -1
+    """If shared: the step that it will stage; -1: it wants the descriptors of the buffers that it
+    will need."""
+    layout: int = 0
+    """Equal for files in which all data have the same position."""
 
 
 class BufferWanted(WorkerMessage, frozen=True, kw_only=True, tag="buffer-wanted"):
@@ -65,12 +74,21 @@ class BufferWanted(WorkerMessage, frozen=True, kw_only=True, tag="buffer-wanted"
 
 
 class Staged(WorkerMessage, frozen=True, kw_only=True, tag="staged"):
-    """Buffer `buffer` now holds the complete state of `step`: a whole safetensors file of
-    `num_bytes` (the memfd may be longer)."""
+    """Buffer `buffer` now holds this worker's part of the state of `step`. All parts together are a
+    whole safetensors file of `num_bytes` (the memfd may be longer); of several parts, the agent
+    writes the checksum of the header."""
 
     buffer: int
     step: int
     num_bytes: int
+    sample: int = 0
+    """Of a worker with twins: checksum of a few bytes that must be the same on all of them."""
+
+
+class BufferReturned(WorkerMessage, frozen=True, kw_only=True, tag="buffer-returned"):
+    """Of a worker with twins: its part of this buffer was not staged. It may ask for it again."""
+
+    buffer: int
 
 
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
@@ -120,6 +138,8 @@ class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
     spec_directory: str = ""
     stage_every_steps: int = 0
     """Stage every Nth step; 0: as the spec says."""
+    twins: int = 1
+    """Ranks of this node with the shard index of this one, itself included."""
     log_file: str = ""
     """File for stdout and stderr. Empty: the file descriptor that comes with this message."""
 
@@ -140,16 +160,21 @@ class StageEvery(WorkerMessage, frozen=True, kw_only=True, tag="stage-every"):
 
 
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
-    """Comes with one file descriptor."""
+    """Comes with one file descriptor. `part` of `parts`: what this worker writes; 0 parts: nothing
+    yet."""
 
     buffer: int
     num_bytes: int
+    part: int = 0
+    parts: int = 1
 
 
 class BufferFree(WorkerMessage, frozen=True, kw_only=True, tag="buffer-free"):
-    """The worker may write this buffer again."""
+    """The worker may write this buffer again: `part` of `parts`."""
 
     buffer: int
+    part: int = 0
+    parts: int = 1
 
 
 class NoBuffer(WorkerMessage, frozen=True, kw_only=True, tag="no-buffer"):
@@ -177,6 +202,7 @@ FromWorker = (
     | Pulse
     | BufferRequest
     | BufferWanted
+    | BufferReturned
     | Staged
     | FetchShard
     | StackReport

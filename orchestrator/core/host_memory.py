@@ -51,4 +51,5 @@ def _for_mesh(state: JobState, memory: HostMemory, mesh: Mesh) -> HostMemory:
     they are wanted."""
     wanted = needs_buddy(state.job, mesh)
     workers = state.job.spec.workers_per_node
-    return scaled(memory, num_shards=mesh.num_shards, workers=workers, buddy=wanted)
+    shards = mesh.shards_per_node(workers)
+    return scaled(memory, num_shards=mesh.num_shards, workers=workers, buddy=wanted, shards=shards)

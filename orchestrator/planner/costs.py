@@ -223,15 +223,16 @@ def _tiers(
     buffers = BUDDY_BUFFERS if buddy else BUFFERS
     if host is not None:
         buffers = host.grant.buffers
-    unit, rows = workers * shard_bytes(counts, mesh), []
-    formula = f"{workers} workers x up to {buffers} buffers x 12 P / {mesh.num_shards}"
+    shards = mesh.shards_per_node(workers)
+    unit, rows = shards * shard_bytes(counts, mesh), []
+    formula = f"{shards} shards x up to {buffers} buffers x 12 P / {mesh.num_shards}"
     if checkpoint.memory.every_steps == "auto" and buffers > 1:
         formula += f"; staged as often as {checkpoint.memory.budget_percent:g} % of a step allow"
     tier = checkpoint.memory.every_steps and buffers > 1
     what = "memory tier: staged checkpoints" if tier else "staged for storage"
     rows.append(MemoryEstimate(what, "node", buffers * unit, formula, exact=True))
     if buddy:
-        formula = f"{workers} workers x {COPIES} copies x 12 P / {mesh.num_shards}"
+        formula = f"{shards} shards x {COPIES} copies x 12 P / {mesh.num_shards}"
         what = "memory tier: copies for the buddy"
         rows.append(MemoryEstimate(what, "node", COPIES * unit, formula))
     size = CHECKPOINT_BYTES * counts.total
@@ -265,6 +266,7 @@ def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | Non
         num_shards=mesh.num_shards,
         workers=workers,
         buddy=needs_buddy(job, mesh),
+        shards=mesh.shards_per_node(workers),
     )
 
 

@@ -1,7 +1,7 @@
 """How much staged state a node's memory can hold: the arithmetic that agents, controller and plan
 share.
 
-With N bytes of staged state per worker (one shard) and W workers per node, a node needs
+With N bytes of staged state per worker (one shard) and W different shards on a node, it needs
 
     W x N x (buffers + copies)
 
@@ -74,6 +74,8 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Shards of the mesh that they belong to."""
     workers: int
     grant: HostGrant
+    shards: int = 0
+    """Sets of buffers: workers with one shard share theirs; 0: each has its own."""
 
     @property
     def usable_bytes(self) -> int:
@@ -83,8 +85,8 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit_bytes(self) -> int:
-        """One buffer for each worker."""
-        return self.shard_bytes * self.workers
+        """One buffer for each shard."""
+        return self.shard_bytes * (self.shards or self.workers)
 
 
 def reserve_bytes(room: HostRoom, *, shard_bytes: int, workers: int) -> int:
@@ -94,11 +96,19 @@ def reserve_bytes(room: HostRoom, *, shard_bytes: int, workers: int) -> int:
 
 
 def plan_host_memory(
-    room: HostRoom, *, shard_bytes: int, num_shards: int, workers: int, buddy: bool
+    room: HostRoom,
+    *,
+    shard_bytes: int,
+    num_shards: int,
+    workers: int,
+    buddy: bool,
+    shards: int = 0,
 ) -> HostMemory:
-    """What the node holds. `buddy`: copies for another node are wanted."""
+    """What the node holds. `buddy`: copies for another node are wanted. `shards`: see
+    HostMemory."""
     usable = room.available_bytes - reserve_bytes(room, shard_bytes=shard_bytes, workers=workers)
-    fits = max(0, usable) // max(1, shard_bytes * workers)
+    unit = shard_bytes * (shards or workers)
+    fits = max(0, usable) // max(1, unit)
     grant = HostGrant(0, given_up="checkpoints")
     if buddy and fits >= MIN_BUDDY_BUFFERS + COPIES:
         grant = HostGrant(min(BUDDY_BUFFERS, fits - COPIES), buddy=True)
@@ -106,19 +116,34 @@ def plan_host_memory(
         grant = HostGrant(BUFFERS, given_up="copies" if buddy else "nothing")
     elif fits >= MIN_BUFFERS:
         grant = HostGrant(fits, given_up="buffers")
-    elif room.available_bytes >= shard_bytes * workers:
+    elif room.available_bytes >= unit:
         # Without one buffer there are no checkpoints at all, so it may take the reserve too.
         grant = HostGrant(1, given_up="memory-tier")
     return HostMemory(
-        room=room, shard_bytes=shard_bytes, num_shards=num_shards, workers=workers, grant=grant
+        room=room,
+        shard_bytes=shard_bytes,
+        num_shards=num_shards,
+        workers=workers,
+        grant=grant,
+        shards=shards,
     )
 
 
-def scaled(memory: HostMemory, *, num_shards: int, workers: int, buddy: bool) -> HostMemory:
-    """The plan of the same node for another mesh: the whole state is as large as before."""
+def scaled(
+    memory: HostMemory, *, num_shards: int, workers: int, buddy: bool, shards: int = 0
+) -> HostMemory:
+    """The plan of the same node for another mesh: the whole state is as large as before. Workers
+    that do not share their buffers as they could go on with that."""
+    if memory.num_shards == num_shards and memory.workers == workers:
+        shards = memory.shards
     shard = -(-memory.shard_bytes * memory.num_shards // max(1, num_shards))
     return plan_host_memory(
-        memory.room, shard_bytes=shard, num_shards=num_shards, workers=workers, buddy=buddy
+        memory.room,
+        shard_bytes=shard,
+        num_shards=num_shards,
+        workers=workers,
+        buddy=buddy,
+        shards=shards,
     )
 
 

@@ -86,6 +86,12 @@ class Mesh(msgspec.Struct, frozen=True):
         """The other ranks that hold the same shard: the replicate group without `rank`."""
         return tuple(other for other in self.group("replicate", rank) if other != rank)
 
+    def shards_per_node(self, workers_per_node: int) -> int:
+        """The most different shards that the ranks of one node hold."""
+        shards = [self.shard_index(rank) for rank in range(self.world_size)]
+        nodes = range(0, self.world_size, workers_per_node)
+        return max(len(set(shards[first : first + workers_per_node])) for first in nodes)
+
     def replica_groups(self) -> Iterator[tuple[int, ...]]:
         """The ranks of each replica group."""
         for replica in range(self.replicate):

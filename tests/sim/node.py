@@ -27,6 +27,10 @@ class SimNode:
         self.contents: dict[int, Payload | None] = {}
         self.memory_bytes: int | None = None
         """None: not measured, nothing is limited."""
+        self.parts: dict[int, dict[int, Payload]] = {}
+        """Buffer -> what twins have written into it, by part."""
+        self.most_bytes = self.staged_bytes = 0
+        """The most that its buffers took, and what its workers have copied into them."""
         self.facts = NodeFacts(hostname=name, address=f"ip-{name}", data_port=1, slots=slots)
         self.alive = True
         self.link: Link | None = None
@@ -83,6 +87,8 @@ class SimNode:
                     world.after(0.001, lambda: worker.received(out.message, payload))
             case commands.MakeBuffer():
                 self.contents[out.buffer] = None
+                size = len(self.contents) * world.sizes.shard_bytes
+                self.most_bytes = max(self.most_bytes, size)
             case commands.FreeBuffer():
                 self.contents.pop(out.buffer, None)
             case commands.WriteStorage():
@@ -100,6 +106,14 @@ class SimNode:
             case _:
                 pass
 
+    def written(self, buffer: int, part: int, parts: int, payload: Payload) -> None:
+        """A worker has copied its part; a buffer with parts of different states holds none."""
+        found = self.parts.setdefault(buffer, {}) if parts > 1 else {}
+        found[part] = payload
+        whole = len(found) == parts and set(found.values()) == {payload}
+        self.contents[buffer] = payload if whole else None
+        self.staged_bytes += self.world.sizes.shard_bytes // parts
+
     def stage_every(self, generation: int) -> int:
         """The interval with which the workers of a generation are forked."""
         group = self.machine.group
@@ -114,7 +128,7 @@ class SimNode:
             self.feed(inputs.ForkFailed(generation, rank, "out of processes"))
             return
         self._pid += 1
-        worker = SimWorker(self, out.membership, out.seat)
+        worker = SimWorker(self, out.membership, out.seat, len(out.twins))
         self.workers[(generation, rank)] = worker
         self.feed(inputs.WorkerForked(generation, rank, self._pid))
         self.world.after(self.world.between(0.1, 0.4), worker.begin)
@@ -138,7 +152,7 @@ class SimNode:
         self.feed(inputs.StoppedRanks(tuple(ranks)))
 
     def from_worker(self, worker: SimWorker, message: worker_protocol.FromWorker) -> None:
-        if isinstance(message, worker_protocol.BufferRequest):
+        if isinstance(message, worker_protocol.BufferRequest) and message.step < 0:
             self._measure_memory()
         self.feed(inputs.FromRank(worker.generation, worker.rank, message))
 

@@ -14,6 +14,7 @@ from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import Membership, StackActivity, WorkerSeat
 from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint.twin_parts import MIN_SHARED_BYTES
 
 if TYPE_CHECKING:
     from .node import SimNode
@@ -37,7 +38,7 @@ Payload = tuple[int, int, int]
 class SimWorker:
     """One worker process."""
 
-    def __init__(self, node: SimNode, membership: Membership, seat: WorkerSeat) -> None:
+    def __init__(self, node: SimNode, membership: Membership, seat: WorkerSeat, twins: int) -> None:
         self.node, self.world = node, node.world
         self.membership, self.seat = membership, seat
         self.rank, self.generation = seat.rank, membership.generation
@@ -46,7 +47,12 @@ class SimWorker:
         self.step = membership.restore.step if membership.restore else -1
         self.ready = False
         """It waits for its peers at the next collective."""
-        self.writable: list[int] = []
+        self.twins, self.shares = twins, False
+        self.writable: list[tuple[int, int, int]] = []
+        """(buffer, part, parts)."""
+        self.staged_bytes = 0
+        self.parts = 1
+        """Of the last staging."""
         self.wants_to_stage: int | None = None
         self.requested = -1
         self.staged_before = self.staged_now = False
@@ -68,8 +74,10 @@ class SimWorker:
             return
         self.gang.workers[self.rank] = self
         self.send(worker_protocol.PhaseChanged(phase="build"))
-        for _ in range(3):
-            self.send(worker_protocol.BufferRequest(num_bytes=self.world.sizes.shard_bytes))
+        size = self.world.sizes.shard_bytes
+        shares = self.shares = self.twins > 1 and size >= MIN_SHARED_BYTES
+        for _ in range(1 if shares else 3):
+            self.send(worker_protocol.BufferRequest(num_bytes=size, shared=shares))
         restore = self.membership.restore
         if restore is None:
             self._restored(None)
@@ -99,11 +107,9 @@ class SimWorker:
                 self.requested = message.step
             case worker_protocol.StageEvery():
                 self.intervals.append((message.from_step, message.every_steps))
-            case worker_protocol.Buffer():
-                self.writable.append(message.buffer)
-                self._stage()
-            case worker_protocol.BufferFree():
-                self.writable.append(message.buffer)
+            case worker_protocol.Buffer() | worker_protocol.BufferFree():
+                if message.parts:
+                    self.writable.append((message.buffer, message.part, message.parts))
                 self._stage()
             case worker_protocol.Shard():
                 restore = self.membership.restore
@@ -167,7 +173,14 @@ class SimWorker:
         self.staged_before, self.staged_now = self.staged_now, due
         if last or self.step == self.requested or due:
             self.wants_to_stage = self.step
-            self._stage()
+            if self.shares:
+                size = self.world.sizes.shard_bytes
+                request = worker_protocol.BufferRequest(
+                    num_bytes=size, shared=True, step=self.step, layout=1
+                )
+                self.send(request)
+            else:
+                self._stage()
         else:
             self._report()
 
@@ -175,24 +188,29 @@ class SimWorker:
         if self.wants_to_stage is None:
             return
         if not self.writable:
-            self.send(worker_protocol.BufferWanted())
+            if not self.shares:
+                self.send(worker_protocol.BufferWanted())
             return
         step, self.wants_to_stage = self.wants_to_stage, None
-        number = self.writable.pop(0)
-        shards = self.membership.mesh.num_shards
-        sizes = self.world.sizes
-        self.world.after(sizes.stall_s, lambda: self._staged(number, step, shards))
+        number, part, self.parts = self.writable.pop(0)
+        self.world.after(self.stall_s, lambda: self._staged(number, part, step))
 
-    def _staged(self, number: int, step: int, shards: int) -> None:
+    @property
+    def stall_s(self) -> float:
+        return self.world.sizes.stall_s / self.parts
+
+    def _staged(self, number: int, part: int, step: int) -> None:
         if not self._runs(lambda: None):
             return
-        self.node.contents[number] = (step, self.seat.shard, shards)
+        payload = (step, self.seat.shard, self.membership.mesh.num_shards)
+        self.node.written(number, part, self.parts, payload)
+        self.staged_bytes += self.world.sizes.shard_bytes // self.parts
         num_bytes = self.world.sizes.shard_bytes
         self.send(worker_protocol.Staged(buffer=number, step=step, num_bytes=num_bytes))
         self._report()
 
     def _report(self) -> None:
-        stall_s = self.world.sizes.stall_s
+        stall_s = self.stall_s
         progress = worker_protocol.Progress(
             step=self.step,
             loss=1.0 / (self.step + 1),

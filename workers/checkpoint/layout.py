@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,10 @@ INTEGER_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _STEP_WIDTH, _CHECKSUM_WIDTH = 20, 16
 _NO_CHECKSUM = b"0" * _CHECKSUM_WIDTH
-_EXTRA_MIN_BYTES = 1024
+_EXTRA_MIN_BYTES = 4096
 _LENGTH_BYTES = 8
+_HEADER_START = b'{"__metadata__":{' + _CHECKSUM_FIELD
+_HEADER_CHECKSUM_AT = _LENGTH_BYTES + len(_HEADER_START)
 
 
 class DamagedCheckpoint(HoldfastError):
@@ -136,7 +138,8 @@ class Layout:
     template: bytearray
     """The header with its length; `render` fills in the numbers."""
     num_bytes: int
-    _header_checksum_at: int
+    digest: int
+    """Equal for layouts whose files differ in numbers, checksums and extra state only."""
     _step_at: int
     _checksums_at: list[int]
     _extra_at: int
@@ -150,18 +153,51 @@ class Layout:
         """Whether the header has room for this encoded `extra`; if not, a new layout is needed."""
         return len(extra) <= self._extra_room
 
-    def render(self, step: int, checksums: Sequence[int], extra: bytes) -> bytearray:
-        """The header of one step. `checksums` are in the order of `entries`."""
+    def render_part(self, step: int, checksums: Mapping[int, int], extra: bytes) -> bytearray:
+        """The header of one step with the checksums of some entries, by index. Its own checksum,
+        and those of other entries, are not valid."""
         assert self.fits(extra)
         out = self.template
         out[self._step_at : self._step_at + _STEP_WIDTH] = b"%20d" % step
         out[self._extra_at : self._extra_at + self._extra_room] = extra.ljust(self._extra_room)
-        for at, checksum in zip(self._checksums_at, checksums, strict=True):
+        for index, checksum in checksums.items():
+            at = self._checksums_at[index]
             out[at : at + _CHECKSUM_WIDTH] = b"%016x" % checksum
-        at = self._header_checksum_at
-        out[at : at + _CHECKSUM_WIDTH] = _NO_CHECKSUM
-        out[at : at + _CHECKSUM_WIDTH] = b"%016x" % xxhash.xxh3_64_intdigest(out)
         return out
+
+    def header_ranges(self, entries: Collection[int], *, first: bool) -> list[tuple[int, int]]:
+        """The bytes of the header with the checksums of these entries, and what precedes each in
+        the header. `first`: also all that belongs to no entry."""
+        start = self._checksums_at[0] if self._checksums_at else self.data_start
+        ends = [start, *(at + _CHECKSUM_WIDTH for at in self._checksums_at)]
+        found = [(ends[index], ends[index + 1]) for index in sorted(entries)]
+        if first:
+            found = [(0, start), *found, (ends[-1], self.data_start)]
+        return merged(found)
+
+    def render(self, step: int, checksums: Sequence[int], extra: bytes) -> bytearray:
+        """The header of one step. `checksums` are in the order of `entries`."""
+        assert len(checksums) == len(self.entries)
+        out = self.render_part(step, dict(enumerate(checksums)), extra)
+        seal_header(out)
+        return out
+
+
+def seal_header(header: bytearray) -> None:
+    """Writes the checksum of a complete header into it."""
+    at = _HEADER_CHECKSUM_AT
+    header[at : at + _CHECKSUM_WIDTH] = _NO_CHECKSUM
+    header[at : at + _CHECKSUM_WIDTH] = b"%016x" % xxhash.xxh3_64_intdigest(header)
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges, with those joined that touch."""
+    out: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if out and out[-1][1] == begin:
+            begin = out.pop()[0]
+        out.append((begin, end))
+    return out
 
 
 def make_layout(
@@ -181,8 +217,7 @@ def make_layout(
         at = end
 
     out = bytearray(_LENGTH_BYTES)
-    out += b'{"__metadata__":{' + _CHECKSUM_FIELD
-    header_checksum_at = len(out)
+    out += _HEADER_START
     out += _NO_CHECKSUM + b'","%s":"' % METADATA_KEY.encode()
     out += _escape('{"step":')
     step_at = len(out)
@@ -201,7 +236,9 @@ def make_layout(
         checksums_at.append(len(out))
         out += _NO_CHECKSUM + _escape('"}')
     out += _escape('},"extra":')
-    extra_at, room = len(out), max(_EXTRA_MIN_BYTES, 2 * len(extra))
+    # Not to the byte: that of twins may differ a little, and their layouts must not.
+    room = max(_EXTRA_MIN_BYTES, 1 << (2 * len(extra)).bit_length())
+    extra_at = len(out)
     out += b" " * room + _escape("}") + b'"}'
     for entry in placed:
         body = {
@@ -213,8 +250,9 @@ def make_layout(
     out += b"}"
     out += b" " * (-len(out) % ALIGNMENT)
     out[:_LENGTH_BYTES] = (len(out) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
-    places = (header_checksum_at, step_at, checksums_at, extra_at)
-    return Layout(tuple(placed), out, len(out) + at, *places, room)
+    digest = xxhash.xxh3_64_intdigest(out)
+    places = (step_at, checksums_at, extra_at, room)
+    return Layout(tuple(placed), out, len(out) + at, digest, *places)
 
 
 def encode_extra(value: Mapping[str, Any]) -> bytes:

@@ -8,14 +8,15 @@ buffers are copied first, and the next forward, which may write them, waits for 
 
 A parameter with requires_grad False (the base of a LoRA) is copied to each buffer once, then only
 compared: on the CPU by its checksum, on a device by the sum of its bits. Each staged file is whole.
+
+Of a shard that several ranks of the node hold, each stages a part (twin_parts.py).
 """
 
 from __future__ import annotations
 
-import mmap
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from .layout import (
     make_layout,
 )
 from .state import DTYPES, TrainingState
+from .twin_parts import SAMPLE_ROOM, StagingBuffer, divide, sample
 
 _MAX_NAMED = 3
 
@@ -54,14 +56,77 @@ class BufferSource(Protocol):
     def request_buffers(self, num_bytes: int) -> None:
         """Request all buffers with a new size, without waiting."""
 
-    def take_buffer(self) -> tuple[int, mmap.mmap]:
-        """Wait for a free buffer; (its number, its memory)."""
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+        """Wait for a free buffer of at least this size, for a file of this step whose layout has
+        this digest."""
 
-    def staged(self, buffer: int, step: int, num_bytes: int) -> None:
-        """Report that the buffer is complete."""
+    def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
+        """Report that the buffer is complete, with the checksum of what twins compare."""
 
     def put_back(self, buffer: int) -> None:
         """The buffer holds nothing and may be taken again. Called in any thread."""
+
+
+class _Part:
+    """What one rank stages of the file of a layout: its entries, in the order of the layout."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: list[Tensor],
+        owners: list[Tensor],
+        may_differ: frozenset[str],
+        part: int,
+        parts: int,
+    ) -> None:
+        """Tensors named in `may_differ` (batch norm statistics) are not the same on twins: the
+        first one stages all of them."""
+        self.layout, self.whole = layout, parts == 1
+        self.indices = indices = divide(layout.entries, parts, may_differ)[part]
+        self.names = [layout.entries[index].name for index in indices]
+        self.tensors = [tensors[index] for index in indices]
+        self.owners = [owners[index] for index in indices]
+        self.header_ranges = layout.header_ranges(indices, first=part == 0)
+        self._sample: tuple[int, int] | None = None
+        """Where in the buffer the bytes are that twins compare; their tensor is the last one."""
+        at = sample(layout.entries, may_differ) if parts > 1 else None
+        if at is not None and tensors[at].is_contiguous():
+            room = SAMPLE_ROOM // parts
+            self.names.append(layout.entries[at].name)
+            self.tensors.append(tensors[at].reshape(-1).view(torch.uint8)[:room])
+            self.owners.append(owners[at])
+            begin = layout.num_bytes + part * room
+            self._sample = (begin, begin + self.tensors[-1].numel())
+        self.sources: list[Bytes | None] = []
+        """The tensors' memory, on the CPU."""
+
+    def positions(self, numbers: Iterable[int]) -> list[int]:
+        """Where in the lists the tensors of these entries of the layout are; of others, nowhere."""
+        places = {number: place for place, number in enumerate(self.indices)}
+        return [places[number] for number in numbers if number in places]
+
+    def find_sources(self) -> None:
+        # Flattening copies a tensor that is not contiguous, so it is done at every staging.
+        self.sources = [flat_bytes(t) if t.is_contiguous() else None for t in self.tensors]
+
+    def targets(self, view: Bytes) -> list[Bytes]:
+        """The piece of a buffer for each tensor."""
+        at, entries = self.layout.data_start, self.layout.entries
+        ranges = [(at + entries[i].begin, at + entries[i].end) for i in self.indices]
+        ranges += [self._sample] if self._sample is not None else []
+        return [view[begin:end] for begin, end in ranges]
+
+    def write_header(self, view: Bytes, step: int, extra: bytes, checksums: list[int]) -> int:
+        """Returns the checksum of the bytes that twins compare."""
+        if self.whole:
+            header = self.layout.render(step, checksums, extra)
+        else:
+            numbers = dict(zip(self.indices, checksums, strict=False))
+            header = self.layout.render_part(step, numbers, extra)
+        rendered = np.frombuffer(header, dtype=np.uint8)
+        for begin, end in self.header_ranges:
+            view[begin:end] = rendered[begin:end]
+        return 0 if self._sample is None else checksums[-1]
 
 
 class Stager:
@@ -83,12 +148,14 @@ class Stager:
         self._capacity = 0
         self._addresses: list[int] = []
         self._tensors: list[Tensor] = []
-        """In the order of the layout, like their owners and the sources, which are their memory on
-        the CPU."""
+        """In the order of the layout, like their owners."""
         self._owners: list[Tensor] = []
-        self._sources: list[Bytes | None] = []
-        self._views: dict[int, tuple[Bytes, list[Bytes]]] = {}
-        self._urgent = set(state.buffers())
+        self._parts: dict[tuple[int, int], _Part] = {}
+        """(part, parts) -> what is staged."""
+        self._views: dict[StagingBuffer, tuple[Bytes, list[Bytes]]] = {}
+        """The buffer's memory, and the piece of it for each tensor."""
+        self._buffer_names = state.buffers()
+        self._urgent = set(self._buffer_names)
         """Names of tensors that are written between two optimizer steps: what follows waits for
         their copy. Also those whose write was found once."""
         self.num_thrown_away = 0
@@ -97,15 +164,15 @@ class Stager:
         self._copier = (
             AsyncCopier(self._device, state.before_each_step) if self._device is not None else None
         )
-        self._copies: dict[int, CopySet] = {}
+        self._copies: dict[StagingBuffer, CopySet] = {}
         self._parameters: list[tuple[int, str, Tensor]] = []
         """Entries that are parameters: (number in the layout, name, parameter)."""
         self._frozen: tuple[int, ...] = ()
         """Of the layout's entries: parameters that are not trained now."""
         self._not_frozen: set[str] = set()
         """Names of those that were written nevertheless."""
-        self._held: dict[int, dict[int, _Held]] = {}
-        """Buffer -> frozen entries that it has."""
+        self._held: dict[StagingBuffer, dict[int, _Held]] = {}
+        """Buffer -> frozen tensors that it has, by their place in the part."""
         if self._device is not None:
             buffers.prepare_with(PageLocks(self._device))
         self._on_cpu_s = 0.0
@@ -136,13 +203,14 @@ class Stager:
         layout = self._layout
         assert layout is not None
         self._find_frozen()
-        buffer, memory = self._buffers.take_buffer()
-        view, targets = self._view(buffer, memory, layout)
+        buffer = self._buffers.take_buffer(step, self._capacity, layout.digest)
+        part = self._part(layout, buffer)
+        view, targets = self._view(buffer, part)
         if self._copier is not None:
-            self._start(self._copier, layout, view, targets, buffer, step, extra)
+            self._start(self._copier, part, view, targets, buffer, step, extra)
         else:
-            checksums = self._copy_now(buffer, targets)
-            _complete(self._buffers, layout, view, buffer, step, extra, checksums)
+            checksums = self._copy_now(buffer, part, targets)
+            _complete(self._buffers, part, view, buffer.number, step, extra, checksums)
             self._on_cpu_s = time.perf_counter() - begin
         return time.perf_counter() - begin
 
@@ -157,11 +225,11 @@ class Stager:
             self._held.clear()
             self._copies.clear()
 
-    def _copy_now(self, buffer: int, targets: list[Bytes]) -> list[int]:
+    def _copy_now(self, buffer: StagingBuffer, part: _Part, targets: list[Bytes]) -> list[int]:
         """On the CPU; returns the checksums."""
-        held, frozen = self._held.setdefault(buffer, {}), set(self._frozen)
+        held, frozen = self._held.setdefault(buffer, {}), set(part.positions(self._frozen))
         checksums = []
-        pairs = zip(targets, self._sources, self._tensors, strict=True)
+        pairs = zip(targets, part.sources, part.tensors, strict=True)
         for number, (target, source, tensor) in enumerate(pairs):
             data = flat_bytes(tensor) if source is None else source
             if number in held and hash_bytes(data) == held[number].checksum:
@@ -179,22 +247,22 @@ class Stager:
     def _start(
         self,
         copier: AsyncCopier,
-        layout: Layout,
+        part: _Part,
         view: Bytes,
         targets: list[Bytes],
-        buffer: int,
+        buffer: StagingBuffer,
         step: int,
         extra: bytes,
     ) -> None:
         device, held = self._device, self._held.get(buffer, {})
         assert device is not None
-        frozen = [number for number in self._frozen if device.holds(self._tensors[number])]
+        frozen = [n for n in part.positions(self._frozen) if device.holds(part.tensors[n])]
 
         changed: list[str] = []
 
         def done(sums: list[int]) -> list[str]:
             now = dict(zip(frozen, sums, strict=True))
-            changed.extend(layout.entries[n].name for n, one in held.items() if one.bits != now[n])
+            changed.extend(part.names[n] for n, one in held.items() if one.bits != now[n])
             if changed:
                 self._not_frozen.update(changed)
                 return changed
@@ -205,7 +273,7 @@ class Stager:
             if frozen and not held:
                 self._held[buffer] = {n: _Held(checksums[n], now[n]) for n in frozen}
                 self._copies.pop(buffer, None)
-            _complete(self._buffers, layout, view, buffer, step, extra, checksums)
+            _complete(self._buffers, part, view, buffer.number, step, extra, checksums)
             return []
 
         def thrown_away(written: list[str]) -> None:
@@ -216,28 +284,28 @@ class Stager:
                 self._urgent.update(written)
                 print(_torn(step, written), file=sys.stderr)
             self._copies.clear()
-            self._buffers.put_back(buffer)
+            self._buffers.put_back(buffer.number)
 
         if buffer not in self._copies:
-            self._copies[buffer] = self._copy_set(layout, targets, held)
-        summed = [self._tensors[number] for number in frozen]
+            self._copies[buffer] = self._copy_set(part, targets, held)
+        summed = [part.tensors[number] for number in frozen]
         copier.start(self._copies[buffer], done, thrown_away, summed)
 
-    def _copy_set(self, layout: Layout, targets: list[Bytes], held: Mapping[int, _Held]) -> CopySet:
+    def _copy_set(self, part: _Part, targets: list[Bytes], held: Mapping[int, _Held]) -> CopySet:
         """Of all tensors that the buffer does not have."""
         device = self._device
         assert device is not None
         return CopySet(
             CopiedTensor(
-                entry.name,
+                name,
                 source,
                 torch.from_numpy(target),
                 owner,
-                entry.name in self._urgent,
+                name in self._urgent,
                 device.holds(source),
             )
-            for number, (entry, source, target, owner) in enumerate(
-                zip(layout.entries, self._tensors, targets, self._owners, strict=True)
+            for number, (name, source, target, owner) in enumerate(
+                zip(part.names, part.tensors, targets, part.owners, strict=True)
             )
             if number not in held
         )
@@ -250,6 +318,7 @@ class Stager:
         self._reserve(layout, entries)
         self._layout = layout
         self._views.clear()
+        self._parts.clear()
         self._copies.clear()
         self._held.clear()
         self._addresses = self._state.addresses()
@@ -258,9 +327,6 @@ class Stager:
         names = {MODEL + name for name in self._state.parameters}
         numbered = enumerate(zip(layout.entries, self._owners, strict=True))
         self._parameters = [(n, e.name, owner) for n, (e, owner) in numbered if e.name in names]
-        if self._copier is None:
-            # Flattening copies a tensor that is not contiguous, so it is done at every staging.
-            self._sources = [flat_bytes(t) if t.is_contiguous() else None for t in self._tensors]
 
     def _reserve(self, layout: Layout, entries: list[Entry]) -> None:
         if not self._capacity:
@@ -268,23 +334,32 @@ class Stager:
             if later:  # each of them also takes room in the header
                 extra = encode_extra(self._state.export_extra(in_full=True))
                 full = make_layout(entries + later, extra=extra, **self._identity)
-            self._capacity = full.num_bytes + _SLACK_BYTES
+            self._capacity = full.num_bytes + _SLACK_BYTES + SAMPLE_ROOM
             self._buffers.request_buffers(self._capacity)
-        if layout.num_bytes > self._capacity:
+        most = self._capacity - SAMPLE_ROOM
+        if layout.num_bytes > most:
             raise UserError(
                 f"checkpoint: the training state grew to {layout.num_bytes} bytes; expected at "
-                f"most {self._capacity} as of the first staging; give all parameters, optimizer "
+                f"most {most} as of the first staging; give all parameters, optimizer "
                 "state and extra state their full size before the first step"
             )
 
-    def _view(self, buffer: int, memory: mmap.mmap, layout: Layout) -> tuple[Bytes, list[Bytes]]:
-        """A buffer's memory, and the part of it for each tensor."""
+    def _part(self, layout: Layout, buffer: StagingBuffer) -> _Part:
+        key = (buffer.part, buffer.parts)
+        found = self._parts.get(key)
+        if found is None:
+            held = (layout, self._tensors, self._owners, self._buffer_names)
+            found = self._parts[key] = _Part(*held, *key)
+            if self._copier is None:
+                found.find_sources()
+        return found
+
+    def _view(self, buffer: StagingBuffer, part: _Part) -> tuple[Bytes, list[Bytes]]:
+        """A buffer's memory, and the piece of it for each tensor."""
         known = self._views.get(buffer)
         if known is None:
-            view = np.frombuffer(memory, dtype=np.uint8)
-            at = layout.data_start
-            known = view, [view[at + e.begin : at + e.end] for e in layout.entries]
-            self._views[buffer] = known
+            view = np.frombuffer(buffer.memory, dtype=np.uint8)
+            known = self._views[buffer] = view, part.targets(view)
         return known
 
 
@@ -330,13 +405,12 @@ def flat_bytes(tensor: Tensor) -> Bytes:
 
 def _complete(
     buffers: BufferSource,
-    layout: Layout,
+    part: _Part,
     view: Bytes,
     buffer: int,
     step: int,
     extra: bytes,
     checksums: list[int],
 ) -> None:
-    header = layout.render(step, checksums, extra)
-    view[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-    buffers.staged(buffer, step, layout.num_bytes)
+    compared = part.write_header(view, step, extra, checksums)
+    buffers.staged(buffer, step, part.layout.num_bytes, compared)

@@ -23,6 +23,7 @@ from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
+from holdfast.workers.checkpoint.twin_parts import MIN_SHARED_BYTES, StagingBuffer
 
 from . import inspection
 from .buffer_thread import BufferThread
@@ -45,16 +46,19 @@ class AgentChannel:
         hold_s: float = limits.HOLD_S,
         inspection_socket: socket.socket | None = None,
         stage_every_steps: int = 0,
+        has_twins: bool = False,
     ) -> None:
         """`hold_s`: longest wait for a planned stop. `stage_every_steps`: until the agent says
-        otherwise."""
+        otherwise. `has_twins`: the agent says for each step what this worker stages of it."""
         self._connection, self._hold_s = connection, hold_s
         self._inspection = inspection_socket
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._memory: dict[int, mmap.mmap] = {}
         self._unmapped: dict[int, tuple[int, int]] = {}
-        self._free: deque[int] = deque()
+        self._has_twins, self._shares = has_twins, False
+        self._free: deque[tuple[int, int, int]] = deque()
+        """(buffer, part, parts)."""
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
@@ -114,34 +118,42 @@ class AgentChannel:
 
     def _prepared(self, buffer: int, memory: mmap.mmap) -> None:
         self._memory[buffer] = memory
-        self._free.append(buffer)
+        if not self._shares:
+            self._free.append((buffer, 0, 1))
 
     def request_buffers(self, num_bytes: int) -> None:
         if self._buffer_thread is not None:
             self._buffer_thread.expect(limits.STAGING_BUFFERS)
-        for _ in range(limits.STAGING_BUFFERS):
-            self.send(worker_protocol.BufferRequest(num_bytes=num_bytes))
+        shares = self._shares = self._has_twins and num_bytes >= MIN_SHARED_BYTES
+        for _ in range(1 if shares else limits.STAGING_BUFFERS):
+            self.send(worker_protocol.BufferRequest(num_bytes=num_bytes, shared=shares))
 
-    def take_buffer(self) -> tuple[int, mmap.mmap]:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+        if self._shares:
+            request = worker_protocol.BufferRequest(
+                num_bytes=num_bytes, shared=True, step=step, layout=layout
+            )
+            self.send(request)
         while self._receive(timeout_s=0):
             pass
-        if not self._free:
+        if not self._free and not self._shares:
             self.send(worker_protocol.BufferWanted())
         if not self._wait_for_buffer(time.monotonic() + _BUFFER_WAIT_S):
             phase = self.phase
             self.enter("save")
             self._wait_for_buffer(None)
             self.enter(phase)
-        buffer = self._free.popleft()
+        buffer, part, parts = self._free.popleft()
         if buffer in self._unmapped:  # mapped on use: a first step needs one buffer, not three
             fd, num_bytes = self._unmapped.pop(buffer)
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=flags)
+            # A twin writes a part of the pages only.
+            populate = getattr(mmap, "MAP_POPULATE", 0) if parts == 1 else 0
+            self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | populate)
             os.close(fd)
-        return buffer, self._memory[buffer]
+        return StagingBuffer(buffer, self._memory[buffer], part, parts)
 
     def _wait_for_buffer(self, until: float | None) -> bool:
-        while not self._free:
+        while not self._is_ready():
             if self._no_buffer:  # the buffer thread may have received it
                 raise UserError(self._no_buffer)
             left_s = None if until is None else until - time.monotonic()
@@ -150,11 +162,21 @@ class AgentChannel:
             self._receive(left_s)
         return True
 
-    def staged(self, buffer: int, step: int, num_bytes: int) -> None:
-        self.send(worker_protocol.Staged(buffer=buffer, step=step, num_bytes=num_bytes))
+    def _is_ready(self) -> bool:
+        """A buffer may be written, and it is prepared."""
+        return bool(self._free) and (
+            self._buffer_thread is None or self._free[0][0] in self._memory
+        )
+
+    def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
+        report = {"buffer": buffer, "step": step, "num_bytes": num_bytes, "sample": sample}
+        self.send(worker_protocol.Staged(**report))
 
     def put_back(self, buffer: int) -> None:
-        self._free.appendleft(buffer)
+        if self._shares:
+            self.send(worker_protocol.BufferReturned(buffer=buffer))
+        else:
+            self._free.appendleft((buffer, 0, 1))
 
     def stage_every(self, step: int) -> int:
         """Every how many steps are staged at this step, as the agent says; 0: it says nothing."""
@@ -234,9 +256,10 @@ class AgentChannel:
                     self._buffer_thread.put(message.buffer, fd, message.num_bytes)
                 else:
                     self._unmapped[message.buffer] = (fd, message.num_bytes)
-                    self._free.append(message.buffer)
+                if message.parts and (self._shares or self._buffer_thread is None):
+                    self._free.append((message.buffer, message.part, message.parts))
             case worker_protocol.BufferFree():
-                self._free.append(message.buffer)
+                self._free.append((message.buffer, message.part, message.parts))
             case worker_protocol.NoBuffer():
                 self._no_buffer = message.detail
             case worker_protocol.Shard():

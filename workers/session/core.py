@@ -64,6 +64,7 @@ class Session:
                 attached.link,
                 inspection_socket=attached.inspection,
                 stage_every_steps=attached.assign.stage_every_steps,
+                has_twins=attached.assign.twins > 1,
             )
             if attached
             else None

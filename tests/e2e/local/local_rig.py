@@ -22,8 +22,11 @@ import yaml
 
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.observe.view import JobView
+from holdfast.workers.checkpoint import inspect
+from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
 
 BOUND_S = 120.0
 
@@ -211,3 +214,26 @@ def _exactly(stream: socket.socket, length: int) -> bytes | None:
             return None
         data += part
     return data
+
+
+def losses_of(job: Job) -> dict[int, str]:
+    """Loss of every step as rank 0 printed it; a repeated step must print the same loss."""
+    found: dict[int, str] = {}
+    for log in sorted(job.directory.path.glob("logs/gen-*/rank-00000.log")):
+        for step, loss in re.findall(r"^step (\d+) loss (\S+)", log.read_text(), re.M):
+            assert found.setdefault(int(step), loss) == loss, f"step {step} changed: {log}"
+    return found
+
+
+def last_state(job: Job, step: int) -> dict[str, Any]:
+    """The last committed checkpoint: the checksum of every tensor of every shard (weights, moments
+    and step counters), and the numbers of the optimizer."""
+    path = str(job.directory.path / "checkpoints")
+    manifest, files, found = inspect.find(path), CheckpointFiles(path), {}
+    assert manifest.step == step
+    for file in manifest.files:
+        header = files.open(directory_name(manifest.step, manifest.generation), file).header()
+        found[f"{file.shard} extra"] = header.extra
+        for name, entry in header.entries.items():
+            found[f"{file.shard} {name}"] = (entry.box, entry.checksum)
+    return found

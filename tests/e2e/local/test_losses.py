@@ -4,18 +4,13 @@ checkpoint has its bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast.orchestrator.protocol.manifest import directory_name
-from holdfast.workers.checkpoint import inspect
-from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
-
-from .local_rig import Job, spec
+from .local_rig import Job, last_state, losses_of, spec
 
 pytestmark = pytest.mark.e2e
 
@@ -32,9 +27,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     job = Job(tmp_path_factory.mktemp("undisturbed"), document())
     job.run()
     assert job.wait().state == "succeeded", job.output()
-    losses = losses_of(job)
+    losses, state = losses_of(job), last_state(job, STEPS - 1)
     assert sorted(losses) == list(range(STEPS))
-    return Undisturbed(losses, last_state(job))
+    assert len([name for name in state if name.endswith(" extra")]) == 2
+    assert any(".exp_avg_sq" in name for name in state)
+    return Undisturbed(losses, state)
 
 
 @pytest.fixture
@@ -49,31 +46,6 @@ def document() -> dict[str, Any]:
     return spec("losses", STEPS, recovery={"growDelaySeconds": 0.5})
 
 
-def losses_of(job: Job) -> dict[int, str]:
-    """Loss of every step as rank 0 printed it; a repeated step must print the same loss."""
-    found: dict[int, str] = {}
-    for log in sorted(job.directory.path.glob("logs/gen-*/rank-00000.log")):
-        for step, loss in re.findall(r"^step (\d+) loss (\S+)", log.read_text(), re.M):
-            assert found.setdefault(int(step), loss) == loss, f"step {step} changed: {log}"
-    return found
-
-
-def last_state(job: Job) -> dict[str, Any]:
-    """The last committed checkpoint: the checksum of every tensor of every shard (weights, moments
-    and step counters), and the numbers of the optimizer."""
-    path = str(job.directory.path / "checkpoints")
-    manifest, files, found = inspect.find(path), CheckpointFiles(path), {}
-    assert manifest.step == STEPS - 1
-    for file in manifest.files:
-        header = files.open(directory_name(manifest.step, manifest.generation), file).header()
-        found[f"{file.shard} extra"] = header.extra
-        for name, entry in header.entries.items():
-            found[f"{file.shard} {name}"] = (entry.box, entry.checksum)
-    assert len(manifest.files) == 2
-    assert any(".exp_avg_sq" in name for name in found)
-    return found
-
-
 def test_kills_of_a_worker_and_a_node_change_no_loss_and_no_weight(
     job: Job, undisturbed: Undisturbed
 ) -> None:
@@ -85,7 +57,7 @@ def test_kills_of_a_worker_and_a_node_change_no_loss_and_no_weight(
     job.kill(job.worker_pids()[2])
     view = job.wait()
     assert losses_of(job) == undisturbed.losses
-    assert last_state(job) == undisturbed.state
+    assert last_state(job, STEPS - 1) == undisturbed.state
     assert [i.failure_class for i in view.incidents] == ["infrastructure"] * 3
     assert all(i.restored_from == "memory" for i in view.incidents)
     assert all(i.steps_lost is not None and i.steps_lost <= 1 for i in view.incidents)

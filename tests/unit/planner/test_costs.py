@@ -12,7 +12,7 @@ from holdfast.orchestrator.planner import costs
 from holdfast.orchestrator.planner.costs import count_parameters, flops_per_token
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers.agent.machine.checkpoint_tiers import PeerCopies
+from holdfast.workers.agent.machine.peer_copies import PeerCopies
 from holdfast.workers.training.models import transformer
 
 from .builders import make_job

@@ -6,13 +6,13 @@ Pure bookkeeping: memory and files are touched only by the commands that it retu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from holdfast.orchestrator.protocol.facts import ShardFile, StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.host_memory import too_little
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.messages import (
+    AgentEvent,
     Committed,
     CopyStep,
     HostMemoryPlanned,
@@ -24,11 +24,13 @@ from holdfast.orchestrator.protocol.messages import (
 from holdfast.workers import worker_protocol
 
 from . import commands, inputs
+from .buffer_states import Ask, Change, Differ, Drop, Make, StagingBuffer, Version, version
 from .commands import Command
 from .copy_round import CopyRounds
-from .generation import Generation
+from .generation import Generation, Worker
 from .host_memory import MemoryPlan
-from .staging_buffers import Drop, Give, StagingBuffer, StagingBuffers, Version, version
+from .peer_copies import PeerCopies, PeerCopy
+from .staging_buffers import StagingBuffers
 
 Key = tuple[int, int, int]
 """(generation, step, shard)."""
@@ -36,97 +38,6 @@ Key = tuple[int, int, int]
 
 def key(staged: StagedShard) -> Key:
     return (staged.generation, staged.step, staged.shard)
-
-
-@dataclass
-class PeerCopy:
-    """A buffer for a shard of another node."""
-
-    number: int
-    num_bytes: int
-    content: StagedShard | None = None
-    arriving: StagedShard | None = None
-    pins: int = 0
-
-
-class PeerCopies:
-    """All buddy copies of a node: of each shard the confirmed version and the newest one (without a
-    confirmed one the two newest), and one that arrives."""
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self.copies: dict[int, PeerCopy] = {}
-        self.confirmed: Version | None = None
-        self._numbers = numbers
-
-    def begin(self, staged: StagedShard) -> tuple[int, bool, list[int]]:
-        """A buffer for a copy: (number, whether it must be allocated, buffers to free)."""
-        freed = self._discard_old()
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
-        for copy in idle:
-            if copy.num_bytes >= staged.num_bytes:
-                copy.arriving = staged
-                return copy.number, False, freed
-        for copy in idle:
-            del self.copies[copy.number]
-            freed.append(copy.number)
-        copy = PeerCopy(next(self._numbers), staged.num_bytes, arriving=staged)
-        self.copies[copy.number] = copy
-        return copy.number, True, freed
-
-    def end(self, number: int, ok: bool) -> list[int]:
-        """The transfer is over. Returns the buffers to free."""
-        copy = self.copies.get(number)
-        if copy is not None:
-            copy.content, copy.arriving = (copy.arriving if ok else None), None
-        return self._discard_old()
-
-    def abandon(self, after_step: int, generation: int) -> list[int]:
-        """A generation resumes after this step: later ones are discarded."""
-        for copy in self.copies.values():
-            held = copy.content
-            if held and held.generation < generation and held.step > after_step:
-                copy.content = None
-        return self._discard_old()
-
-    def release(self, kept: Version | None) -> list[int]:
-        """There is no memory for copies: give up all but this version."""
-        for copy in self.copies.values():
-            if copy.content is not None and version(copy.content) != kept:
-                copy.content = None
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
-        for copy in idle:
-            del self.copies[copy.number]
-        return [copy.number for copy in idle]
-
-    def inventory(self) -> tuple[StagedShard, ...]:
-        return tuple(c.content for c in self.copies.values() if c.content is not None)
-
-    def find(self, step: int, generation: int, shard: int) -> PeerCopy | None:
-        for copy in self.copies.values():
-            held = copy.content
-            if held and (held.step, held.generation, held.shard) == (step, generation, shard):
-                return copy
-        return None
-
-    def _discard_old(self) -> list[int]:
-        """Keep two versions of each shard, and one idle buffer per shard at most."""
-        by_shard: dict[tuple[int, int], list[PeerCopy]] = {}
-        for copy in self.copies.values():
-            if copy.content is not None:
-                shard = (copy.content.shard, copy.content.num_shards)
-                by_shard.setdefault(shard, []).append(copy)
-        for held in by_shard.values():
-            held.sort(key=lambda c: version(c.content) if c.content else (0, 0), reverse=True)
-            wanted = [c for c in held if c.content and version(c.content) == self.confirmed]
-            kept = [*held[:1], *wanted] if wanted else held[:2]
-            for old in [copy for copy in held if all(copy is not one for one in kept)]:
-                old.content = None
-        idle = [c for c in self.copies.values() if not (c.content or c.arriving or c.pins)]
-        freed = []
-        for copy in idle[max(1, len(by_shard)) :]:
-            del self.copies[copy.number]
-            freed.append(copy.number)
-        return freed
 
 
 class CheckpointTiers:
@@ -158,7 +69,8 @@ class CheckpointTiers:
         self.rounds.launch(group)
         self.memory.launch()
         self._keep(group)
-        changes = self.buffers.launch(group.generation, len(group.workers), restored)
+        slots = list(group.twins().values())
+        changes = self.buffers.launch(group.generation, slots, restored)
         freed = self.copies.abandon(group.after_step, group.generation)
         return [*self._carry_out(group, changes), *map(commands.FreeBuffer, freed)]
 
@@ -175,21 +87,38 @@ class CheckpointTiers:
         return whole[0][1] if whole else -1
 
     # -- workers ------------------------------------------------------------------------------
-    def request(self, group: Generation, seat: WorkerSeat, num_bytes: int) -> list[Command]:
-        planned = self._plan_memory(group, num_bytes)
+    def request(
+        self, group: Generation, seat: WorkerSeat, asked: worker_protocol.BufferRequest
+    ) -> list[Command]:
+        num_bytes, planned = asked.num_bytes, []
+        if asked.step < 0:
+            planned = self._plan_memory(group, num_bytes)
         if self.buffers.most == 0 and self.memory.current is not None:
             refusal = worker_protocol.NoBuffer(detail=too_little(self.memory.current))
             return [*planned, commands.ToRank(group.generation, seat.rank, refusal)]
-        given = self._carry_out(group, self.buffers.request(seat.local_rank, num_bytes))
-        return [*planned, *given]
+        shared = Ask(asked.step, asked.layout, num_bytes) if asked.shared else None
+        num_slots = len(self.buffers.slots)
+        changes = self.buffers.request(seat.local_rank, num_bytes, shared)
+        if len(self.buffers.slots) > num_slots:  # twins that do not share need more memory
+            planned += self._plan_memory(group, num_bytes)
+        return [*planned, *self._carry_out(group, changes)]
 
-    def wait(self, group: Generation, seat: WorkerSeat) -> list[Command]:
-        """A worker cannot go on without a buffer."""
-        return self._carry_out(group, self.buffers.wait(seat.local_rank))
+    def without_buffer(
+        self,
+        group: Generation,
+        seat: WorkerSeat,
+        message: worker_protocol.BufferWanted | worker_protocol.BufferReturned,
+    ) -> list[Command]:
+        """A worker cannot go on without a buffer, or a twin has not staged its part of one."""
+        if isinstance(message, worker_protocol.BufferReturned):
+            changes = self.buffers.returned(seat.local_rank, message.buffer)
+        else:
+            changes = self.buffers.wait(self.buffers.slot_of(seat.local_rank))
+        return self._carry_out(group, changes)
 
     def _plan_memory(self, group: Generation, num_bytes: int) -> list[Command]:
         """What this node can hold, before it holds more."""
-        memory = self.memory.plan(group, num_bytes)
+        memory = self.memory.plan(group, num_bytes, len(self.buffers.slots))
         if memory is None:
             return []
         self.buffers.most = memory.grant.buffers
@@ -218,16 +147,24 @@ class CheckpointTiers:
     ) -> list[Command]:
         shards = group.membership.mesh.num_shards
         content = StagedShard(message.step, group.generation, seat.shard, shards, message.num_bytes)
-        slot = self.buffers.slots[seat.local_rank]
+        number = self.buffers.slot_of(seat.local_rank)
+        slot = self.buffers.slots[number]
         before = slot.latest[1] if slot.latest else group.after_step
         try:
-            self.buffers.staged(seat.local_rank, message.buffer, content)
+            place = (seat.local_rank, message.buffer)
+            complete = self.buffers.staged(*place, content, message.sample)
         except ValueError as error:
             return [commands.Note(f"rank {seat.rank} staged step {message.step}: {error}")]
+        if not complete:
+            return self._carry_out(group, self.buffers.settle())
         out: list[Command] = []
-        requested = self._requested(seat, message.step)
-        if requested or (seat.persists and _is_due(group, before, message.step)):
-            slow = self._writing.get(seat.local_rank)
+        seats = [worker.seat for worker in self._of_slot(group, seat)]
+        if len(seats) > 1:
+            out.append(commands.SealBuffer(message.buffer))
+        requested = [one for one in seats if self._requested(one, message.step)]
+        persists = any(one.persists for one in seats)
+        if requested or (persists and _is_due(group, before, message.step)):
+            slow = self._writing.get(number)
             if requested or slow is None:
                 out += self._write(self.buffers.buffers[message.buffer])
             else:
@@ -241,10 +178,16 @@ class CheckpointTiers:
         return out
 
     def finished(self, group: Generation, seat: WorkerSeat) -> list[Command]:
-        """The training loop is complete: persist the last staged step, whatever the interval."""
-        marks = self._marks.pop(seat.rank, [])
-        if not seat.persists:
+        """The training loop is complete: persist the last staged step, whatever the interval. Of
+        twins, when all have staged their part of it."""
+        twins = self._of_slot(group, seat)
+        if not all(worker.finished or worker.ended for worker in twins):
             return []
+        keepers = [worker.seat for worker in twins if worker.seat.persists]
+        return [command for one in keepers for command in self._write_last(group, one)]
+
+    def _write_last(self, group: Generation, seat: WorkerSeat) -> list[Command]:
+        marks = self._marks.pop(seat.rank, [])
         newest = max(self._own(group, seat), key=lambda b: version(_content(b)), default=None)
         if newest is not None:
             return self._write(newest)
@@ -320,7 +263,8 @@ class CheckpointTiers:
         one in common, also those whose report no controller has acknowledged."""
         own = None
         if group is not None:
-            own = {w.seat.local_rank for w in group.workers.values() if w.seat.persists}
+            keepers = [w.seat for w in group.workers.values() if w.seat.persists]
+            own = {self.buffers.slot_of(seat.local_rank) for seat in keepers}
         last = list(self.buffers.complete())[:2]
         out: list[Command] = []
         for buffer in self.buffers.buffers.values():
@@ -450,11 +394,17 @@ class CheckpointTiers:
         self._marks[seat.rank] = [mark for mark in marks if mark > step]
         return len(self._marks[seat.rank]) < len(marks)
 
+    def _of_slot(self, group: Generation, seat: WorkerSeat) -> list[Worker]:
+        """The worker of a seat, and those that share its buffers."""
+        slot = self.buffers.slot_of(seat.local_rank)
+        workers = group.workers.values()
+        return [w for w in workers if self.buffers.slot_of(w.seat.local_rank) == slot]
+
     def _own(self, group: Generation, seat: WorkerSeat) -> list[StagingBuffer]:
         """Buffers that this generation's worker of that seat has staged."""
         return [
             buffer
-            for buffer in self.buffers.of_slot(seat.local_rank)
+            for buffer in self.buffers.of_slot(self.buffers.slot_of(seat.local_rank))
             if buffer.content is not None and buffer.content.generation == group.generation
         ]
 
@@ -520,22 +470,31 @@ class CheckpointTiers:
         sent = [commands.Send(report)] if report is not None else []
         return [*sent, *self._follow_round(group), *self._carry_out(group, self.buffers.settle())]
 
-    def _carry_out(self, group: Generation | None, changes: Iterable[Give | Drop]) -> list[Command]:
+    def _carry_out(self, group: Generation | None, changes: Iterable[Change]) -> list[Command]:
         out: list[Command] = []
         ranks = {w.seat.local_rank: r for r, w in group.workers.items()} if group else {}
         for change in changes:
             if isinstance(change, Drop):
                 out.append(commands.FreeBuffer(change.buffer))
                 continue
+            if isinstance(change, Make):
+                out.append(commands.MakeBuffer(change.buffer, change.num_bytes))
+                continue
             assert group is not None
+            if isinstance(change, Differ):
+                text = _differ_text([ranks[rank] for rank in change.ranks])
+                out.append(commands.Send(AgentEvent(text=text)))
+                continue
             rank, number = ranks[change.slot], change.buffer
+            part = {"part": change.part, "parts": change.parts}
             if change.fresh:
                 out.append(commands.MakeBuffer(number, change.num_bytes))
             if change.known:
-                free = worker_protocol.BufferFree(buffer=number)
+                free = worker_protocol.BufferFree(buffer=number, **part)
                 out.append(commands.ToRank(group.generation, rank, free))
             else:
-                given = worker_protocol.Buffer(buffer=number, num_bytes=change.num_bytes)
+                size = change.num_bytes
+                given = worker_protocol.Buffer(buffer=number, num_bytes=size, **part)
                 out.append(commands.ToRank(group.generation, rank, given, number))
         return out
 
@@ -557,6 +516,14 @@ def _is_due(group: Generation, before: int, step: int) -> bool:
     staged, the first staged one at or after such a step."""
     every = group.launch.persist_every_steps
     return every > 0 and (step + 1) // every > (before + 1) // every
+
+
+def _differ_text(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks))
+    return (
+        f"memory: ranks {listed} have one shard index and different state; each stages all of "
+        "its own, which takes as many times the memory"
+    )
 
 
 def _content(buffer: StagingBuffer) -> StagedShard:

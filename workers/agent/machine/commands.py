@@ -64,6 +64,8 @@ class Fork(CommandBase, frozen=True):
     node_rank: int
     seat: WorkerSeat
     stage_every_steps: int = 0
+    twins: tuple[int, ...] = ()
+    """Local ranks of this launch with the same shard index, its own included."""
 
 
 class RefillStandbys(CommandBase, frozen=True):
@@ -117,6 +119,12 @@ class FreeBuffer(CommandBase, frozen=True):
     buffer: int
 
 
+class SealBuffer(CommandBase, frozen=True):
+    """Several workers have written the parts of a shard file: write the checksum of its header."""
+
+    buffer: int
+
+
 class WriteStorage(CommandBase, frozen=True):
     """Copy a buffer to a durable file; the result is WriteDone."""
 
@@ -155,6 +163,6 @@ class FetchFromPeer(CommandBase, frozen=True):
 Command = (
     Send | CloseLink | Configure | OfferPort | Note | KillNode | EndNode | Fork | RefillStandbys
     | Kill | TakeStacks | InspectWorkers | ToRank
-    | MakeBuffer | FreeBuffer | WriteStorage | PushToBuddy
+    | MakeBuffer | FreeBuffer | SealBuffer | WriteStorage | PushToBuddy
     | FetchFromPeer
 )  # fmt: skip

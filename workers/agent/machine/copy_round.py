@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.messages import CopyStep, StepCopied
 
+from .buffer_states import Version, version
 from .generation import Generation
-from .staging_buffers import StagingBuffers, Version, version
+from .staging_buffers import StagingBuffers
 
 
 @dataclass
@@ -81,8 +82,7 @@ class CopyRounds:
         return step if generation == group.generation else -1
 
     def _begin(self, group: Generation, wanted: int) -> None:
-        slots = {worker.seat.local_rank for worker in group.workers.values()}
-        self.current = CopyRound(wanted, waiting=slots)
+        self.current = CopyRound(wanted, waiting={twins[0] for twins in group.twins().values()})
 
     def kept(self, group: Generation) -> frozenset[Version]:
         """Versions that must stay in memory."""

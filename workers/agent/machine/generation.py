@@ -201,6 +201,13 @@ class Generation:
     def min_step(self) -> int:
         return min((worker.step for worker in self.workers.values()), default=-1)
 
+    def twins(self) -> dict[int, tuple[int, ...]]:
+        """Shard index -> the local ranks that hold it, in ascending order."""
+        found: dict[int, list[int]] = {}
+        for worker in self.workers.values():
+            found.setdefault(worker.seat.shard, []).append(worker.seat.local_rank)
+        return {shard: tuple(sorted(ranks)) for shard, ranks in found.items()}
+
     # -- stop ---------------------------------------------------------------------------------
     def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:
         """The first StopWorkers of this generation."""

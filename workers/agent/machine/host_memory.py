@@ -22,9 +22,10 @@ class MemoryPlan:
     def measured(self, given: inputs.MemoryMeasured) -> None:
         self._measured = given
 
-    def plan(self, group: Generation, num_bytes: int) -> HostMemory | None:
-        """Plan for buffers of this size. Within a generation a node only gets less: what is given
-        cannot be taken back, and what others may still take is not known before they ask."""
+    def plan(self, group: Generation, num_bytes: int, slots: int) -> HostMemory | None:
+        """Plan for buffers of this size; workers of one slot share them. Within a generation a node
+        only gets less: what is given cannot be taken back, and what others may still take is not
+        known before they ask."""
         found, before = self._measured, self.current
         if found is None:
             return None
@@ -35,6 +36,7 @@ class MemoryPlan:
             shard_bytes=max(num_bytes, before.shard_bytes if before else 0),
             num_shards=group.membership.mesh.num_shards,
             workers=len(group.workers),
+            shards=slots,
             buddy=bool(group.launch.buddy) and (before is None or before.grant.buddy),
         )
         if before is None or _rank(planned) < _rank(before):
@@ -57,4 +59,6 @@ def _rank(memory: HostMemory) -> tuple[bool, int]:
 def _facts(memory: HostMemory | None) -> tuple[object, ...] | None:
     if memory is None:
         return None
-    return memory.grant, memory.shard_bytes, memory.num_shards, memory.workers
+    return (
+        memory.grant, memory.shard_bytes, memory.num_shards, memory.workers, memory.shards
+    )  # fmt: skip

@@ -328,11 +328,11 @@ class AgentMachine:
         group.stage_every = (message.stage_every_steps, 0)
         self._stopped_ranks = frozenset()
         out = self.tiers.launch(group)
-        every = message.stage_every_steps
+        every, twins = message.stage_every_steps, group.twins()
         for seat in message.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = membership.with_sources_of([seat.shard])
-            out.append(commands.Fork(for_rank, message.node_rank, seat, every))
+            out.append(commands.Fork(for_rank, message.node_rank, seat, every, twins[seat.shard]))
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
@@ -385,9 +385,9 @@ class AgentMachine:
             case worker_protocol.Progress():
                 return self._advanced(now_ns, group)
             case worker_protocol.BufferRequest():
-                return self.tiers.request(group, worker.seat, message.num_bytes)
-            case worker_protocol.BufferWanted():
-                return self.tiers.wait(group, worker.seat)
+                return self.tiers.request(group, worker.seat, message)
+            case worker_protocol.BufferWanted() | worker_protocol.BufferReturned():
+                return self.tiers.without_buffer(group, worker.seat, message)
             case worker_protocol.Staged():
                 return self.tiers.staged(group, worker.seat, message)
             case worker_protocol.FetchShard():
@@ -485,8 +485,8 @@ class AgentMachine:
         """The worker will not stage that step. A worker sends Staged before Progress of a step."""
         if worker.ended or worker.finished or worker.step > request.step:
             return True
-        slot = self.tiers.buffers.slots.get(worker.seat.local_rank)
-        staged = slot is not None and slot.latest == (request.generation, request.step)
+        wanted = (request.generation, request.step)
+        staged = self.tiers.buffers.has_staged(worker.seat.local_rank, wanted)
         return worker.step == request.step and not staged
 
     # -- stop ---------------------------------------------------------------------------------

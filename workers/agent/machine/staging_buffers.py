@@ -8,85 +8,30 @@ failure, and a restore needs the same step everywhere.
 Where memory is short (`most`), a worker that waits for a buffer gets the older of the two: on other
 nodes its step is complete by then, because all ranks have met in the collectives of the next one.
 
-A buffer always belongs to the same slot (local rank), so that a fast worker cannot take the buffers
-that the previous generation left to its neighbour.
+A buffer always belongs to the same slot, so that a fast worker cannot take the buffers that the
+previous generation left to its neighbour. A slot is one local rank, or all that have the same shard
+("twins", twin_slots.py); it has the number of the lowest one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import StagedShard
 
-Version = tuple[int, int]
-"""(generation, step); a later version compares greater."""
-STEPS_KNOWN = 64
-"""Staged steps remembered per slot. An order that names an older one is answered: too late."""
-
-
-@dataclass
-class StagingBuffer:
-    number: int
-    slot: int
-    num_bytes: int
-    holder: int = 0
-    """Generation of the worker that has the descriptor; 0: none."""
-    writable: bool = False
-    """The holder may write it now."""
-    content: StagedShard | None = None
-    pins: int = 0
-
-
-@dataclass
-class Slot:
-    """One local rank of the running generation."""
-
-    generation: int = 0
-    wanted: list[int] = field(default_factory=list)
-    """Sizes of unanswered requests."""
-    asked: bool = False
-    """Its worker has requested buffers."""
-    waits: bool = False
-    """Its worker waits for a buffer."""
-    latest: Version | None = None
-    """Newest version that the worker of this generation has staged."""
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KNOWN))
-    """The last steps that it has staged, held or not."""
-
-
-@dataclass(frozen=True)
-class Give:
-    """Give a buffer to the worker of its slot. `fresh`: it must be allocated first. `known`: the
-    worker already has the descriptor."""
-
-    buffer: int
-    slot: int
-    num_bytes: int
-    fresh: bool
-    known: bool
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Free the memory of a buffer."""
-
-    buffer: int
-
-
-def _idle(buffer: StagingBuffer) -> bool:
-    """Empty, not pinned, and without a holder."""
-    return buffer.content is None and not buffer.pins and not buffer.holder
+from . import twin_slots
+from .buffer_states import STEPS_KNOWN, Ask, Change, Differ, Slot, idle, version
+from .buffer_states import Drop as Drop
+from .buffer_states import Give as Give
+from .buffer_states import Make as Make
+from .buffer_states import StagingBuffer as StagingBuffer
+from .buffer_states import Version as Version
 
 
 def _last(steps: deque[int]) -> int:
     return steps[-1] if steps else -1
-
-
-def version(staged: StagedShard) -> Version:
-    return (staged.generation, staged.step)
 
 
 class StagingBuffers:
@@ -100,25 +45,31 @@ class StagingBuffers:
         self.most: int | None = None
         """Buffers of a slot that the node has memory for; None: not limited."""
         self._seats: dict[int, int] = {}
+        """Generation -> its workers on this node."""
+        self._slot_of: dict[int, int] = {}
         self._numbers = numbers
         self._restored: Version | None = None
 
     # -- generations --------------------------------------------------------------------------
     def launch(
-        self, generation: int, num_slots: int, restored: Version | None
-    ) -> list[Give | Drop]:
-        """A generation starts that resumes from `restored`: later steps are discarded."""
+        self, generation: int, slots: Sequence[tuple[int, ...]], restored: Version | None
+    ) -> list[Change]:
+        """A generation starts that resumes from `restored`: later steps are discarded. `slots`: the
+        local ranks of each."""
         after_step = restored[1] if restored else -1
         self._restored = restored
-        self.slots = {slot: Slot(generation) for slot in range(num_slots)}
-        self._seats[generation] = num_slots
-        done: list[Give | Drop] = []
+        self.slots = {
+            members[0]: Slot(generation, members, by_step=len(members) > 1) for members in slots
+        }
+        self._slot_of = {rank: members[0] for members in slots for rank in members}
+        self._seats[generation] = len(self._slot_of)
+        done: list[Change] = []
         for buffer in list(self.buffers.values()):
-            buffer.holder, buffer.writable = 0, False
+            self._take_back(buffer)
             if buffer.content is not None and buffer.content.step > after_step:
                 buffer.content = None
             if buffer.slot not in self.slots and buffer.content is None and not buffer.pins:
-                done.append(self._drop(buffer))
+                done.append(self.drop(buffer))
         present = {version(b.content)[0] for b in self.buffers.values() if b.content}
         self._seats = {g: n for g, n in self._seats.items() if g in present or g == generation}
         return done
@@ -127,35 +78,83 @@ class StagingBuffers:
         """The workers have ended."""
         self.slots = {}
         for buffer in self.buffers.values():
-            buffer.holder, buffer.writable = 0, False
+            self._take_back(buffer)
+
+    def _take_back(self, buffer: StagingBuffer) -> None:
+        buffer.holder, buffer.writable, buffer.filling, buffer.known = 0, False, None, set()
 
     # -- workers ------------------------------------------------------------------------------
-    def request(self, slot: int, num_bytes: int) -> list[Give | Drop]:
-        """A worker requests one more buffer."""
-        self.slots[slot].wanted.append(num_bytes)
-        self.slots[slot].asked = True
+    def request(self, rank: int, num_bytes: int, shared: Ask | None = None) -> list[Change]:
+        """A worker requests one more buffer. `shared`: it writes a part; of which step, or (-1)
+        that there be buffers when it does."""
+        slot = self.slots[self.slot_of(rank)]
+        if shared is None:
+            if len(slot.members) > 1:  # all of them do: their state is small
+                self.separate(slot.members[0])
+                slot = self.slots[rank]
+            slot.by_step = False
+            slot.wanted.append(num_bytes)
+        elif shared.step < 0:
+            slot.reserve_bytes = max(slot.reserve_bytes, num_bytes)
+            slot.early.add(rank)
+        else:
+            slot.asks[rank] = shared
+        slot.requested = True
         return self.settle()
 
-    def wait(self, slot: int) -> list[Give | Drop]:
+    def wait(self, slot: int) -> list[Change]:
         """A worker cannot go on without a buffer."""
         self.slots[slot].waits = True
         return self.settle()
 
-    def staged(self, slot: int, number: int, content: StagedShard) -> None:
-        """A worker has filled a buffer. The caller pins it if needed and calls `settle`. Raises
-        ValueError when the worker may not write that buffer."""
+    def staged(self, rank: int, number: int, content: StagedShard, sample: int = 0) -> bool:
+        """A worker has filled a buffer, or its part of one; whether the buffer is complete. The
+        caller pins it if needed and calls `settle`. Raises ValueError when the worker may not write
+        that buffer."""
+        buffer, slot = self.buffers.get(number), self.slots[self.slot_of(rank)]
+        if buffer is not None and buffer.filling is not None:
+            if not twin_slots.staged(self, buffer, rank, content, sample):
+                return False
+        elif buffer is None or buffer.slot != rank or not buffer.writable:
+            raise ValueError(f"buffer {number} is not writable by slot {rank}")
+        else:
+            buffer.content, buffer.writable, buffer.ranks = content, False, (rank,)
+        slot.latest = version(content)
+        slot.steps.append(content.step)
+        return True
+
+    def returned(self, rank: int, number: int) -> list[Change]:
+        """A twin has not staged its part of a buffer."""
         buffer = self.buffers.get(number)
-        if buffer is None or buffer.slot != slot or not buffer.writable:
-            raise ValueError(f"buffer {number} is not writable by slot {slot}")
-        buffer.content, buffer.writable = content, False
-        self.slots[slot].latest = version(content)
-        self.slots[slot].steps.append(content.step)
+        if buffer is not None and buffer.filling is not None:
+            buffer.filling.writing.discard(rank)
+        return self.settle()
+
+    def separate(self, number: int) -> Differ:
+        """Each twin of a slot has a slot of its own from now on."""
+        before = self.slots.pop(number)
+        for rank in before.members:
+            asks = {rank: before.asks[rank]} if rank in before.asks else {}
+            newest = {rank: before.newest.get(rank, -1)}
+            self.slots[rank] = Slot(
+                generation=before.generation,
+                members=(rank,),
+                by_step=True,
+                asks=asks,
+                reserve_bytes=before.reserve_bytes,
+                newest=newest,
+                latest=before.latest,
+                steps=before.steps.copy(),
+            )
+            self._slot_of[rank] = rank
+        before.asks = {}
+        return Differ(before.members)
 
     # -- pins ---------------------------------------------------------------------------------
     def pin(self, number: int) -> None:
         self.buffers[number].pins += 1
 
-    def unpin(self, number: int) -> list[Give | Drop]:
+    def unpin(self, number: int) -> list[Change]:
         buffer = self.buffers.get(number)
         if buffer is None:
             return []
@@ -185,6 +184,17 @@ class StagingBuffers:
     def newest_staged(self) -> int:
         return max((_last(slot.steps) for slot in self.slots.values()), default=-1)
 
+    def slot_of(self, rank: int) -> int:
+        """The slot of a local rank."""
+        return self._slot_of.get(rank, rank)
+
+    def has_staged(self, rank: int, key: Version) -> bool:
+        """Whether this is the newest version that the worker of this local rank has staged."""
+        slot = self.slots.get(self.slot_of(rank))
+        if slot is None or not slot.by_step:
+            return slot is not None and slot.latest == key
+        return (slot.generation, slot.newest.get(rank, -1)) == key
+
     def of_slot(self, slot: int) -> Iterator[StagingBuffer]:
         return (buffer for buffer in self.buffers.values() if buffer.slot == slot)
 
@@ -194,7 +204,7 @@ class StagingBuffers:
         for buffer in self.buffers.values():
             if buffer.content is not None:
                 key = version(buffer.content)
-                count[key] = count.get(key, 0) + 1
+                count[key] = count.get(key, 0) + len(buffer.ranks)
         # The restored version is complete over all nodes, even if this node has only a part.
         whole = [
             v for v, n in count.items() if v == self._restored or n >= self._seats.get(v[0], 1)
@@ -202,13 +212,18 @@ class StagingBuffers:
         return sorted(whole, reverse=True)
 
     # -- the rule -----------------------------------------------------------------------------
-    def settle(self) -> list[Give | Drop]:
+    def settle(self) -> list[Change]:
         """Release versions that need not be kept, then answer waiting requests."""
         self._discard_old()
-        done: list[Give | Drop] = []
-        for number, slot in self.slots.items():
+        done: list[Change] = []
+        for number, slot in list(self.slots.items()):
+            if slot.by_step:
+                done += twin_slots.settle(self, number, slot)
+                if number not in self.slots or self.slots[number] is not slot:
+                    return [*done, *self.settle()]
+                continue
             if slot.waits:
-                done += self._make_room(number, slot)
+                done += self.make_room(number, slot)
             for buffer in list(self.of_slot(number)):
                 if buffer.content is not None or buffer.pins or buffer.writable:
                     continue
@@ -219,25 +234,21 @@ class StagingBuffers:
                 slot.wanted.append(max(b.num_bytes for b in self.of_slot(number)))
             done += self._answer(number, slot)
         for buffer in list(self.buffers.values()):
-            idle = buffer.content is None and not buffer.pins and not buffer.writable
-            if idle and buffer.slot not in self.slots and self.slots:
-                done.append(self._drop(buffer))
+            unused = not (buffer.content or buffer.pins or buffer.writable or buffer.filling)
+            if unused and buffer.slot not in self.slots and self.slots:
+                done.append(self.drop(buffer))
         return done
 
-    def _answer(self, number: int, slot: Slot) -> list[Give | Drop]:
-        done: list[Give | Drop] = []
+    def _answer(self, number: int, slot: Slot) -> list[Change]:
+        done: list[Change] = []
         while slot.wanted and not self._too_early(number, slot):
             num_bytes = slot.wanted[0]
-            idle = [b for b in self.of_slot(number) if _idle(b)]
-            fitting = [b for b in idle if b.num_bytes >= num_bytes]
-            for buffer in idle:
-                if buffer not in fitting:
-                    done.append(self._drop(buffer))
+            fitting, dropped = self.fitting(number, num_bytes)
+            done += dropped
             if fitting:
                 buffer, fresh = min(fitting, key=lambda b: b.num_bytes), False
             elif self._may_grow(number):
-                buffer, fresh = StagingBuffer(next(self._numbers), number, num_bytes), True
-                self.buffers[buffer.number] = buffer
+                buffer, fresh = self.make(number, num_bytes), True
             else:
                 break
             buffer.holder, buffer.writable, slot.waits = slot.generation, True, False
@@ -248,9 +259,25 @@ class StagingBuffers:
     def _too_early(self, number: int, slot: Slot) -> bool:
         """How much memory is left is known when every worker has asked: each gets one buffer until
         then, and more only if it cannot go on."""
-        if self.most is None or slot.waits or all(one.asked for one in self.slots.values()):
+        if self.knows_memory or slot.waits:
             return False
         return any(b.holder == slot.generation for b in self.of_slot(number))
+
+    @property
+    def knows_memory(self) -> bool:
+        """How much is left for buffers."""
+        return self.most is None or all(slot.requested for slot in self.slots.values())
+
+    def fitting(self, number: int, num_bytes: int) -> tuple[list[StagingBuffer], list[Change]]:
+        """Idle buffers of a slot that are large enough; smaller ones are freed."""
+        unused = [b for b in self.of_slot(number) if idle(b)]
+        small: list[Change] = [self.drop(b) for b in unused if b.num_bytes < num_bytes]
+        return [b for b in unused if b.num_bytes >= num_bytes], small
+
+    def make(self, number: int, num_bytes: int) -> StagingBuffer:
+        buffer = StagingBuffer(next(self._numbers), number, num_bytes)
+        self.buffers[buffer.number] = buffer
+        return buffer
 
     def _may_grow(self, number: int) -> bool:
         owned = len(list(self.of_slot(number)))
@@ -258,13 +285,13 @@ class StagingBuffers:
             return False
         return owned < limits.STAGING_BUFFERS or self._stuck(number)
 
-    def _make_room(self, number: int, slot: Slot) -> list[Give | Drop]:
+    def make_room(self, number: int, slot: Slot) -> list[Change]:
         """The worker of this slot waits, and there is no memory for one more buffer: the oldest
         step that it keeps is given up, but not the newest one that is complete."""
         owned = list(self.of_slot(number))
         if any(b.writable for b in owned):
             slot.waits = False  # its message and that buffer have crossed
-        free = any(b.content is None and not b.pins for b in owned)
+        free = any(not (b.content or b.pins or b.filling) for b in owned)
         if not slot.waits or self.most is None or len(owned) < self.most or free:
             return []
         whole = self.complete()
@@ -272,7 +299,7 @@ class StagingBuffers:
         spare = [
             b
             for b in owned
-            if b.content is not None and not b.pins and not self._is_agreed(b)
+            if b.content is not None and not b.pins and not self.is_agreed(b)
             and (self.most == 1 or version(b.content) < newest)
         ]  # fmt: skip
         if not spare:
@@ -280,8 +307,8 @@ class StagingBuffers:
         oldest = min(spare, key=lambda b: version(b.content) if b.content else (0, 0))
         oldest.content = None
         if len(owned) > self.most and not oldest.holder:
-            return [self._drop(oldest), *self._make_room(number, slot)]
-        if not oldest.holder and not slot.wanted:
+            return [self.drop(oldest), *self.make_room(number, slot)]
+        if not (oldest.holder or slot.wanted or slot.by_step):
             slot.wanted.append(oldest.num_bytes)
         return []
 
@@ -292,19 +319,21 @@ class StagingBuffers:
         owned = list(self.of_slot(number))
         most = limits.STAGING_BUFFERS + len(self.agreed)
         return (
-            (limits.STAGING_BUFFERS <= len(owned) <= most or any(_idle(b) for b in owned))
-            and any(b.pins or self._is_agreed(b) for b in owned)
+            (limits.STAGING_BUFFERS <= len(owned) <= most or any(idle(b) for b in owned))
+            and any(b.pins or self.is_agreed(b) for b in owned)
             and not any(b.writable for b in owned)
             and (any(b.holder for b in owned) or bool(self.slots[number].wanted))
         )
 
-    def _is_agreed(self, buffer: StagingBuffer) -> bool:
+    def is_agreed(self, buffer: StagingBuffer) -> bool:
         return buffer.content is not None and version(buffer.content) in self.agreed
 
     def _discard_old(self) -> None:
         whole = self.complete()
         kept, newest = set(whole[:2]), whole[0] if whole else (0, -1)
         for buffer in self.buffers.values():
+            if buffer.filling is not None:
+                twin_slots.release(self, buffer)
             if buffer.content is None:
                 continue
             key = version(buffer.content)
@@ -315,12 +344,16 @@ class StagingBuffers:
     def may_complete(self, key: Version) -> bool:
         """Whether each slot has staged this version or may still stage it."""
         for number, slot in self.slots.items():
+            if slot.by_step:
+                if not twin_slots.may_complete(self, number, slot, key):
+                    return False
+                continue
             passed = slot.latest is not None and slot.latest >= key
             has = any(b.content and version(b.content) == key for b in self.of_slot(number))
             if passed and not has:
                 return False
         return True
 
-    def _drop(self, buffer: StagingBuffer) -> Drop:
+    def drop(self, buffer: StagingBuffer) -> Drop:
         del self.buffers[buffer.number]
         return Drop(buffer.number)

@@ -30,6 +30,7 @@ from holdfast.orchestrator.protocol.environment import worker_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
+from holdfast.workers.checkpoint.layout import DamagedCheckpoint
 from holdfast.workers.worker_protocol import BufferRequest
 
 from ..linux import inventory, output, processes
@@ -186,7 +187,8 @@ class AgentProcess:
     # -- the machine --------------------------------------------------------------------------
     def _give(self, given: Input) -> None:
         """Inputs that arise while commands are carried out wait in a queue."""
-        if isinstance(given, inputs.FromRank) and isinstance(given.message, BufferRequest):
+        message = given.message if isinstance(given, inputs.FromRank) else None
+        if isinstance(message, BufferRequest) and message.step < 0:
             self._queue.append(self._memory_measured())
         self._queue.append(given)
         if self._busy:
@@ -265,6 +267,8 @@ class AgentProcess:
                 self._make_buffer(command)
             case commands.FreeBuffer():
                 self._memory.free(command.buffer)
+            case commands.SealBuffer():
+                self._seal(command)
             case commands.WriteStorage():
                 self._spawn(self._write(command, self._memory.copy_of_fd(command.buffer)))
             case commands.PushToBuddy():
@@ -319,6 +323,7 @@ class AgentProcess:
             node=self._options.node,
             spec_directory=welcome.spec_directory,
             stage_every_steps=fork.stage_every_steps,
+            twins=len(fork.twins),
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",
         )
         if logs:
@@ -352,6 +357,12 @@ class AgentProcess:
         self._memory.make(make.buffer, make.num_bytes)
         fd = self._memory.copy_of_fd(make.buffer)
         self._spawn(self._touch(fd, make.num_bytes))
+
+    def _seal(self, command: commands.SealBuffer) -> None:
+        try:
+            memfd.seal(self._memory.fd(command.buffer))
+        except DamagedCheckpoint as error:  # its readers refuse it
+            print(f"staging buffer {command.buffer}: {error}", file=sys.stderr)
 
     # -- work in threads ----------------------------------------------------------------------
     async def _touch(self, fd: int, num_bytes: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from holdfast.workers.checkpoint import layout
+
 
 class MemfdPool:
     """Buffers by number, reused over generations."""
@@ -41,3 +43,11 @@ def touch(fd: int, num_bytes: int) -> None:
         os.posix_fallocate(fd, 0, num_bytes)
     finally:
         os.close(fd)
+
+
+def seal(fd: int) -> None:
+    """Write the checksum of the header, of which several workers have written parts. Raises
+    DamagedCheckpoint if there is no header."""
+    header = bytearray(os.pread(fd, layout.header_length(os.pread(fd, 8, 0), "the buffer"), 0))
+    layout.seal_header(header)
+    os.pwrite(fd, header, 0)

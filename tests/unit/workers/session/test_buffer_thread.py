@@ -58,7 +58,7 @@ def test_buffers_are_prepared_while_the_training_thread_does_something_else(
     prepare.begun.acquire(timeout=30)  # the training thread has received nothing
     for _ in range(limits.STAGING_BUFFERS):
         prepare.allowed.release()
-    taken = [link.take_buffer()[0] for _ in range(limits.STAGING_BUFFERS)]
+    taken = [link.take_buffer(0, 1, 0)[0] for _ in range(limits.STAGING_BUFFERS)]
     assert taken == list(range(limits.STAGING_BUFFERS))
     assert set(prepare.threads) == {"holdfast-buffers"}
 
@@ -73,7 +73,7 @@ def test_a_buffer_that_comes_unasked_is_prepared_by_the_thread_too(
     link.prepare_with(prepare)
     for number in (0, 1):
         give(agent, number)
-        assert link.take_buffer()[0] == number
+        assert link.take_buffer(0, 1, 0)[0] == number
     assert prepare.threads == ["holdfast-buffers"] * 2
 
 
@@ -86,7 +86,7 @@ def test_a_worker_that_waits_for_a_buffer_long_is_in_phase_save(
     link.prepare_with(prepare)
     give(agent, 0)
     taken: list[int] = []
-    training = threading.Thread(target=lambda: taken.append(link.take_buffer()[0]))
+    training = threading.Thread(target=lambda: taken.append(link.take_buffer(0, 1, 0)[0]))
     training.start()
     assert prepare.begun.acquire(timeout=30)
     assert worker_transport.receive(agent)[0] == worker_protocol.BufferWanted()
@@ -107,7 +107,7 @@ def test_an_error_of_the_thread_is_raised_in_the_training_thread(
     link.prepare_with(fail)
     give(agent, 0)
     with pytest.raises(MemoryError, match="no memory"):
-        link.take_buffer()
+        link.take_buffer(0, 1, 0)
 
 
 def test_messages_are_handled_once_by_whichever_thread_receives_them(
@@ -119,7 +119,7 @@ def test_messages_are_handled_once_by_whichever_thread_receives_them(
     worker_transport.send(agent, worker_protocol.StageAt(step=7, hold=True))
     for number in range(limits.STAGING_BUFFERS):
         give(agent, number)
-    assert [link.take_buffer()[0] for _ in range(limits.STAGING_BUFFERS)] == [0, 1, 2]
+    assert [link.take_buffer(0, 1, 0)[0] for _ in range(limits.STAGING_BUFFERS)] == [0, 1, 2]
     assert link.stage_requested(7) is True
 
 
@@ -132,7 +132,7 @@ def test_a_closed_connection_is_reported_by_the_training_thread(
         link.request_buffers(4096)
     agent.close()
     with pytest.raises(AgentGone):
-        link.take_buffer()
+        link.take_buffer(0, 1, 0)
 
 
 def test_a_refusal_that_the_thread_receives_is_raised_in_the_training_thread(
@@ -143,4 +143,4 @@ def test_a_refusal_that_the_thread_receives_is_raised_in_the_training_thread(
     link.request_buffers(4096)
     worker_transport.send(agent, worker_protocol.NoBuffer(detail="host memory: none is free"))
     with pytest.raises(UserError, match="none is free"):
-        link.take_buffer()
+        link.take_buffer(0, 1, 0)

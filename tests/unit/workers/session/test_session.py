@@ -377,7 +377,7 @@ def test_without_memory_for_one_buffer_the_loop_ends_with_the_reason(
     agent, link = ends
     worker_transport.send(agent, worker_protocol.NoBuffer(detail="host memory: 1 GiB"))
     with pytest.raises(UserError, match="host memory: 1 GiB"):
-        link.take_buffer()
+        link.take_buffer(0, 1, 0)
 
 
 def test_a_step_report_says_how_long_a_staging_takes(
@@ -451,7 +451,7 @@ def test_a_closed_connection_raises_agent_gone(ends: tuple[socket.socket, AgentC
     with pytest.raises(AgentGone, match="the node's agent is gone"):
         link.send(worker_protocol.ProgressTick())
     with pytest.raises(AgentGone):
-        link.take_buffer()
+        link.take_buffer(0, 1, 0)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ class StagingRun:
         self.buffers.stop()
         self.generation += 1
         restored = self.whole[-1] if self.whole else None
-        self.take(self.buffers.launch(self.generation, SLOTS, restored))
+        self.take(self.buffers.launch(self.generation, [(0,), (1,)], restored))
         after = restored[1] if restored else -1
         self.whole = self.whole[-1:]
         self.free = {slot: [] for slot in range(SLOTS)}
