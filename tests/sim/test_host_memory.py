@@ -15,7 +15,7 @@ from . import run_seed
 from .node import SimNode
 from .world import World
 
-ROOMS = (1, 2, 3, 4, 6, 8, 20)
+NUM_BUFFERS = (1, 2, 3, 4, 6, 8, 20)
 """Buffers of each worker that a node has room for."""
 
 
@@ -35,7 +35,7 @@ class ShortWorld(World):
 
     def make_node(self, name: str, slots: int) -> SimNode:
         node = ShortNode(self, name, slots)
-        node.room = random.Random(f"{self.seed} {name}").choice(ROOMS)
+        node.room = random.Random(f"{self.seed} {name}").choice(NUM_BUFFERS)
         held = node.room * slots * self.sizes.shard_bytes
         least = held + MIN_RESERVE_BYTES * slots
         node.memory_bytes = max(least, int(held / (1 - RESERVE))) + slots
