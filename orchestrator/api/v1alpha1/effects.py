@@ -20,6 +20,10 @@ def without_effect(job: TrainingJob) -> list[Problem]:
     """Every such field with the fix."""
     recipe = job.spec.entrypoint.recipe
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
+    if job.spec.recovery.gpu_standbys and job.spec.resources.gpu not in ("auto", 1):
+        got = f"true with resources.gpu {job.spec.resources.gpu}"
+        fix = "set spec.resources.gpu: 1, or remove the field"
+        found.append(Problem("spec.recovery.gpuStandbys", got, "it with one GPU per worker", fix))
     if job.spec.ray.accelerator_type is not None and job.spec.resources.gpu == 0:
         got = f"{job.spec.ray.accelerator_type} for a job on CPUs"
         fix = "spec.resources.gpu: 1, or remove the field"

@@ -165,6 +165,10 @@ class Recovery(Part):
     replace_stragglers: bool = False
     """A node with a rank that works much longer than its peers in every step is replaced by a
     spare, if there is one; it is charged as a preemption. Otherwise it is only noted."""
+    gpu_standbys: bool = False
+    """true: standby processes keep the CUDA context of their GPU open, which a recovery then does
+    not wait for (2 to 5 s); it takes about 0.5 GB of each GPU's memory. For whole GPUs with
+    resources.gpu 1."""
     startup_timeout_s: Seconds = limits.STARTUP_TIMEOUT_S
     """Seconds from the launch of a generation to its first step."""
     replacement_wait_s: Wait = limits.REPLACEMENT_WAIT_S

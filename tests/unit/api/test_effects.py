@@ -64,3 +64,10 @@ def test_a_field_without_its_effect_is_refused_at_submission(field: str, given: 
 )
 def test_a_field_with_an_effect_is_accepted(given: Any) -> None:
     assert without_effect(job_from_mapping(given)) == []
+
+
+@pytest.mark.parametrize(("gpu", "accepted"), [(0, False), (2, False), (1, True), ("auto", True)])
+def test_standbys_with_a_gpu_need_one_gpu_per_worker(gpu: int | str, accepted: bool) -> None:
+    given = document(SCRIPT, {}, resources={"gpu": gpu}, recovery={"gpuStandbys": True})
+    found = [problem.field for problem in without_effect(job_from_mapping(given))]
+    assert found == ([] if accepted else ["spec.recovery.gpuStandbys"])

@@ -30,6 +30,8 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
     inspection socket."""
 
     worker: int
+    local_rank: int = -1
+    """That a standby will probably get; -1: unknown."""
 
 
 class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):

@@ -80,7 +80,7 @@ class Forkserver:
                 if first and (problem := user_modules.import_before_fork(job)):
                     self._start_again(message, problem)
             case fork_protocol.ForkWorker():
-                self._fork(message.worker, *fds)
+                self._fork(message, *fds)
             case fork_protocol.SignalWorker():
                 pid = self._workers.get(message.worker)
                 if pid is not None:
@@ -110,7 +110,10 @@ class Forkserver:
         environment = {**os.environ, **preload.SINGLE_THREADED}
         os.execve(command[0], [*command, *arguments], environment)
 
-    def _fork(self, worker: int, wire_fd: int, stack_fd: int, asked_fd: int) -> None:
+    def _fork(
+        self, request: fork_protocol.ForkWorker, wire_fd: int, stack_fd: int, asked_fd: int
+    ) -> None:
+        worker = request.worker
         assert self._job is not None, "Configure comes before the first fork"
         assert preload.num_threads() == 1, "a library has started a thread in the forkserver"
         output.flush()  # after the fork both processes would write what is buffered
@@ -129,7 +132,9 @@ class Forkserver:
                 processes.name_process("standby")
                 os.setsid()
                 _close_all_but(wire_fd, stack_fd, asked_fd)
-                worker_main.run(wire_fd, stack_fd, asked_fd, self._job, self._directory)
+                worker_main.run(
+                    wire_fd, stack_fd, asked_fd, self._job, self._directory, request.local_rank
+                )
             finally:
                 os._exit(1)
         for fd in (wire_fd, stack_fd, asked_fd):

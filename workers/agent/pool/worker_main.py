@@ -33,7 +33,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
-from . import user_modules
+from . import gpu_context, user_modules
 
 _PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
 _PEER_GONE = re.compile(
@@ -50,7 +50,9 @@ _TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog"
 _NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
 
 
-def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory: str) -> NoReturn:
+def run(
+    wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory: str, local_rank: int
+) -> NoReturn:
     """Everything from the fork to the end of the process."""
     link = socket.socket(fileno=wire_fd)
     code = 1
@@ -59,6 +61,7 @@ def run(wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory:
         _reset_signals()
         faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
         if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
+            gpu_context.open_context(job, local_rank)
             user_modules.import_after_fork(job)
             _warm(job, directory)
         assign, output = worker_transport.receive(link)

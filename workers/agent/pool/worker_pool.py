@@ -48,6 +48,8 @@ class WorkerProcess:
     pidfd: int = -1
     seat: Seat | None = None
     """None: a standby."""
+    local_rank: int = -1
+    """Of a standby: the local rank that it is prepared for."""
     reading: bool = False
     log_file: str = ""
     stack_text: str = ""
@@ -87,16 +89,23 @@ class WorkerPool:
     # -- commands -----------------------------------------------------------------------------
     def refill(self, count: int) -> None:
         """Fork standbys until there are `count`."""
-        num_standbys = sum(process.seat is None for process in self._processes.values())
-        for _ in range(count - num_standbys):
-            self._fork()
+        standbys = [process for process in self._processes.values() if process.seat is None]
+        prepared = {process.local_rank for process in standbys}
+        lacking = [local_rank for local_rank in range(count) if local_rank not in prepared]
+        for local_rank in lacking[: max(0, count - len(standbys))]:
+            self._fork(local_rank)
 
     def assign(self, assign: worker_protocol.Assign, output: int | None) -> None:
         """Send Assign and `output` to a standby, or to a new worker."""
         seat = (assign.membership.generation, assign.seat.rank)
         standbys = (p for p in self._processes.values() if p.seat is None)
-        # Standbys that are already forked come first: they may be warm.
-        process = min(standbys, key=lambda p: (p.pid == 0, p.number), default=None) or self._fork()
+        # Standbys that are already forked come first: they may be warm; then the one that may have
+        # opened the rank's GPU.
+        wanted = assign.seat.local_rank
+        process = min(
+            standbys, key=lambda p: (p.pid == 0, p.local_rank != wanted, p.number), default=None
+        )
+        process = process or self._fork()
         process.seat, process.log_file = seat, assign.log_file
         self._seats[seat] = process
         self._send(process, assign, output)
@@ -147,16 +156,16 @@ class WorkerPool:
         )
 
     # -- the forkserver -----------------------------------------------------------------------
-    def _fork(self) -> WorkerProcess:
+    def _fork(self, local_rank: int = -1) -> WorkerProcess:
         self._next += 1
         ours, theirs = worker_transport.pair()
         ours.setblocking(False)
         stack_fd = os.memfd_create(f"holdfast-stack-{self._next}", os.MFD_CLOEXEC)
         asked, asks = worker_transport.pair()
         asked.setblocking(False)
-        process = WorkerProcess(self._next, ours, stack_fd, asked)
+        process = WorkerProcess(self._next, ours, stack_fd, asked, local_rank=local_rank)
         self._processes[process.number] = process
-        fork = fork_protocol.ForkWorker(worker=process.number)
+        fork = fork_protocol.ForkWorker(worker=process.number, local_rank=local_rank)
         self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
         asks.close()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import select
 import socket
+
+import msgspec
 
 from holdfast.orchestrator.protocol.facts import GroupProgress, Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -26,6 +30,34 @@ MEMBERSHIP = Membership(
 ASSIGN = worker_protocol.Assign(
     membership=MEMBERSHIP, seat=WorkerSeat(0, 0, 0, True), node_rank=0, environment={}
 )
+
+
+def test_a_standby_is_kept_for_each_local_rank_and_given_to_that_rank() -> None:
+    async def scene() -> tuple[list[int], dict[int, int]]:
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        pool.attach(ours)
+        pool.refill(3)
+        given = {}
+        for rank in (2, 0):
+            seat = WorkerSeat(rank, rank, rank, True)
+            pool.assign(msgspec.structs.replace(ASSIGN, seat=seat), None)
+            given[rank] = next(
+                p.local_rank for p in pool._processes.values() if p.seat == (1, rank)
+            )
+        pool.refill(3)
+        server.setblocking(False)
+        forked = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                request, fds = fork_protocol.receive(server)
+                assert isinstance(request, fork_protocol.ForkWorker)
+                forked.append(request.local_rank)
+                for fd in fds:
+                    os.close(fd)
+        return forked, given
+
+    assert asyncio.run(scene()) == ([0, 1, 2, 0, 2], {2: 2, 0: 0})
 
 
 def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_socket() -> None:
