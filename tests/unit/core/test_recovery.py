@@ -110,6 +110,7 @@ def test_the_mesh_follows_a_model_that_its_script_shards_over_all_ranks() -> Non
     job.exits(0, code=1, step=-1, **raised)
     job.all_stopped()
     assert job.last(LaunchGroup).membership.mesh == Mesh(shard=4)
+    assert job.last(LaunchGroup).reason.code == "resize"
     incident = job.state.incidents[-1]
     assert (incident.purpose, incident.failure_class, job.state.restarts) == ("resize", None, {})
     assert "the mesh follows it" in incident.title

@@ -203,6 +203,15 @@ def test_a_budget_that_even_the_longest_interval_exceeds_is_said() -> None:
     assert describe(within.state).endswith("this is 2.7 % of it, the budget 3 %")
 
 
+def test_a_budget_that_is_just_kept_and_a_staging_of_just_one_step_are_no_exceptions() -> None:
+    job = _job(memory={"budgetPercent": 3.125}, storage={"everySteps": 4})
+    _reports(job, 1, stall_s=0.125, step_s=1.125)
+    assert describe(job.state).endswith("this is 3.1 % of it, the budget 3.125 %")
+    job = _job()
+    _reports(job, 1, stall_s=0.0, staging_s=1.0)
+    assert describe(job.state).startswith("every step: a staging costs 0 s; a step takes 1 s;")
+
+
 def test_without_measurements_the_interval_is_described_by_the_spec() -> None:
     assert describe(_job().state) == "every step, until stagings are measured"
     assert describe(Transcript().started(step=None).state) == ""
