@@ -137,7 +137,6 @@ def consider(ctx: StepContext, event: StepCompleted) -> None:
 def _stage_for_storage(state: JobState, now_ns: int, since_step: int) -> None:
     every = longest(state.job.spec.checkpoint)
     reason = Reason("checkpoint", f"every {every} steps, for storage only: see host memory")
-    state.staging_samples = []
     state.staging_interval = StagingInterval(
         every_steps=every,
         since_step=since_step,
@@ -198,8 +197,6 @@ def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[Interval
     """To members whose heartbeat shows another interval than the chosen one."""
     chosen = state.staging_interval
     if chosen is None or state.stop is not None:
-        return []
-    if not is_auto(state.job.spec.checkpoint) and not chosen.for_storage:
         return []
     here = (chosen.every_steps, chosen.since_step)
     return [

@@ -8,7 +8,13 @@ import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.copy_rounds import CopyRounds
-from holdfast.orchestrator.core.events import HeartbeatReceived, HostMemoryPlanned, StepCopied
+from holdfast.orchestrator.core.events import (
+    HeartbeatReceived,
+    HostMemoryPlanned,
+    StepCompleted,
+    StepCopied,
+)
+from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.staging_interval import describe, orders
 from holdfast.orchestrator.protocol.host_memory import HostRoom, plan_host_memory
 from holdfast.orchestrator.runtime import snapshot
@@ -90,6 +96,46 @@ def test_a_larger_node_in_its_place_brings_the_memory_tier_back() -> None:
     assert [a.node for a in transcript.all(LaunchGroup)[-2:]] == ["a", "c"]
     assert transcript.state.stage_every_steps == 1
     assert transcript.all(LaunchGroup)[-1].buddy == "a"
+
+
+def test_the_memory_of_a_spare_and_of_an_unknown_node_decides_nothing() -> None:
+    transcript = Transcript(spec({**FSDP, "spares": 1}, shard=4)).started("a", "b", "c", step=0)
+    reports(transcript, "c", 1.5)
+    reports(transcript, "x", 1.5)
+    assert not transcript.state.copies_given_up and not transcript.state.memory_tier_given_up
+    assert transcript.state.nodes["c"].host_memory is not None and running(transcript.state) is None
+    waiting = Transcript()
+    waiting.submit()
+    assert running(waiting.state) is None
+
+
+def test_all_nodes_change_to_steps_for_storage_once_also_from_a_chosen_interval() -> None:
+    transcript = sharded(storage={"everySteps": 50})
+    transcript.wait(5)
+    for step in (10, 11, 12):
+        event = StepCompleted(
+            generation=1, step=step, step_s=1.0, stall_s=0.12, copy_s=0.0, staging_s=0.1
+        )
+        transcript.apply(event)
+    chosen = transcript.state.staging_interval
+    assert chosen is not None and chosen.every_steps == 5
+    reports(transcript, "a", 1.5)
+    transcript.step(20)
+    for_storage = transcript.state.staging_interval
+    assert for_storage is not None and for_storage.every_steps == 50
+    transcript.step(21)
+    assert transcript.state.staging_interval == for_storage, "the step of the change stays"
+    launched_again(transcript)
+    beats = [HeartbeatReceived(node="a", generation=2, stage_every_steps=50, stage_from_step=0)]
+    assert orders(transcript.state, beats) == [], "it began with this interval"
+
+
+def test_storage_by_time_does_not_change_what_is_staged() -> None:
+    transcript = sharded(storage={"everySeconds": 60})
+    reports(transcript, "a", 1.5)
+    transcript.wait(5)
+    transcript.step(10)
+    assert transcript.state.memory_tier_given_up and transcript.state.stage_every_steps == 1
 
 
 def seen(transcript: Transcript) -> Any:
