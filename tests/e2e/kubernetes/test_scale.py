@@ -31,8 +31,9 @@ LEASE_S = 60
 """Renewed every 12 s, so that most requests are those of jobs."""
 WATCHES = 2
 """Pods and TrainingJobs; each restarts every few minutes."""
-REQUESTS_PER_JOB = 6 + PODS_EACH
-"""A Secret and its copy, a journal and its first record, a dry run of a pod, a status, and pods."""
+REQUESTS_PER_JOB = 7 + PODS_EACH
+"""A Secret and its copy, a journal and its first record, a dry run of a pod, a status, the Event
+about its GPUs, and pods."""
 LOOKS = 5
 """Checks of a Kubernetes node whose pods are not removed: after 2, 4, 8 s and so on."""
 STATUS_WRITES = 3
@@ -118,7 +119,8 @@ def test_many_jobs_cost_few_requests_none_while_idle_and_leave_nothing(
     for what in ("secrets", "configmaps"):
         assert asked["get", what] == 0, f"{what} of a new job need no look before"
     assert asked["get", "nodes"] <= NUM_NODES, "each place is looked up once for all jobs"
-    most = NUM_JOBS * (REQUESTS_PER_JOB + STATUS_WRITES) + NUM_NODES
+    assert asked["list", "nodes"] <= 30, "once in a while, for all jobs"
+    most = NUM_JOBS * (REQUESTS_PER_JOB + STATUS_WRITES) + NUM_NODES + asked["list", "nodes"]
     assert asked.total() <= most, asked
 
     by_server = request_counts.counted_by_server(plane)
