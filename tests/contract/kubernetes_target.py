@@ -121,7 +121,7 @@ class KubernetesContractTarget:
         """Kubernetes deletes pods whose owner does not exist."""
         kubectl = self._cluster.kubectl()
         kubectl.run("apply", "--server-side", "--filename=-", stdin=definition_text())
-        kubectl.run("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
+        kubectl.served(NAME)
         metadata = {"name": self.job.name, "namespace": NAMESPACE}
         made = kubectl.create(
             {
