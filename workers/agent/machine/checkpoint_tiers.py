@@ -91,7 +91,8 @@ class CheckpointTiers:
         self, group: Generation, seat: WorkerSeat, asked: worker_protocol.BufferRequest
     ) -> list[Command]:
         num_bytes, planned = asked.num_bytes, []
-        if asked.step < 0:
+        separated = not asked.shared and self.buffers.separate_twins(seat.local_rank)
+        if asked.step < 0 or separated:
             planned = self._plan_memory(group, num_bytes)
         if self.buffers.most == 0 and self.memory.current is not None:
             refusal = worker_protocol.NoBuffer(detail=too_little(self.memory.current))

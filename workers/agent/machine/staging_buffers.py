@@ -86,12 +86,9 @@ class StagingBuffers:
     # -- workers ------------------------------------------------------------------------------
     def request(self, rank: int, num_bytes: int, shared: Ask | None = None) -> list[Change]:
         """A worker requests one more buffer. `shared`: it writes a part; of which step, or (-1)
-        that there be buffers when it does."""
+        that there be buffers when it does. Without it, `separate_twins` comes before."""
         slot = self.slots[self.slot_of(rank)]
         if shared is None:
-            if len(slot.members) > 1:  # all of them do: their state is small
-                self.separate(slot.members[0])
-                slot = self.slots[rank]
             slot.by_step = False
             slot.wanted.append(num_bytes)
         elif shared.step < 0:
@@ -101,6 +98,14 @@ class StagingBuffers:
             slot.asks[rank] = shared
         slot.requested = True
         return self.settle()
+
+    def separate_twins(self, rank: int) -> bool:
+        """A worker stages alone because its state is small, which all its twins do then. Whether
+        they shared a slot until now."""
+        members = self.slots[self.slot_of(rank)].members
+        if len(members) > 1:
+            self.separate(members[0])
+        return len(members) > 1
 
     def wait(self, slot: int) -> list[Change]:
         """A worker cannot go on without a buffer."""

@@ -45,10 +45,11 @@ class AgentHarness:
         )
 
     def launch(self, generation: int = 1, **more: object) -> tuple[Command, ...]:
-        restore = more.pop("restore", None)
+        restore, mesh = more.pop("restore", None), more.pop("mesh", Mesh(shard=2))
+        assert isinstance(mesh, Mesh)
         membership = Membership(
             generation=generation,
-            mesh=Mesh(shard=2),
+            mesh=mesh,
             num_nodes=1,
             workers_per_node=2,
             master_address="127.0.0.1",
@@ -56,7 +57,7 @@ class AgentHarness:
             restart_count=0,
             restore=restore,  # type: ignore[arg-type]
         )
-        seats = tuple(WorkerSeat(rank, rank, rank, True) for rank in range(2))
+        seats = tuple(WorkerSeat(rank, rank, mesh.shard_index(rank), True) for rank in range(2))
         out = self.receive(
             m.LaunchWorkers(
                 action_id=10 + generation,

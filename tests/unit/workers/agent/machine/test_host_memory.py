@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.host_memory import HostRoom, reserve_bytes
+from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol
 from holdfast.workers.agent.machine import commands, inputs
 
@@ -140,3 +141,15 @@ def test_without_a_measurement_nothing_is_limited() -> None:
     harness.launch(1)
     out = request_buffers(harness)
     assert num_buffers(harness) == [3, 3] and not of(m.HostMemoryPlanned, out)
+
+
+def test_memory_for_the_shared_buffer_of_twins_is_none_for_a_buffer_each() -> None:
+    """Twins whose state is small stage alone: that is known from the first one that asks."""
+    harness = harness_with(0, mesh=Mesh(replicate=2))
+    harness.give(inputs.MemoryMeasured(GIB, int(1.5 * BUFFER), 0))
+    for rank in range(2):
+        out = harness.from_worker(rank, worker_protocol.BufferRequest(num_bytes=BUFFER))
+        assert any(
+            isinstance(c.message, worker_protocol.NoBuffer) for c in of(commands.ToRank, out)
+        )
+        assert not of(commands.MakeBuffer, out)
