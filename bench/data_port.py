@@ -102,7 +102,7 @@ async def serve(
     os.posix_fallocate(fd, 0, num_bytes)
 
     def on_get(_get: peer_transfer.Get) -> peer_transfer.Answer:
-        return peer_transfer.Hold(os.dup(fd), num_bytes, 1, lambda ok: None)
+        return peer_transfer.TransferBuffer(os.dup(fd), num_bytes, 1, lambda ok: None)
 
     def on_put(_put: peer_transfer.Put) -> peer_transfer.Answer:
         return "nothing is taken here"

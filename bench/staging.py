@@ -28,7 +28,7 @@ from bench import conditions
 from holdfast import session
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
-from holdfast.workers.checkpoint.twin_parts import StagingBuffer
+from holdfast.workers.checkpoint.twin_parts import WritableBuffer
 
 
 class Memory:
@@ -46,9 +46,9 @@ class Memory:
             np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
             self._maps.append(memory)
 
-    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> WritableBuffer:
         self._next = (self._next + 1) % len(self._maps)
-        return StagingBuffer(self._next, self._maps[self._next])
+        return WritableBuffer(self._next, self._maps[self._next])
 
     def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
         pass

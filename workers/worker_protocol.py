@@ -152,7 +152,7 @@ class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):
     """After it, wait up to limits.HOLD_S for the stop that follows."""
 
 
-class StageEvery(WorkerMessage, frozen=True, kw_only=True, tag="stage-every"):
+class SetStagingInterval(WorkerMessage, frozen=True, kw_only=True, tag="stage-every"):
     """Stage every Nth step from `from_step` on."""
 
     every_steps: int
@@ -211,5 +211,5 @@ FromWorker = (
     | Finished
 )
 ToWorker = (
-    Assign | StageAt | StageEvery | Buffer | BufferFree | NoBuffer | Shard | NoShard
+    Assign | StageAt | SetStagingInterval | Buffer | BufferFree | NoBuffer | Shard | NoShard
 )  # fmt: skip

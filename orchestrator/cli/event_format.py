@@ -222,7 +222,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.ActionFailed: _result("failed"),
     e.ActionUnknown: _result("result unknown (controller or connection lost)"),
     e.GroupStopped: _stopped,
-    e.HostMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
+    e.NodeMemoryPlanned: lambda v: f"host memory: {describe_memory(v.memory)}",
     e.ShardPersisted: lambda v: (
         f"shard {v.shard.shard} of step {v.shard.step} is in storage "
         f"({size(v.shard.num_bytes)} in {duration(v.seconds)})"

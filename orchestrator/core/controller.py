@@ -388,7 +388,7 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.ActionFailed: _failed,
     e.ActionUnknown: _unknown,
     e.GroupStopped: _stopped,
-    e.HostMemoryPlanned: host_memory.planned,
+    e.NodeMemoryPlanned: host_memory.planned,
     e.ShardPersisted: checkpoints.shard_persisted,
     e.PersistFailed: drain.persist_failed,
     e.CheckpointRefused: _refused,

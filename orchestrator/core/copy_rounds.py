@@ -15,7 +15,7 @@ import math
 import msgspec
 
 from .context import SECOND_NS
-from .events import StepCopied
+from .events import NodeCopiedStep
 from .state import JobState
 
 MIN_ROUND_S = 0.1
@@ -36,7 +36,7 @@ class CopyOrder(msgspec.Struct, frozen=True, kw_only=True):
     confirmed: int
 
 
-class CopyRounds:
+class CopyScheduler:
     """Of one controller. It reads the controller's state and changes nothing."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class CopyRounds:
         self._margin = self._steady = 0
         """Steps that an order names beyond the next one: it grows when orders come too late."""
         self._began_ns = 0
-        self._reports: dict[str, StepCopied] = {}
+        self._reports: dict[str, NodeCopiedStep] = {}
         """Node -> its last report."""
         self._copied: set[str] = set()
         """Nodes that have copied the step of this round. Reports come from each node in each
@@ -53,7 +53,7 @@ class CopyRounds:
         self.status = ""
         """How often all buddies get a copy, and why, as a sentence."""
 
-    def observe(self, now_ns: int, event: StepCopied, state: JobState) -> list[CopyOrder]:
+    def observe(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
         """A node's report; returns what is to be copied next, once that is known."""
         running = state.active and state.stop is None and state.membership is not None
         running = running and not state.copies_given_up
@@ -84,7 +84,7 @@ class CopyRounds:
         self._wanted, self.confirmed = (restore.step if restore else -1) + 1, -1
         self.status = ""
 
-    def _again(self, now_ns: int, event: StepCopied, state: JobState) -> list[CopyOrder]:
+    def _again(self, now_ns: int, event: NodeCopiedStep, state: JobState) -> list[CopyOrder]:
         """The step was missed, or a push has failed: another one, for all nodes."""
         self._steady = 0
         if event.missed:
@@ -104,7 +104,7 @@ class CopyRounds:
             self._steady, self._margin = 0, self._margin // 2
         return self._begin(now_ns, state, MIN_ROUND_S - (now_ns - self._began_ns) / SECOND_NS)
 
-    def _describe(self, known: list[StepCopied], before: int) -> None:
+    def _describe(self, known: list[NodeCopiedStep], before: int) -> None:
         slowest = max(known, key=lambda one: one.seconds)
         steps = self.confirmed - before
         often = f"every {steps} steps" if steps > 1 else "every step"

@@ -1,8 +1,8 @@
 """The events of a job: a closed union of facts, as the journal stores them.
 
-All but heartbeats and StepCopied change the controller's state and are journaled before their
+All but heartbeats and NodeCopiedStep change the controller's state and are journaled before their
 actions run. Heartbeats only feed the progress monitor; what it concludes are events again, so a
-replay does not need heartbeats. StepCopied only feeds the rounds of the buddy tier, which a new
+replay does not need heartbeats. NodeCopiedStep only feeds the rounds of the buddy tier, which a new
 controller learns from the agents.
 """
 
@@ -235,7 +235,7 @@ class GroupStopped(Event, frozen=True, kw_only=True, tag="group-stopped"):
     offered_port: int = 0
 
 
-class HostMemoryPlanned(Event, frozen=True, kw_only=True, tag="host-memory-planned"):
+class NodeMemoryPlanned(Event, frozen=True, kw_only=True, tag="host-memory-planned"):
     """What a node's memory can hold of staged state."""
 
     node: str
@@ -295,7 +295,7 @@ class Tick(Event, frozen=True, tag="tick"):
 
 
 # -- not journaled: only for the progress monitor ----------------------------------------------
-class StepCopied(Event, frozen=True, kw_only=True, tag="step-copied"):
+class NodeCopiedStep(Event, frozen=True, kw_only=True, tag="step-copied"):
     """A node has copied a step to its buddy, or could not (messages.StepCopied). Only for the
     choice of the next step (copy_rounds.py)."""
 
@@ -327,8 +327,8 @@ AnyEvent = (
     | HangDetected | HangSuspected | HangSuspicionEnded | GroupInspected | StragglerDetected
     | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
-    | GroupStopped | HostMemoryPlanned
+    | GroupStopped | NodeMemoryPlanned
     | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted
-    | Tick | HeartbeatReceived | StepCopied
+    | Tick | HeartbeatReceived | NodeCopiedStep
 )  # fmt: skip

@@ -35,7 +35,7 @@ WORDS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class InspectedStack:
     """A stack, and when it came."""
 
     stack: Stack
@@ -43,7 +43,11 @@ class Inspected:
 
 
 def condition(
-    now_ns: int, beats: Iterable[WorkerBeat], inspected: Mapping[int, Inspected], *, starved: bool
+    now_ns: int,
+    beats: Iterable[WorkerBeat],
+    inspected: Mapping[int, InspectedStack],
+    *,
+    starved: bool,
 ) -> Condition:
     """Of the live ranks of a generation without progress."""
     if starved:
@@ -56,7 +60,7 @@ def condition(
 
 
 def _one(
-    now_ns: int, beat: WorkerBeat, known: Inspected | None
+    now_ns: int, beat: WorkerBeat, known: InspectedStack | None
 ) -> Literal["busy", "unknown", "outside", "device", "waits"]:
     idle = beat.idle_s >= limits.IDLE_S
     activity = _activity(now_ns, beat, known)
@@ -78,7 +82,7 @@ def _one(
             return "unknown"
 
 
-def _activity(now_ns: int, beat: WorkerBeat, known: Inspected | None) -> str:
+def _activity(now_ns: int, beat: WorkerBeat, known: InspectedStack | None) -> str:
     """What the main thread is in now; empty: unknown. An idle process has not moved since its
     stack was taken, if it was idle then."""
     if known is None:
@@ -92,7 +96,7 @@ def _activity(now_ns: int, beat: WorkerBeat, known: Inspected | None) -> str:
     return activity
 
 
-def describe(rank: int, beat: WorkerBeat | None, known: Inspected | None) -> str:
+def describe(rank: int, beat: WorkerBeat | None, known: InspectedStack | None) -> str:
     """`rank 3 is in no collective, at File "train.py", line 88 in load; it uses no CPU`."""
     if known is None or not known.stack.activity:
         return ""

@@ -11,11 +11,11 @@ from ..planner.costs import needs_buddy
 from ..protocol.host_memory import HostMemory, least, scaled
 from ..protocol.mesh import Mesh
 from .context import StepContext
-from .events import HostMemoryPlanned
+from .events import NodeMemoryPlanned
 from .state import JobState
 
 
-def planned(ctx: StepContext, event: HostMemoryPlanned) -> None:
+def planned(ctx: StepContext, event: NodeMemoryPlanned) -> None:
     """Record it. What is given up takes effect with the next copy, or report of a step."""
     state, node = ctx.state, ctx.state.nodes.get(event.node)
     if node is None:

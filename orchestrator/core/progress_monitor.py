@@ -32,7 +32,7 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
-from .hang_limits import PULSE_STALE_S, Condition, Inspected, condition, describe
+from .hang_limits import PULSE_STALE_S, Condition, InspectedStack, condition, describe
 from .liveness import FailureDetector
 from .state import JobState
 from .stragglers import Slow, StragglerFinder
@@ -85,7 +85,7 @@ class _Generation:
     """When a hang was last suspected; None: there is progress."""
     suspected_since_ns: int = 0
     """The oldest progress at that time."""
-    inspected: dict[int, Inspected] = field(default_factory=dict)
+    inspected: dict[int, InspectedStack] = field(default_factory=dict)
     busy_ns: int = 0
     """When a rank was last seen at work while none had progress: what follows it is no hang yet."""
     slow: dict[str, int] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class ProgressMonitor:
                 self._detector.reset(now_ns)
             case GroupInspected() if event.generation == self._current.number:
                 for stack in event.stacks:
-                    self._current.inspected[stack.rank] = Inspected(stack, now_ns)
+                    self._current.inspected[stack.rank] = InspectedStack(stack, now_ns)
             case ControllerStarted():
                 # How long agents may take to reconnect is a timer of the controller.
                 self._detector.begin(now_ns)

@@ -198,7 +198,7 @@ def inspected(ctx: StepContext, event: GroupInspected) -> None:
     ctx.state.inspected |= {stack.rank: stack for stack in event.stacks}
     for stack in event.stacks:
         if stack.activity in ("nothing", "reads", "compiles"):
-            text = hang_limits.describe(stack.rank, None, hang_limits.Inspected(stack, 0))
+            text = hang_limits.describe(stack.rank, None, hang_limits.InspectedStack(stack, 0))
             _show(ctx, f"no progress: {text}, on {event.node}")
             return
 

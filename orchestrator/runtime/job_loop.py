@@ -16,15 +16,15 @@ from typing import NamedTuple
 from ..api.v1alpha1 import TrainingJob
 from ..core.actions import AnyAction
 from ..core.controller import Controller
-from ..core.copy_rounds import CopyRounds
+from ..core.copy_rounds import CopyScheduler
 from ..core.events import (
     ActionUnknown,
     AnyEvent,
     ControllerStarted,
     HeartbeatReceived,
     JobSubmitted,
+    NodeCopiedStep,
     NodeJoined,
-    StepCopied,
     Tick,
 )
 from ..core.journal import Record
@@ -64,7 +64,7 @@ class JobLoop:
         self.controller = controller
         self.projection = projection or JobProjection(job)
         self._monitor = ProgressMonitor(job, controller)
-        self._rounds = CopyRounds()
+        self._rounds = CopyScheduler()
         self._orders: list[Order] = []
         self._queue: deque[Record] = deque()
         self._last_ns = 0
@@ -204,7 +204,7 @@ class JobLoop:
                 self.projection.beat(now_ns, event)
                 if self.controller.submitted:
                     self._orders += orders(self.controller.state, [event])
-            elif isinstance(event, StepCopied):
+            elif isinstance(event, NodeCopiedStep):
                 self._orders += self._rounds.observe(now_ns, event, self.controller.state)
                 continue
             else:

@@ -124,7 +124,7 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
 def _checkpoint_event(node: str, message: wire.Message) -> events.AnyEvent | None:
     match message:
         case wire.StepCopied():
-            return events.StepCopied(
+            return events.NodeCopiedStep(
                 node=node,
                 generation=message.generation,
                 wanted=message.wanted,
@@ -135,7 +135,7 @@ def _checkpoint_event(node: str, message: wire.Message) -> events.AnyEvent | Non
                 missed=message.missed,
             )
         case wire.HostMemoryPlanned():
-            return events.HostMemoryPlanned(
+            return events.NodeMemoryPlanned(
                 node=node, generation=message.generation, memory=message.memory
             )
         case wire.Persisted():

@@ -105,7 +105,7 @@ class SimWorker:
         match message:
             case worker_protocol.StageAt():
                 self.requested = message.step
-            case worker_protocol.StageEvery():
+            case worker_protocol.SetStagingInterval():
                 self.intervals.append((message.from_step, message.every_steps))
             case worker_protocol.Buffer() | worker_protocol.BufferFree():
                 if message.parts:

@@ -73,6 +73,15 @@ def test_every_file_has_a_docstring() -> None:
     assert silent == []
 
 
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in tracked("orchestrator/*.py", "workers/*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name(path))
+    assert {n: files for n, files in places.items() if len(files) > 1} == {}
+
+
 def test_every_test_has_a_sentence_for_a_name() -> None:
     short = [
         f"{name(path)}: {node.name}"

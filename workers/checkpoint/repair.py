@@ -66,7 +66,7 @@ class RepairResult:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RepairedPart:
     """One entry of the repaired file, and where its bytes are. No source: zeros."""
 
     entry: Entry
@@ -159,7 +159,7 @@ class _Repair:
         self._store, self._chosen = store, chosen
         self._donors = [m for m in older if m.mesh.num_shards == chosen.mesh.num_shards]
         self._sources: dict[tuple[str, int], ShardSource | None] = {}
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[_RepairedPart]] = {}
         self._extra: dict[str, Any] = {}
         self._fresh: dict[str, None] = {}
         """Parameters whose optimizer state begins at zero."""
@@ -196,11 +196,11 @@ class _Repair:
                 return source, manifest.directory
         return None, ""
 
-    def _part(self, base: ShardSource, origin: str, entry: Entry, file: ShardFile) -> _Part:
+    def _part(self, base: ShardSource, origin: str, entry: Entry, file: ShardFile) -> _RepairedPart:
         if _intact(base, entry):
             if origin != self._chosen.directory:
                 self.result.replaced.append(Replaced(file.file, entry.name, origin))
-            return _Part(entry, base)
+            return _RepairedPart(entry, base)
         for donor in self._donors:
             source = self._source(donor, file.shard)
             other = source.header().entries.get(entry.name) if source is not None else None
@@ -209,16 +209,16 @@ class _Repair:
             same = (other.box, other.dtype) == (entry.box, entry.dtype)
             if same and _intact(source, other):
                 self.result.replaced.append(Replaced(file.file, entry.name, donor.directory))
-                return _Part(other, source)
+                return _RepairedPart(other, source)
         if entry.name.startswith(OPTIMIZER):
             self._fresh[_parameter(entry.name)] = None
         else:
             self.result.problems.append(
                 f"{file.file}: {entry.name} is damaged, and no older checkpoint has it intact"
             )
-        return _Part(entry, None)
+        return _RepairedPart(entry, None)
 
-    def _zeroed(self, part: _Part, shard: int) -> _Part:
+    def _zeroed(self, part: _RepairedPart, shard: int) -> _RepairedPart:
         """All state of such a parameter, in all shards: a moment without its counterpart would make
         a wrong first step."""
         name = part.entry.name
@@ -229,7 +229,7 @@ class _Repair:
             one for one in self.result.replaced if (one.file, one.tensor) != (file, name)
         ]
         self.result.replaced.append(Replaced(file, name, ZEROS))
-        return _Part(part.entry, None)
+        return _RepairedPart(part.entry, None)
 
     def _source(self, manifest: Manifest, shard: int) -> ShardSource | None:
         """None: its header cannot be used. Raises UnreadableCheckpoint."""

@@ -39,7 +39,7 @@ from .layout import (
     make_layout,
 )
 from .state import DTYPES, TrainingState
-from .twin_parts import SAMPLE_ROOM, StagingBuffer, divide, sample
+from .twin_parts import SAMPLE_ROOM, WritableBuffer, divide, sample
 
 _MAX_NAMED = 3
 
@@ -56,7 +56,7 @@ class BufferSource(Protocol):
     def request_buffers(self, num_bytes: int) -> None:
         """Request all buffers with a new size, without waiting."""
 
-    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> WritableBuffer:
         """Wait for a free buffer of at least this size, for a file of this step whose layout has
         this digest."""
 
@@ -67,7 +67,7 @@ class BufferSource(Protocol):
         """The buffer holds nothing and may be taken again. Called in any thread."""
 
 
-class _Part:
+class _StagedPart:
     """What one rank stages of the file of a layout: its entries, in the order of the layout."""
 
     def __init__(
@@ -150,9 +150,9 @@ class Stager:
         self._tensors: list[Tensor] = []
         """In the order of the layout, like their owners."""
         self._owners: list[Tensor] = []
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[tuple[int, int], _StagedPart] = {}
         """(part, parts) -> what is staged."""
-        self._views: dict[StagingBuffer, tuple[Bytes, list[Bytes]]] = {}
+        self._views: dict[WritableBuffer, tuple[Bytes, list[Bytes]]] = {}
         """The buffer's memory, and the piece of it for each tensor."""
         self._buffer_names = state.buffers()
         self._urgent = set(self._buffer_names)
@@ -164,14 +164,14 @@ class Stager:
         self._copier = (
             AsyncCopier(self._device, state.before_each_step) if self._device is not None else None
         )
-        self._copies: dict[StagingBuffer, CopySet] = {}
+        self._copies: dict[WritableBuffer, CopySet] = {}
         self._parameters: list[tuple[int, str, Tensor]] = []
         """Entries that are parameters: (number in the layout, name, parameter)."""
         self._frozen: tuple[int, ...] = ()
         """Of the layout's entries: parameters that are not trained now."""
         self._not_frozen: set[str] = set()
         """Names of those that were written nevertheless."""
-        self._held: dict[StagingBuffer, dict[int, _Held]] = {}
+        self._held: dict[WritableBuffer, dict[int, _Held]] = {}
         """Buffer -> frozen tensors that it has, by their place in the part."""
         if self._device is not None:
             buffers.prepare_with(PageLocks(self._device))
@@ -225,7 +225,9 @@ class Stager:
             self._held.clear()
             self._copies.clear()
 
-    def _copy_now(self, buffer: StagingBuffer, part: _Part, targets: list[Bytes]) -> list[int]:
+    def _copy_now(
+        self, buffer: WritableBuffer, part: _StagedPart, targets: list[Bytes]
+    ) -> list[int]:
         """On the CPU; returns the checksums."""
         held, frozen = self._held.setdefault(buffer, {}), set(part.positions(self._frozen))
         checksums = []
@@ -247,10 +249,10 @@ class Stager:
     def _start(
         self,
         copier: AsyncCopier,
-        part: _Part,
+        part: _StagedPart,
         view: Bytes,
         targets: list[Bytes],
-        buffer: StagingBuffer,
+        buffer: WritableBuffer,
         step: int,
         extra: bytes,
     ) -> None:
@@ -291,7 +293,9 @@ class Stager:
         summed = [part.tensors[number] for number in frozen]
         copier.start(self._copies[buffer], done, thrown_away, summed)
 
-    def _copy_set(self, part: _Part, targets: list[Bytes], held: Mapping[int, _Held]) -> CopySet:
+    def _copy_set(
+        self, part: _StagedPart, targets: list[Bytes], held: Mapping[int, _Held]
+    ) -> CopySet:
         """Of all tensors that the buffer does not have."""
         device = self._device
         assert device is not None
@@ -344,17 +348,17 @@ class Stager:
                 "state and extra state their full size before the first step"
             )
 
-    def _part(self, layout: Layout, buffer: StagingBuffer) -> _Part:
+    def _part(self, layout: Layout, buffer: WritableBuffer) -> _StagedPart:
         key = (buffer.part, buffer.parts)
         found = self._parts.get(key)
         if found is None:
             held = (layout, self._tensors, self._owners, self._buffer_names)
-            found = self._parts[key] = _Part(*held, *key)
+            found = self._parts[key] = _StagedPart(*held, *key)
             if self._copier is None:
                 found.find_sources()
         return found
 
-    def _view(self, buffer: StagingBuffer, part: _Part) -> tuple[Bytes, list[Bytes]]:
+    def _view(self, buffer: WritableBuffer, part: _StagedPart) -> tuple[Bytes, list[Bytes]]:
         """A buffer's memory, and the piece of it for each tensor."""
         known = self._views.get(buffer)
         if known is None:
@@ -405,7 +409,7 @@ def flat_bytes(tensor: Tensor) -> Bytes:
 
 def _complete(
     buffers: BufferSource,
-    part: _Part,
+    part: _StagedPart,
     view: Bytes,
     buffer: int,
     step: int,

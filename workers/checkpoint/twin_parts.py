@@ -18,7 +18,7 @@ MIN_SHARED_BYTES = 8 * 2**20
 """A smaller state is copied whole in less time than twins need to agree on a buffer."""
 
 
-class StagingBuffer(NamedTuple):
+class WritableBuffer(NamedTuple):
     """A buffer that may be written, and what of the file is to be written: part `part` of
     `parts`."""
 

@@ -23,7 +23,7 @@ from holdfast.orchestrator.protocol.facts import WorkerPhase
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.layout import Bytes
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
-from holdfast.workers.checkpoint.twin_parts import MIN_SHARED_BYTES, StagingBuffer
+from holdfast.workers.checkpoint.twin_parts import MIN_SHARED_BYTES, WritableBuffer
 
 from . import inspection
 from .buffer_thread import BufferThread
@@ -62,7 +62,10 @@ class AgentChannel:
         self._answers: deque[tuple[worker_protocol.Shard, int] | worker_protocol.NoShard] = deque()
         self._ended = threading.Event()
         self._requested_steps: dict[int, bool] = {}
-        self._every, self._intervals = stage_every_steps, deque[worker_protocol.StageEvery]()
+        self._every, self._intervals = (
+            stage_every_steps,
+            deque[worker_protocol.SetStagingInterval](),
+        )
         self._receiving = threading.Lock()
         self._buffer_thread: BufferThread | None = None
         self._no_buffer = ""
@@ -128,7 +131,7 @@ class AgentChannel:
         for _ in range(1 if shares else limits.STAGING_BUFFERS):
             self.send(worker_protocol.BufferRequest(num_bytes=num_bytes, shared=shares))
 
-    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> WritableBuffer:
         if self._shares:
             request = worker_protocol.BufferRequest(
                 num_bytes=num_bytes, shared=True, step=step, layout=layout
@@ -150,7 +153,7 @@ class AgentChannel:
             populate = getattr(mmap, "MAP_POPULATE", 0) if parts == 1 else 0
             self._memory[buffer] = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | populate)
             os.close(fd)
-        return StagingBuffer(buffer, self._memory[buffer], part, parts)
+        return WritableBuffer(buffer, self._memory[buffer], part, parts)
 
     def _wait_for_buffer(self, until: float | None) -> bool:
         while not self._is_ready():
@@ -248,7 +251,7 @@ class AgentChannel:
                 raise AgentGone("the node's agent is gone (it closed the connection)")
             case worker_protocol.StageAt():
                 self._requested_steps[message.step] = message.hold
-            case worker_protocol.StageEvery():
+            case worker_protocol.SetStagingInterval():
                 self._intervals.append(message)
             case worker_protocol.Buffer():
                 assert fd is not None

@@ -182,7 +182,7 @@ class JobProjection:
         copies: str = "",
     ) -> JobView:
         """The view at this time. `live`: with the newest heartbeats. `copies`: of the buddy tier,
-        as CopyRounds says."""
+        as CopyScheduler says."""
         state = self._state
         if state is None:
             return JobView(name=self._job.name, now_ns=now_ns, checkpoint_path=checkpoint_path)

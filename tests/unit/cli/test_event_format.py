@@ -90,7 +90,7 @@ def test_every_durable_event_has_a_sentence() -> None:
     missing = [
         kind.__name__
         for kind in events.AnyEvent.__args__
-        if kind not in (events.HeartbeatReceived, events.StepCopied, *event_format._SENTENCES)
+        if kind not in (events.HeartbeatReceived, events.NodeCopiedStep, *event_format._SENTENCES)
     ]
     assert missing == []
 

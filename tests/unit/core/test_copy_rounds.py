@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.copy_rounds import MAX_MARGIN, STEADY_ROUNDS, CopyRounds
-from holdfast.orchestrator.core.events import StepCompleted, StepCopied
+from holdfast.orchestrator.core.copy_rounds import MAX_MARGIN, STEADY_ROUNDS, CopyScheduler
+from holdfast.orchestrator.core.events import NodeCopiedStep, StepCompleted
 
 from .harness import SECOND, Transcript, spec
 
@@ -22,7 +22,7 @@ class Rounds:
     """Nodes a and b, each other's buddy; a test sends their reports."""
 
     job: Transcript = field(default_factory=_pair)
-    rounds: CopyRounds = field(default_factory=CopyRounds)
+    rounds: CopyScheduler = field(default_factory=CopyScheduler)
     wanted: int = 0
     """The step of the last order."""
 
@@ -30,7 +30,7 @@ class Rounds:
         """Returns which nodes get an order."""
         wanted = self.wanted if wanted < 0 else wanted
         known = {"generation": self.job.state.generation, "step": wanted, "staged_step": wanted}
-        event = StepCopied(node=node, wanted=wanted, **(known | more))  # type: ignore[arg-type]
+        event = NodeCopiedStep(node=node, wanted=wanted, **(known | more))  # type: ignore[arg-type]
         orders = self.rounds.observe(self.job.now_ns, event, self.job.state)
         assert len({(order.step, order.confirmed) for order in orders}) <= 1
         for order in orders:

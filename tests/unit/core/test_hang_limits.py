@@ -11,7 +11,12 @@ from holdfast.orchestrator.core.events import (
     HeartbeatReceived,
     NodeLost,
 )
-from holdfast.orchestrator.core.hang_limits import PULSE_STALE_S, Inspected, condition, describe
+from holdfast.orchestrator.core.hang_limits import (
+    PULSE_STALE_S,
+    InspectedStack,
+    condition,
+    describe,
+)
 from holdfast.orchestrator.protocol.facts import Stack, WorkerBeat
 
 from .harness import SECOND
@@ -147,8 +152,8 @@ def _beat(idle_s: float, **more: float) -> WorkerBeat:
     return WorkerBeat(rank=2, phase="train", step=9, ticks=20, idle_s=idle_s, **more)
 
 
-def _inspected(activity: str, at_ns: int = 0, text: str = "") -> Inspected:
-    return Inspected(Stack(2, text, activity == "peers", "S", activity), at_ns)
+def _inspected(activity: str, at_ns: int = 0, text: str = "") -> InspectedStack:
+    return InspectedStack(Stack(2, text, activity == "peers", "S", activity), at_ns)
 
 
 IDLE = round(limits.IDLE_S * SECOND)

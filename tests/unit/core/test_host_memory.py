@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup
-from holdfast.orchestrator.core.copy_rounds import CopyRounds
+from holdfast.orchestrator.core.copy_rounds import CopyScheduler
 from holdfast.orchestrator.core.events import (
     HeartbeatReceived,
-    HostMemoryPlanned,
+    NodeCopiedStep,
+    NodeMemoryPlanned,
     StepCompleted,
-    StepCopied,
 )
 from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.staging_interval import describe, orders
@@ -31,7 +31,7 @@ def reports(transcript: Transcript, node: str, units: float) -> None:
     room = HostRoom(LIMIT, int(units * 2 * SHARD) + LIMIT // 10)
     shards = transcript.state.membership.mesh.num_shards  # type: ignore[union-attr]
     memory = plan_host_memory(room, shard_bytes=SHARD, num_shards=shards, workers=2, buddy=True)
-    event = HostMemoryPlanned(node=node, generation=transcript.state.generation, memory=memory)
+    event = NodeMemoryPlanned(node=node, generation=transcript.state.generation, memory=memory)
     transcript.apply(event)
 
 
@@ -56,10 +56,10 @@ def test_copies_are_made_until_a_node_says_that_they_do_not_fit() -> None:
 
 
 def test_no_round_of_copies_begins_after_that() -> None:
-    transcript, rounds = sharded(), CopyRounds()
+    transcript, rounds = sharded(), CopyScheduler()
 
-    def copied(node: str) -> StepCopied:
-        return StepCopied(node=node, generation=1, wanted=0, step=0, staged_step=0)
+    def copied(node: str) -> NodeCopiedStep:
+        return NodeCopiedStep(node=node, generation=1, wanted=0, step=0, staged_step=0)
 
     reports(transcript, "b", 5)
     assert rounds.observe(transcript.now_ns, copied("a"), transcript.state) == []

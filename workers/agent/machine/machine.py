@@ -458,7 +458,7 @@ class AgentMachine:
         if group is None or group.stop is not None:
             return []
         group.stage_every = (message.every_steps, message.from_step)
-        request = worker_protocol.StageEvery(
+        request = worker_protocol.SetStagingInterval(
             every_steps=message.every_steps, from_step=message.from_step
         )
         return [commands.ToRank(group.generation, w.seat.rank, request) for w in group.alive]

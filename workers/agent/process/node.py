@@ -455,9 +455,9 @@ class AgentProcess:
 
     def _hold(
         self, buffer: int, staged: StagedShard, done: Callable[[bool], None]
-    ) -> peer_transfer.Hold:
+    ) -> peer_transfer.TransferBuffer:
         fd = self._memory.copy_of_fd(buffer)
-        return peer_transfer.Hold(fd, staged.num_bytes, staged.num_shards, done)
+        return peer_transfer.TransferBuffer(fd, staged.num_bytes, staged.num_shards, done)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -114,7 +114,7 @@ def credentials(token: str, directory: Path | None, name: str) -> PeerCredential
 
 
 @dataclass(frozen=True)
-class Hold:
+class TransferBuffer:
     """A buffer for a transfer: a descriptor, which the transfer closes, and its callback."""
 
     fd: int
@@ -123,7 +123,7 @@ class Hold:
     done: Callable[[bool], None]
 
 
-Answer = Hold | str
+Answer = TransferBuffer | str
 """The buffer for a request, or the reason of a refusal."""
 
 
@@ -321,12 +321,12 @@ def _expect_yes(message: PeerMessage) -> Yes:
     raise PeerError(message.detail if isinstance(message, No) else f"got {message!r}")
 
 
-def _send_bytes(sock: socket.socket, hold: Hold) -> None:
+def _send_bytes(sock: socket.socket, hold: TransferBuffer) -> None:
     _send(sock, Yes(num_bytes=hold.num_bytes, num_shards=hold.num_shards))
     _send_file(sock, hold.fd, hold.num_bytes)
 
 
-def _take_bytes(sock: socket.socket, hold: Hold) -> None:
+def _take_bytes(sock: socket.socket, hold: TransferBuffer) -> None:
     _send(sock, Yes())
     _receive_into(sock, hold.fd, hold.num_bytes)
 

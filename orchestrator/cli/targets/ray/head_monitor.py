@@ -62,18 +62,24 @@ class HeadMonitor:
     line for Ray's developers. The monitor ends it shortly before, with what is left of the job.
     """
 
-    PERIOD_S = 1.0
     RAY_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
     RAY_DEFAULT_S = 60.0
     MARGIN_S = 3.0
 
-    def __init__(self, display: Display, order: ControllerOrder, watch_again: WatchAgain) -> None:
-        self._display, self._watch_again = display, watch_again
+    def __init__(
+        self,
+        display: Display,
+        order: ControllerOrder,
+        watch_again: WatchAgain,
+        period_s: float = 1.0,
+    ) -> None:
+        """`period_s`: between two checks of the head; a check may take as long."""
+        self._display, self._watch_again, self._period_s = display, watch_again, period_s
         job = job_from_mapping(order.document, f"job {order.job}")
         self._checkpoints = checkpoint_path(order, job.spec.checkpoint.path)
         self._address = cluster.head_address()
         limit_s = float(os.environ.get(self.RAY_TIMEOUT, self.RAY_DEFAULT_S)) - self.MARGIN_S
-        self._limit_s = max(self.PERIOD_S, limit_s)
+        self._limit_s = max(self._period_s, limit_s)
         self._closed = threading.Event()
         self._ending = threading.Lock()
         """Held while the process is replaced or the command ends by itself."""
@@ -90,7 +96,7 @@ class HeadMonitor:
 
     def _run(self) -> None:
         lost_at: float | None = None
-        while not self._closed.wait(self.PERIOD_S):
+        while not self._closed.wait(self._period_s):
             if self._answers():
                 if lost_at is not None and self._back():
                     lost_at = None
@@ -138,7 +144,7 @@ class HeadMonitor:
     def _answers(self) -> bool:
         host, _, port = self._address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), self.PERIOD_S).close()
+            socket.create_connection((host, int(port)), self._period_s).close()
         except OSError:
             return False
         return True

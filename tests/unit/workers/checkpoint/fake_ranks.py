@@ -24,7 +24,7 @@ from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import MappedShard, UnreadableCheckpoint
 from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import Extra, TrainingState, empty_like
-from holdfast.workers.checkpoint.twin_parts import StagingBuffer
+from holdfast.workers.checkpoint.twin_parts import WritableBuffer
 from holdfast.workers.checkpoint.upload import Uploader
 from holdfast.workers.training.parallel import fill
 
@@ -59,9 +59,9 @@ class Memory:
         self._memory = mmap.mmap(-1, num_bytes)
         self._prepare(np.frombuffer(self._memory, dtype=np.uint8))
 
-    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> WritableBuffer:
         assert self._memory is not None
-        return StagingBuffer(0, self._memory)
+        return WritableBuffer(0, self._memory)
 
     def staged(self, buffer: int, step: int, num_bytes: int, sample: int = 0) -> None:
         assert self._memory is not None

@@ -18,7 +18,7 @@ from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import TrainingState
 from holdfast.workers.checkpoint.twin_parts import (
     SAMPLE_ROOM,
-    StagingBuffer,
+    WritableBuffer,
     divide,
 )
 
@@ -57,10 +57,10 @@ class TwinMemory:
             os.ftruncate(self.fd, num_bytes)
             self.memory = mmap.mmap(self.fd, num_bytes)
 
-    def take_buffer(self, step: int, num_bytes: int, layout: int) -> StagingBuffer:
+    def take_buffer(self, step: int, num_bytes: int, layout: int) -> WritableBuffer:
         assert self.memory is not None and len(self.memory) >= num_bytes
         self.layouts.add(layout)
-        return StagingBuffer(7, self.memory, self.part, self.parts)
+        return WritableBuffer(7, self.memory, self.part, self.parts)
 
     def put_back(self, buffer: int) -> None:
         raise AssertionError("nothing was written meanwhile")

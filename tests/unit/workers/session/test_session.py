@@ -337,7 +337,7 @@ def test_the_interval_changes_at_the_step_that_the_agent_names(
     agent, found = attached
     found._checkpoint = Checkpoint(storage=StorageTier(every_steps=10))
     found.step(0)
-    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=4, from_step=2))
+    worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=4, from_step=2))
     for number in range(3, 5):
         fd = os.memfd_create("buffer")
         os.truncate(fd, 1 << 20)
@@ -354,7 +354,7 @@ def test_a_number_in_the_spec_ignores_the_agents_interval(
 ) -> None:
     agent, found = attached
     found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=3))
-    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=1, from_step=0))
+    worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=1, from_step=0))
     for step in range(7):
         found.step(step)
     assert staged_steps(agent) == [2, 5]
@@ -365,7 +365,7 @@ def test_where_memory_is_short_a_number_in_the_spec_gets_longer(
 ) -> None:
     agent, found = attached
     found._checkpoint = Checkpoint(memory=MemoryTier(every_steps=1))
-    worker_transport.send(agent, worker_protocol.StageEvery(every_steps=3, from_step=1))
+    worker_transport.send(agent, worker_protocol.SetStagingInterval(every_steps=3, from_step=1))
     for step in range(7):
         found.step(step)
     assert staged_steps(agent) == [0, 2, 5]

@@ -78,7 +78,6 @@ class CountingWatchAgain(WatchAgain):
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     head = Head()
     monkeypatch.setattr(cluster, "head_address", lambda: f"127.0.0.1:{head.port}")
-    monkeypatch.setattr(HeadMonitor, "PERIOD_S", 0.01)
     yield head
     head.stop()
 
@@ -88,7 +87,7 @@ def test_a_command_watches_again_once_a_new_process_finds_the_job(
 ) -> None:
     display = Notes()
     again = CountingWatchAgain("job", "head:6379", False, tries=[False, False, True])
-    with HeadMonitor(display, make_order(tmp_path), again):
+    with HeadMonitor(display, make_order(tmp_path), again, period_s=0.01):
         head.stop()
         assert display.lost.wait(BOUND_S)
         head.start()

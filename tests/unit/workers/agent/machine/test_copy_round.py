@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from holdfast.orchestrator.core.copy_rounds import CopyRounds
+from holdfast.orchestrator.core.copy_rounds import CopyScheduler
 from holdfast.orchestrator.protocol import messages as m
 from holdfast.orchestrator.protocol.facts import Membership, NodeFacts, StagedShard, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
@@ -49,7 +49,7 @@ class Pair:
     def __post_init__(self) -> None:
         job = spec({"min": 2, "max": 2}, workers=1, shard=2)
         self.state = Transcript(job).started("a", "b").state
-        self.rounds = CopyRounds()
+        self.rounds = CopyScheduler()
         self.nodes = [AgentMachine(job="j", node=name, token="t", slots=1) for name in NAMES]
         for index in range(2):
             self.launch(index)
@@ -232,7 +232,7 @@ def test_a_new_controller_goes_on_with_what_the_agents_hold() -> None:
     for step in range(12):
         pair.step(step)
     held = pair.left_by_the_loss_of(0)
-    pair.rounds, pair.late = CopyRounds(), []
+    pair.rounds, pair.late = CopyScheduler(), []
     for index in range(2):
         pair.give(index, inputs.LinkDown())
     for step in range(12, 20):

@@ -27,7 +27,7 @@ def test_an_order_goes_to_every_worker_and_is_shown() -> None:
     harness = AgentHarness()
     harness.launch(1, stage_every_steps=1)
     out = harness.receive(m.StageEvery(generation=1, every_steps=8, from_step=40))
-    word = worker_protocol.StageEvery(every_steps=8, from_step=40)
+    word = worker_protocol.SetStagingInterval(every_steps=8, from_step=40)
     assert [(o.rank, o.message) for o in of(commands.ToRank, out)] == [(0, word), (1, word)]
     assert shown(harness) == (8, 40)
     harness.launch(2, stage_every_steps=8)

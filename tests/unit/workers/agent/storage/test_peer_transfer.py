@@ -39,7 +39,9 @@ class Agent:
     def _get(self, get: peer_transfer.Get) -> peer_transfer.Answer:
         if get.shard != SHARD.shard:
             return f"shard {get.shard} is not here"
-        return peer_transfer.Hold(memory_of(DATA), len(DATA), SHARD.num_shards, self.ended.append)
+        return peer_transfer.TransferBuffer(
+            memory_of(DATA), len(DATA), SHARD.num_shards, self.ended.append
+        )
 
     def _put(self, put: peer_transfer.Put) -> peer_transfer.Answer:
         fd = os.memfd_create("test", os.MFD_CLOEXEC)
@@ -51,7 +53,7 @@ class Agent:
             os.close(keep)
             self.ended.append(ok)
 
-        return peer_transfer.Hold(fd, put.staged.num_bytes, put.staged.num_shards, done)
+        return peer_transfer.TransferBuffer(fd, put.staged.num_bytes, put.staged.num_shards, done)
 
 
 def with_agent(
