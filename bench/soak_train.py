@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
 from holdfast.workers.training.data import share
+from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import Transformer
-from holdfast.workers.training.parallel import fill
 
 CONFIG = Model(dim=32, num_layers=1, num_heads=2)
 BATCH, LENGTH = 4, 16

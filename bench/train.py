@@ -23,8 +23,8 @@ from bench.timeline import Recorder
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
 from holdfast.workers.training.data import Text, share
+from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import Transformer
-from holdfast.workers.training.parallel import fill
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ def choose_mesh(
         # The replica group of the full size does not fit any more: shard over all remaining
         # workers.
         world = num_nodes * spec.workers_per_node
-        if world % _inner(job) == 0:
-            mesh = _replicas(job, world // _inner(job), num_nodes)
+        if world % job.spec.parallelism.inner == 0:
+            mesh = _replicas(job, world // job.spec.parallelism.inner, num_nodes)
             why = f"shard auto: all {world} remaining workers share one copy"
             if mesh is not None and not _states_fit(job, mesh, device_memory_bytes):
                 return None
@@ -71,31 +71,26 @@ def _is_auto(job: TrainingJob) -> bool:
     return parallelism.shard == "auto" and parallelism.replicate == "auto"
 
 
-def _inner(job: TrainingJob) -> int:
-    parallelism = job.spec.parallelism
-    return parallelism.tensor * parallelism.context * parallelism.pipeline
-
-
 def _over_world(job: TrainingJob, num_nodes: int, memory: int | None) -> tuple[Mesh, str] | None:
     """One replica on all workers of as many of the nodes as the other axes divide."""
-    spec = job.spec
+    spec, inner = job.spec, job.spec.parallelism.inner
     for nodes in range(num_nodes, spec.nodes.min - 1, -1):
         world = nodes * spec.workers_per_node
-        if world % _inner(job):
+        if world % inner:
             continue
-        mesh = _mesh(job, 1, world // _inner(job))
+        mesh = _mesh(job, 1, world // inner)
         if nodes < spec.nodes.max and not _states_fit(job, mesh, memory):
             return None
         why = f"shard world: all {world} workers share one copy"
         if nodes < num_nodes:
-            why += f"; {nodes} of {num_nodes} nodes used, in groups of {_inner(job)} workers"
+            why += f"; {nodes} of {num_nodes} nodes used, in groups of {inner} workers"
         return mesh, why
     return None
 
 
 def _replicas(job: TrainingJob, shard: int, num_nodes: int) -> Mesh | None:
     """The mesh with as many replica groups as fill whole nodes; None: not even one group fits."""
-    workers, group = job.spec.workers_per_node, shard * _inner(job)
+    workers, group = job.spec.workers_per_node, shard * job.spec.parallelism.inner
     if group == 0:  # fewer workers than spec.parallelism.replicate
         return None
     unit = math.lcm(group, workers)  # the smallest world of whole groups on whole nodes
@@ -116,12 +111,12 @@ def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
     spec, parallelism = job.spec, job.spec.parallelism
     if isinstance(parallelism.shard, int):
         return parallelism.shard, f"shard {parallelism.shard} as set"
-    room = spec.nodes.max * spec.workers_per_node // _inner(job)
+    room = spec.nodes.max * spec.workers_per_node // job.spec.parallelism.inner
     if parallelism.replicate != "auto":
         shard = room // parallelism.replicate
         return shard, f"shard {shard} follows from replicate {parallelism.replicate}"
     workers = spec.workers_per_node
-    node = math.gcd(workers // math.gcd(workers, _inner(job)), room)
+    node = math.gcd(workers // math.gcd(workers, job.spec.parallelism.inner), room)
     if memory is None or spec.entrypoint.recipe is None:
         unknown = "device memory" if spec.entrypoint.recipe else "the model"
         return (

@@ -57,6 +57,20 @@ class BatchShare:
     """1 for a sample, 0 for padding."""
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one forward pass: inputs and next tokens (B, T) of int64, weights (B)."""
+
+    inputs_bt: Tensor
+    targets_bt: Tensor
+    weights_b: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(
+            self.inputs_bt.to(device), self.targets_bt.to(device), self.weights_b.to(device)
+        )
+
+
 def share(step: int, global_batch: int, rank: int, num_ranks: int) -> BatchShare:
     """The slice of data-parallel rank `rank`; over all ranks each sample occurs once."""
     per_rank = -(-global_batch // num_ranks)

@@ -3,9 +3,10 @@
 from .backends import Kubernetes, Ray
 from .job import API_VERSION, KIND, JobSpec, TrainingJob
 from .load import job_from_mapping, job_to_mapping, load_job, parse_job
+from .parallelism import Parallelism, Precision
 from .recipe import Pretrain, Recipe
 from .resilience import Budget, Budgets, Checkpoint, Recovery
-from .workload import Entrypoint, Fabric, Nodes, Parallelism, Precision, Resources
+from .workload import Entrypoint, Fabric, Nodes, Resources
 
 __all__ = [
     "API_VERSION", "KIND", "Budget", "Budgets", "Checkpoint", "Entrypoint", "Fabric", "JobSpec",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from holdfast.orchestrator.errors import Problem
 
 from .job import TrainingJob
-from .workload import Parallelism
+from .parallelism import Parallelism
 
 PREFIX = "spec.parallelism."
 RECIPE_ONLY = ("precision", "activation_checkpointing", "offload", "reshard_after_forward")

@@ -5,7 +5,6 @@ Checks across fields are validators here; checks inside one part stand in its mo
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,9 +14,10 @@ from holdfast.orchestrator import limits
 
 from .backends import Kubernetes, Ray
 from .base import RESOURCE_PATTERN, Part, Seconds
-from .recipe import Pretrain
+from .mesh_checks import MESH_CHECKS
+from .parallelism import Parallelism
 from .resilience import Checkpoint, Recovery
-from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Parallelism, Resources
+from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Resources
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "TrainingJob"
@@ -179,111 +179,10 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def _check_mesh(self) -> JobSpec:
-        nodes, mesh = self.nodes, self.parallelism
-        if nodes.max < nodes.min:
-            raise ValueError(
-                f"nodes.max: got {nodes.max}; expected at least nodes.min ({nodes.min})"
-            )
-        world = nodes.max * self.workers_per_node
-        inner = mesh.tensor * mesh.context * mesh.pipeline
-        if world % inner:
-            raise ValueError(
-                f"parallelism: got {inner} for tensor x context x pipeline; expected a divisor of "
-                f"{world} workers (nodes.max {nodes.max} x workersPerNode {self.workers_per_node})"
-            )
-        room, shard = world // inner, mesh.shard
-        if shard == "world":
-            if mesh.replicate not in ("auto", 1):
-                raise ValueError(
-                    f"parallelism.replicate: got {mesh.replicate}; expected 1 with shard: world, "
-                    f"where all ranks share one replica; remove it"
-                )
-        elif shard != "auto":
-            if room % shard:
-                raise ValueError(
-                    f"parallelism.shard: got {shard}; expected a divisor of {room} workers; "
-                    f"use {_choices(room)}, or world"
-                )
-            if mesh.replicate not in ("auto", room // shard):
-                raise ValueError(
-                    f"parallelism.replicate: got {mesh.replicate}; expected {room // shard} "
-                    f"({room} workers / shard {shard}); use auto or {room // shard}"
-                )
-        elif mesh.replicate != "auto":
-            if room % mesh.replicate:
-                raise ValueError(
-                    f"parallelism.replicate: got {mesh.replicate}; expected a divisor of {room} "
-                    f"workers; use {_choices(room)}"
-                )
-            shard = room // mesh.replicate
-        group = inner * (shard if isinstance(shard, int) else 1)
-        # Whole replica groups on whole nodes, see planner/choose.py.
-        need = math.lcm(group, self.workers_per_node) // self.workers_per_node
-        if nodes.min < need:
-            raise ValueError(
-                f"nodes.min: got {nodes.min}; expected at least {need}: replica groups of {group} "
-                f"workers, {self.workers_per_node} on each node, fill whole nodes only then; raise "
-                f"nodes.min or lower parallelism.shard"
-            )
-        keep = mesh.reshard_after_forward
-        if isinstance(keep, bool):
-            return self
-        if shard == "world":
-            raise ValueError(
-                f"parallelism.reshardAfterForward: got {keep}; expected true or false with shard: "
-                f"world, which another number of nodes changes"
-            )
-        if keep < 1 or (isinstance(shard, int) and shard % keep):
-            raise ValueError(
-                f"parallelism.reshardAfterForward: got {keep}; expected true, false or a divisor "
-                f"of shard ({shard})"
-            )
+        for check in MESH_CHECKS:
+            if problem := check(self):
+                raise ValueError(problem)
         return self
-
-    @model_validator(mode="after")
-    def _check_recipe(self) -> JobSpec:
-        recipe, mesh = self.entrypoint.recipe, self.parallelism
-        if recipe is None:
-            return self
-        gpus, workers = self.resources.num_gpus, self.workers_per_node
-        if gpus > 1:
-            raise ValueError(
-                f"resources.gpu: got {gpus} for a recipe; expected auto, 0 or 1: a recipe trains "
-                f"on one GPU per worker; for all {gpus * workers} GPUs of a node write "
-                f"workersPerNode: {gpus * workers} and gpu: 1"
-            )
-        for axis in ("context", "pipeline"):
-            if getattr(mesh, axis) > 1:
-                raise ValueError(
-                    f"parallelism.{axis}: got {getattr(mesh, axis)}; expected 1 with the recipe "
-                    f"{recipe.name}, which has no such axis; use your own script"
-                )
-        if mesh.tensor > 1:
-            self._check_tensor(recipe.config)
-        return self
-
-    def _check_tensor(self, config: Pretrain) -> None:
-        tensor, model = self.parallelism.tensor, config.model
-        where = "parallelism.tensor"
-        if self.workers_per_node % tensor:
-            raise ValueError(
-                f"{where}: got {tensor}; expected a divisor of workersPerNode "
-                f"({self.workers_per_node}): every layer waits for this axis, which must not cross "
-                f"the network between nodes; use {_choices(self.workers_per_node)}"
-            )
-        divided = {
-            "model.numHeads": model.num_heads,
-            "model.numKvHeads": model.kv_heads,
-            "model.ffnDim": model.ffn,
-            "model.vocabSize": model.vocab_size,
-            "data.sequenceLength": config.data.sequence_length,
-        }
-        for name, size in divided.items():
-            if size % tensor:
-                raise ValueError(
-                    f"{where}: got {tensor}; expected a divisor of {name} ({size}), which it "
-                    f"divides; change one of the two"
-                )
 
 
 class TrainingJob(Part):
@@ -297,8 +196,3 @@ class TrainingJob(Part):
     @property
     def name(self) -> str:
         return self.metadata.name
-
-
-def _choices(total: int) -> str:
-    divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
-    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]

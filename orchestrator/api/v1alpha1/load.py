@@ -85,6 +85,9 @@ def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
 
 
 # -- YAML ---------------------------------------------------------------------------------------
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses repeated keys, and reads numbers and dates as kubectl does."""
 
@@ -92,11 +95,28 @@ class _Loader(yaml.SafeLoader):
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], yaml.Node] = {}
         for key, _value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 first = seen.setdefault((key.tag, key.value), key)
                 if first is not key:
                     raise _repeated(first, key)
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace `<<` by what it merges: own keys first, then those of earlier mappings. PyYAML
+        6.0.4 prefers merged keys of one letter, and the later mapping of a list."""
+        values = [value for key, value in node.value if key.tag == _MERGE]
+        sources = [s for v in values for s in (v.value if v.id == "sequence" else [v])]
+        if all(isinstance(source, yaml.MappingNode) for source in sources):
+            pairs = [pair for pair in node.value if pair[0].tag != _MERGE]
+            for source in sources:
+                self.flatten_mapping(source)
+                pairs += source.value
+            first: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+            for key, value in pairs:
+                known = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+                first.setdefault(known, (key, value))
+            node.value = list(first.values())
+        super().flatten_mapping(node)  # raises for what cannot be merged
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

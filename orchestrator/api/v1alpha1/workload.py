@@ -1,4 +1,4 @@
-"""What a job runs and on what: nodes, resources, entrypoint, parallelism, fabric."""
+"""What a job runs and on what: nodes, resources, entrypoint, fabric."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import Auto, AutoOrCount, Count, Part, Quantity
+from .base import Auto, Part, Quantity
 from .recipe import Recipe
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-Axis = Annotated[int, Field(ge=1, le=limits.MAX_NODES)]
 
 # Anything that `python -m` can find, also a file with a dash in its name; nothing relative.
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
@@ -72,57 +69,6 @@ class Entrypoint(Part):
         if self.recipe and self.args:
             raise ValueError("got args beside a recipe; expected recipe.config instead")
         return self
-
-
-class Precision(Part):
-    """Number formats of training."""
-
-    parameters: DType = "auto"
-    """Format of the parameters in forward and backward. auto: bfloat16 on GPUs, float32 on CPUs.
-    The sharded master copy is always float32."""
-    reduce: Literal["float32", "bfloat16"] = "float32"
-    """Format in which gradients are reduced; bfloat16 halves the traffic and risks loss spikes."""
-
-
-class ActivationCheckpointing(Part):
-    """Recomputing activations in the backward pass, which saves memory."""
-
-    mode: Literal["none", "full"] = "none"
-    """none: keep activations; full: recompute each block from its input, which costs about one more
-    forward pass."""
-    every_nth_block: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
-    """With mode full: recompute every Nth block only."""
-
-
-class Parallelism(Part):
-    """Sizes of the device mesh's axes. Their product is the world size.
-
-    shard = 1 is DDP; shard > 1 is FSDP2; shard > 1 with more than one replica is HSDP. replicate is
-    the elastic axis: it follows the number of nodes, and shrinks and grows in whole replica groups.
-    With shard: world the shard axis does so instead.
-    """
-
-    replicate: AutoOrCount = "auto"
-    """Replicas of the model with nodes.max nodes. auto: as many as the workers allow."""
-    shard: Auto | Literal["world"] | Count = "auto"
-    """Ranks that share one replica of the model. auto: the planner chooses by memory; for a loop
-    of your own that shards its model over all ranks, as world. world: all ranks, however many
-    nodes there are."""
-    tensor: Axis = 1
-    """Size of the tensor parallel axis, the innermost. The recipe divides heads, the width of the
-    feed-forward part, vocabulary and sequence over it, within a node; your own loop uses it through
-    the mesh."""
-    context: Axis = 1
-    """Size of the context parallel axis; your own loop uses it through the mesh."""
-    pipeline: Axis = 1
-    """Size of the pipeline axis, the outermost; your own loop uses it through the mesh."""
-    reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
-    """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
-    (ZeRO-2); an integer: reshard to groups of that many ranks."""
-    precision: Precision = Precision()
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    offload: Literal["none", "cpu"] = "none"
-    """cpu: keep shards, gradients and optimizer state in main memory."""
 
 
 class Fabric(Part):

@@ -104,6 +104,8 @@ def test_aliases_and_merges_are_read() -> None:
     assert document["c"] == [{"x": 1, "y": 2}] * 2
     nested = read_yaml("a: {b: &b {<<: {x: 1}, x: 2}}\nc: {<<: *b}\n")
     assert nested == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
+    several = read_yaml("a: &a {one: 1}\nb: &b {one: 2, two: 2}\nc: {<<: [*a, *b], three: 3}\n")
+    assert several["c"] == {"one": 1, "two": 2, "three": 3}
     assert document_problems(document) == []
 
 

@@ -49,6 +49,7 @@ OURS = (
     "holdfast.workers.worker_transport",
     "holdfast.workers.session",
     "holdfast.workers.training.parallel",
+    "holdfast.workers.training.initial_values",
     "holdfast.workers.training.data",
     "holdfast.workers.checkpoint",
     "holdfast.workers.checkpoint.stage",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,13 @@ from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.workers.training import tensor_parallel
-from holdfast.workers.training.data import BatchShare, Text, share
+from holdfast.workers.training.data import BatchShare, MicroBatch, Text, share
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.parallel import Parallel
+from holdfast.workers.training.parallel import Parallel, tensor
 
 _EVALUATION_SAMPLES = 8
 """Held-out samples of one evaluation, over all ranks."""
@@ -46,6 +46,16 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         return self.config.global_batch * self.config.data.sequence_length
+
+    def loss(self, logits_btv: Tensor, batch: MicroBatch) -> Tensor:
+        """This rank's part of the mean over all tokens of the global batch."""
+        losses_n = F.cross_entropy(
+            logits_btv.float().flatten(0, 1), batch.targets_bt.flatten(), reduction="none"
+        )
+        if isinstance(losses_n, DTensor):  # the same on all ranks of the tensor axis
+            losses_n = losses_n.to_local()
+        losses_bt = losses_n.view_as(batch.targets_bt)
+        return (losses_bt.sum(1) * batch.weights_b).sum() / self.tokens_per_step
 
 
 def main(job: TrainingJob) -> None:
@@ -90,7 +100,7 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
         s,
         job.spec.parallelism,
         config.compile,
-        lambda mesh: tensor_parallel.parallelize(model, mesh),
+        lambda mesh: tensor.parallelize(model, mesh),
     )
     parallel.materialize(config.seed, model.standard_deviation)
     text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
@@ -124,16 +134,8 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     config, s, parallel = trainer.config, trainer.session, trainer.parallel
     s.seed(config.seed, step)
     part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
-    batches = micro_batches(part, config.micro_batch)
-    total = torch.zeros((), device=s.device)
-    for number, batch in enumerate(batches):
-        with parallel.accumulating(last=number == len(batches) - 1):
-            loss = _loss(trainer, *trainer.text.batch(batch.indices), batch.weights)
-            # Data-parallel reduction averages over ranks; this makes it the sum over the batch.
-            (loss * s.data_parallel_size).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-        if len(batches) > 1:
-            s.tick()
+    batches = [_batch(trainer.text.batch, p) for p in micro_batches(part, config.micro_batch)]
+    total = parallel.forward_backward(batches, trainer.loss)
     value, norm = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
     rate = learning_rate(config.optimizer, step, config.steps)
     for group in trainer.optimizer.param_groups:
@@ -154,35 +156,19 @@ def micro_batches(part: BatchShare, size: int | str) -> list[BatchShare]:
 
 def evaluate(trainer: Trainer) -> float:
     """Loss on held-out text: the same samples every time and at every world size."""
-    s, parallel = trainer.session, trainer.parallel
+    s, config = trainer.session, trainer.config
     part = share(0, _EVALUATION_SAMPLES, s.data_parallel_rank, s.data_parallel_size)
-    parallel.module.eval()
-    with torch.no_grad(), parallel.divided_loss():
-        loss = _loss(trainer, *trainer.text.held_out_batch(part.indices), part.weights)
-    parallel.module.train()
-    # Ranks of a tensor axis have the same loss.
-    loss = loss * (trainer.config.global_batch / _EVALUATION_SAMPLES / s.shape.tensor)
-    if s.world_size > 1:
-        torch.distributed.all_reduce(loss)
-    return float(loss)
+    batches = [
+        _batch(trainer.text.held_out_batch, p) for p in micro_batches(part, config.micro_batch)
+    ]
+    total = trainer.parallel.evaluate(batches, trainer.loss)
+    return float(total) * config.global_batch / _EVALUATION_SAMPLES
 
 
-def _loss(
-    trainer: Trainer, inputs_bt: Tensor, targets_bt: Tensor, weights: tuple[float, ...]
-) -> Tensor:
-    """This rank's part of the mean over all tokens of the global batch."""
-    device = trainer.session.device
-    inputs_bt, targets_bt = inputs_bt.to(device), targets_bt.to(device)
-    with trainer.parallel.precision():
-        logits_btv = trainer.parallel.module(inputs_bt)
-    losses_n = F.cross_entropy(
-        logits_btv.float().flatten(0, 1), targets_bt.flatten(), reduction="none"
-    )
-    if isinstance(losses_n, DTensor):  # the same on all ranks of the tensor axis
-        losses_n = losses_n.to_local()
-    losses_bt = losses_n.view_as(targets_bt)
-    weights_b = torch.tensor(weights, device=device)
-    return (losses_bt.sum(1) * weights_b).sum() / trainer.tokens_per_step
+def _batch(
+    read: Callable[[tuple[int, ...]], tuple[Tensor, Tensor]], part: BatchShare
+) -> MicroBatch:
+    return MicroBatch(*read(part.indices), torch.tensor(part.weights))
 
 
 def _shard_without_agent(job: TrainingJob) -> int | None:

@@ -26,7 +26,7 @@ from holdfast.workers.checkpoint.stage import Stager
 from holdfast.workers.checkpoint.state import Extra, TrainingState, empty_like
 from holdfast.workers.checkpoint.twin_parts import WritableBuffer
 from holdfast.workers.checkpoint.upload import Uploader
-from holdfast.workers.training.parallel import fill
+from holdfast.workers.training.initial_values import fill
 
 
 class Net(nn.Module):

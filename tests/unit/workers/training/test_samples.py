@@ -11,12 +11,12 @@ import torch
 from holdfast.orchestrator.api.v1alpha1.recipe import Model, Optimizer
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.training.data import MAX_STDLIB_BYTES, Text, load, mix, share
+from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.parallel import fill
 from holdfast.workers.training.recipes.pretrain import learning_rate, micro_batches
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .models.transformer import Transformer
+from holdfast.workers.training.models.transformer import Transformer
 
 BY_SEQUENCE = Shard(1)
 

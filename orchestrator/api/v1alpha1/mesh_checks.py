@@ -1,0 +1,166 @@
+"""Checks of spec.parallelism that need other parts of the spec: the number of workers, and what a
+recipe divides over each axis.
+
+A check takes the spec and returns the first problem in the `got; expected; fix` form, or "".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .job import JobSpec
+
+
+def _sizes(spec: JobSpec) -> str:
+    """The product of the axes is the number of workers with nodes.max nodes."""
+    nodes, mesh = spec.nodes, spec.parallelism
+    if nodes.max < nodes.min:
+        return f"nodes.max: got {nodes.max}; expected at least nodes.min ({nodes.min})"
+    world, inner = nodes.max * spec.workers_per_node, mesh.inner
+    if world % inner:
+        return (
+            f"parallelism: got {inner} for tensor x context x pipeline; expected a divisor of "
+            f"{world} workers (nodes.max {nodes.max} x workersPerNode {spec.workers_per_node})"
+        )
+    room, shard = world // inner, mesh.shard
+    if shard == "world":
+        if mesh.replicate not in ("auto", 1):
+            return (
+                f"parallelism.replicate: got {mesh.replicate}; expected 1 with shard: world, "
+                f"where all ranks share one replica; remove it"
+            )
+    elif shard != "auto":
+        if room % shard:
+            return (
+                f"parallelism.shard: got {shard}; expected a divisor of {room} workers; "
+                f"use {choices(room)}, or world"
+            )
+        if mesh.replicate not in ("auto", room // shard):
+            return (
+                f"parallelism.replicate: got {mesh.replicate}; expected {room // shard} "
+                f"({room} workers / shard {shard}); use auto or {room // shard}"
+            )
+    elif mesh.replicate != "auto" and room % mesh.replicate:
+        return (
+            f"parallelism.replicate: got {mesh.replicate}; expected a divisor of {room} "
+            f"workers; use {choices(room)}"
+        )
+    return ""
+
+
+def _whole_groups(spec: JobSpec) -> str:
+    """nodes.min holds a whole replica group on whole nodes, see planner/choose.py."""
+    shard = _shard(spec)
+    group = spec.parallelism.inner * (shard if isinstance(shard, int) else 1)
+    need = math.lcm(group, spec.workers_per_node) // spec.workers_per_node
+    if spec.nodes.min >= need:
+        return ""
+    return (
+        f"nodes.min: got {spec.nodes.min}; expected at least {need}: replica groups of {group} "
+        f"workers, {spec.workers_per_node} on each node, fill whole nodes only then; raise "
+        f"nodes.min or lower parallelism.shard"
+    )
+
+
+def _reshard_groups(spec: JobSpec) -> str:
+    shard, keep = _shard(spec), spec.parallelism.reshard_after_forward
+    if isinstance(keep, bool):
+        return ""
+    if shard == "world":
+        return (
+            f"parallelism.reshardAfterForward: got {keep}; expected true or false with shard: "
+            f"world, which another number of nodes changes"
+        )
+    if keep < 1 or (isinstance(shard, int) and shard % keep):
+        return (
+            f"parallelism.reshardAfterForward: got {keep}; expected true, false or a divisor "
+            f"of shard ({shard})"
+        )
+    return ""
+
+
+def _shard(spec: JobSpec) -> int | str:
+    """The shard size as far as the spec gives it."""
+    mesh = spec.parallelism
+    if mesh.shard != "auto" or mesh.replicate == "auto":
+        return mesh.shard
+    return spec.nodes.max * spec.workers_per_node // mesh.inner // mesh.replicate
+
+
+def _gpus_of_a_recipe(spec: JobSpec) -> str:
+    gpus, workers = spec.resources.num_gpus, spec.workers_per_node
+    if spec.entrypoint.recipe is None or gpus <= 1:
+        return ""
+    return (
+        f"resources.gpu: got {gpus} for a recipe; expected auto, 0 or 1: a recipe trains "
+        f"on one GPU per worker; for all {gpus * workers} GPUs of a node write "
+        f"workersPerNode: {gpus * workers} and gpu: 1"
+    )
+
+
+def _tensor(spec: JobSpec) -> str:
+    """The recipe divides these sizes over the tensor axis, which stays within a node."""
+    recipe, tensor = spec.entrypoint.recipe, spec.parallelism.tensor
+    if recipe is None or tensor == 1:
+        return ""
+    where = "parallelism.tensor"
+    if spec.workers_per_node % tensor:
+        return (
+            f"{where}: got {tensor}; expected a divisor of workersPerNode "
+            f"({spec.workers_per_node}): every layer waits for this axis, which must not cross "
+            f"the network between nodes; use {choices(spec.workers_per_node)}"
+        )
+    model = recipe.config.model
+    divided = {
+        "model.numHeads": model.num_heads,
+        "model.numKvHeads": model.kv_heads,
+        "model.ffnDim": model.ffn,
+        "model.vocabSize": model.vocab_size,
+        "data.sequenceLength": recipe.config.data.sequence_length,
+    }
+    for name, size in divided.items():
+        if size % tensor:
+            return (
+                f"{where}: got {tensor}; expected a divisor of {name} ({size}), which it "
+                f"divides; change one of the two"
+            )
+    return ""
+
+
+def _context(spec: JobSpec) -> str:
+    return _no_axis_of_a_recipe(spec, "context", spec.parallelism.context)
+
+
+def _pipeline(spec: JobSpec) -> str:
+    return _no_axis_of_a_recipe(spec, "pipeline", spec.parallelism.pipeline)
+
+
+def _no_axis_of_a_recipe(spec: JobSpec, axis: str, size: int) -> str:
+    recipe = spec.entrypoint.recipe
+    if recipe is None or size == 1:
+        return ""
+    return (
+        f"parallelism.{axis}: got {size}; expected 1 with the recipe {recipe.name}, which has "
+        f"no such axis; use your own script"
+    )
+
+
+def choices(total: int) -> str:
+    """The divisors of a number in words: `1, 2 or 4`."""
+    divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]
+
+
+MESH_CHECKS: tuple[Callable[[JobSpec], str], ...] = (
+    _sizes,
+    _whole_groups,
+    _reshard_groups,
+    _gpus_of_a_recipe,
+    _context,
+    _pipeline,
+    _tensor,
+)
+"""In this order: each one relies on those before it."""

@@ -1,0 +1,144 @@
+"""A model on the mesh of a session: wrapped for its axes, its initial values, and the forward and
+backward of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from holdfast.orchestrator.api.v1alpha1 import Parallelism
+from holdfast.workers.checkpoint.state import empty_like, plain_name
+from holdfast.workers.session import Session
+from holdfast.workers.training.data import MicroBatch
+from holdfast.workers.training.initial_values import fill
+
+from . import sharding
+from .activations import checkpoint_blocks
+from .precision import autocast, parameter_dtype
+
+Deviation = Callable[[str], float | None]
+Loss = Callable[[Tensor, MicroBatch], Tensor]
+"""(logits, micro-batch) -> this rank's part of the loss, a scalar."""
+
+
+class Parallel:
+    """A model on the mesh of a session."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        edges: Iterable[nn.Module | list[nn.Module]],
+        session: Session,
+        parallelism: Parallelism,
+        compile_blocks: bool = False,
+        divide: Callable[[DeviceMesh], None] | None = None,
+    ) -> None:
+        """`model` is on the meta device. `blocks` and `edges` (embedding; norm and head) become
+        FSDP groups, so that the root group gathers no parameters for long. `divide` divides the
+        model over a tensor axis."""
+        self.session, self.parallelism = session, parallelism
+        self.refuse_non_finite = True
+        """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
+        self.model = model
+        self.dtype = parameter_dtype(parallelism.precision, session.device)
+        tensor = session.shape.tensor > 1
+        if tensor and divide is not None:
+            divide(session.mesh["tensor"])
+        self.blocks = checkpoint_blocks(model, list(blocks), parallelism.activation_checkpointing)
+        if compile_blocks:
+            for block in self.blocks:
+                block.compile()
+        # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well.
+        self.fully_sharded = session.shape.shard > 1 or tensor
+        if self.fully_sharded:
+            parts = [*self.blocks, *edges, model]
+            sharding.shard(parts, session, parallelism, self.dtype)
+        self.offloaded = parallelism.offload == "cpu" and session.shape.shard > 1
+        self.module: nn.Module = model
+
+    def materialize(self, seed: int, deviation: Deviation) -> None:
+        """Allocates all parameters, and computes initial values unless a restore will fill them.
+
+        Values depend on (seed, name, position) only, so they are the same on any mesh.
+        """
+        on_host = self.offloaded or self.session.device.type == "cpu"
+        device = torch.device("cpu") if on_host else self.session.device
+        # Module.to_empty with a faster empty_like; FSDP2 hooks _apply for both.
+        self.model._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: empty_like(tensor, device=device)
+        )
+        if not self.session.restoring:
+            for name, parameter in self.model.named_parameters():
+                plain = plain_name(name)
+                fill(parameter, seed, plain, deviation(plain))
+        self.shards = self.session.shards(self.model)
+        if not self.fully_sharded and self.session.shape.replicate > 1:
+            self.module = sharding.replicate(self.model, self.session.device)
+
+    # -- steps --------------------------------------------------------------------------------
+    def forward_backward(self, batches: Sequence[MicroBatch], loss_of: Loss) -> Tensor:
+        """Gradients of the sum of the losses over all micro-batches and data-parallel ranks.
+
+        Returns the sum of this rank's losses, a scalar on the session's device.
+        """
+        total = torch.zeros((), device=self.session.device)
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with (
+                self._divided_loss(),
+                sharding.accumulating(self.module, self.session.shape.replicate, last),
+            ):
+                loss = self._loss(batch, loss_of)
+                # Data-parallel reduction averages over ranks; this makes it the sum.
+                (loss * self.session.data_parallel_size).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            if len(batches) > 1:
+                self.session.tick()
+        return total
+
+    def evaluate(self, batches: Sequence[MicroBatch], loss_of: Loss) -> Tensor:
+        """The sum of the losses over all micro-batches and ranks, without gradients."""
+        total = torch.zeros((), device=self.session.device)
+        self.module.eval()
+        with torch.no_grad(), self._divided_loss():
+            for batch in batches:
+                total += self._loss(batch, loss_of)
+                self.session.tick()
+        self.module.train()
+        total /= self.session.shape.tensor  # whose ranks have the same loss
+        if self.session.world_size > 1:
+            torch.distributed.all_reduce(total)
+        return total
+
+    def _loss(self, batch: MicroBatch, loss_of: Loss) -> Tensor:
+        batch = batch.to(self.session.device)
+        with autocast(self.dtype, self.session.device, self.fully_sharded):
+            logits_btv = self.module(batch.inputs_bt)
+        return loss_of(logits_btv, batch)
+
+    def _divided_loss(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a loss of logits that are divided over the tensor axis, and of its
+        backward."""
+        return loss_parallel() if self.session.shape.tensor > 1 else contextlib.nullcontext()
+
+    def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
+        """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
+        ranks of a tensor axis, over all data-parallel ranks. Call it between backward and the
+        optimizer's step.
+
+        Returns (summed loss, gradient norm). Raises FloatingPointError if the norm is not finite.
+        """
+        reduced = self.shards.reduce_and_clip(loss / self.session.shape.tensor, max_norm)
+        total, norm = torch.stack(reduced).tolist()
+        if self.refuse_non_finite and not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
+        return total, norm
