@@ -209,9 +209,9 @@ JOURNAL_BYTES = 2 * 2**20
 JOURNAL_FILES = 16
 """Compacted files kept as history for `holdfast events`: 32 MiB, three days of steps."""
 
-RANK_LOG_BYTES = 64 * 2**20
-"""Size at which the log of a rank is moved to `rank-N.log.1`, which is replaced: a rank keeps at
-most twice this much of a generation."""
+LOG_BYTES = 64 * 2**20
+"""Size at which the log of a rank, an agent or a controller is moved to `NAME.log.1`, which is
+replaced: at most twice this much is kept, of a rank in each generation."""
 
 LOG_GENERATIONS = 50
 """Generations whose logs are kept; each launch deletes older ones."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from holdfast.orchestrator import limits
+
+if TYPE_CHECKING:
+    from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 
 WIDE = 10_000
 """Columns of an output that is not a terminal: files and pipes get unwrapped lines."""
@@ -87,6 +92,14 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def without_controller(job: TrainingJob) -> str:
+    """How long the agents of a job outside of Kubernetes train without a controller."""
+    limit_s = job.spec.recovery.controller_absence_s
+    if limit_s == "never":
+        return "without limit"
+    return f"for {duration(limits.CONTROLLER_ABSENCE_S if limit_s == 'auto' else limit_s)}"
 
 
 def size(num_bytes: float) -> str:

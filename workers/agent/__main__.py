@@ -66,6 +66,12 @@ def parser() -> argparse.ArgumentParser:
         help="from SIGTERM to SIGKILL; default: spec.recovery.terminationGraceSeconds",
     )
     parser.add_argument(
+        "--log-file",
+        type=Path,
+        metavar="FILE",
+        help="where stdout and stderr go, opened for appending; its size is bounded",
+    )
+    parser.add_argument(
         "--die-with",
         type=int,
         metavar="PID",
@@ -108,6 +114,7 @@ def main() -> NoReturn:
             address=arguments.address,
             failure_domain=arguments.failure_domain,
             grace_s=arguments.grace,
+            log_file=arguments.log_file,
         )
     )
 

@@ -73,7 +73,8 @@ class AgentActor:
         self._logs.mkdir(parents=True, exist_ok=True)
         # From this thread, which runs the loop and lives as long as the process: the kernel ends
         # the child when the thread that started it ends.
-        with (self._logs / f"agent-{order.node}.log").open("ab") as output:
+        self._log_file = self._logs / f"agent-{order.node}.log"
+        with self._log_file.open("ab") as output:
             self._process = subprocess.Popen(
                 command or self._command(),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -139,7 +140,7 @@ class AgentActor:
             "--endpoint-file", str(secrets / "controller.json"),
             "--tls", str(secrets), "--tls-name", names.tls(order.job_id),
             "--address", here["address"], "--failure-domain", here["ray_node"],
-            "--die-with", str(os.getpid()),
+            "--log-file", str(self._log_file), "--die-with", str(os.getpid()),
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:

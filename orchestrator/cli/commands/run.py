@@ -40,7 +40,8 @@ def run(
 
     Exit code 0 when the job succeeded, 1 when it failed or was cancelled, 2 for invalid usage or an
     invalid job spec, 130 when Ctrl-C cancelled the job. When this process is killed or loses its
-    terminal, the agents keep training for 15 minutes; `--attach` takes the job over.
+    terminal, the agents keep training for spec.recovery.controllerAbsenceSeconds (15 minutes);
+    `--attach` takes the job over.
 
     With --kubernetes or --ray the job is created in a cluster and watched. It runs there without
     this process: Ctrl-C (also 130) leaves it running, and `--attach` watches it again.

@@ -15,7 +15,7 @@ from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..display import Display
-from ..output import plural, stderr
+from ..output import plural, stderr, without_controller
 from ..report import local_command
 from .base import LogSelector, Response, RunResult
 
@@ -48,9 +48,10 @@ class LocalJob:
         except HoldfastError as error:
             return [f"No controller is running; this view comes from the journal. {error}."]
         if living:
+            how_long = without_controller(self._directory.job())
             return [
-                "No controller is running; this view comes from the journal. The agents keep "
-                f"training for 15 minutes without one: take the job over with {attach}."
+                "No controller is running; this view comes from the journal. The agents train "
+                f"without one {how_long}: take the job over with {attach}."
             ]
         return [
             "No controller is running and no node of the job is left, as after a restart of the "

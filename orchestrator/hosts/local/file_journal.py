@@ -271,7 +271,8 @@ class FileJournal:
         except BaseException:
             os.close(self._fd)
             raise
-        self._dirty = False
+        self._unsynced: list[bytes] = []
+        """Written, and perhaps in the page cache only."""
         self._unwritten: list[bytes] = []
         self.problem = ""
 
@@ -346,18 +347,22 @@ class FileJournal:
         try:
             while self._unwritten:
                 _write(self._fd, self._unwritten[0], self._end)
-                self._end += len(self._unwritten.pop(0))
-                self._dirty = True
+                self._end += len(self._unwritten[0])
+                self._unsynced.append(self._unwritten.pop(0))
         except OSError as error:
-            if error.errno not in NO_ROOM:
-                self._fail(error)
-            os.ftruncate(self._fd, self._end)
-            self.problem = (
-                f"{self.path}: cannot be written ({error.strerror}). The newest records are in the "
-                f"controller's memory only, until there is room; free disk space"
-            )
+            self._wait_for_room(error)
         else:
             self.problem = ""
+
+    def _wait_for_room(self, error: OSError) -> None:
+        """Raises JournalError for an error that does not end with more room."""
+        if error.errno not in NO_ROOM:
+            self._fail(error)
+        os.ftruncate(self._fd, self._end)
+        self.problem = (
+            f"{self.path}: cannot be written ({error.strerror}). The newest records are in the "
+            f"controller's memory only, until there is room; free disk space"
+        )
 
     @property
     def num_unwritten(self) -> int:
@@ -372,13 +377,17 @@ class FileJournal:
         """`commit` for callers without an event loop."""
         if self._unwritten:
             self._write_out()
-        if not self._dirty:
+        if not self._unsynced:
             return
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            self._fail(error)
-        self._dirty = False
+            # NFS and file systems that allocate late report a full disk here; which of the records
+            # are on it is unknown, so all are written again.
+            self._unwritten[:0] = self._unsynced
+            self._end -= sum(map(len, self._unsynced))
+            self._wait_for_room(error)
+        self._unsynced.clear()
 
     async def compact(self, snapshot: bytes) -> None:
         """Start a new file with a snapshot of everything so far. If it cannot be written, the old
@@ -391,7 +400,6 @@ class FileJournal:
             self.sync()
             return
         try:
-            self._keep_replaced()
             self._new_name.replace(self.path)
             sync_directory(self.path.parent)
         except OSError as error:
@@ -399,21 +407,24 @@ class FileJournal:
             os.close(fd)
             self._fail(error)
         os.close(self._fd)
-        self._fd, self._end, self._dirty = fd, len(data), False
+        self._fd, self._end = fd, len(data)
         self._unwritten.clear()  # the snapshot covers them
+        self._unsynced.clear()
         self.problem = ""
         self._full_at = self._end + self._bytes_until_full(snapshot)
         for path in older_files(self.path)[: -self._keep_files or None]:
             path.unlink(missing_ok=True)
 
     def _write_new(self, data: bytes) -> int:
-        """Write the new file under a temporary name. Returns it durable and locked."""
+        """Write the new file under a temporary name, and link the old one as history. Returns the
+        new one, durable and locked."""
         self._new_name.unlink(missing_ok=True)
         fd = os.open(self._new_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(fd, data, 0)
             os.fsync(fd)
+            self._keep_replaced()
         except BaseException:
             os.close(fd)
             self._new_name.unlink(missing_ok=True)

@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.backends.base import Backend
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths
@@ -175,7 +177,7 @@ class LocalJobHost:
             endpoint=self.endpoint,
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
             on_change=self._dirty.set,
-            on_note=on_note,
+            on_note=self._on_note,
         )
 
     def view(self, *, live: bool = True) -> JobView:
@@ -253,7 +255,7 @@ class LocalJobHost:
         path = self._directory.logs / "controller.log"
         try:
             path.parent.mkdir(exist_ok=True)
-            handler = logging.FileHandler(path)
+            handler = RotatingFileHandler(path, maxBytes=limits.LOG_BYTES, backupCount=1)
         except OSError as error:
             raise HoldfastError(f"{path}: cannot be written ({error.strerror})") from None
         # The journal reports a full disk once; do not print a traceback for every log line too.

@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray import drains, names, ray_nodes
 from holdfast.orchestrator.backends.ray.backend import RayBackend
@@ -243,7 +245,9 @@ class RayHost:
         log.setLevel(logging.INFO)
         log.propagate = False
         for handler in (
-            logging.FileHandler(self._logs / "controller.log"),
+            RotatingFileHandler(
+                self._logs / "controller.log", maxBytes=limits.LOG_BYTES, backupCount=1
+            ),
             logging.StreamHandler(),
         ):
             handler.setFormatter(form)

@@ -17,10 +17,12 @@ from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.local.node_registry import LocalNodeRegistry
 from holdfast.orchestrator.backends.local.processes import Identity, identify
 from holdfast.orchestrator.cli.client import ControllerGone, RequestRefused, ask
+from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.cli.targets.local import LocalJob
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.observe.view import JobView
+from tests.unit.runtime.harness import make_job
 
 JOB = {
     "apiVersion": "holdfast.dev/v1alpha1",
@@ -119,9 +121,17 @@ def test_without_a_controller_a_remark_says_whether_training_goes_on(
 
     here = identify(os.getpid())
     assert here is not None
-    assert "The agents keep training" in remark(here)
+    assert "The agents train without one for 15 min 00 s: take the job over" in remark(here)
     # After a restart of the machine another process has the pid.
     assert "no node of the job is left" in remark(Identity(here.pid, here.start_ticks + 1))
+
+
+@pytest.mark.parametrize(
+    ("absence", "text"), [("never", "without limit"), (7200, "for 2 h 00 min"), ("auto", "15 min")]
+)
+def test_how_long_training_goes_on_is_that_of_the_spec(absence: str | int, text: str) -> None:
+    job = make_job(recovery={"controllerAbsenceSeconds": absence})
+    assert text in without_controller(job)
 
 
 def test_without_a_controller_and_with_a_damaged_record_of_nodes_the_view_is_shown(

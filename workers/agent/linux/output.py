@@ -50,23 +50,31 @@ def log_descriptor(path: str) -> int:
         return os.open(os.devnull, os.O_WRONLY)
 
 
-def rotate(path: Path, bound_bytes: int = limits.RANK_LOG_BYTES) -> bool:
+def rotate(path: Path, bound_bytes: int = limits.LOG_BYTES) -> bool:
     """Move the content of a log that is larger than `bound_bytes` to `PATH.1`, which is replaced.
     Its writer keeps the file open for appending, so the content is copied and the file truncated;
-    lines that are written in between are lost. Returns whether it was rotated."""
-    size = path.stat().st_size if path.is_file() else 0
-    if size <= bound_bytes:
+    lines that are written in between are lost. Returns whether it was rotated. Raises nothing: the
+    directory may be deleted meanwhile, and a log is not worth a node."""
+    try:
+        size = path.stat().st_size if path.is_file() else 0
+        if size <= bound_bytes:
+            return False
+        _copy(path, path.with_name(f"{path.name}.1"), size)
+        os.truncate(path, 0)
+    except OSError:
         return False
-    older = path.with_name(f"{path.name}.1")
+    return True
+
+
+def _copy(path: Path, older: Path, size: int) -> None:
     try:
         with path.open("rb") as source, older.open("wb") as target:
             at = 0
             while at < size:  # one call copies 2 GiB at most
                 at += os.sendfile(target.fileno(), source.fileno(), at, size - at)
-    except OSError:
-        older.unlink(missing_ok=True)  # no room for the copy: keep the bound all the same
-    os.truncate(path, 0)
-    return True
+    except OSError:  # no room for the copy: keep the bound all the same
+        with contextlib.suppress(OSError):
+            older.unlink(missing_ok=True)
 
 
 def old_generations(newest: Path, keep: int = limits.LOG_GENERATIONS) -> list[Path]:

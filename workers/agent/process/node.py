@@ -82,6 +82,8 @@ class NodeOptions:
     """Nodes with the same value may be lost together; empty: this node alone."""
     grace_s: float | None = None
     """From SIGTERM to SIGKILL; None: spec.recovery.terminationGraceSeconds."""
+    log_file: Path | None = None
+    """Where the output of this process goes, opened for appending: the agent bounds it."""
 
 
 class ThreadPools:
@@ -176,12 +178,13 @@ class AgentProcess:
         self._give(inputs.Terminated(grace_s))
 
     async def _keep_house(self) -> None:
-        """Reap orphans and bound the logs of this node's ranks."""
+        """Reap orphans and bound the logs of this node and of its ranks."""
         seen: set[int] = set()
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             seen = processes.reap_strays(seen)
-            for log in self._rank_logs:
+            own = [self._options.log_file] if self._options.log_file is not None else []
+            for log in [*own, *self._rank_logs]:
                 await asyncio.to_thread(output.rotate, log)
 
     # -- the machine --------------------------------------------------------------------------

@@ -169,6 +169,7 @@ class NodeLauncher:
                 token_file=Path(order.token_file),
                 endpoint_file=Path(order.endpoint_file),
                 bind_address="127.0.0.1",
+                log_file=Path(order.log_file),
             )
         )
 

@@ -17,6 +17,7 @@ from holdfast.orchestrator.backends.ray import actors, kv, remote_files
 from holdfast.orchestrator.backends.ray.backend import end_without_controller
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
+from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
@@ -100,7 +101,7 @@ class RayJob:
         attach = self._command("run", "--attach", self.name)
         return [
             f"No controller answers: this is what the journal says. Training goes on without one, "
-            f"for 15 minutes; `{attach}` starts one."
+            f"{without_controller(self._job)}; `{attach}` starts one."
         ]
 
     def request(self, verb: str, **arguments: Any) -> Response:

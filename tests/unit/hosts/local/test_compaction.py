@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -268,6 +269,25 @@ journal.close()
     subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     assert held(path) == (0, list(range(20)))
     assert [one.name for one in tmp_path.iterdir()] == ["journal"]
+
+
+def test_a_disk_without_room_for_another_name_keeps_the_old_file_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name needs a block of the directory, or an inode of a tmpfs."""
+
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "journal"
+    journal = FileJournal(path, bound_bytes=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(file_journal.os, "link", full)
+        write(journal, range(3))
+    assert [one.name for one in tmp_path.iterdir()] == ["journal"]
+    write(journal, range(3, 4))
+    journal.close()
+    assert held(path) == (4, [])
 
 
 def test_a_reader_continues_when_the_file_it_opens_next_was_just_deleted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from holdfast.orchestrator.core.events import ActionSucceeded, AnyEvent, NodeLost, Tick
 from holdfast.orchestrator.core.journal import JournalError, Record, frame
 from holdfast.orchestrator.errors import Damaged
+from holdfast.orchestrator.hosts.local import file_journal
 from holdfast.orchestrator.hosts.local.file_journal import (
     HEADER,
     FileJournal,
@@ -238,4 +240,31 @@ def test_on_a_full_disk_records_wait_in_memory_and_are_written_when_there_is_roo
     assert not journal.problem
     found = list(JournalReader(path).read())
     assert found == [*RECORDS, *((2000 + number, Tick()) for number in range(200))]
+    journal.close()
+
+
+def test_a_disk_that_is_found_full_at_the_sync_keeps_the_records_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS takes writes and refuses them later. What it has of them is unknown."""
+
+    def full(fd: int) -> None:
+        os.ftruncate(fd, synced)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "journal"
+    journal = FileJournal(path)
+    journal.append(*RECORDS[0])
+    journal.sync()
+    synced = path.stat().st_size
+    with monkeypatch.context() as patched:
+        patched.setattr(file_journal.os, "fdatasync", full)
+        for record in RECORDS[1:]:
+            journal.append(*record)
+            journal.sync()
+    assert "No space left on device" in journal.problem
+    assert journal.num_unwritten == len(RECORDS) - 1
+    journal.sync()
+    assert not journal.problem and not journal.num_unwritten
+    assert list(JournalReader(path).read()) == RECORDS
     journal.close()

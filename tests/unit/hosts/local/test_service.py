@@ -21,7 +21,7 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.hosts.local.file_journal import JournalReader
 from holdfast.orchestrator.hosts.local.job_records import read_view, replay
-from holdfast.orchestrator.hosts.local.service import LocalHostTiming
+from holdfast.orchestrator.hosts.local.service import LocalHostTiming, LocalJobHost
 from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.runtime.harness import BOUND_S, Frames, JobHarness, drive, make_job, node_facts
@@ -129,6 +129,17 @@ def test_a_new_controller_takes_over_without_disturbing_training(tmp_path: Path)
         await harness.finish()
 
     drive(scenario())
+
+
+def test_a_terminal_that_cannot_be_written_does_not_end_the_controller(tmp_path: Path) -> None:
+    def closed(text: str) -> None:
+        said.append(text)
+        raise BrokenPipeError
+
+    said: list[str] = []
+    host = LocalJobHost(JobHarness(tmp_path, make_job()).directory, make_job(), on_note=closed)
+    host.runtime._journal_problem("the disk is full")
+    assert said == ["the disk is full"]
 
 
 def test_killing_everything_ends_the_controller_also_when_a_node_cannot_be_killed(

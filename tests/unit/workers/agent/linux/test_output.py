@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from holdfast.workers.agent.linux import output
 
 
@@ -34,6 +36,23 @@ def test_a_large_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> 
         writer.write(b"new\n")
     assert log.read_bytes() == b"new\n"
     assert log.with_name("rank-00000.log.1").read_bytes() == b"old\n" * 10 + b"more\n"
+
+
+def test_a_log_that_cannot_be_moved_aside_keeps_its_bound_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation runs in the agent, which holds training state."""
+    log = tmp_path / "agent-node-0.log"
+    log.write_bytes(b"x" * 41)
+    log.with_name(f"{log.name}.1").mkdir()
+    assert output.rotate(log, bound_bytes=40) and not log.read_bytes()
+    log.write_bytes(b"x" * 41)
+
+    def gone(*_args: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(output.os, "truncate", gone)  # the directory was just deleted
+    assert not output.rotate(log, bound_bytes=40)
 
 
 def test_logs_of_the_newest_generations_are_kept(tmp_path: Path) -> None:
