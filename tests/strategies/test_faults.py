@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.local.local_rig import Job
-
+from .conftest import Shows, Start
 from .rig import DIGITS, alone, document, losses_of
 
 pytestmark = pytest.mark.e2e
 
 MESHES: dict[str, dict[str, Any]] = {
-    "tensor x FSDP": {"tensor": 2, "shard": 2},
-    "tensor x replicas": {"tensor": 2, "replicate": 2},
+    "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
+    "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
 }
 STEPS = 120
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
@@ -26,25 +25,9 @@ PIECE = 6
 """Steps of each run of a chain."""
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Job]]:
-    jobs: list[Job] = []
-
-    def run(document: dict[str, Any]) -> Job:
-        place = tmp_path / document["metadata"]["name"]
-        place.mkdir()
-        jobs.append(Job(place, document))
-        jobs[-1].run()
-        return jobs[-1]
-
-    yield run
-    for job in jobs:
-        job.end()
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_killed_worker_and_a_lost_node_change_no_loss(
-    mesh: str, start: Callable[[dict[str, Any]], Job], tmp_path: Path
+    mesh: str, start: Start, shows: Shows, tmp_path: Path
 ) -> None:
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
     spec = document("faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers)
@@ -67,21 +50,26 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
     assert sorted(found) == list(range(STEPS))
     for step, (loss, _norm) in enumerate(expected):
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
+    shows(mesh, "worker", "0 steps lost, memory")
+    shows(mesh, "node", f"{view.incidents[-1].steps_lost} steps lost, memory")
+
+
+CHAIN: dict[str, dict[str, Any]] = {
+    "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
+    "FSDP 4": {"shard": 4},
+    "HSDP 2 x 2": {"shard": 2},
+    "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "DDP 4": {"shard": 1},
+}
+"""Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""
 
 
 def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
-    start: Callable[[dict[str, Any]], Job], tmp_path: Path
+    start: Start, shows: Shows, tmp_path: Path
 ) -> None:
-    chain: tuple[dict[str, Any], ...] = (
-        {"tensor": 2, "shard": 2},
-        {"shard": 4},
-        {"shard": 2},
-        {"tensor": 2, "replicate": 2},
-        {"shard": 1},
-    )
     path = str(tmp_path / "checkpoints")
     found: dict[int, float] = {}
-    for number, parallelism in enumerate(chain, 1):
+    for number, parallelism in enumerate(CHAIN.values(), 1):
         tiers = {"path": path, "storage": {"everySteps": 10_000}}
         if number > 1:
             words = ("checkpoint", "adopt", path, "--job", f"run{number}", "--yes")
@@ -93,7 +81,9 @@ def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
         found |= losses
     place = tmp_path / "alone"
     place.mkdir()
-    steps = len(chain) * PIECE
+    steps = len(CHAIN) * PIECE
     expected = alone(place, document("alone", steps, {"shard": 1}, workers=1), 1)
     for step, (loss, _norm) in enumerate(expected):
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
+    for before, after in pairwise(CHAIN):
+        shows(before, "reshards", after)

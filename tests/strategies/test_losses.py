@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
+from .conftest import Shows
 from .rig import DIGITS, alone, document
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 20
 MESHES: dict[str, dict[str, Any]] = {
-    "DDP": {"shard": 1},
-    "HSDP": {"shard": 2},
-    "tensor x FSDP, recomputed": {
+    "DDP 4": {"shard": 1},
+    "HSDP 2 x 2": {"shard": 2},
+    "TP 2 x FSDP 2, blocks recomputed": {
         "tensor": 2, "shard": 2, "activationCheckpointing": {"mode": "full"}
     },
-    "tensor x replicas": {"tensor": 2, "replicate": 2},
+    "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
 }  # fmt: skip
 
 
@@ -30,9 +31,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_gradient_norms_are_those_of_one_process(
-    mesh: str, one_process: list[tuple[float, float]], tmp_path: Path
+    mesh: str, one_process: list[tuple[float, float]], shows: Shows, tmp_path: Path
 ) -> None:
     found = alone(tmp_path, document("many", STEPS, MESHES[mesh]), 4)
     assert len(found) == STEPS
     for step, (got, expected) in enumerate(zip(found, one_process, strict=True)):
         assert got == pytest.approx(expected, rel=DIGITS), f"step {step}"
+    shows(mesh, "equal", f"{STEPS} losses and norms, 4 ranks")

@@ -38,6 +38,8 @@ class RayRig:
         # Its own: Ray's job server looks there for the cluster of a submitted job, and would find
         # another cluster in the common directory. Short: it holds sockets.
         self._directory = tempfile.mkdtemp(prefix="hf-ray-")
+        # Cluster also writes the address there; on a new machine no one has made the directory.
+        Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
         self._cluster: Any = Cluster()
         # Ray 2.51 does not report a port that it chooses itself.
         head = self._start(

@@ -1,0 +1,46 @@
+"""Strategies shrink and grow from memory, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Shows, Start
+from .rig import DIGITS, alone, document, losses_of
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 150
+MESHES: dict[str, dict[str, Any]] = {
+    "FSDP over all ranks (shard: world)": {"shard": "world"},
+    "HSDP 2 x 2": {"shard": 2},
+    "DDP 4": {"shard": 1},
+    "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
+}
+"""Name -> mesh of 2 nodes x 2 workers; one node is enough for each."""
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_job_shrinks_and_grows_from_memory(
+    mesh: str, start: Start, shows: Shows, tmp_path: Path
+) -> None:
+    tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
+    job = start(document("sizes", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers))
+    job.until(lambda view: view.step >= 3)
+    for number, nodes in ((1, 1), (2, 2)):
+        assert job.request("resize", nodes=nodes).ok
+        incident = job.running(incidents=number).incidents[-1]
+        assert incident.world_size_after == nodes * 2
+        assert (incident.restored_from, incident.steps_lost) == ("memory", 0)
+    assert job.wait().state == "succeeded", job.output()
+    place = tmp_path / "alone"
+    place.mkdir()
+    expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)
+    found = losses_of(job)
+    assert sorted(found) == list(range(STEPS))
+    for step, (loss, _norm) in enumerate(expected):
+        assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
+    shows(mesh, "resized", "from memory, 0 steps lost")
