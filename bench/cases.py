@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +30,8 @@ FAULT_STEP = 14
 
 
 START_BOUND_S = 90.0
+FULL = "full shard: "
+"""Begins the names of cases where all ranks share one copy of the model."""
 
 
 @dataclass
@@ -149,6 +151,7 @@ def cases() -> list[Case]:
     spare = lambda w: Holdfast(w, spares=1)  # noqa: E731
     shards = lambda w: Holdfast(w, engine="shards")  # noqa: E731
     shards_spare = lambda w: Holdfast(w, engine="shards", spares=1)  # noqa: E731
+    full = lambda w: replace(w, shard="world")  # noqa: E731
     return [
         Case("worker killed", "torchrun", plain, kill_worker),
         Case("worker killed", "Holdfast", ours, kill_worker),
@@ -162,6 +165,23 @@ def cases() -> list[Case]:
         Case("node lost, shrink", "torchrun tuned", elastic_tuned, lose_node_for_good),
         Case("node lost, shrink", "Holdfast", ours, lose_node_for_good),
         Case("node lost, shrink", "Holdfast, shards", shards, lose_node_for_good),
+        # One copy of the model over all ranks, so that a lost node takes a part that no other rank
+        # holds.
+        Case(
+            f"{FULL}node lost, shrink",
+            "torchrun tuned",
+            lambda w: elastic_tuned(full(w)),
+            lose_node_for_good,
+        ),
+        Case(f"{FULL}node lost, shrink", "Holdfast", lambda w: ours(full(w)), lose_node_for_good),
+        Case(
+            f"{FULL}node lost, shrink",
+            "Holdfast, shards",
+            lambda w: shards(full(w)),
+            lose_node_for_good,
+        ),
+        Case(f"{FULL}worker killed", "Holdfast", lambda w: ours(full(w)), kill_worker),
+        Case(f"{FULL}node lost, replaced", "Holdfast, spare", lambda w: spare(full(w)), lose_node),
         Case("store's node lost", "torchrun", plain, lose_store_node, 30, repeat=False),
         Case("store's node lost", "Holdfast, spare", spare, lose_store_node, repeat=False),
         Case("worker hangs", "torchrun", plain, hang_worker, 30, repeat=False),

@@ -73,10 +73,10 @@ def write(out: Path, facts: dict[str, str], results: list[Result], noise: list[f
     lines += [
         f"Busy cores before the runs: median {median(noise):.2f}, most {max(noise):.2f} of "
         f"{os.cpu_count()}.",
-        "4 ranks over 2 nodes of one machine, HSDP 2 x 2 over gloo, one thread a rank, 3.3 M "
-        "parameters, DCP every 10 steps (torchrun) or memory every step and storage every 10 "
-        "(Holdfast). Seconds from the fault to the first step that all ranks finished; medians, "
-        "[least to most], (runs).",
+        "4 ranks over 2 nodes of one machine, HSDP 2 x 2 (full shard: FSDP over all ranks) over "
+        "gloo, one thread a rank, 3.3 M parameters, DCP every 10 steps (torchrun) or memory every "
+        "step and storage every 10 (Holdfast). Seconds from the fault to the first step that all "
+        "ranks finished; medians, [least to most], (runs).",
         "",
         "| case | contestant | seconds | steps lost | torchrun / Holdfast |",
         "|---|---|---|---|---|",

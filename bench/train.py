@@ -34,11 +34,11 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True)
-    parser.add_argument("--shard", type=int, required=True)
+    parser.add_argument("--shard", required=True, help="a number of ranks, or world")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    s = session.init(shard=options.shard)
+    s = session.init(shard=None if options.shard == "world" else int(options.shard))
     ours = options.engine in ("holdfast", "shards")
     fresh = not s.restoring and not Dcp.saved(options.checkpoints)
     trainer = Trainer(s, options.steps, fresh, local=options.engine == "shards")

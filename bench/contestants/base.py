@@ -23,7 +23,8 @@ class Workload:
     directory: Path
     steps: int = 400
     save_every: int = 10
-    shard: int = 2
+    shard: int | str = 2
+    """Ranks that share one copy of the model; `world`: all that there are."""
 
     @property
     def timeline(self) -> Path:
