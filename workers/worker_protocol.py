@@ -63,8 +63,8 @@ class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-reques
     shared: bool = False
     """Of a worker with twins: it will write a part of each buffer."""
     step: int = -1
-    """If shared: the step that it will stage; -1: it wants the descriptors of the buffers that it
-    will need."""
+    """If shared: the step that it will stage; -1: it asks for the descriptors of the buffers that
+    it will need."""
     layout: int = 0
     """Equal for files in which all data have the same position."""
 

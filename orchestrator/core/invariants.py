@@ -61,7 +61,7 @@ def _phases(state: JobState) -> None:
     if phase in ("starting", "running") and not runs:
         raise Broken(f"no generation runs in phase {phase}")
     if phase == "pending" and not state.needs_placement:
-        raise Broken("a pending job wants no generation")
+        raise Broken("a pending job waits for no generation")
     if state.terminal and state.outcome is None:
         raise Broken("a terminal phase without an outcome")
     if state.terminal and (state.needs_placement or state.stop is not None):

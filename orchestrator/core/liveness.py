@@ -25,7 +25,7 @@ class FailureDetector:
     """Of the nodes of one job. Times are arguments."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, int] = {}
+        self._observed: dict[str, int] = {}
         """Watched nodes -> when their last message was observed."""
         self._arrived: dict[str, int] = {}
         """When a message came that may wait to be observed."""
@@ -41,28 +41,28 @@ class FailureDetector:
     # -- in -----------------------------------------------------------------------------------
     def begin(self, now_ns: int) -> None:
         """A new controller: it watches a node from the first message on."""
-        self._heard, self._lost_since_ns, self.ended_ns = {}, None, 0
+        self._observed, self._lost_since_ns, self.ended_ns = {}, None, 0
         self._any_ns = max(self._any_ns, now_ns)
 
     def reset(self, now_ns: int) -> None:
         """The heartbeat interval has changed: no heartbeat is late by the new one yet."""
-        self._heard = dict.fromkeys(self._heard, now_ns)
+        self._observed = dict.fromkeys(self._observed, now_ns)
 
     def arrived(self, now_ns: int, node: str, recovery: Recovery) -> None:
         """A message of the node waits to be observed."""
         self._arrived[node] = now_ns
-        self._hear(now_ns, recovery)
+        self._end_doubt(now_ns, recovery)
 
-    def heard(self, now_ns: int, node: str, recovery: Recovery) -> None:
+    def observed(self, now_ns: int, node: str, recovery: Recovery) -> None:
         """A message of the node is observed."""
-        self._heard[node] = now_ns
-        self._hear(now_ns, recovery)
+        self._observed[node] = now_ns
+        self._end_doubt(now_ns, recovery)
 
     def starved(self, now_ns: int, nodes: Iterable[str]) -> None:
         """The machine of these nodes is short of CPU time: their heartbeats may be late."""
         self._starved |= dict.fromkeys(nodes, now_ns)
 
-    def _hear(self, now_ns: int, recovery: Recovery) -> None:
+    def _end_doubt(self, now_ns: int, recovery: Recovery) -> None:
         if now_ns - self._any_ns >= _doubt_ns(recovery):
             self.ended_ns = now_ns
         self._any_ns = max(self._any_ns, now_ns)
@@ -70,11 +70,11 @@ class FailureDetector:
     # -- out ----------------------------------------------------------------------------------
     def last_ns(self, node: str) -> int:
         """When the node's last message was observed; 0: it is not watched."""
-        return self._heard.get(node, 0)
+        return self._observed.get(node, 0)
 
     def next_ns(self, nodes: Iterable[str], recovery: Recovery) -> int | None:
         """When to judge again, if no message comes until then."""
-        watched = [node for node in nodes if node in self._heard]
+        watched = [node for node in nodes if node in self._observed]
         due = [self._lost_ns(node, recovery) for node in watched]
         if watched and self._lost_since_ns is None:
             due.append(self._all_lost_ns(watched, recovery))
@@ -83,7 +83,7 @@ class FailureDetector:
     def judge(self, now_ns: int, nodes: Iterable[str], recovery: Recovery) -> list[AnyEvent]:
         """The events of this moment; each is returned once."""
         known = dict.fromkeys(nodes)
-        self._heard = {node: at for node, at in self._heard.items() if node in known}
+        self._observed = {node: at for node, at in self._observed.items() if node in known}
         self._arrived = {node: at for node, at in self._arrived.items() if node in known}
         self._starved = {node: at for node, at in self._starved.items() if node in known}
         out: list[AnyEvent] = []
@@ -91,21 +91,21 @@ class FailureDetector:
             quiet_s = (self.ended_ns - self._lost_since_ns) / SECOND_NS
             out.append(HeartbeatsRestored(seconds=quiet_s))
             self._lost_since_ns = None
-        for node in list(self._heard):
+        for node in list(self._observed):
             if now_ns >= self._lost_ns(node, recovery):
                 detail = _why(now_ns - self._at(node), recovery.heartbeat_timeout_s)
                 if self._starved.get(node, -1) >= self._at(node):
                     detail += " or when its machine is short of CPU time"
-                del self._heard[node]
+                del self._observed[node]
                 out.append(NodeLost(node=node, cause="silent", detail=detail))
-        if not self._heard:
+        if not self._observed:
             self._lost_since_ns = None
-        elif self._lost_since_ns is None and now_ns >= self._all_lost_ns(self._heard, recovery):
+        elif self._lost_since_ns is None and now_ns >= self._all_lost_ns(self._observed, recovery):
             self._lost_since_ns = self._any_ns
             quiet_s = (now_ns - self._any_ns) / SECOND_NS
             patience_s = limits.ALL_SILENT_FACTOR * recovery.heartbeat_timeout_s
             out.append(
-                HeartbeatsLost(nodes=len(self._heard), seconds=quiet_s, patience_s=patience_s)
+                HeartbeatsLost(nodes=len(self._observed), seconds=quiet_s, patience_s=patience_s)
             )
         return out
 
@@ -116,7 +116,7 @@ class FailureDetector:
         return max(at, self._any_ns + _doubt_ns(recovery))
 
     def _at(self, node: str) -> int:
-        return max(self._heard[node], self._arrived.get(node, 0))
+        return max(self._observed[node], self._arrived.get(node, 0))
 
     def _lost_ns(self, node: str, recovery: Recovery) -> int:
         """When the node is lost, if no message of any node comes until then."""

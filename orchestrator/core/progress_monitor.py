@@ -145,7 +145,7 @@ class ProgressMonitor:
         self._follow()
         if isinstance(event, HeartbeatReceived):
             if event.node in self._state.nodes:
-                self._detector.heard(now_ns, event.node, self._recovery)
+                self._detector.observed(now_ns, event.node, self._recovery)
                 self._note_pressure(now_ns, event)
                 self._record(now_ns, event)
             if now_ns - self._checked_ns < self._pause_ns():
@@ -157,7 +157,7 @@ class ProgressMonitor:
                 # It comes back from the controller, or from a replay.
                 self._current.reported = max(self._current.reported, event.step)
             case NodeJoined():
-                self._detector.heard(now_ns, event.node, self._recovery)
+                self._detector.observed(now_ns, event.node, self._recovery)
             case AdjustRequested():
                 self._detector.reset(now_ns)
             case GroupInspected() if event.generation == self._current.number:
@@ -349,8 +349,8 @@ class ProgressMonitor:
 
     def _current_at(self, rank: int, due_ns: int) -> bool:
         """The last heartbeat of the rank's node counts as current at `due_ns`."""
-        heard_ns = self._detector.last_ns(self._state.node_of(rank))
-        return due_ns <= heard_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
+        observed_ns = self._detector.last_ns(self._state.node_of(rank))
+        return due_ns <= observed_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
 
     def _stopped_limit(self, live: dict[int, _Rank]) -> _Limit | None:
         """A stopped process makes no progress, in whatever phase."""

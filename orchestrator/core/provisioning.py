@@ -31,7 +31,7 @@ a replacement takes."""
 
 # -- queries ----------------------------------------------------------------------------------
 def full_size(state: JobState) -> int:
-    """Nodes of the largest generation that the job wants."""
+    """Nodes of the largest generation that the spec allows now."""
     return best_size(state.job, state.target_nodes, state.device_memory_bytes)
 
 

@@ -1,1 +1,1 @@
-"""The only room with a clock: driver, executor, journal, agent endpoint, metrics."""
+"""The loop of one job: driver, executor, agent server, control API, read model, metrics."""

@@ -62,7 +62,7 @@ class AgentGateway:
         if isinstance(self._backend, LocatesNodes):
             facts = self._backend.facts_of(hello.node, facts)
         self._submit(translate.joined(hello, facts))
-        # After that event, with which the core sends again what it still wants.
+        # After that event, on which the core sends unanswered orders again.
         self._executor.forget(hello.node, f"{hello.node} has reconnected")
 
     def replaced(self, node: str) -> None:

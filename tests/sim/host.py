@@ -46,8 +46,8 @@ class SimJournal:
     """What is durable. In every other world the records after the last commit die with their
     controller, as with a journal behind a network."""
 
-    def __init__(self, forgets: bool, compact_at: int | None) -> None:
-        self.forgets, self.compact_at = forgets, compact_at
+    def __init__(self, loses_uncommitted: bool, compact_at: int | None) -> None:
+        self.loses_uncommitted, self.compact_at = loses_uncommitted, compact_at
         self.snapshot: bytes | None = None
         self.records: list[bytes] = []
         """Since the snapshot."""
@@ -76,7 +76,7 @@ class SimJournal:
         self._num_durable = 0
 
     def crash(self) -> None:
-        lost = len(self.records) - self._num_durable if self.forgets else 0
+        lost = len(self.records) - self._num_durable if self.loses_uncommitted else 0
         del self.records[len(self.records) - lost :]
         del self.all[len(self.all) - lost :]
 
@@ -91,7 +91,7 @@ class Host:
         self.job = job_from_mapping(world.document)
         self.up = False
         self.journal = SimJournal(
-            forgets=world.seed % 2 == 1, compact_at=(None, 7, 40)[world.seed % 3]
+            loses_uncommitted=world.seed % 2 == 1, compact_at=(None, 7, 40)[world.seed % 3]
         )
         self.slow_commits = world.seed % 4 == 3
         self.links: dict[str, Link] = {}

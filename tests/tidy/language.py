@@ -22,7 +22,8 @@ BANNED: dict[str, str] = {
     "anew": "again, from the start, new",
     "for ever": "without end, indefinitely",
     "of late": "recently",
-    "heard of": "received a heartbeat from",
+    "heard|hear|hears": "received, observed",
+    "forgets|believes": "drops, relies on",
     "says so|say so|said so": "report, raise, log",
     "news": "events, changes",
     "on order": "requested",
@@ -42,8 +43,8 @@ BANNED: dict[str, str] = {
 PATTERN = re.compile(
     "|".join(rf"(?<![a-z])(?:{words})(?![a-z])" for words in BANNED), re.IGNORECASE
 )
-# A field that was renamed keeps its old name in journals and snapshots.
-PERSISTED = re.compile(r'name="\w+"')
+# Journals and snapshots keep the old names of fields, and the tags of events.
+PERSISTED = re.compile(r'(name|tag)="[\w-]+"')
 SUFFIXES = (".py", ".md", ".yaml", ".tpl", ".txt", ".json")
 EXEMPT = ("tests/tidy/language.py", "bench/results/", "tests/e2e/kubernetes/binaries/")
 

@@ -18,6 +18,32 @@ ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
+MIN_MODULE_LINES = 60
+SMALL_MODULES = {
+    "imported by many packages, imports almost nothing": (
+        "orchestrator/errors.py", "orchestrator/protocol/framing.py",
+        "orchestrator/protocol/python_command.py", "orchestrator/runtime/clock.py",
+        "orchestrator/runtime/notifier.py", "orchestrator/backends/ray/names.py",
+        "orchestrator/backends/topology.py", "orchestrator/cli/targets/tempdir.py",
+        "workers/packets.py", "workers/worker_transport.py",
+    ),
+    "one interface of another system, in one place": (
+        "orchestrator/backends/kubernetes/provisioning.py",
+        "orchestrator/backends/kubernetes/queues/finalizers.py",
+        "orchestrator/backends/ray/probe.py", "orchestrator/hosts/ray/metrics.py",
+        "orchestrator/hosts/ray/view_file.py", "workers/agent/pool/gpu_context.py",
+        "workers/agent/pool/last_output.py", "workers/agent/process/process_env.py",
+        "workers/agent/storage/memfd.py", "workers/session/work_time.py",
+    ),
+    "several commands and the operator need it": (
+        "orchestrator/api/v1alpha1/remarks.py", "orchestrator/kube/definition.py",
+    ),
+    "a decision of its own beside larger ones": (
+        "orchestrator/core/host_memory.py", "orchestrator/hosts/kubernetes/peers.py",
+    ),
+    "imports no torch, its neighbours do": ("workers/checkpoint/coverage.py",),
+}  # fmt: skip
+
 # Spelled in pieces, so that this file does not name them either.
 MACHINE_PATHS = [
     re.compile(re.escape(text) + r"(?![\w-])")
@@ -46,6 +72,16 @@ def name(path: Path) -> str:
 def test_files_stay_below_600_lines() -> None:
     lengths = {name(path): len(path.read_text().splitlines()) for path in tracked("*.py")}
     assert {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_a_module_below_60_lines_has_a_reason() -> None:
+    small = {
+        name(path)
+        for path in tracked("orchestrator/*.py", "workers/*.py")
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < MIN_MODULE_LINES
+    }
+    reasons = [path for paths in SMALL_MODULES.values() for path in paths]
+    assert sorted(reasons) == sorted(small), "merge it into a neighbour, or give the reason"
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -169,6 +205,35 @@ def test_files_named_in_the_docs_exist() -> None:
         if not (ROOT / path).exists()
     ]
     assert broken == []
+
+
+def flows() -> list[tuple[int, str]]:
+    """The flows of the architecture page: the number of hops in the heading, and the text."""
+    text = (ROOT / "docs/contributing/architecture.md").read_text()
+    parts = re.split(r"^### ", text[text.index("## Four flows") :], flags=re.MULTILINE)[1:]
+    return [
+        (int(re.search(r"\((\d+) hops", head).group(1)), body)  # type: ignore[union-attr]
+        for head, body in (part.split("\n", 1) for part in parts)
+    ]
+
+
+def test_the_flows_of_the_architecture_page_have_as_many_hops_as_they_say() -> None:
+    assert len(flows()) == 4
+    assert [number for number, _ in flows()] == [body.count("->") for _, body in flows()]
+
+
+def test_the_hops_of_the_architecture_page_are_in_the_code() -> None:
+    files = tracked("orchestrator/*.py", "workers/*.py")
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    known = {
+        node.name
+        for node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    } | {node.id for node in nodes if isinstance(node, ast.Name)}
+    known |= {part for path in files for part in path.relative_to(ROOT).with_suffix("").parts}
+    hops = [hop for _, body in flows() for hop in re.findall(r"`([\w./]+)`", body)]
+    missing = [hop for hop in hops if not set(re.split(r"[./]", hop)) <= known]
+    assert len(hops) > 100 and missing == []
 
 
 def test_no_word_of_the_old_dialect_comes_back() -> None:

@@ -1,8 +1,8 @@
 """Compares how a model is really sharded with the mesh of the job, before anything is staged.
 
-The controller believes the mesh: it takes ranks with one shard index for holders of the same state,
-keeps one copy of it in storage, and deletes the others. A model that is split in another way would
-lose every value that only the other ranks have.
+The controller relies on the mesh: it takes ranks with one shard index for holders of the same
+state, keeps one copy of it in storage, and deletes the others. A model that is split in another way
+would lose every value that only the other ranks have.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The Kubernetes backend: nodes are pods. The only room that imports `kubernetes`."""
+"""The Kubernetes backend: nodes are pods. Requests to the API server go through `kube`."""

@@ -23,9 +23,9 @@ for a job without a controller."""
 
 
 class PriorStatus:
-    """What is known of a job before its controller runs. The operator never forgets that a job was
-    started: its pods may be training although no controller could be started, whatever the status
-    says by now."""
+    """What is known of a job before its controller runs. A job that was started once stays so: its
+    pods may be training although no controller could be started and the status shows another
+    phase."""
 
     def __init__(self, document: Document) -> None:
         """`document`: the object as this operator first sees it."""

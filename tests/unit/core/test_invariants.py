@@ -90,7 +90,7 @@ BROKEN: list[tuple[Callable[[JobState], None], str]] = [
     (_set(active=False), "no generation runs in phase running"),
     (_set(stop=STOP), "no generation runs in phase running"),
     (_set(active=False, phase="starting"), "no generation runs in phase starting"),
-    (_set(**HELD, phase="pending"), "a pending job wants no generation"),
+    (_set(**HELD, phase="pending"), "a pending job waits for no generation"),
     (_set(**HELD, phase="failed"), "a terminal phase without an outcome"),
     (_set(phase="failed", outcome="failed", stop=STOP), "a job that has ended is still busy"),
     (

@@ -166,14 +166,14 @@ def test_a_new_detector_has_seen_no_time_without_heartbeats() -> None:
     detector = FailureDetector()
     assert detector.ended_ns == 0
     detector.begin(100 * SECOND)
-    detector.heard(100 * SECOND + 1, "a", RECOVERY)
+    detector.observed(100 * SECOND + 1, "a", RECOVERY)
     assert detector.ended_ns == 0
     assert detector.last_ns("a") == 100 * SECOND + 1 and detector.last_ns("b") == 0
 
 
 def test_a_detector_that_begins_again_watches_no_node() -> None:
     detector = FailureDetector()
-    detector.heard(100 * SECOND, "a", RECOVERY)
+    detector.observed(100 * SECOND, "a", RECOVERY)
     assert detector.ended_ns == 100 * SECOND
     detector.begin(101 * SECOND)
     assert detector.ended_ns == 0 and detector.next_ns(["a"], RECOVERY) is None
@@ -185,7 +185,7 @@ def silent(*nodes: str) -> FailureDetector:
     detector = FailureDetector()
     detector.begin(100 * SECOND)
     for node in nodes:
-        detector.heard(100 * SECOND, node, RECOVERY)
+        detector.observed(100 * SECOND, node, RECOVERY)
     return detector
 
 
@@ -209,12 +209,12 @@ def test_the_deadlines_of_a_time_without_heartbeats() -> None:
 def test_heartbeats_that_resume_are_reported_once_with_the_time() -> None:
     detector = silent("a", "b")
     detector.judge(103 * SECOND, ["a", "b"], RECOVERY)
-    detector.heard(107 * SECOND, "a", RECOVERY)
+    detector.observed(107 * SECOND, "a", RECOVERY)
     assert detector.judge(107 * SECOND, ["a", "b"], RECOVERY) == [HeartbeatsRestored(seconds=7.0)]
     assert detector.judge(107 * SECOND, ["a", "b"], RECOVERY) == []
     assert detector.ended_ns == 107 * SECOND
     assert detector.next_ns(["a", "b"], RECOVERY) == 108_500_000_000, "half a timeout more for b"
-    detector.heard(108 * SECOND, "a", RECOVERY)
+    detector.observed(108 * SECOND, "a", RECOVERY)
     assert detector.judge(108_499_999_999, ["a", "b"], RECOVERY) == []
     (lost,) = detector.judge(108_500_000_000, ["a", "b"], RECOVERY)
     assert isinstance(lost, NodeLost) and lost.node == "b"
@@ -223,9 +223,9 @@ def test_heartbeats_that_resume_are_reported_once_with_the_time() -> None:
 
 def test_half_a_timeout_without_any_heartbeat_is_a_time_without_heartbeats() -> None:
     detector = silent("a", "b")
-    detector.heard(101_499_999_999, "a", RECOVERY)
+    detector.observed(101_499_999_999, "a", RECOVERY)
     assert detector.ended_ns == 0
-    detector.heard(101_499_999_999 + 1_500_000_000, "a", RECOVERY)
+    detector.observed(101_499_999_999 + 1_500_000_000, "a", RECOVERY)
     assert detector.ended_ns == 102_999_999_999
 
 
@@ -237,14 +237,14 @@ def test_a_node_that_is_gone_is_not_watched_any_more() -> None:
         HeartbeatsLost(nodes=1, seconds=3.0, patience_s=12.0)
     ]
     assert detector.judge(104 * SECOND, [], RECOVERY) == []
-    detector.heard(105 * SECOND, "c", RECOVERY)
+    detector.observed(105 * SECOND, "c", RECOVERY)
     assert detector.judge(105 * SECOND, ["c"], RECOVERY) == [], "no node was left to restore"
 
 
 def test_a_message_that_waits_keeps_its_node_alive() -> None:
     detector = silent("a", "b")
     detector.arrived(102 * SECOND, "b", RECOVERY)
-    detector.heard(102 * SECOND, "a", RECOVERY)
+    detector.observed(102 * SECOND, "a", RECOVERY)
     assert detector.next_ns(["a", "b"], RECOVERY) == 105 * SECOND
     assert detector.last_ns("b") == 100 * SECOND, "it is not observed yet"
     assert detector.judge(102 * SECOND, ["a", "b"], RECOVERY) == []

@@ -561,7 +561,7 @@ def test_a_new_controller_knows_the_progress_from_its_state() -> None:
     assert monitor.next_deadline_ns() is None, "no heartbeat yet"
 
 
-def test_a_new_controller_forgets_the_heartbeats_before_it() -> None:
+def test_a_new_controller_drops_the_heartbeats_before_it() -> None:
     watch = Watch()
     watch.train(12)
     started = ControllerStarted(incarnation=2)

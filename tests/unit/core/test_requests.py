@@ -422,7 +422,7 @@ def test_all_workers_that_are_done_finish_the_job_with_the_reason() -> None:
     assert job.state.incidents == [] and job.state.reason.code == "finish"
 
 
-def test_a_job_that_grows_gathers_nodes_and_forgets_them_when_they_leave() -> None:
+def test_a_job_that_grows_gathers_nodes_and_drops_them_when_they_leave() -> None:
     job = Transcript(spec({"min": 1, "max": 4}, shard="auto")).started("a", "b", step=None)
     job.wait(5)
     job.succeed(LaunchGroup)

@@ -122,14 +122,14 @@ def test_every_job_gets_its_own_welcome_over_the_same_port(tmp_path: Path) -> No
         await endpoint.open(tls=True)
         one.register(endpoint)
         two.register(endpoint)
-        for heard, (job, other) in enumerate(((one, two), (two, one))):
+        for num_heartbeats, (job, other) in enumerate(((one, two), (two, one))):
             frames = await job.dial(endpoint)
             frames.send(job.hello())
             assert (await frames.receive()).spec == {"name": job.name}
             frames.send(wire.Heartbeat(generation=0))
             await until(lambda job=job: ("Heartbeat", "n") in job.sink.log)
             assert list(job.links) == ["n"] and not other.links
-            assert sum(kind == "Heartbeat" for kind, _node in other.sink.log) <= heard
+            assert sum(kind == "Heartbeat" for kind, _node in other.sink.log) <= num_heartbeats
             frames.close()
             await until(lambda job=job: not job.links)
         await endpoint.close()
