@@ -128,6 +128,22 @@ def test_every_test_has_a_sentence_for_a_name() -> None:
     assert short == []
 
 
+def test_unit_tests_mirror_the_tree_of_the_code() -> None:
+    """Each directory is a package of the code, and a test named like a module of the package or of
+    one below it stands in its directory."""
+    modules = {p.relative_to(ROOT) for p in tracked("orchestrator/*.py", "workers/*.py")}
+    packages = {path.parent for path in modules}
+    wrong = []
+    for path in tracked("tests/unit/*/test_*.py"):
+        place = path.parent.relative_to(ROOT / "tests/unit")
+        package = place if place.parts[0] == "workers" else Path("orchestrator") / place
+        module = path.name.removeprefix("test_")
+        below = [m for m in modules if m.name == module and package in m.parents]
+        if package not in packages or (below and package / module not in below):
+            wrong.append(name(path))
+    assert wrong == []
+
+
 def test_no_file_names_the_machine_it_was_written_on() -> None:
     found = []
     for path in tracked():

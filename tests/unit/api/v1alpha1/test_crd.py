@@ -15,8 +15,7 @@ from holdfast.orchestrator.api.v1alpha1.crd import definition, job_from_resource
 from holdfast.orchestrator.api.v1alpha1.job import JobSpec
 from holdfast.orchestrator.api.v1alpha1.rules import MUTABLE, RULES
 from holdfast.orchestrator.errors import SpecError
-
-from .wrong_jobs import (
+from tests.unit.api.wrong_jobs import (
     CHANGES,
     MODELS_ONLY,
     SCRIPT,
@@ -27,7 +26,7 @@ from .wrong_jobs import (
     job,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 INT_OR_STRING = [{"type": "integer"}, {"type": "string"}]
 FORBIDDEN_INSIDE = ("description", "type", "default", "additionalProperties", "nullable")

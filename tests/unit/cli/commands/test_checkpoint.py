@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
-
-from ..runtime.checkpoint_store.test_store import MESH, put
-from ..workers.checkpoint.test_repair import checkpoint, damage
-from .conftest import Holdfast
+from tests.unit.cli.conftest import Holdfast
+from tests.unit.runtime.checkpoint_store.test_store import MESH, put
+from tests.unit.workers.checkpoint.test_repair import checkpoint, damage
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Tests of orchestrator/api/v1alpha1."""
