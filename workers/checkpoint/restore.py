@@ -32,6 +32,7 @@ from .layout import (
     hash_bytes,
 )
 from .optimizer_state import WrongOptimizer
+from .shard_order import ShardOrder
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
 from .state import DTYPES, StateTensor, TrainingState
@@ -79,8 +80,9 @@ def restore(
     targets = dict(model)
     names: set[str] = set()
     extra: dict[str, Any] | None = None
+    order = ShardOrder(shard, num_shards, num_stored)
     with torch.no_grad():
-        for index in _order(shard, num_shards, num_stored):
+        for index in order:
             try:
                 source = open_shard(index)
             except UnreadableCheckpoint:
@@ -105,6 +107,7 @@ def restore(
                 _fill(targets[entry.name], entry, data, source.name, upload)
             if names >= model.keys() and all(t.complete for t in targets.values()):
                 break
+            order.missing(index, _incomplete(targets, header))
         if upload is not None:
             upload.finish()
     _expect_names(model, names)
@@ -115,15 +118,6 @@ def restore(
             what = f"{wanted.filled} of {box.num_elements} values found in all shards"
             raise DamagedCheckpoint("the checkpoint", what, name)
     return extra if extra is not None else {}
-
-
-def _order(shard: int, num_shards: int, num_stored: int) -> Iterator[int]:
-    """The shards that overlap an even split first: with an unchanged count, this rank's own. Then
-    the others: splits are uneven if a dimension is not divisible, and axes may differ."""
-    first = shard * num_stored // num_shards
-    last = -(-(shard + 1) * num_stored // num_shards)
-    yield from range(first, last)
-    yield from (index for index in range(num_stored) if not first <= index < last)
 
 
 def _add_optimizer_targets(
@@ -148,6 +142,13 @@ def _needed(targets: dict[str, _Target], header: Header) -> list[Entry]:
             target.seen.add(part)
             found.append(entry)
     return found
+
+
+def _incomplete(targets: dict[str, _Target], header: Header) -> Iterator[tuple[Box, Box]]:
+    for name, target in targets.items():
+        entry = header.entries.get(name)
+        if entry is not None and not target.complete:
+            yield entry.box, target.held.box
 
 
 def _fill(target: _Target, entry: Entry, data: Bytes, file: str, upload: Uploader | None) -> None:

@@ -213,7 +213,10 @@ class CheckpointTiers:
         first = (replica + shard) % len(sources)
         sources = sources[first:] + sources[:first]
         wanted = StagedShard(restore.step, restore.generation, shard, restore.num_shards, 0)
-        return [commands.FetchFromPeer(group.generation, rank, wanted, sources)]
+        # On another mesh a rank may need any shard, and it is not known which.
+        own = restore.num_shards == group.membership.mesh.num_shards
+        twins = sum(worker.seat.shard == shard for worker in group.workers.values()) if own else 1
+        return [commands.FetchFromPeer(group.generation, rank, wanted, sources, max(1, twins))]
 
     # -- storage ------------------------------------------------------------------------------
     def persist(self, group: Generation | None, order: Persist) -> list[Command]:

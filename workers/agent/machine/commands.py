@@ -158,6 +158,8 @@ class FetchFromPeer(CommandBase, frozen=True):
     wanted: StagedShard
     """num_bytes is unknown: 0."""
     sources: tuple[ShardLocation, ...]
+    readers: int = 1
+    """Workers of the node that will ask for this shard: one file serves all of them."""
 
 
 Command = (

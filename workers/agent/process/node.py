@@ -43,6 +43,7 @@ from ..pool import forkserver, stacks
 from ..pool.log_forwarder import TO_OUTPUT, LogForwarder
 from ..pool.worker_pool import WorkerPool
 from ..storage import memfd, peer_transfer, persist
+from ..storage.shared_fetches import Fetched, SharedFetches
 from . import process_env
 from .connect import Connector, endpoint_in
 from .controller_link import ControllerLink, ReservedPort
@@ -130,6 +131,7 @@ class AgentProcess:
             job=options.job, node=options.node, token=token, slots=options.slots
         )
         self._memory = memfd.MemfdPool()
+        self._fetches = SharedFetches()
         self._workers = WorkerPool(self._loop, self._give)
         self._workers.attach(server)
         self._data = peer_transfer.DataPort(
@@ -310,6 +312,7 @@ class AgentProcess:
 
     def _fork(self, fork: commands.Fork) -> None:
         welcome, job, facts = self._machine.welcome, self._job, self._facts
+        self._fetches.begin(fork.membership.generation)
         assert welcome is not None and job is not None and facts is not None
         logs = ""
         if welcome.log_directory != TO_OUTPUT:
@@ -423,20 +426,28 @@ class AgentProcess:
         self._give(inputs.PushDone(command.buffer, detail, seconds))
 
     async def _fetch(self, command: commands.FetchFromPeer) -> None:
-        shard, details = command.wanted.shard, []
+        shard, fd = command.wanted.shard, None
+        found = await self._fetches.get(
+            command.generation, shard, command.readers, lambda: self._fetch_from_any(command)
+        )
+        if isinstance(found, str):
+            message: worker_protocol.ToWorker = worker_protocol.NoShard(shard=shard, detail=found)
+        else:
+            fd, num_bytes = found
+            message = worker_protocol.Shard(shard=shard, num_bytes=num_bytes)
+        self._workers.send(command.generation, command.rank, message, fd)
+        if fd is not None:
+            os.close(fd)
+
+    async def _fetch_from_any(self, command: commands.FetchFromPeer) -> Fetched:
+        details = []
         for source in command.sources:
             where = (source.address, source.data_port, self._credentials, command.wanted)
             try:
-                fd, num_bytes = await self._pools.run("fetch", peer_transfer.fetch, *where)
+                return await self._pools.run("fetch", peer_transfer.fetch, *where)
             except peer_transfer.PeerError as error:
                 details.append(f"{source.node}: {error}")
-                continue
-            found = worker_protocol.Shard(shard=shard, num_bytes=num_bytes)
-            self._workers.send(command.generation, command.rank, found, fd)
-            os.close(fd)
-            return
-        missing = worker_protocol.NoShard(shard=shard, detail="; ".join(details))
-        self._workers.send(command.generation, command.rank, missing, None)
+        return "; ".join(details)
 
     # -- other agents -------------------------------------------------------------------------
     def _on_get(self, get: peer_transfer.Get) -> peer_transfer.Answer:

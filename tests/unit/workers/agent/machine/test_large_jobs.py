@@ -108,11 +108,21 @@ def test_nodes_are_asked_for_as_many_shards_each() -> None:
             wanted = worker_protocol.FetchShard(shard=fork.seat.shard)
             out = machine.step(0, inputs.FromRank(2, fork.seat.rank, wanted))
             (fetch,) = of(commands.FetchFromPeer, out)
+            assert fetch.readers == 1, "each rank of the node has a shard of its own"
             copies = {node_name(fork.seat.shard, copy) for copy in range(COPIES)}
             assert {source.node for source in fetch.sources} == copies, "all of them may be tried"
             asked[fetch.sources[0].node] += 1
     assert len(asked) == 64 * COPIES, "every node that holds shards"
     assert set(asked.values()) == {WORKERS}
+
+
+def test_a_node_fetches_the_shard_of_all_its_ranks_once() -> None:
+    """A new node of DDP over 4,096 ranks: its 8 ranks hold the same state."""
+    machine, forks, _ = received(orders(Mesh(replicate=4096, shard=1))[7])
+    for fork in forks:
+        wanted = inputs.FromRank(2, fork.seat.rank, worker_protocol.FetchShard(shard=0))
+        (fetch,) = of(commands.FetchFromPeer, machine.step(0, wanted))
+        assert fetch.readers == WORKERS
 
 
 def test_ranks_of_another_mesh_are_sent_all_sources() -> None:
