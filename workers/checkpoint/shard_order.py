@@ -1,10 +1,10 @@
 """In which order a rank opens the shards of another mesh. Pure.
 
-With another number of shards a rank needs those that overlap its parts, but only their headers tell
+With another number of shards a rank needs those that overlap its parts, and only their headers show
 which do. Every shard that is opened in vain costs requests, and from another node's memory the
 transfer of a whole shard. An even split is a good first guess; where a dimension is not divisible
 the parts lie elsewhere (5,000 rows in 4,096 parts are 2,500 parts of 2 rows), and each header that
-has been read tells where. The order decides nothing but the time: in the end all are opened.
+has been read shows where. The order changes nothing but the time: in the end all are opened.
 """
 
 from __future__ import annotations

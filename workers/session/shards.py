@@ -28,6 +28,8 @@ class Shards:
         whole = list(model.parameters())
         self._shards = [local_parameter(parameter) for parameter in whole]
         self._shares = [num_shards(parameter) / world_size for parameter in whole]
+        self._copied: tuple[list[float], Tensor] | None = None
+        """The shares of the last call, and the same on the device."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters for the optimizer, in the order of `model.parameters()`. They share the
@@ -60,7 +62,7 @@ class Shards:
         if gradients:
             # A part that n ranks have counts 1/n on each of them.
             squares_p = torch.stack(torch._foreach_norm(gradients)).float().square()
-            shares_p = torch.tensor([share for _, share in moved], device=squares_p.device)
+            shares_p = self._shares_on(squares_p.device, [share for _, share in moved])
             squares = (squares_p @ shares_p).to(self._device)
         both = torch.stack([loss.detach().float().to(self._device), squares])
         if self._world_size > 1:
@@ -70,6 +72,12 @@ class Shards:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return both[0], norm
+
+    def _shares_on(self, device: torch.device, shares: list[float]) -> Tensor:
+        """Copied to the device when they change only: the host would wait for the device."""
+        if self._copied is None or self._copied[0] != shares:
+            self._copied = shares, torch.tensor(shares, device=device)
+        return self._copied[1]
 
     def _moved(self) -> list[tuple[Tensor, float]]:
         """(gradient, the share of it that this rank counts) of each part with a gradient."""

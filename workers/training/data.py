@@ -67,8 +67,16 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         return MicroBatch(
-            self.inputs_bt.to(device), self.targets_bt.to(device), self.weights_b.to(device)
+            _to(self.inputs_bt, device), _to(self.targets_bt, device), _to(self.weights_b, device)
         )
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that a GPU fetches by itself: from memory that is not page-locked the host would wait
+    for everything that is queued."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def share(step: int, global_batch: int, rank: int, num_ranks: int) -> BatchShare:

@@ -1,7 +1,7 @@
 """Shards that several workers of a node restore: each is fetched once, into one memory file.
 
-Eight ranks of a new node with the same state (DDP, HSDP within the node) would otherwise fetch eight
-times what the node holds, and keep eight copies of it.
+Eight ranks of a new node with the same state (DDP, HSDP within the node) would otherwise fetch it
+eight times, and keep eight copies of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 Fetched = tuple[int, int] | str
 """(descriptor of a memory file, its bytes), or why there is none."""
@@ -66,7 +67,10 @@ class SharedFetches:
         for shard, one in list(self._running.items()):
             one.left = 0
             self._forget(shard, one)
-            one.task.add_done_callback(lambda _, s=shard, o=one: self._close_if_unused(s, o))
+            one.task.add_done_callback(partial(self._ended, shard, one))
+
+    def _ended(self, shard: int, one: _Fetch, _: asyncio.Future[Fetched]) -> None:
+        self._close_if_unused(shard, one)
 
     def _forget(self, shard: int, one: _Fetch) -> None:
         if self._running.get(shard) is one:

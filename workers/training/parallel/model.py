@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.workers.checkpoint.state import empty_like, plain_name
 from holdfast.workers.session import Session
+from holdfast.workers.session.loss import CudaScalars, ScalarReader
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.initial_values import fill
 
@@ -48,6 +49,9 @@ class Parallel:
         self.session, self.parallelism = session, parallelism
         self.refuse_non_finite = True
         """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
+        on_gpu = session.device.type == "cuda"
+        self.scalars: ScalarReader | None = CudaScalars() if on_gpu else None
+        """Reads the loss and the norm of a step."""
         self.model = model
         self.dtype = parameter_dtype(parallelism.precision, session.device)
         tensor = session.shape.tensor > 1
@@ -130,15 +134,23 @@ class Parallel:
         backward."""
         return loss_parallel() if self.session.shape.tensor > 1 else contextlib.nullcontext()
 
-    def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[float, float]:
+    def reduce_and_clip(self, loss: Tensor, max_norm: float) -> Callable[[], tuple[float, float]]:
         """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
         ranks of a tensor axis, over all data-parallel ranks. Call it between backward and the
         optimizer's step.
 
-        Returns (summed loss, gradient norm). Raises FloatingPointError if the norm is not finite.
+        What it returns gives (summed loss, gradient norm), and raises FloatingPointError if the
+        norm is not finite. Call that after the optimizer's step, before the step is reported: a
+        device then has work while the host reads.
         """
         reduced = self.shards.reduce_and_clip(loss / self.session.shape.tensor, max_norm)
-        total, norm = torch.stack(reduced).tolist()
-        if self.refuse_non_finite and not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
-        return total, norm
+        reader = self.scalars
+        pending = [one if reader is None else reader.start(one) for one in reduced]
+
+        def numbers() -> tuple[float, float]:
+            total, norm = (float(p) if reader is None else reader.value(p) for p in pending)
+            if self.refuse_non_finite and not math.isfinite(norm):
+                raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
+            return total, norm
+
+        return numbers

@@ -136,13 +136,13 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
     batches = [_batch(trainer.text.batch, p) for p in micro_batches(part, config.micro_batch)]
     total = parallel.forward_backward(batches, trainer.loss)
-    value, norm = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
+    numbers = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
     rate = learning_rate(config.optimizer, step, config.steps)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
-    return value, norm
+    return numbers()
 
 
 def micro_batches(part: BatchShare, size: int | str) -> list[BatchShare]:

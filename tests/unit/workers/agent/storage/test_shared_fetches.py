@@ -12,11 +12,8 @@ DATA = b"a shard"
 
 
 def num_open() -> int:
-    return sum("holdfast-test-shard" in os.readlink(one) for one in _links())
-
-
-def _links() -> list[Path]:
-    return [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    return sum("holdfast-test-shard" in str(one.readlink()) for one in links)
 
 
 class Peer:
