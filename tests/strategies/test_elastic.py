@@ -17,7 +17,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "FSDP over all ranks (shard: world)": {"shard": "world"},
     "HSDP 2 x 2": {"shard": 2},
     "DDP 4": {"shard": 1},
-    "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "TP 2 x DDP 2": {"tensor": 2, "shard": 1},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
 }
 """Name -> mesh of 2 nodes x 2 workers; one node is enough for each."""
