@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.parallelism import ActivationCheckpointing
 from ..api.v1alpha1.recipe import Model, Pretrain
 from ..protocol.facts import NodeFacts
 from ..protocol.host_memory import (
@@ -169,6 +170,11 @@ def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate
         formula = f"{width} P{_by(mesh)} / {keep}: reshardAfterForward is {keep}"
         size = width * total // mesh.tensor // keep
         rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
+    if mesh.shard > 1 and parallelism.accumulate_gradients == "whole":
+        reduce = 4 if parallelism.precision.reduce == "float32" else 2
+        formula = f"{reduce} P{_by(mesh)}: accumulateGradients is whole"
+        size = reduce * total // mesh.tensor
+        rows.append(MemoryEstimate("whole gradients", "device", size, formula))
     return rows
 
 
@@ -185,14 +191,19 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     # 28 + 8f/h bytes per element were fitted in bfloat16; float32 doubles them.
     # With sequence parallel the tensor axis divides all of them (Korthikanti et al., table 2).
     scale = width / 2 / mesh.tensor
-    layer = scale * s * b * h * (28 + 8 * model.ffn / h)
-    boundary = scale * 2 * s * b * h
+    sbh = scale * s * b * h
+    layer = sbh * (28 + 8 * model.ffn / h)
     checkpointing = job.spec.parallelism.activation_checkpointing
-    if checkpointing.mode == "full":
+    if checkpointing.mode in ("full", "selective"):
         wrapped = model.num_layers // checkpointing.every_nth_block
         bare = model.num_layers - wrapped
-        size = int(wrapped * boundary + bare * layer + layer)
-        formula = f"{wrapped} x 2sbh, {bare} + 1 live x sbh(28 + 8f/h); s {s}, b {b}, h {h}"
+        per_element, what = _kept_per_element(checkpointing, model)
+        size = int(wrapped * sbh * per_element + bare * layer + layer)
+        formula = f"{wrapped} x {what}, {bare} + 1 live x sbh(28 + 8f/h); s {s}, b {b}, h {h}"
+    elif checkpointing.mode == "budget":
+        size = int(model.num_layers * (2 * sbh + checkpointing.budget * (layer - 2 * sbh)))
+        share = f"{checkpointing.budget:g}"
+        formula = f"L (2sbh + {share} x the rest of sbh(28 + 8f/h)); L {model.num_layers}, s {s}"
     else:
         size = int(model.num_layers * layer)
         formula = f"L sbh(28 + 8f/h); L {model.num_layers}, s {s}, b {b}, h {h}, f {model.ffn}"
@@ -208,6 +219,17 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
             MemoryEstimate("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job")
         )
     return rows
+
+
+def _kept_per_element(settings: ActivationCheckpointing, model: Model) -> tuple[float, str]:
+    """Bytes that a recomputed block keeps per element of its input, in 2-byte numbers: the input,
+    and with mode selective the outputs of the kept operations."""
+    if settings.mode == "full":
+        return 2, "2sbh"
+    kv, f = model.kv_heads / model.num_heads, model.ffn / model.dim
+    kept = {"matmul": 2 * (3 + 2 * kv + 2 * f), "attention": 2}
+    total = 2 + sum(kept[name] for name in set(settings.keep))
+    return total, f"{total:g}sbh with the results of {' and '.join(settings.keep)}"
 
 
 def _by(mesh: Mesh) -> str:
@@ -296,7 +318,7 @@ def _tensor_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int
     boundary = width * settings.data.sequence_length * micro_batch(settings, mesh) * model.dim
     checkpointing = job.spec.parallelism.activation_checkpointing
     again = 0
-    if checkpointing.mode == "full":  # the forward of such a block is computed twice
+    if checkpointing.mode in ("full", "selective"):  # such a block computes its forward twice
         again = model.num_layers // checkpointing.every_nth_block
     collectives = 8 * model.num_layers + 4 * again + 4
     ring = (mesh.tensor - 1) / mesh.tensor
@@ -323,14 +345,16 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     if mesh.tensor > 1:
         rows.append(_tensor_traffic(job, mesh, settings, micro))
     if mesh.shard > 1:
-        gathers = 1 if job.spec.parallelism.reshard_after_forward is False else 2
+        keep = job.spec.parallelism.reshard_after_forward is False
+        gathers, whole = 1 if keep else 2, job.spec.parallelism.accumulate_gradients == "whole"
+        gathered, reduced = 1 if keep and whole else micro, 1 if whole else micro
         ring = (mesh.shard - 1) / mesh.shard
         group = f"shard, {mesh.shard} ranks"
-        formula = f"{gathers} x m {micro} x {width} P x (S-1)/S"
-        size = int(gathers * micro * width * total * ring)
+        formula = f"{gathers} x m {gathered} x {width} P x (S-1)/S"
+        size = int(gathers * gathered * width * total * ring)
         rows.append(Traffic("all-gather of parameters", group, size, formula))
-        formula = f"m {micro} x {reduce} P x (S-1)/S"
-        size = int(micro * reduce * total * ring)
+        formula = f"m {reduced} x {reduce} P x (S-1)/S"
+        size = int(reduced * reduce * total * ring)
         rows.append(Traffic("reduce-scatter of gradients", group, size, formula))
     if mesh.replicate > 1:
         ring = (mesh.replicate - 1) / mesh.replicate

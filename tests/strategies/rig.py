@@ -14,6 +14,8 @@ import yaml
 
 from tests.e2e.local.local_rig import Job
 
+MARK = "== job"
+"""Before the name of a job that runs in the same processes as others."""
 CONFIG = {
     "globalBatch": 8,
     "model": {"dim": 64, "numLayers": 2, "numHeads": 4, "numKvHeads": 2},
@@ -47,27 +49,47 @@ def document(
 
 def alone(place: Path, job: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step without Holdfast, as under torchrun."""
-    file = place / "job.yaml"
-    file.write_text(yaml.safe_dump(job))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    return several(place, [job], world_size)[job["metadata"]["name"]]
+
+
+def several(
+    place: Path, jobs: list[dict[str, Any]], world_size: int
+) -> dict[str, list[tuple[float, float]]]:
+    """As `alone`, of each job by name, in the same processes."""
+    text = output_of(place, jobs, world_size)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for part in text.split(f"{MARK} ")[1:]:
+        lines = re.findall(r"^step \d+ loss (\S+) norm (\S+)", part, re.M)
+        found[part.split("\n", 1)[0]] = [(float(loss), float(norm)) for loss, norm in lines]
+    return found
+
+
+def output_of(place: Path, jobs: list[dict[str, Any]], world_size: int) -> str:
+    """What rank 0 prints."""
+    words = [sys.executable, "-m", "tests.strategies.several"]
+    for number, job in enumerate(jobs):
+        file = place / f"job-{number}.yaml"
+        file.write_text(yaml.safe_dump(job))
+        words.append(f"{_free_port()}={file}")
     ranks = []
     for rank in range(world_size):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        words = [sys.executable, "-m", "holdfast.workers.training.recipes.pretrain", str(file)]
         with (place / f"rank-{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
-    codes = [process.wait(timeout=300) for process in ranks]
+    codes = [process.wait(timeout=580) for process in ranks]
     text = (place / "rank-0.log").read_text()
     assert codes == [0] * world_size, text[-3000:]
-    return [
-        (float(loss), float(norm))
-        for loss, norm in re.findall(r"^step \d+ loss (\S+) norm (\S+)", text, re.M)
-    ]
+    return text
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def losses_of(job: Job) -> dict[int, float]:

@@ -21,6 +21,8 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 STEPS = 120
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
+TWO_PASSES = {"microBatch": 1}
+"""With four ranks: two micro-batches of each."""
 PIECE = 6
 """Steps of each run of a chain."""
 
@@ -57,6 +59,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
 CHAIN: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "FSDP 4": {"shard": 4},
+    "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
     "HSDP 2 x 2": {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "DDP 4": {"shard": 1},
@@ -74,7 +77,8 @@ def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
         if number > 1:
             words = ("checkpoint", "adopt", path, "--job", f"run{number}", "--yes")
             subprocess.run([*HOLDFAST, *words], check=True, timeout=60)
-        job = start(document(f"run{number}", number * PIECE, parallelism, checkpoint=tiers))
+        name, steps = f"run{number}", number * PIECE
+        job = start(document(name, steps, parallelism, checkpoint=tiers, config=TWO_PASSES))
         assert job.wait().state == "succeeded", job.output()
         losses = losses_of(job)
         assert sorted(losses) == list(range((number - 1) * PIECE, number * PIECE)), job.output()

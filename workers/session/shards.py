@@ -51,8 +51,11 @@ class Shards:
         """
         return self.reduce_and_clip(torch.zeros((), device=self._device), max_norm)[1]
 
-    def reduce_and_clip(self, loss: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    def reduce_and_clip(
+        self, loss: Tensor, max_norm: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """As clip_grad_norm_, and sums the scalar `loss` over all ranks in the same all-reduce.
+        Gradients that come multiplied by `scale` are divided by it.
 
         Returns (summed loss, norm), two scalars on the session's device.
         """
@@ -67,9 +70,11 @@ class Shards:
         both = torch.stack([loss.detach().float().to(self._device), squares])
         if self._world_size > 1:
             dist.all_reduce(both)
-        norm = both[1].sqrt()
-        if gradients and max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        norm = both[1].sqrt() / scale
+        if gradients and (max_norm > 0 or scale != 1.0):
+            factor = torch.full_like(norm, 1.0 / scale)
+            if max_norm > 0:
+                factor *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return both[0], norm
 

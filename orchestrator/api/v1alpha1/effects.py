@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from holdfast.orchestrator.errors import Problem
 
 from .job import TrainingJob
-from .parallelism import Parallelism
+from .parallelism import Ddp, Parallelism
 
 PREFIX = "spec.parallelism."
-RECIPE_ONLY = ("precision", "activation_checkpointing", "offload", "reshard_after_forward")
+RECIPE_ONLY = (
+    "precision", "activation_checkpointing", "offload", "reshard_after_forward",
+    "accumulate_gradients", "prefetch_blocks", "ddp",
+)  # fmt: skip
 
 
 def without_effect(job: TrainingJob) -> list[Problem]:
@@ -46,8 +49,23 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
 
 
 def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
+    yield from _of_shards(job)
+    yield from _of_replicas(job)
+    yield from _of_activations(job)
+    mesh = job.spec.parallelism
+    if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor:
+        yield Problem(
+            f"{PREFIX}precision.reduce",
+            "bfloat16 for one worker",
+            "float32, or more workers",
+            "one copy of the model has nothing to reduce",
+        )
+
+
+def _of_shards(job: TrainingJob) -> Iterator[Problem]:
+    """What only FSDP2 does."""
     spec, mesh = job.spec, job.spec.parallelism
-    one_copy = mesh.shard == 1 or spec.nodes.max * spec.workers_per_node == 1
+    one_copy = mesh.shard == 1 or _world(job) == 1
     if mesh.offload == "cpu" and spec.resources.gpu == 0:
         yield Problem(
             f"{PREFIX}offload",
@@ -62,17 +80,87 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
             "none, or a shard above 1",
             "DDP keeps all states on the device",
         )
-    if mesh.precision.reduce == "bfloat16" and one_copy:
+    for name in ("reshard_after_forward", "accumulate_gradients", "prefetch_blocks"):
+        field, value = Parallelism.model_fields[name], getattr(mesh, name)
+        if value != field.default and one_copy:
+            yield Problem(
+                PREFIX + (field.alias or name),
+                f"{str(value).lower()} with shard 1",
+                "it with a shard above 1",
+                "every rank has the whole model; remove the field, or set parallelism.shard",
+            )
+    recipe = spec.entrypoint.recipe
+    assert recipe is not None
+    if mesh.accumulate_gradients == "whole" and recipe.config.micro_batch == "auto":
         yield Problem(
-            f"{PREFIX}precision.reduce",
-            "bfloat16 with shard 1",
-            "float32, or a shard above 1",
-            "DDP reduces gradients in their own format",
+            f"{PREFIX}accumulateGradients",
+            "whole with microBatch: auto",
+            "it with several micro-batches",
+            "with one micro-batch nothing is accumulated; set microBatch, or remove the field",
         )
-    if mesh.precision.parameters == "float16":
+    layers = recipe.config.model.num_layers
+    if mesh.prefetch_blocks >= layers:
         yield Problem(
-            f"{PREFIX}precision.parameters",
-            "float16",
-            "bfloat16, float32 or auto",
-            "the recipe does not scale the loss, so small gradients would vanish",
+            f"{PREFIX}prefetchBlocks",
+            str(mesh.prefetch_blocks),
+            f"less than model.numLayers ({layers})",
+            "lower it, or remove the field",
         )
+
+
+def _of_replicas(job: TrainingJob) -> Iterator[Problem]:
+    """What only DDP does."""
+    mesh, world = job.spec.parallelism, _world(job)
+    if mesh.ddp == Ddp():
+        return
+    one_copy = mesh.shard == 1 or mesh.replicate == world
+    if mesh.inner > 1 or not one_copy or world == 1:
+        yield Problem(
+            f"{PREFIX}ddp",
+            "it for one worker" if world == 1 else "it for a model that an axis may divide",
+            "it with shard: 1 and several workers",
+            "only DDP uses it; remove the field, or set parallelism.shard: 1",
+        )
+
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    if mesh.ddp.static_graph and recipe.config.micro_batch != "auto":
+        yield Problem(
+            f"{PREFIX}ddp.staticGraph",
+            f"true with microBatch: {recipe.config.micro_batch}",
+            "it with microBatch: auto",
+            "with a static graph DDP reduces in every backward, and cannot wait for the last "
+            "micro-batch; remove one of the two",
+        )
+
+
+def _of_activations(job: TrainingJob) -> Iterator[Problem]:
+    settings = job.spec.parallelism.activation_checkpointing
+    where, recipe = f"{PREFIX}activationCheckpointing", job.spec.entrypoint.recipe
+    acts_with = {
+        "every_nth_block": ("full", "selective"),
+        "keep": ("selective",),
+        "budget": ("budget",),
+    }
+    for name, modes in acts_with.items():
+        field = type(settings).model_fields[name]
+        if getattr(settings, name) != field.default and settings.mode not in modes:
+            yield Problem(
+                f"{where}.{field.alias or name}",
+                f"it with mode {settings.mode}",
+                f"mode {' or '.join(modes)}",
+                "set the mode, or remove the field",
+            )
+    assert recipe is not None
+    if settings.mode == "budget" and not recipe.config.compile:
+        yield Problem(
+            f"{where}.mode",
+            "budget without compile",
+            "budget with entrypoint.recipe.config.compile: true",
+            "torch.compile chooses what is recomputed; set compile: true, or use mode selective",
+        )
+
+
+def _world(job: TrainingJob) -> int:
+    """Workers with nodes.max nodes."""
+    return job.spec.nodes.max * job.spec.workers_per_node

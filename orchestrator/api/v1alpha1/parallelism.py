@@ -24,14 +24,36 @@ class Precision(Part):
     """Format in which gradients are reduced; bfloat16 halves the traffic and risks loss spikes."""
 
 
+Kept = Literal["matmul", "attention"]
+
+
 class ActivationCheckpointing(Part):
     """Recomputing activations in the backward pass, which saves memory."""
 
-    mode: Literal["none", "full"] = "none"
+    mode: Literal["none", "full", "selective", "budget"] = "none"
     """none: keep activations; full: recompute each block from its input, which costs about one more
-    forward pass."""
+    forward pass; selective: recompute each block except the results of some operations, see keep;
+    budget: torch.compile chooses what it recomputes, see budget."""
     every_nth_block: int = Field(default=1, ge=1, le=limits.MAX_COUNT)
-    """With mode full: recompute every Nth block only."""
+    """With mode full or selective: recompute every Nth block only."""
+    keep: Annotated[tuple[Kept, ...], Field(min_length=1, max_length=2)] = ("matmul", "attention")
+    """With mode selective: the operations whose results are kept."""
+    budget: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
+    """With mode budget, for a compiled model: share of the activation memory of a compiled block
+    that may be used; 1: nothing is recomputed, 0: all that can be."""
+
+
+class Ddp(Part):
+    """DistributedDataParallel, which the recipe uses for a model that no axis divides (shard: 1 or
+    one replica per worker)."""
+
+    bucket_mib: int = Field(default=25, ge=1, le=limits.MAX_COUNT)
+    """MiB of gradients that one all-reduce sends."""
+    static_graph: bool = False
+    """true: the same parameters are used in every step, so DDP plans its buckets in the first one
+    and looks for unused parameters no more."""
+    gradient_as_bucket_view: bool = True
+    """true: gradients are views of the buckets, which saves their size in memory."""
 
 
 class Parallelism(Part):
@@ -59,6 +81,15 @@ class Parallelism(Part):
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
     """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
     (ZeRO-2); an integer: reshard to groups of that many ranks."""
+    accumulate_gradients: Literal["sharded", "whole"] = "sharded"
+    """With several micro-batches: sharded: reduce the gradients after each one and keep this rank's
+    shard; whole: keep whole gradients on each rank and reduce them once, after the last one. whole
+    with reshardAfterForward: false is ZeRO-1: only the optimizer state and the float32 master copy
+    are divided, and each step sends the parameters and the gradients once."""
+    prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
+    """How many blocks ahead FSDP2 gathers parameters, in forward and backward. 0: torch decides,
+    which is one in backward."""
+    ddp: Ddp = Ddp()
     precision: Precision = Precision()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Literal["none", "cpu"] = "none"

@@ -1,11 +1,32 @@
-"""Activation checkpointing: which blocks compute their activations again in the backward pass."""
+"""Activation checkpointing: what the backward pass computes again instead of keeping it."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from holdfast.orchestrator.api.v1alpha1.parallelism import ActivationCheckpointing
+
+_aten: Any = torch.ops.aten
+_OPERATIONS = {
+    "matmul": ("mm", "addmm", "bmm", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+}
+"""What each name of `keep` stands for, on all devices."""
 
 
 def checkpoint_blocks(
@@ -14,10 +35,34 @@ def checkpoint_blocks(
     """Wrap blocks within `model` as the settings say. Returns the blocks as they are then."""
     if settings.mode == "none":
         return blocks
+    if settings.mode == "budget":
+        import torch._functorch.config as partitioner  # read when a block is compiled
+
+        partitioner.activation_memory_budget = settings.budget
+        return blocks
+    options: dict[str, Any] = {}
+    if settings.mode == "selective":
+        kept = {
+            overload
+            for name in settings.keep
+            for operation in _OPERATIONS[name]
+            if hasattr(_aten, operation)
+            for overload in [getattr(_aten, operation).default]
+        }
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(kept))
     every = settings.every_nth_block
-    wrapped = {id(block): checkpoint_wrapper(block) for block in blocks[every - 1 :: every]}
+    chosen = blocks[every - 1 :: every]
+    wrapped = {id(block): checkpoint_wrapper(block, **options) for block in chosen}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in wrapped:
                 parent.register_module(name, wrapped[id(child)])
     return [wrapped.get(id(block), block) for block in blocks]
+
+
+def _policy(kept: set[Any]) -> Any:
+    def of(_: SelectiveCheckpointContext, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        must_save = operation in kept
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return of

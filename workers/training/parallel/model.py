@@ -23,7 +23,7 @@ from holdfast.workers.training.initial_values import fill
 
 from . import sharding
 from .activations import checkpoint_blocks
-from .precision import autocast, parameter_dtype
+from .precision import LossScale, autocast, parameter_dtype
 
 Deviation = Callable[[str], float | None]
 Loss = Callable[[Tensor, MicroBatch], Tensor]
@@ -64,10 +64,17 @@ class Parallel:
         # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well.
         self.fully_sharded = session.shape.shard > 1 or tensor
         if self.fully_sharded:
-            parts = [*self.blocks, *edges, model]
+            first, *after = list(edges)
+            parts = [*self.blocks, first, *after, model]
             sharding.shard(parts, session, parallelism, self.dtype)
+            if parallelism.prefetch_blocks:
+                in_order = [first, *self.blocks, *after]
+                modules = [part[0] if isinstance(part, list) else part for part in in_order]
+                sharding.prefetch(modules, parallelism.prefetch_blocks)
         self.offloaded = parallelism.offload == "cpu" and session.shape.shard > 1
         self.module: nn.Module = model
+        self.loss_scale = LossScale() if self.dtype == torch.float16 else None
+        """State, for `extra` of the checkpoint."""
 
     def materialize(self, seed: int, deviation: Deviation) -> None:
         """Allocates all parameters, and computes initial values unless a restore will fill them.
@@ -86,7 +93,7 @@ class Parallel:
                 fill(parameter, seed, plain, deviation(plain))
         self.shards = self.session.shards(self.model)
         if not self.fully_sharded and self.session.shape.replicate > 1:
-            self.module = sharding.replicate(self.model, self.session.device)
+            self.module = sharding.replicate(self.model, self.session.device, self.parallelism)
 
     # -- steps --------------------------------------------------------------------------------
     def forward_backward(self, batches: Sequence[MicroBatch], loss_of: Loss) -> Tensor:
@@ -99,11 +106,12 @@ class Parallel:
             last = number == len(batches) - 1
             with (
                 self._divided_loss(),
-                sharding.accumulating(self.module, self.session.shape.replicate, last),
+                sharding.accumulating(self.module, self.parallelism, last),
             ):
                 loss = self._loss(batch, loss_of)
                 # Data-parallel reduction averages over ranks; this makes it the sum.
-                (loss * self.session.data_parallel_size).backward()  # type: ignore[no-untyped-call]
+                factor = self.session.data_parallel_size * self.scale
+                (loss * factor).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             if len(batches) > 1:
                 self.session.tick()
@@ -134,23 +142,37 @@ class Parallel:
         backward."""
         return loss_parallel() if self.session.shape.tensor > 1 else contextlib.nullcontext()
 
+    @property
+    def scale(self) -> float:
+        """What the gradients of a backward are multiplied by."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> Callable[[], tuple[float, float]]:
         """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
         ranks of a tensor axis, over all data-parallel ranks. Call it between backward and the
         optimizer's step.
 
         What it returns gives (summed loss, gradient norm), and raises FloatingPointError if the
-        norm is not finite. Call that after the optimizer's step, before the step is reported: a
-        device then has work while the host reads.
+        norm is not finite, unless there is a loss scale. Call that after the optimizer's step,
+        before the step is reported: a device then has work while the host reads.
         """
-        reduced = self.shards.reduce_and_clip(loss / self.session.shape.tensor, max_norm)
+        local = loss / self.session.shape.tensor
+        reduced = self.shards.reduce_and_clip(local, max_norm, self.scale)
         reader = self.scalars
         pending = [one if reader is None else reader.start(one) for one in reduced]
 
         def numbers() -> tuple[float, float]:
             total, norm = (float(p) if reader is None else reader.value(p) for p in pending)
-            if self.refuse_non_finite and not math.isfinite(norm):
+            scaled = self.loss_scale is not None
+            if self.refuse_non_finite and not scaled and not math.isfinite(norm):
                 raise FloatingPointError(f"the gradient norm is {norm}, the loss {total}")
             return total, norm
 
         return numbers
+
+    def may_step(self, numbers: Callable[[], tuple[float, float]]) -> bool:
+        """Whether the optimizer may step on these gradients; `numbers` is the result of
+        reduce_and_clip. With a loss scale the host waits for the norm; all ranks decide alike."""
+        if self.loss_scale is None or not self.refuse_non_finite:
+            return True
+        return self.loss_scale.update(numbers()[1])

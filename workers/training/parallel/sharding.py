@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -44,24 +45,46 @@ def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch
         )
 
 
-def replicate(model: nn.Module, device: torch.device) -> nn.Module:
+def prefetch(in_order: Sequence[nn.Module], num_blocks: int) -> None:
+    """FSDP2 gathers the parameters of `num_blocks` modules ahead, in forward and backward."""
+    modules: list[FSDPModule] = [one for one in in_order if isinstance(one, FSDPModule)]
+    for at, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + num_blocks])
+        module.set_modules_to_backward_prefetch(modules[max(0, at - num_blocks) : at][::-1])
+
+
+def replicate(model: nn.Module, device: torch.device, parallelism: Parallelism) -> nn.Module:
     """DDP of a model whose values are the same on all ranks already."""
-    options: dict[str, Any] = {"gradient_as_bucket_view": True}
+    settings = parallelism.ddp
+    options: dict[str, Any] = {
+        "bucket_cap_mb": settings.bucket_mib,
+        "static_graph": settings.static_graph,
+        "gradient_as_bucket_view": settings.gradient_as_bucket_view,
+    }
     if "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters:
         options["init_sync"] = False
     if device.type == "cuda":
         options["device_ids"] = [device.index]
-    return DistributedDataParallel(model, **options)
+    module = DistributedDataParallel(model, **options)
+    if parallelism.precision.reduce == "bfloat16":
+        module.register_comm_hook(None, bf16_compress_hook)
+    return module
 
 
 @contextlib.contextmanager
-def accumulating(module: nn.Module, num_replicas: int, last: bool) -> Iterator[None]:
-    """The context of forward and backward of a micro-batch: gradients are summed over replicas in
-    the last one only. FSDP reduces into shards each time, which keeps memory sharded."""
+def accumulating(module: nn.Module, parallelism: Parallelism, last: bool) -> Iterator[None]:
+    """The context of forward and backward of a micro-batch. DDP sums gradients over replicas in the
+    last one only, and so does HSDP. FSDP2 reduces into shards each time, which keeps memory
+    sharded, unless the gradients are to stay whole."""
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
             yield
         return
-    if isinstance(module, FSDPModule) and num_replicas > 1:
-        module.set_requires_all_reduce(last)
+    if isinstance(module, FSDPModule):
+        if parallelism.accumulate_gradients == "sharded":
+            module.set_requires_all_reduce(last)
+        else:
+            module.set_requires_gradient_sync(last)
+            if parallelism.reshard_after_forward is False:  # ZeRO-1: gathered once a step
+                module.set_reshard_after_backward(last)
     yield

@@ -66,7 +66,7 @@ def main(job: TrainingJob) -> None:
     config = recipe.config
     s = session.init(_shard_without_agent(job), job.spec.parallelism.tensor)
     trainer = build(job, config, s)
-    start = s.restore(trainer.parallel.model, trainer.optimizer)
+    start = s.restore(trainer.parallel.model, trainer.optimizer, trainer.parallel.loss_scale)
     if s.rank == 0:
         print(_first_line(trainer, start), flush=True)
     began = time.perf_counter()
@@ -140,7 +140,11 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     rate = learning_rate(config.optimizer, step, config.steps)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
-    trainer.optimizer.step()
+    if parallel.may_step(numbers):
+        trainer.optimizer.step()
+    elif s.rank == 0:
+        text = f"the gradients overflow float16; the loss scale is {parallel.scale:g} now"
+        print(f"step {step} changes nothing: {text}", flush=True)
     trainer.optimizer.zero_grad()
     return numbers()
 

@@ -12,6 +12,8 @@ from holdfast.orchestrator.errors import SpecError
 
 SCRIPT = {"script": "train.py"}
 RECIPE = {"recipe": {"name": "pretrain"}}
+SMALL_PASSES = {"recipe": {"name": "pretrain", "config": {"microBatch": 1}}}
+COMPILED = {"recipe": {"name": "pretrain", "config": {"compile": True}}}
 
 
 def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
@@ -40,8 +42,42 @@ def document(entrypoint: Any, parallelism: Any, **spec: Any) -> dict[str, Any]:
         ("reshardAfterForward", document(SCRIPT, {"reshardAfterForward": False})),
         ("offload", document(RECIPE, {"offload": "cpu"}, resources={"gpu": 0})),
         ("offload", document(RECIPE, {"offload": "cpu", "shard": 1}, resources={"gpu": 1})),
-        ("precision.reduce", document(RECIPE, {"precision": {"reduce": "bfloat16"}, "shard": 1})),
-        ("precision.parameters", document(RECIPE, {"precision": {"parameters": "float16"}})),
+        (
+            "precision.reduce",
+            document(RECIPE, {"precision": {"reduce": "bfloat16"}}, workersPerNode=1),
+        ),
+        ("reshardAfterForward", document(RECIPE, {"reshardAfterForward": False, "shard": 1})),
+        ("prefetchBlocks", document(RECIPE, {"prefetchBlocks": 1, "shard": 1})),
+        ("prefetchBlocks", document(RECIPE, {"prefetchBlocks": 4, "shard": 2})),
+        ("accumulateGradients", document(RECIPE, {"accumulateGradients": "whole", "shard": 2})),
+        (
+            "accumulateGradients",
+            document(SMALL_PASSES, {"accumulateGradients": "whole", "shard": 1}),
+        ),
+        ("accumulateGradients", document(SCRIPT, {"accumulateGradients": "whole"})),
+        ("prefetchBlocks", document(SCRIPT, {"prefetchBlocks": 1})),
+        ("ddp", document(SCRIPT, {"ddp": {"bucketMib": 1}})),
+        ("ddp", document(RECIPE, {"ddp": {"bucketMib": 1}})),
+        ("ddp", document(RECIPE, {"ddp": {"bucketMib": 1}, "shard": 2})),
+        ("ddp", document(RECIPE, {"ddp": {"bucketMib": 1}, "shard": 1, "tensor": 2})),
+        ("ddp", document(RECIPE, {"ddp": {"bucketMib": 1}, "shard": 1}, workersPerNode=1)),
+        ("ddp.staticGraph", document(SMALL_PASSES, {"ddp": {"staticGraph": True}, "shard": 1})),
+        (
+            "activationCheckpointing.everyNthBlock",
+            document(RECIPE, {"activationCheckpointing": {"everyNthBlock": 2}}),
+        ),
+        (
+            "activationCheckpointing.keep",
+            document(RECIPE, {"activationCheckpointing": {"mode": "full", "keep": ["matmul"]}}),
+        ),
+        (
+            "activationCheckpointing.budget",
+            document(RECIPE, {"activationCheckpointing": {"mode": "selective", "budget": 0.1}}),
+        ),
+        (
+            "activationCheckpointing.mode",
+            document(RECIPE, {"activationCheckpointing": {"mode": "budget"}}),
+        ),
     ],
     ids=str,
 )
@@ -59,6 +95,14 @@ def test_a_field_without_its_effect_is_refused_at_submission(field: str, given: 
         document(RECIPE, {"offload": "cpu", "shard": 2}, resources={"gpu": 1}),
         document(RECIPE, {"precision": {"parameters": "bfloat16", "reduce": "bfloat16"}}),
         document(RECIPE, {"activationCheckpointing": {"mode": "full"}, "shard": 1}),
+        document(RECIPE, {"precision": {"reduce": "bfloat16"}, "shard": 1}),
+        document(RECIPE, {"precision": {"parameters": "float16"}}),
+        document(RECIPE, {"prefetchBlocks": 3, "shard": 2}),
+        document(SMALL_PASSES, {"accumulateGradients": "whole", "shard": 2}),
+        document(RECIPE, {"ddp": {"bucketMib": 1, "staticGraph": True}, "shard": 1}),
+        document(RECIPE, {"ddp": {"bucketMib": 1}, "replicate": 2}),
+        document(RECIPE, {"activationCheckpointing": {"mode": "selective", "keep": ["matmul"]}}),
+        document(COMPILED, {"activationCheckpointing": {"mode": "budget", "budget": 0.1}}),
     ],
     ids=str,
 )
