@@ -212,7 +212,6 @@ def local_facts(slots: int) -> NodeFacts:
     from holdfast.orchestrator.protocol.environment import chosen_cache
     from holdfast.orchestrator.protocol.hardware import rdma_devices
 
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     return NodeFacts(
         hostname=socket.gethostname(),
         address="127.0.0.1",
@@ -221,7 +220,6 @@ def local_facts(slots: int) -> NodeFacts:
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         gpus=gpus(),
-        interfaces=tuple(sorted(up)),
         hcas=rdma_devices(),
         cache_directory=chosen_cache(os.environ, str(Home().cache)),
     )

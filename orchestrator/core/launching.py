@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from ..protocol.fabric import socket_networks
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
 from . import completion, drain, host_memory, provisioning, staging_interval
@@ -105,10 +106,13 @@ def _launch(ctx: StepContext, size: int) -> None:
         master_port=first.offered_port or FALLBACK_PORT + state.generation % 1000,
         restart_count=state.num_launches,
         restore=restore,
+        networks=socket_networks(state.job, [state.nodes[name].facts for name in members]),
     )
     decision = _describe(state, before, members, restore)
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
+    if membership.networks:
+        decision += f"; sockets use {len(membership.networks)} interfaces of each node"
     _begin_generation(ctx, membership, members)
     reason = Reason(state.reason.code, decision)
     seats = seats_for(mesh, size, spec.workers_per_node)

@@ -21,6 +21,16 @@ class Gpu(msgspec.Struct, frozen=True):
     """Its value in CUDA_VISIBLE_DEVICES; empty: its position among the GPUs."""
 
 
+class NetworkInterface(msgspec.Struct, frozen=True):
+    """A network interface that is up and has an address in a network; loopback is none."""
+
+    name: str
+    addresses: tuple[str, ...]
+    """With the length of the prefix, as `10.0.0.3/24`; no link-local ones."""
+    mbit_per_s: int = 0
+    """0: the driver does not report it, as in most virtual machines."""
+
+
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a node that its agent reports."""
 
@@ -36,8 +46,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     visible_devices: tuple[str, ...] = ()
     """Names in the agent's CUDA_VISIBLE_DEVICES; empty: it is not set."""
-    interfaces: tuple[str, ...] = ()
-    """Names of the network interfaces that are up."""
+    nics: tuple[NetworkInterface, ...] = ()
+    """No bridges, except that of `address`."""
     address_interface: str = ""
     """The interface of `address`; empty: unknown."""
     hcas: tuple[str, ...] = ()
@@ -252,6 +262,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     restart_count: int
     """Generations before this one; the same number on every node (TORCHELASTIC_RESTART_COUNT)."""
     restore: Restore | None = None
+    networks: tuple[str, ...] = ()
+    """For sockets over several interfaces of a node (networks.shared_networks); empty: the
+    interface of its address."""
 
     @property
     def world_size(self) -> int:

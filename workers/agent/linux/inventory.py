@@ -5,19 +5,23 @@ No device is opened: a CUDA context in the agent would hold device memory that b
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, chosen_cache
-from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.facts import Gpu, NetworkInterface, NodeFacts
 from holdfast.orchestrator.protocol.hardware import query_gpus, rdma_devices
 
 from . import cgroup
+
+SYS_NET = Path("/sys/class/net")
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
@@ -31,7 +35,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         memory_bytes=memory_bytes(),
         gpus=found,
         visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), found),
-        interfaces=interfaces(),
+        nics=nics(address),
         address_interface=interface_of(address),
         hcas=rdma_devices(),
         failure_domain=failure_domain,
@@ -61,10 +65,32 @@ def available_bytes() -> int:
     return available if left is None else min(available, left)
 
 
-def interfaces() -> tuple[str, ...]:
-    """Network interfaces that are up, loopback last."""
-    up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
-    return tuple(sorted(up, key=lambda name: (name == "lo", name)))
+def nics(address: str) -> tuple[NetworkInterface, ...]:
+    """The network interfaces that may carry traffic to other machines: those that are up, without
+    loopback, and without bridges, which connect the containers of a machine; only a bridge with
+    this address is one to the network outside."""
+    stats, found = psutil.net_if_stats(), []
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        if name not in stats or not stats[name].isup:
+            continue
+        here = tuple(filter(None, (_in_network(one.address, one.netmask) for one in entries)))
+        inside = (SYS_NET / name / "bridge").is_dir() and name != interface_of(address)
+        if here and not inside:
+            found.append(NetworkInterface(name, here, stats[name].speed))
+    return tuple(found)
+
+
+def _in_network(address: str, netmask: str | None) -> str:
+    """An address with the length of its prefix; empty for those of this machine or link only, and
+    for addresses of hardware."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        mask = ipaddress.ip_address(netmask or "")
+    except ValueError:
+        return ""
+    if ip.is_loopback or ip.is_link_local:
+        return ""
+    return f"{ip}/{int(mask).bit_count()}"
 
 
 def gpus() -> tuple[Gpu, ...]:
