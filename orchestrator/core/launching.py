@@ -10,6 +10,7 @@ import msgspec
 from ..protocol.fabric import socket_networks
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
+from ..protocol.networks import describe_networks
 from . import completion, drain, host_memory, provisioning, staging_interval
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
@@ -112,7 +113,7 @@ def _launch(ctx: StepContext, size: int) -> None:
     if len(members) < len(before):
         decision += provisioning.why_no_wait(ctx)
     if membership.networks:
-        decision += f"; sockets use {len(membership.networks)} interfaces of each node"
+        decision += f"; sockets use {describe_networks(membership.networks)}"
     _begin_generation(ctx, membership, members)
     reason = Reason(state.reason.code, decision)
     seats = seats_for(mesh, size, spec.workers_per_node)

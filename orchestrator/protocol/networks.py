@@ -45,6 +45,13 @@ def interfaces_in(facts: NodeFacts, networks: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def describe_networks(networks: Sequence[str]) -> str:
+    """Such as: 2 interfaces of each node: of its address, in 10.0.2.0/24."""
+    names = (f"in {one}" if one != OWN else "of its address" for one in dict.fromkeys(networks))
+    count = f"{len(networks)} interface{'s' * (len(networks) > 1)}"
+    return f"{count} of each node: {', '.join(names)}"
+
+
 def _across(hosts: Sequence[NodeFacts]) -> list[str]:
     """The networks in which all hosts have an address, each its own; IPv4 first."""
     addresses: Counter[str] = Counter()

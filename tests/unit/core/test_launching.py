@@ -551,4 +551,5 @@ def test_a_launch_names_the_networks_that_its_nodes_share_for_sockets() -> None:
         job.join(name, facts=facts(name, address_interface="ens1", nics=nics))
     launches = job.of(LaunchGroup)
     assert [one.membership.networks for one in launches] == [("address", "10.0.2.0/24")] * 2
-    assert "sockets use 2 interfaces of each node" in launches[0].reason.text
+    expected = "sockets use 2 interfaces of each node: of its address, in 10.0.2.0/24"
+    assert expected in launches[0].reason.text

@@ -22,6 +22,10 @@ from holdfast.orchestrator.protocol.hardware import query_gpus, rdma_devices
 from . import cgroup
 
 SYS_NET = Path("/sys/class/net")
+LINK_TYPES = ("1", "32")
+"""ARPHRD_ETHER and ARPHRD_INFINIBAND of linux/if_arp.h; tun, WireGuard, IP in IP have others."""
+VIRTUAL = ("bridge", "vxlan", "geneve")
+"""Kinds of Ethernet interfaces, as their drivers call them in `uevent`."""
 
 
 def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str) -> NodeFacts:
@@ -67,17 +71,26 @@ def available_bytes() -> int:
 
 def nics(address: str) -> tuple[NetworkInterface, ...]:
     """The network interfaces that may carry traffic to other machines: those that are up, without
-    loopback, and without bridges, which connect the containers of a machine; only a bridge with
-    this address is one to the network outside."""
+    loopback, bridges of containers, and tunnels, whose packets another interface sends. One of
+    these with this address is the way to the other nodes nevertheless."""
     stats, found = psutil.net_if_stats(), []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         if name not in stats or not stats[name].isup:
             continue
         here = tuple(filter(None, (_in_network(one.address, one.netmask) for one in entries)))
-        inside = (SYS_NET / name / "bridge").is_dir() and name != interface_of(address)
-        if here and not inside:
+        if here and (not _is_virtual(SYS_NET / name) or name == interface_of(address)):
             found.append(NetworkInterface(name, here, stats[name].speed))
     return tuple(found)
+
+
+def _is_virtual(interface: Path) -> bool:
+    """A bridge or tunnel, by its directory in /sys/class/net. A pod's veth is none."""
+    try:
+        kind = (interface / "type").read_text().strip()
+        event = (interface / "uevent").read_text().split()
+    except OSError:  # it has just been removed
+        return True
+    return kind not in LINK_TYPES or any(f"DEVTYPE={name}" in event for name in VIRTUAL)
 
 
 def _in_network(address: str, netmask: str | None) -> str:

@@ -20,7 +20,7 @@ def _at(address: str, netmask: str | None) -> SimpleNamespace:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """lo, two NICs, a NIC that is down, a bridge of the machine's own and one to the network."""
+    """lo, two NICs, a NIC that is down, a tunnel, a bridge of containers and one to the network."""
     addresses = {
         "lo": [_at("127.0.0.1", "255.0.0.0"), _at("::1", "ffff:" * 7 + "ffff")],
         "ens5": [
@@ -33,14 +33,18 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "ens7": [_at("10.0.7.1", "255.255.255.0")],
         "usb0": [_at("169.254.3.1", "255.255.255.0")],
         "docker0": [_at("172.17.0.1", "255.255.0.0")],
+        "wg0": [_at("10.9.0.1", "255.255.255.0")],
         "br0": [_at("10.0.8.1", "255.255.255.0")],
     }
     speeds = {"ens5": 100_000, "ens6": 0}
     stats = {
         name: SimpleNamespace(isup=name != "ens7", speed=speeds.get(name, 10)) for name in addresses
     }
-    for bridge in ("docker0", "br0"):
-        (tmp_path / bridge / "bridge").mkdir(parents=True)
+    for name in addresses:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text("65534\n" if name == "wg0" else "1\n")
+        kind = "DEVTYPE=bridge\n" if name in ("docker0", "br0") else ""
+        (tmp_path / name / "uevent").write_text(f"{kind}INTERFACE={name}\nIFINDEX=2\n")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     monkeypatch.setattr(inventory, "SYS_NET", tmp_path)
