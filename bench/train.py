@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from bench.timeline import Recorder
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain
-from holdfast.workers.training.data import Text, share
+from holdfast.workers.training.data import Dataset, share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import Transformer
 
@@ -80,14 +80,13 @@ class Trainer:
         self.shards = s.shards(self.model) if local else None
         source = self.shards or self.model
         self.optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
-        length = self.config.data.sequence_length
-        self.text = Text("stdlib", ".", length, 0)
-        self.tokens = self.config.global_batch * length
+        self.data = Dataset(self.config, ".")
+        self.tokens = self.config.global_batch * self.config.data.sequence_length
 
     def step(self, step: int) -> float:
         s = self.session
         part = share(step, self.config.global_batch, s.data_parallel_rank, s.data_parallel_size)
-        inputs_bt, targets_bt = self.text.batch(part.indices)
+        inputs_bt, targets_bt = self.data.batch(part.indices)
         logits_btv = self.model(inputs_bt)
         loss = F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
         loss.backward()

@@ -65,13 +65,23 @@ def check_submission(job: TrainingJob, spec_directory: Path, source: str, *, shi
         if not found.is_relative_to(spec_directory.resolve()):
             expected = f"a file below {spec_directory}, the only directory that is uploaded"
             problems.append(Problem("spec.entrypoint.script", f"{script} ({found})", expected))
-    recipe = job.spec.entrypoint.recipe
-    data = "stdlib" if recipe is None else recipe.config.data.source
-    if data != "stdlib" and not _is_same_everywhere(data):
-        expected = "stdlib, or an absolute path on the nodes: data is not uploaded"
-        problems.append(Problem("spec.entrypoint.recipe.config.data.source", data, expected))
+    for field, data in _sources(job):
+        if not _is_same_everywhere(data):
+            expected = "stdlib, or an absolute path on the nodes: data is not uploaded"
+            problems.append(Problem(field, data, expected))
     if problems:
         raise SpecError(problems, source)
+
+
+def _sources(job: TrainingJob) -> Iterator[tuple[str, str]]:
+    """(field, file or directory) of the data of a recipe."""
+    recipe = job.spec.entrypoint.recipe
+    if recipe is None:
+        return
+    data = recipe.config.data
+    for name, source in (("source", data.source), ("validation.source", data.validation.source)):
+        if source is not None and source != "stdlib":
+            yield f"spec.entrypoint.recipe.config.data.{name}", source
 
 
 def _is_same_everywhere(path: str) -> bool:
@@ -97,9 +107,8 @@ def _problems(job: TrainingJob, spec_directory: Path) -> Iterator[Problem]:
         yield from _script(work, entry.script)
     if entry.module is not None:
         yield from _module(work, entry.module)
-    if entry.recipe is not None and entry.recipe.config.data.source != "stdlib":
-        source = entry.recipe.config.data.source
-        yield from _data(work, source)
+    for name, source in _sources(job):
+        yield from _data(work, source, name)
     if job.spec.checkpoint.path is not None:
         yield from _storage(job.spec.checkpoint.path, spec_directory)
 
@@ -137,8 +146,7 @@ def _module(work: Path, name: str) -> Iterator[Problem]:
         yield Problem("spec.entrypoint.module", f"{name} (no module {top})", "a module", fix)
 
 
-def _data(work: Path, written: str) -> Iterator[Problem]:
-    field = "spec.entrypoint.recipe.config.data.source"
+def _data(work: Path, written: str, field: str) -> Iterator[Problem]:
     expected = "stdlib, or a file or directory, relative to spec.workingDirectory"
     try:
         path = files.resolve(work, written)
@@ -153,7 +161,7 @@ def _data(work: Path, written: str) -> Iterator[Problem]:
     elif path.is_dir() and not any(child.is_file() for child in path.rglob("*")):
         yield Problem(field, f"{written} ({path} contains no file)", "a directory with files")
     elif path.is_file() and path.stat().st_size == 0:
-        yield Problem(field, f"{written} ({path} is empty)", "a file with text")
+        yield Problem(field, f"{written} ({path} is empty)", "a file with data")
 
 
 def _missing(path: Path) -> list[Path]:

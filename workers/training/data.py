@@ -1,36 +1,33 @@
 """Samples as a function of (seed, index): the global batches are the same at every world size.
 
-The global batch of step k is samples k*G to k*G+G-1. Sample i starts at a hashed position of the
-text, so nothing has to be shuffled or stored, and a resize needs no transfer.
+Documents are packed: sample i of a corpus has the tokens i T to i T + T, of which the last is only
+predicted. The global batch of step k has the positions k G to k G + G - 1 of an endless order that
+has each sample once an epoch, in another order every epoch. So nothing has to be stored, and a
+restart or a resize needs no transfer.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from holdfast.orchestrator.api.v1alpha1.recipe import Pretrain
 from holdfast.orchestrator.errors import UserError
-from holdfast.orchestrator.protocol import files
 
-STDLIB = "stdlib"
-MAX_STDLIB_BYTES = 8 * 2**20
-"""Enough text for a small model; read in about 10 ms."""
-MAX_TEXT_BYTES = 4 * 2**30
-HELD_OUT_FRACTION = 0.05
-"""Share of the text, at its end, that is used for evaluation only."""
-_SKIPPED_DIRECTORIES = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+from .corpus import FIELD, Corpus
+
 _MASK = 2**64 - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS = 6
+"""Of the Feistel network; four are enough to look random, more cost little."""
+_VALIDATION_SAMPLES = 64
+"""Of one evaluation with data.validation.samples: auto."""
 
-Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.uint64]
 
 
 def mix(*numbers: int) -> int:
@@ -40,11 +37,33 @@ def mix(*numbers: int) -> int:
     """
     state = 0
     for number in numbers:
-        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + (number & _MASK) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
         state ^= state >> 31
     return state >> 1
+
+
+def permuted(positions: Numbers, size: int, key: int) -> Numbers:
+    """The places of `positions`, each below `size`, in a permutation of range(size).
+
+    A Feistel network permutes the next power of four, and is repeated while a place is beyond
+    `size`. Source: Black, Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4.
+    """
+    bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(bits)) - 1)
+    keys = [np.uint64(mix(key, number)) for number in range(_ROUNDS)]
+    out = positions.copy()
+    todo = np.ones(len(out), dtype=bool)
+    while todo.any():
+        left, right = out[todo] >> bits, out[todo] & low
+        for round_key in keys:
+            mixed = (right ^ round_key) * np.uint64(_FIRST)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & low)
+        out[todo] = left << bits | right
+        todo = out >= np.uint64(size)
+    return out
 
 
 @dataclass(frozen=True)
@@ -90,86 +109,88 @@ def share(step: int, global_batch: int, rank: int, num_ranks: int) -> BatchShare
     )
 
 
-class Text:
-    """A text as bytes, and the samples in it."""
+class Samples:
+    """Consecutive samples of a corpus."""
 
-    def __init__(self, source: str, directory: str, sequence_length: int, seed: int) -> None:
-        """A relative source is below `directory`. Raises UserError."""
-        text = load(source, directory)
-        held_out = max(int(len(text) * HELD_OUT_FRACTION), sequence_length + 1)
-        if len(text) < 4 * (sequence_length + 1):
-            raise UserError(
-                f"spec.entrypoint.recipe.config.data.source: got {len(text)} bytes in {source}; "
-                f"expected at least {4 * (sequence_length + 1)} (four samples of sequenceLength "
-                f"{sequence_length} and the byte to predict)"
-            )
-        self._train, self._held_out = text[:-held_out], text[-held_out:]
-        self._length, self._seed = sequence_length, seed
+    def __init__(self, corpus: Corpus, length: int, first: int, count: int) -> None:
+        self._corpus, self._length, self._first, self._count = corpus, length, first, count
 
-    def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Inputs and next bytes of these samples: two (B, T) tensors of int64."""
-        return self._take(self._train, indices, 0)
+    def __len__(self) -> int:
+        return self._count
 
-    def held_out_batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `batch`, from the held-out text."""
-        return self._take(self._held_out, indices, 1)
-
-    def _take(self, text: Bytes, indices: tuple[int, ...], stream: int) -> tuple[Tensor, Tensor]:
-        num_starts = len(text) - self._length
-        rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
-        for row, index in enumerate(indices):
-            at = mix(self._seed, stream, index) % num_starts
-            rows[row] = text[at : at + self._length + 1]
+    def read(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and next tokens of these samples, from 0: two (B, T) tensors of int64. Raises
+        UserError for data that cannot be read, or is outside the vocabulary."""
+        rows = np.empty((len(ids), self._length + 1), dtype=np.int64)
+        for row, number in enumerate(ids):
+            rows[row] = self._corpus.read((self._first + number) * self._length, self._length + 1)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def load(source: str, directory: str) -> Bytes:
-    """The text of a source as bytes. Raises UserError if it cannot be read."""
-    if source == STDLIB:
-        return _stdlib()
-    field = "spec.entrypoint.recipe.config.data.source"
-    try:
-        path = files.resolve(directory, source)
-        if path.is_dir():
-            return _concatenate(sorted(p for p in path.rglob("*") if p.is_file()), MAX_TEXT_BYTES)
-        return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else _empty()
-    except OSError as error:
-        raise UserError(
-            f"{field}: got {source!r}, which cannot be read ({error.filename}: {error.strerror}); "
-            "expected stdlib, or a file or directory relative to the spec file's workingDirectory"
-        ) from None
+class Dataset:
+    """The samples that a recipe trains on, in their order, and those that it evaluates."""
+
+    def __init__(self, config: Pretrain, directory: str) -> None:
+        """Relative sources are below `directory`. Raises UserError for data that cannot be read,
+        is too short, or has fewer samples than data.validation requires."""
+        data = config.data
+        self._seed = config.seed
+        corpus, count = _open(config, data.source, directory, FIELD, at_least=2)
+        held_out = 0
+        if data.validation.source is None and data.validation.held_out_share > 0:
+            held_out = max(1, int(count * data.validation.held_out_share))
+        self.train = Samples(corpus, data.sequence_length, 0, count - held_out)
+        self.validation = Samples(corpus, data.sequence_length, count - held_out, held_out)
+        if data.validation.source is not None:
+            field = FIELD.replace("source", "validation.source")
+            corpus, count = _open(config, data.validation.source, directory, field, at_least=1)
+            self.validation = Samples(corpus, data.sequence_length, 0, count)
+        wanted, there = data.validation.samples, len(self.validation)
+        self.num_evaluated = min(_VALIDATION_SAMPLES, there) if wanted == "auto" else wanted
+        """Samples of one evaluation."""
+        if config.evaluate_every_steps and self.num_evaluated > there:
+            raise UserError(
+                f"{FIELD.replace('source', 'validation.samples')}: got {wanted}; expected at most "
+                f"{there}, the samples of the validation data; raise validation.share, or lower "
+                "the number"
+            )
+
+    def epoch(self, index: int) -> int:
+        """The epoch, from 0, of the sample at this position of the order."""
+        return index // len(self.train)
+
+    def ids(self, indices: tuple[int, ...]) -> list[int]:
+        """The training samples at these positions of the order."""
+        size, ids = len(self.train), np.empty(len(indices), dtype=np.uint64)
+        epochs = np.array([self.epoch(index) for index in indices])
+        places = np.array([index % size for index in indices], dtype=np.uint64)
+        for epoch in set(epochs.tolist()):
+            of_epoch = epochs == epoch
+            ids[of_epoch] = permuted(places[of_epoch], size, mix(self._seed, epoch))
+        return [int(number) for number in ids]
+
+    def batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Inputs and next tokens of the training samples at these positions of the order."""
+        return self.train.read(self.ids(indices))
+
+    def validation_batch(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `batch`, of the `num_evaluated` samples that lie evenly over the validation data."""
+        there = len(self.validation)
+        return self.validation.read([index * there // self.num_evaluated for index in indices])
 
 
-@functools.cache
-def _stdlib() -> Bytes:
-    """Cached: a worker forked from a warm process inherits it."""
-    root = Path(sysconfig.get_path("stdlib"))
-    text = _concatenate(_stdlib_files(root), MAX_STDLIB_BYTES)
-    if len(text) == 0:
+def _open(
+    config: Pretrain, source: str, directory: str, field: str, *, at_least: int
+) -> tuple[Corpus, int]:
+    """A corpus and its number of samples."""
+    data, length = config.data, config.data.sequence_length
+    corpus = Corpus(source, directory, data.format, config.model.vocab_size, field)
+    count = (len(corpus) - 1) // length
+    if count < at_least:
         raise UserError(
-            f"spec.entrypoint.recipe.config.data.source: got stdlib, but {root} has no .py "
-            "files; expected an installation with its source; name a file or directory instead"
+            f"{field}: got {len(corpus)} tokens in {source}; expected at least "
+            f"{at_least * length + 1}: {at_least} samples of sequenceLength {length} and the token "
+            "after them"
         )
-    return text
-
-
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - _SKIPPED_DIRECTORIES)
-        for name in sorted(names):
-            if name.endswith(".py"):
-                yield Path(folder, name)
-
-
-def _concatenate(files: Iterator[Path] | list[Path], max_bytes: int) -> Bytes:
-    out = bytearray()
-    for file in files:
-        out += file.read_bytes()
-        if len(out) >= max_bytes:
-            break
-    return np.frombuffer(bytes(out[:max_bytes]), dtype=np.uint8)
-
-
-def _empty() -> Bytes:
-    return np.empty(0, dtype=np.uint8)
+    return corpus, count

@@ -52,6 +52,7 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     yield from _of_shards(job)
     yield from _of_replicas(job)
     yield from _of_activations(job)
+    yield from _of_config(job)
     mesh = job.spec.parallelism
     if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor:
         yield Problem(
@@ -164,3 +165,16 @@ def _of_activations(job: TrainingJob) -> Iterator[Problem]:
 def _world(job: TrainingJob) -> int:
     """Workers with nodes.max nodes."""
     return job.spec.nodes.max * job.spec.workers_per_node
+
+
+def _of_config(job: TrainingJob) -> Iterator[Problem]:
+    recipe, where = job.spec.entrypoint.recipe, "spec.entrypoint.recipe.config."
+    assert recipe is not None
+    config = recipe.config
+    if config.micro_batch != "auto" and config.micro_batch > config.global_batch:
+        yield Problem(
+            f"{where}microBatch",
+            str(config.micro_batch),
+            f"at most globalBatch ({config.global_batch})",
+            "use auto, or a smaller number",
+        )

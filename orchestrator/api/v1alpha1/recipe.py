@@ -52,15 +52,56 @@ class Model(Part):
         return self.ffn_dim or -(-8 * self.dim // 3 // 32) * 32
 
 
+class Validation(Part):
+    """What the recipe evaluates: the same samples every time, at any world size and any seed."""
+
+    source: str | None = Field(default=None, min_length=1)
+    """A file or directory of its own, in the format of data.source. Default: the last part of
+    data.source, which is not trained on."""
+    share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
+    """Share of the samples of data.source that is kept for validation. Default: 0.05; 0 trains on
+    all of them. With a source of its own: nothing is kept."""
+    samples: AutoOrCount = "auto"
+    """Samples of one evaluation, spread evenly over the validation data. auto: 64, or all where
+    there are fewer."""
+
+    @model_validator(mode="after")
+    def _check_share(self) -> Validation:
+        if self.source is not None and self.share is not None:
+            raise ValueError(
+                f"share: got {self.share:g} with a source of its own; expected one of the two; "
+                f"remove share"
+            )
+        return self
+
+    @property
+    def held_out_share(self) -> float:
+        return 0.05 if self.share is None else self.share
+
+
 class Data(Part):
-    """Text, one token per byte. A sample depends on (seed, index) only, so the data is the same at
-    any world size."""
+    """Documents, packed into samples of sequenceLength tokens. Each sample is trained on once an
+    epoch at any world size, in an order that depends on (seed, epoch) only."""
 
     source: str = Field(default="stdlib", min_length=1)
-    """stdlib: the source text of the Python that runs the workers; otherwise a file or directory,
-    relative to workingDirectory, whose bytes are the text."""
+    """stdlib: the source text of the Python that runs the workers; otherwise a file, or a directory
+    with all files below it, relative to workingDirectory."""
+    format: Literal["text", "uint16", "uint32"] = "text"
+    """text: each file is a document, one token per byte, and byte 255, which no UTF-8 text has,
+    ends it. uint16, uint32: files of such tokens, little-endian, without a header, with the ends of
+    documents as the tokenizer wrote them; of a directory the files NAME.bin."""
     sequence_length: int = Field(default=128, ge=2, le=limits.MAX_COUNT)
     """Tokens of one sample."""
+    validation: Validation = Validation()
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Data:
+        if "stdlib" in (self.source, self.validation.source) and self.format != "text":
+            raise ValueError(
+                f"format: got {self.format} with source stdlib; expected text; name a file of "
+                f"tokens in source"
+            )
+        return self
 
 
 class Optimizer(Part):
@@ -94,12 +135,27 @@ class Pretrain(Part):
     seed: int = Field(default=0, ge=-limits.MAX_SEED, le=limits.MAX_SEED)
     """Seed of the initial weights and of the order of samples."""
     evaluate_every_steps: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
-    """Compute the loss on held-out text after every Nth step; 0: never."""
+    """Compute the mean loss of the tokens of data.validation after every Nth step; 0: never."""
     compile: bool = False
     """true: compile each block with torch.compile."""
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Pretrain:
+        data, validation = self.data, self.data.validation
+        if data.format == "text" and self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocabSize: got {self.model.vocab_size}; expected at least 256 with "
+                f"data.format text, where every byte is a token"
+            )
+        if self.evaluate_every_steps and validation.source is None and validation.share == 0:
+            raise ValueError(
+                f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
+                f"expected data.validation.source, or a share above 0"
+            )
+        return self
 
 
 class Recipe(Part):

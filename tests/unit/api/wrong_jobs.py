@@ -173,6 +173,31 @@ MODELS_ONLY = (
         ("config.model.numKvHeads: got 3; expected a divisor of numHeads (4)",),
     ),
     Wrong(
+        "bytes-in-the-vocabulary",
+        recipe({"model": {"vocabSize": 128}}),
+        ("config.model.vocabSize: got 128; expected at least 256 with data.format text",),
+    ),
+    Wrong(
+        "data-format-of-stdlib",
+        recipe({"data": {"format": "uint16"}}),
+        ("config.data.format: got uint16 with source stdlib; expected text; name a file",),
+    ),
+    Wrong(
+        "validation-source-or-share",
+        recipe({"data": {"validation": {"source": "x", "share": 0.1}}}),
+        ("config.data.validation.share: got 0.1 with a source of its own; expected one",),
+    ),
+    Wrong(
+        "validation-share",
+        recipe({"data": {"validation": {"share": 1}}}),
+        ("config.data.validation.share: got 1; expected less than 1",),
+    ),
+    Wrong(
+        "evaluation-with-data",
+        recipe({"evaluateEverySteps": 5, "data": {"validation": {"share": 0}}}),
+        ("config.evaluateEverySteps: got 5 without validation data; expected",),
+    ),
+    Wrong(
         "auto-or-number-microBatch",
         recipe({"microBatch": 0}),
         (

@@ -1,4 +1,4 @@
-"""The pre-training recipe: next-byte prediction with a decoder-only transformer.
+"""The pre-training recipe: next-token prediction with a decoder-only transformer.
 
 The global batch is the same at any world size: ranks read slices of it, and the loss is normalised
 by the tokens of the whole batch, so gradients differ between world sizes by rounding only.
@@ -21,16 +21,13 @@ from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.workers.training.data import BatchShare, MicroBatch, Text, share
+from holdfast.workers.training.data import BatchShare, Dataset, MicroBatch, share
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
     num_parameters,
 )
 from holdfast.workers.training.parallel import Parallel, tensor
-
-_EVALUATION_SAMPLES = 8
-"""Held-out samples of one evaluation, over all ranks."""
 
 
 @dataclass
@@ -41,7 +38,7 @@ class Trainer:
     session: session.Session
     parallel: Parallel
     optimizer: torch.optim.Optimizer
-    text: Text
+    data: Dataset
 
     @property
     def tokens_per_step(self) -> int:
@@ -74,23 +71,25 @@ def main(job: TrainingJob) -> None:
         loss, norm = train_step(trainer, step)
         if s.rank == 0:  # before s.step: a kill in between prints the line twice rather than never
             rate = trainer.tokens_per_step / (time.perf_counter() - began)
+            epoch = (step + 1) * config.global_batch / len(trainer.data.train)
             text = f"step {step} loss {loss:.4f} norm {norm:.3f} tokens/s {rate:.0f}"
-            print(text, flush=True)
+            print(f"{text} epoch {epoch:.2f}", flush=True)
         began = time.perf_counter()
         s.step(step, loss=loss, tokens=trainer.tokens_per_step, flops=_flops(trainer))
         every = config.evaluate_every_steps
         if every and (step + 1) % every == 0:
             with s.phase("evaluate"):
-                held_out = evaluate(trainer)
+                validation_loss = evaluate(trainer)
             if s.rank == 0:
-                print(f"step {step} held-out loss {held_out:.4f}", flush=True)
+                over = f"over {trainer.data.num_evaluated} samples"
+                print(f"step {step} validation loss {validation_loss:.4f} {over}", flush=True)
             began = time.perf_counter()
     s.finish()
     session.leave()
 
 
 def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
-    """Model, optimizer and text, before restore."""
+    """Model, optimizer and data, before restore."""
     with torch.device("meta"):
         model = Transformer(config.model)
     parallel = Parallel(
@@ -103,10 +102,8 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
         lambda mesh: tensor.parallelize(model, mesh),
     )
     parallel.materialize(config.seed, model.standard_deviation)
-    text = Text(config.data.source, s.directory, config.data.sequence_length, config.seed)
-    return Trainer(
-        config, s, parallel, make_optimizer(config.optimizer, parallel.shards.parameters()), text
-    )
+    optimizer = make_optimizer(config.optimizer, parallel.shards.parameters())
+    return Trainer(config, s, parallel, optimizer, Dataset(config, s.directory))
 
 
 def make_optimizer(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -134,7 +131,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     config, s, parallel = trainer.config, trainer.session, trainer.parallel
     s.seed(config.seed, step)
     part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
-    batches = [_batch(trainer.text.batch, p) for p in micro_batches(part, config.micro_batch)]
+    batches = [_batch(trainer.data.batch, p) for p in micro_batches(part, config.micro_batch)]
     total = parallel.forward_backward(batches, trainer.loss)
     numbers = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
     rate = learning_rate(config.optimizer, step, config.steps)
@@ -159,14 +156,16 @@ def micro_batches(part: BatchShare, size: int | str) -> list[BatchShare]:
 
 
 def evaluate(trainer: Trainer) -> float:
-    """Loss on held-out text: the same samples every time and at every world size."""
-    s, config = trainer.session, trainer.config
-    part = share(0, _EVALUATION_SAMPLES, s.data_parallel_rank, s.data_parallel_size)
-    batches = [
-        _batch(trainer.text.held_out_batch, p) for p in micro_batches(part, config.micro_batch)
-    ]
+    """Mean loss of the tokens of the validation samples, the same ones at every world size."""
+    s, config, data = trainer.session, trainer.config, trainer.data
+    part = share(0, data.num_evaluated, s.data_parallel_rank, s.data_parallel_size)
+    # No larger than those of a training step, whose memory is known to suffice.
+    size = config.micro_batch
+    if isinstance(size, str):
+        size = len(share(0, config.global_batch, 0, s.data_parallel_size).indices)
+    batches = [_batch(data.validation_batch, p) for p in micro_batches(part, size)]
     total = trainer.parallel.evaluate(batches, trainer.loss)
-    return float(total) * config.global_batch / _EVALUATION_SAMPLES
+    return float(total) * config.global_batch / data.num_evaluated
 
 
 def _batch(
@@ -198,12 +197,17 @@ def _flops(trainer: Trainer) -> float:
 
 
 def _first_line(trainer: Trainer, start: int) -> str:
-    config, s = trainer.config, trainer.session
+    config, s, data = trainer.config, trainer.session, trainer.data
     millions = num_parameters(config.model) / 1e6
+    part = share(0, config.global_batch, 0, s.data_parallel_size)
+    passes = micro_batches(part, config.micro_batch)
+    tokens = f"{config.global_batch} x {config.data.sequence_length} tokens"
     return (
         f"pretrain: {millions:.1f} M parameters, {s.shape.strategy} {s.shape.describe()}, "
-        f"{s.device.type}, global batch {config.global_batch} x {config.data.sequence_length} "
-        f"tokens; steps {start} to {config.steps - 1}, generation {s.generation}"
+        f"{s.device.type}, global batch {tokens} in {s.data_parallel_size} slices of "
+        f"{len(passes)} x {len(passes[0].indices)}; {len(data.train)} samples an epoch, "
+        f"{len(data.validation)} for validation; "
+        f"steps {start} to {config.steps - 1}, generation {s.generation}"
     )
 
 

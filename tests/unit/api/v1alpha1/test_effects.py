@@ -110,6 +110,15 @@ def test_a_field_with_an_effect_is_accepted(given: Any) -> None:
     assert without_effect(job_from_mapping(given)) == []
 
 
+def test_a_micro_batch_larger_than_the_global_batch_is_refused_at_submission() -> None:
+    recipe = {"recipe": {"name": "pretrain", "config": {"globalBatch": 8, "microBatch": 9}}}
+    (problem,) = without_effect(job_from_mapping(document(recipe, {})))
+    assert str(problem) == (
+        "spec.entrypoint.recipe.config.microBatch: got 9; expected at most globalBatch (8); use "
+        "auto, or a smaller number"
+    )
+
+
 @pytest.mark.parametrize(("gpu", "accepted"), [(0, False), (2, False), (1, True), ("auto", True)])
 def test_standbys_with_a_gpu_need_one_gpu_per_worker(gpu: int | str, accepted: bool) -> None:
     given = document(SCRIPT, {}, resources={"gpu": gpu}, recovery={"gpuStandbys": True})

@@ -1,16 +1,14 @@
-"""Samples, initial values, learning rate and the model of the pre-training recipe."""
+"""Shares of a batch, initial values, learning rate and the model of the pre-training recipe."""
 
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model, Optimizer
-from holdfast.orchestrator.errors import UserError
-from holdfast.workers.training.data import MAX_STDLIB_BYTES, Text, load, mix, share
+from holdfast.workers.training.data import mix, share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import (
     Transformer,
@@ -42,39 +40,6 @@ def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     assert {len(batches) for batches in parts} == {2}
     assert sum(sum(b.weights) for batches in parts for b in batches) == 7
     assert len(micro_batches(share(0, 7, 0, 3), "auto")) == 1
-
-
-def test_a_sample_depends_on_seed_and_index_only() -> None:
-    text = Text("stdlib", ".", sequence_length=32, seed=3)
-    inputs, targets = text.batch((4, 5))
-    again, _ = text.batch((5,))
-    assert torch.equal(inputs[1], again[0])
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    other, _ = Text("stdlib", ".", sequence_length=32, seed=4).batch((4, 5))
-    assert not torch.equal(inputs, other)
-    held_out, _ = text.held_out_batch((4, 5))
-    assert not torch.equal(inputs, held_out)
-
-
-def test_the_standard_library_has_enough_text() -> None:
-    text = load("stdlib", ".")
-    assert 1_000_000 < len(text) <= MAX_STDLIB_BYTES
-    assert b"import" in text[:100_000].tobytes()
-
-
-def test_text_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_bytes(b"world")
-    (tmp_path / "a.txt").write_bytes(b"hello ")
-    assert load("a.txt", str(tmp_path)).tobytes() == b"hello "
-    assert load(".", str(tmp_path)).tobytes() == b"hello world"
-
-
-def test_text_that_is_missing_or_too_short_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.source: got 'gone'.*expected stdlib, or a file"):
-        load("gone", str(tmp_path))
-    (tmp_path / "short").write_bytes(b"x" * 10)
-    with pytest.raises(UserError, match="got 10 bytes in short; expected at least 132"):
-        Text("short", str(tmp_path), sequence_length=32, seed=0)
 
 
 def test_mixed_numbers_are_spread_and_order_counts() -> None:

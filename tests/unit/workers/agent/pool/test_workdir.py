@@ -15,7 +15,7 @@ from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.agent.pool.warmup import calls_session
 from holdfast.workers.agent.pool.worker_main import enter_directory
 from holdfast.workers.session.core import working_directory
-from holdfast.workers.training.data import load
+from holdfast.workers.training.corpus import Corpus
 
 from .test_worker_pool import ASSIGN
 
@@ -63,7 +63,7 @@ def test_a_recipe_without_that_directory_runs_beside_its_logs_and_reads_no_data_
     ours, _ = worker_transport.pair()
     directory = working_directory(worker_transport.Attached(link=ours, assign=assign, job=recipe))
     with pytest.raises(UserError, match=f"{tmp_path}/elsewhere/text: No such file"):
-        load("text", directory)
+        Corpus("text", directory)
 
 
 def test_a_working_directory_of_the_spec_is_never_replaced(assign: worker_protocol.Assign) -> None:
@@ -100,7 +100,7 @@ def test_a_path_may_begin_with_the_home_of_the_user(
         attached = worker_transport.Attached(link, assign, at_home)
         assert working_directory(attached) == str(tmp_path / "src")
     assert calls_session(at_home, "/nowhere")
-    assert bytes(load("~/text", "/nowhere")) == b"some text"
+    assert bytes(Corpus("~/text", "/nowhere").read(0, 9).tolist()) == b"some text"
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_data_in_an_unknown_home_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"got '~no-such-user/x', .*no home is known here for its ~"
     ):
-        load("~no-such-user/x", "/")
+        Corpus("~no-such-user/x", "/")
