@@ -56,7 +56,11 @@ def several(
     place: Path, jobs: list[dict[str, Any]], world_size: int
 ) -> dict[str, list[tuple[float, float]]]:
     """As `alone`, of each job by name, in the same processes."""
-    text = output_of(place, jobs, world_size)
+    return losses_by_job(output_of(place, jobs, world_size))
+
+
+def losses_by_job(text: str) -> dict[str, list[tuple[float, float]]]:
+    """From what rank 0 of several jobs printed."""
     found: dict[str, list[tuple[float, float]]] = {}
     for part in text.split(f"{MARK} ")[1:]:
         lines = re.findall(r"^step \d+ loss (\S+) norm (\S+)", part, re.M)

@@ -3,13 +3,14 @@ and gradient norms. Each is one row of the page, by torch's name where it has on
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .conftest import Shows
-from .rig import DIGITS, document, several
+from .rig import CONFIG, DIGITS, document, losses_by_job, output_of, several
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -43,18 +44,89 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def test_losses_and_gradient_norms_are_those_of_one_process(shows: Shows, tmp_path: Path) -> None:
+OTHERS: dict[str, dict[str, Any]] = {
+    "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
+    "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
+}
+"""Name -> settings of the recipe, which one process has as well."""
+MESHES = {"FULL_SHARD": {"shard": 4}, "HYBRID_SHARD": {"shard": 2}, "DDP": {"shard": 1}}
+
+
+def compare(
+    name: str,
+    found: list[tuple[float, float]],
+    alone: list[tuple[float, float]],
+    digits: float = DIGITS,
+) -> None:
+    assert len(alone) == STEPS
+    for step, (got, expected) in enumerate(zip(found, alone, strict=True)):
+        assert got == pytest.approx(expected, rel=digits), f"{name}: step {step}"
+
+
+def test_ways_to_shard_give_the_losses_and_norms_of_one_process(
+    shows: Shows, tmp_path: Path
+) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir()
     many.mkdir()
     alone = several(one, [document("one", STEPS, {"shard": 1}, workers=1)], 1)["one"]
-    assert len(alone) == STEPS
     jobs = [
         document(f"v{number}", STEPS, parallelism, config=config)
         for number, (parallelism, config) in enumerate(VARIANTS.values())
     ]
     found = several(many, jobs, 4)
     for number, name in enumerate(VARIANTS):
-        for step, (got, expected) in enumerate(zip(found[f"v{number}"], alone, strict=True)):
-            assert got == pytest.approx(expected, rel=DIGITS), f"{name}: step {step}"
+        compare(name, found[f"v{number}"], alone)
         shows(name, "equal", f"{STEPS} losses and norms, 4 ranks")
+
+
+def test_optimizers_give_the_losses_and_norms_of_one_process(shows: Shows, tmp_path: Path) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    many.mkdir()
+    single, jobs = [], []
+    for name, config in OTHERS.items():
+        single.append(document(name.lower(), STEPS, {"shard": 1}, workers=1, config=config))
+        for mesh, parallelism in MESHES.items():
+            jobs.append(document(_label(name, mesh), STEPS, parallelism, config=config))
+    alone, found = several(one, single, 1), several(many, jobs, 4)
+    for name in OTHERS:
+        for mesh in MESHES:
+            compare(f"{name}, {mesh}", found[_label(name, mesh)], alone[name.lower()])
+            shows(f"{name}, {mesh}", "equal", f"{STEPS} losses and norms, 4 ranks")
+
+
+def _label(name: str, mesh: str) -> str:
+    return f"{name}-{mesh}".lower().replace("_", "-")
+
+
+def test_16_bit_training_follows_float32_and_all_ranks_skip_what_overflows(
+    shows: Shows, tmp_path: Path
+) -> None:
+    formats = {
+        "float32": {},
+        "float16": {"parameters": "float16"},
+        "bfloat16": {"parameters": "bfloat16"},
+        "bfloat16-sent": {"parameters": "bfloat16", "reduce": "bfloat16"},
+    }
+    jobs = [
+        document(_label(name, mesh), STEPS, {**parallelism, "precision": precision})
+        for name, precision in formats.items()
+        for mesh, parallelism in MESHES.items()
+    ]
+    output = output_of(tmp_path, jobs, 4)
+    found = losses_by_job(output)
+    # The number of ranks does not decide how soon the scaled gradients overflow.
+    assert output.count("changes nothing") == sum(
+        math.isinf(norm) for steps in found.values() for _, norm in steps
+    )
+    for name in formats:
+        for mesh in MESHES:
+            expected = found[_label("float32", mesh)]
+            got = found[_label(name, mesh)]
+            assert len(got) == STEPS
+            for step in range(STEPS):
+                close = pytest.approx(expected[step][0], rel=0.02)
+                assert got[step][0] == close, f"{name}, {mesh}: step {step}"
+            if name != "float32":
+                shows(f"{name}, {mesh}", "equal", "20 losses, to 2 % of float32")

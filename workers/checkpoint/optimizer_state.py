@@ -11,7 +11,7 @@ A state tensor has one of these forms. The form is stored unless it is the first
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class OptimizerState:
         refuse_subclass(where, value)
         whole, stepped = self._parameters[name], self.stepped[name]
         if isinstance(value, DTensor):
-            return self._form_on_mesh(where, value, stepped)
+            declared = self._placements(key, whole) is not None
+            return self._form_on_mesh(where, value, whole if declared else stepped)
         if isinstance(stepped, DTensor) and value.shape == local_of(whole).shape:
             return "local"
         if value.numel() == 1:
@@ -375,7 +376,12 @@ class OptimizerState:
         forms, kind = self._stored_forms, TORCH_DTYPES[dtype]
         form = forms.get(f"{name}.{key}", forms.get(key, ""))
         box = None
-        if form == "local" or (form == "" and shape == tuple(whole.shape) and shape != ()):
+        tensor: Tensor
+        declared = self._placements(key, whole)
+        if declared is not None and isinstance(whole, DTensor):
+            at = local_of(whole).device
+            tensor = empty_on_mesh(shape, kind, at, whole.device_mesh, declared)
+        elif form == "local" or (form == "" and shape == tuple(whole.shape) and shape != ()):
             tensor = empty_like(local_of(whole) if form == "local" else stepped, dtype=kind)
             box = self._box(name, whole)
         elif form == "":
@@ -397,6 +403,13 @@ class OptimizerState:
             tensor = torch.empty(shape, dtype=kind, device=whole.device)
         self.optimizer.state.setdefault(stepped, {})[key] = tensor
         return StateTensor(entry, local_of(tensor), box_of(tensor) if box is None else box)
+
+    def _placements(self, key: str, whole: Tensor) -> Sequence[Any] | None:
+        """Where an optimizer keeps state of its own shape on the mesh of the parameter, which its
+        method `state_placements(key, parameter)` may say. With it, such state can be divided on
+        any mesh, that of one process included."""
+        say = getattr(self.optimizer, "state_placements", None)
+        return say(key, whole) if say is not None and isinstance(whole, DTensor) else None
 
     def _scalar_device(self, parameter: Tensor) -> torch.device:
         """The device of Adam's step counter: the CPU, unless the step is fused or captured."""

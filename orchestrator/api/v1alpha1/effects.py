@@ -53,6 +53,7 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     yield from _of_replicas(job)
     yield from _of_activations(job)
     yield from _of_config(job)
+    yield from _of_optimizers(job)
     mesh = job.spec.parallelism
     if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor:
         yield Problem(
@@ -159,6 +160,36 @@ def _of_activations(job: TrainingJob) -> Iterator[Problem]:
             "budget without compile",
             "budget with entrypoint.recipe.config.compile: true",
             "torch.compile chooses what is recomputed; set compile: true, or use mode selective",
+        )
+
+
+def _of_optimizers(job: TrainingJob) -> Iterator[Problem]:
+    recipe, mesh = job.spec.entrypoint.recipe, job.spec.parallelism
+    assert recipe is not None
+    settings, where = recipe.config.optimizer, "spec.entrypoint.recipe.config.optimizer."
+    acts_with = {"momentum": ("muon", "dion"), "rank_fraction": ("dion",)}
+    for name, optimizers in acts_with.items():
+        field = type(settings).model_fields[name]
+        if getattr(settings, name) != field.default and settings.name not in optimizers:
+            yield Problem(
+                f"{where}{field.alias or name}",
+                f"it with {settings.name}",
+                f"name {' or '.join(optimizers)}",
+                "set the name, or remove the field",
+            )
+    if settings.name != "adamw" and mesh.offload == "cpu":
+        yield Problem(
+            f"{where}name",
+            f"{settings.name} with offload: cpu",
+            "adamw, or no offload",
+            "it exchanges parts of matrices between devices",
+        )
+    if settings.name != "adamw" and mesh.tensor > 1:
+        yield Problem(
+            f"{where}name",
+            f"{settings.name} with parallelism.tensor {mesh.tensor}",
+            "adamw with a tensor axis",
+            "its exchange is over the rows that FSDP2 divides; remove one of the two",
         )
 
 

@@ -105,8 +105,16 @@ class Data(Part):
 
 
 class Optimizer(Part):
-    """AdamW with linear warm-up and cosine decay."""
+    """With linear warm-up and cosine decay of the learning rate."""
 
+    name: Literal["adamw", "muon", "dion"] = "adamw"
+    """adamw: AdamW (fused) for all parameters. muon, dion: this for the matrices of the blocks, and
+    AdamW for embedding, norms and head. Their updates are scaled so that learningRate and
+    weightDecay of AdamW serve."""
+    momentum: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
+    """Of muon and dion: decay rate of the average of gradients."""
+    rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
+    """Of dion: rank of the update of a matrix, as a share of its smaller side."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)

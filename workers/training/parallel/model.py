@@ -95,6 +95,11 @@ class Parallel:
         if not self.fully_sharded and self.session.shape.replicate > 1:
             self.module = sharding.replicate(self.model, self.session.device, self.parallelism)
 
+    def named_shards(self) -> dict[str, nn.Parameter]:
+        """Plain name -> this rank's part of the parameter."""
+        names = (plain_name(name) for name, _ in self.model.named_parameters())
+        return dict(zip(names, self.shards.parameters(), strict=True))
+
     # -- steps --------------------------------------------------------------------------------
     def forward_backward(self, batches: Sequence[MicroBatch], loss_of: Loss) -> Tensor:
         """Gradients of the sum of the losses over all micro-batches and data-parallel ranks.
@@ -109,9 +114,7 @@ class Parallel:
                 sharding.accumulating(self.module, self.parallelism, last),
             ):
                 loss = self._loss(batch, loss_of)
-                # Data-parallel reduction averages over ranks; this makes it the sum.
-                factor = self.session.data_parallel_size * self.scale
-                (loss * factor).backward()  # type: ignore[no-untyped-call]
+                (loss * self._factor).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             if len(batches) > 1:
                 self.session.tick()
@@ -143,9 +146,12 @@ class Parallel:
         return loss_parallel() if self.session.shape.tensor > 1 else contextlib.nullcontext()
 
     @property
-    def scale(self) -> float:
-        """What the gradients of a backward are multiplied by."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
+    def _factor(self) -> float:
+        """What a loss is multiplied by for its backward. Data-parallel reduction averages over
+        ranks; this makes it the sum. A loss scale takes its place: both would overflow sooner."""
+        if self.loss_scale is not None:
+            return self.loss_scale.value
+        return self.session.data_parallel_size
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> Callable[[], tuple[float, float]]:
         """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
@@ -157,7 +163,8 @@ class Parallel:
         before the step is reported: a device then has work while the host reads.
         """
         local = loss / self.session.shape.tensor
-        reduced = self.shards.reduce_and_clip(local, max_norm, self.scale)
+        scale = self._factor / self.session.data_parallel_size
+        reduced = self.shards.reduce_and_clip(local, max_norm, scale)
         reader = self.scalars
         pending = [one if reader is None else reader.start(one) for one in reduced]
 

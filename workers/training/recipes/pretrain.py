@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast import session
@@ -27,6 +27,7 @@ from holdfast.workers.training.models.transformer import (
     flops_per_token,
     num_parameters,
 )
+from holdfast.workers.training.optimizers import Optimizers, make_optimizer
 from holdfast.workers.training.parallel import Parallel, tensor
 
 
@@ -37,7 +38,7 @@ class Trainer:
     config: Pretrain
     session: session.Session
     parallel: Parallel
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Optimizers
     data: Dataset
 
     @property
@@ -102,18 +103,8 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
         lambda mesh: tensor.parallelize(model, mesh),
     )
     parallel.materialize(config.seed, model.standard_deviation)
-    optimizer = make_optimizer(config.optimizer, parallel.shards.parameters())
+    optimizer = make_optimizer(config.optimizer, parallel.named_shards())
     return Trainer(config, s, parallel, optimizer, Dataset(config, s.directory))
-
-
-def make_optimizer(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
@@ -140,8 +131,9 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     if parallel.may_step(numbers):
         trainer.optimizer.step()
     elif s.rank == 0:
-        text = f"the gradients overflow float16; the loss scale is {parallel.scale:g} now"
-        print(f"step {step} changes nothing: {text}", flush=True)
+        assert parallel.loss_scale is not None
+        scale = f"the loss scale is {parallel.loss_scale.value:g} now"
+        print(f"step {step} changes nothing: the gradients overflow float16; {scale}", flush=True)
     trainer.optimizer.zero_grad()
     return numbers()
 

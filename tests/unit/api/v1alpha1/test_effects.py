@@ -110,6 +110,35 @@ def test_a_field_with_an_effect_is_accepted(given: Any) -> None:
     assert without_effect(job_from_mapping(given)) == []
 
 
+def of_optimizer(**settings: Any) -> dict[str, Any]:
+    return {"recipe": {"name": "pretrain", "config": {"optimizer": settings}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("momentum", document(of_optimizer(momentum=0.9), {})),
+        ("rankFraction", document(of_optimizer(name="muon", rankFraction=0.5), {})),
+        ("name", document(of_optimizer(name="muon"), {"tensor": 2})),
+        (
+            "name",
+            document(
+                of_optimizer(name="dion"), {"offload": "cpu", "shard": 2}, resources={"gpu": 1}
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_the_optimizer_cannot_follow_is_refused(field: str, given: Any) -> None:
+    (problem,) = without_effect(job_from_mapping(given))
+    assert problem.field == f"spec.entrypoint.recipe.config.optimizer.{field}"
+
+
+def test_settings_that_the_optimizer_follows_are_accepted() -> None:
+    for settings in ({"name": "muon", "momentum": 0.9}, {"name": "dion", "rankFraction": 0.5}):
+        assert without_effect(job_from_mapping(document(of_optimizer(**settings), {}))) == []
+
+
 def test_a_micro_batch_larger_than_the_global_batch_is_refused_at_submission() -> None:
     recipe = {"recipe": {"name": "pretrain", "config": {"globalBatch": 8, "microBatch": 9}}}
     (problem,) = without_effect(job_from_mapping(document(recipe, {})))

@@ -18,6 +18,9 @@ from holdfast.workers.session.core import Session
 from holdfast.workers.session.distributed import Meshes, RankEnv
 from holdfast.workers.training.recipes import pretrain
 
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""torch's libraries: of calls that write their result, and of those that return it."""
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -42,10 +45,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if operation.namespace == "c10d":
+        if operation.namespace in _COLLECTIVES and "wait_tensor" not in operation.name():
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)]
             largest = max(tensors, key=torch.Tensor.numel)
-            name = operation.name().removeprefix("c10d::")
+            name = operation.name().partition("::")[2]
             self.log.append(Sent(name, largest.dtype, largest.numel()))
         return operation(*args, **(kwargs or {}))
 
