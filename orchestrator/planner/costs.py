@@ -6,7 +6,8 @@ The counts equal those of workers/training/models (tested).
 P parameters, S ranks that share them (replicas do not count), R replica groups, L layers; s
 sequence length, b micro-batch, m micro-batches, h model width, f width of the feed-forward part, V
 vocabulary; w bytes of a parameter in forward and backward, g bytes of a gradient element when it is
-reduced; T ranks of the tensor axis, which divide P in the rows of the other axes.
+reduced; T ranks of the tensor axis, which divide P in the rows of the other axes; C ranks of the
+context axis, which divide s, and P together with those of the shard axis: S = shard x C.
 
 Sources: states, transients, activations and logits were fitted to FSDPMemTracker traces of FSDP2
 with fp32 shards; the same terms are in Rajbhandari et al. 2020 (ZeRO, section 3) and Korthikanti et
@@ -156,21 +157,21 @@ def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate
     states = model_state_bytes(counts, mesh.num_shards)
     what = "model states: fp32 shards, gradients, AdamW moments"
     where: MemoryOwner = "device"
-    if parallelism.offload == "cpu" and mesh.shard > 1:  # only FSDP2 offloads
+    if parallelism.offload == "cpu" and mesh.num_fsdp_shards > 1:  # only FSDP2 offloads
         workers, where = job.spec.workers_per_node, "node"
         formula, states = f"{workers} workers x {formula}", workers * states
     # Every rank of a tensor axis has the norms whole, which are not counted.
     rows = [MemoryEstimate(what, where, states, formula, exact=mesh.tensor == 1)]
     keep = parallelism.reshard_after_forward
-    if mesh.shard > 1 and keep is False:
+    if mesh.num_fsdp_shards > 1 and keep is False:
         formula = f"{width} P{_by(mesh)}: reshardAfterForward is false"
         size = width * total // mesh.tensor
         rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
-    elif mesh.shard > 1 and keep is not True and keep > 1:
+    elif mesh.num_fsdp_shards > 1 and keep is not True and keep > 1:
         formula = f"{width} P{_by(mesh)} / {keep}: reshardAfterForward is {keep}"
         size = width * total // mesh.tensor // keep
         rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
-    if mesh.shard > 1 and parallelism.accumulate_gradients == "whole":
+    if mesh.num_fsdp_shards > 1 and parallelism.accumulate_gradients == "whole":
         reduce = 4 if parallelism.precision.reduce == "float32" else 2
         formula = f"{reduce} P{_by(mesh)}: accumulateGradients is whole"
         size = reduce * total // mesh.tensor
@@ -180,9 +181,10 @@ def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate
 
 def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> list[MemoryEstimate]:
     model, width = settings.model, parameter_bytes(job)
-    s, b, h = settings.data.sequence_length, micro_batch(settings, mesh), model.dim
+    s = settings.data.sequence_length // mesh.context
+    b, h = micro_batch(settings, mesh), model.dim
     rows = []
-    if mesh.shard > 1:
+    if mesh.num_fsdp_shards > 1:
         # Current and prefetched block, its gradient, and the fp32 input of the reduce-scatter.
         factor = 3 * width + 4
         size = factor * counts.largest_block // mesh.tensor
@@ -214,6 +216,11 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     size = 12 * s * b * model.vocab_size // mesh.tensor
     formula = f"12 sbV{_by(mesh)}: fp32 cross-entropy; V {model.vocab_size}"
     rows.append(MemoryEstimate("logits", "device", size, formula))
+    if mesh.context > 1:
+        # Forward gathers keys and values in place of a ring; backward passes on fp32 gradients.
+        size = (width * mesh.context + 2 * 4) * s * b * _key_value_dim(model, mesh)
+        formula = f"({width} C + 8) sb x {_key_value_dim(model, mesh)}; C {mesh.context}, s {s}"
+        rows.append(MemoryEstimate("keys and values of the others", "device", size, formula))
     if job.spec.resources.num_gpus:
         rows.append(
             MemoryEstimate("CUDA context and NCCL", "device", 2 * 10**9, "1 to 2 GB on any job")
@@ -230,6 +237,11 @@ def _kept_per_element(settings: ActivationCheckpointing, model: Model) -> tuple[
     kept = {"matmul": 2 * (3 + 2 * kv + 2 * f), "attention": 2}
     total = 2 + sum(kept[name] for name in set(settings.keep))
     return total, f"{total:g}sbh with the results of {' and '.join(settings.keep)}"
+
+
+def _key_value_dim(model: Model, mesh: Mesh) -> int:
+    """Numbers of a token's keys and values in one layer, on one rank of the tensor axis."""
+    return 2 * model.kv_heads * (model.dim // model.num_heads) // mesh.tensor
 
 
 def _by(mesh: Mesh) -> str:
@@ -315,17 +327,38 @@ def _tensor_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int
     """Each block gathers its input twice and scatters its output twice, forward and backward; the
     embedding scatters, and the head gathers. Source: Korthikanti et al. 2022, section 4.2.2."""
     model, width = settings.model, parameter_bytes(job)
-    boundary = width * settings.data.sequence_length * micro_batch(settings, mesh) * model.dim
-    checkpointing = job.spec.parallelism.activation_checkpointing
-    again = 0
-    if checkpointing.mode in ("full", "selective"):  # such a block computes its forward twice
-        again = model.num_layers // checkpointing.every_nth_block
+    tokens = settings.data.sequence_length // mesh.context * micro_batch(settings, mesh)
+    boundary = width * tokens * model.dim
+    again = _blocks_computed_twice(job.spec.parallelism.activation_checkpointing, model)
     collectives = 8 * model.num_layers + 4 * again + 4
     ring = (mesh.tensor - 1) / mesh.tensor
     formula = f"{collectives} x m {micro} x {width} sbh x (T-1)/T"
     group = f"tensor, {mesh.tensor} ranks"
     size = int(collectives * micro * boundary * ring)
     return Traffic("gathers and scatters of activations", group, size, formula)
+
+
+def _blocks_computed_twice(settings: ActivationCheckpointing, model: Model) -> int:
+    """Blocks whose forward is computed again in the backward pass."""
+    again = settings.mode in ("full", "selective")
+    return model.num_layers // settings.every_nth_block if again else 0
+
+
+def _context_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int) -> Traffic:
+    """Each layer gathers keys and values forward and backward, and passes their fp32 gradients
+    around the ring. Source: torch's _templated_ring_attention with its rotation by all-gather."""
+    model, width = settings.model, parameter_bytes(job)
+    tokens = settings.data.sequence_length // mesh.context * micro_batch(settings, mesh)
+    checkpointing = job.spec.parallelism.activation_checkpointing
+    gathers = 2 * model.num_layers
+    if checkpointing.mode == "full" or "attention" not in checkpointing.keep:
+        gathers += _blocks_computed_twice(checkpointing, model)
+    others, ring = mesh.context - 1, 4 * mesh.context * model.num_layers
+    each = tokens * _key_value_dim(model, mesh)
+    formula = f"m {micro} x ({gathers} x {width} (C-1) + 4 C L) x {each:,}; C {mesh.context}"
+    group = f"context, {mesh.context} ranks"
+    size = micro * each * (gathers * width * others + ring)
+    return Traffic("keys and values, and their gradients", group, size, formula)
 
 
 def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
@@ -344,12 +377,15 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     rows = []
     if mesh.tensor > 1:
         rows.append(_tensor_traffic(job, mesh, settings, micro))
-    if mesh.shard > 1:
+    if mesh.context > 1:
+        rows.append(_context_traffic(job, mesh, settings, micro))
+    shard = mesh.num_fsdp_shards
+    if shard > 1:
         keep = job.spec.parallelism.reshard_after_forward is False
         gathers, whole = 1 if keep else 2, job.spec.parallelism.accumulate_gradients == "whole"
         gathered, reduced = 1 if keep and whole else micro, 1 if whole else micro
-        ring = (mesh.shard - 1) / mesh.shard
-        group = f"shard, {mesh.shard} ranks"
+        ring = (shard - 1) / shard
+        group = f"shard{' x context' * (mesh.context > 1)}, {shard} ranks"
         formula = f"{gathers} x m {gathered} x {width} P x (S-1)/S"
         size = int(gathers * gathered * width * total * ring)
         rows.append(Traffic("all-gather of parameters", group, size, formula))
@@ -358,8 +394,8 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
         rows.append(Traffic("reduce-scatter of gradients", group, size, formula))
     if mesh.replicate > 1:
         ring = (mesh.replicate - 1) / mesh.replicate
-        formula = f"2 x {reduce} P / S x (R-1)/R; S {mesh.shard}, R {mesh.replicate}"
-        size = int(2 * reduce * total / mesh.shard * ring)
+        formula = f"2 x {reduce} P / S x (R-1)/R; S {shard}, R {mesh.replicate}"
+        size = int(2 * reduce * total / shard * ring)
         group = f"replicate, {mesh.replicate} ranks"
         rows.append(Traffic("all-reduce of gradients", group, size, formula))
     return tuple(rows)

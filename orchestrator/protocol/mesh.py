@@ -39,6 +39,12 @@ class Mesh(msgspec.Struct, frozen=True):
         return self.pipeline * self.shard * self.context * self.tensor
 
     @property
+    def num_fsdp_shards(self) -> int:
+        """Ranks among which FSDP2 divides a parameter: those of a context axis hold the same
+        ones."""
+        return self.shard * self.context
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of ranks that read different samples."""
         return self.replicate * self.shard

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,13 @@ def several(
 
 def losses_by_job(text: str) -> dict[str, list[tuple[float, float]]]:
     """From what rank 0 of several jobs printed."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for part in text.split(f"{MARK} ")[1:]:
-        lines = re.findall(r"^step \d+ loss (\S+) norm (\S+)", part, re.M)
-        found[part.split("\n", 1)[0]] = [(float(loss), float(norm)) for loss, norm in lines]
-    return found
+    return {part.split("\n", 1)[0]: numbers_in(part) for part in text.split(f"{MARK} ")[1:]}
+
+
+def numbers_in(text: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step in a rank's output."""
+    lines = re.findall(r"^step \d+ loss (\S+) norm (\S+)", text, re.M)
+    return [(float(loss), float(norm)) for loss, norm in lines]
 
 
 def output_of(place: Path, jobs: list[dict[str, Any]], world_size: int) -> str:
@@ -75,12 +78,18 @@ def output_of(place: Path, jobs: list[dict[str, Any]], world_size: int) -> str:
         file = place / f"job-{number}.yaml"
         file.write_text(yaml.safe_dump(job))
         words.append(f"{_free_port()}={file}")
-    ranks = []
+    return of_ranks(place, words, world_size)
+
+
+def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: str) -> str:
+    """What rank 0 of a program prints, as under torchrun."""
+    port, ranks = _free_port(), []
     for rank in range(world_size):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        environment |= {"MASTER_PORT": str(port), **variables}
         with (place / f"rank-{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
     codes = [process.wait(timeout=580) for process in ranks]

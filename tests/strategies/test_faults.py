@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "CP 2 x FSDP 2": {"context": 2, "shard": 2},
 }
 STEPS = 120
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
@@ -62,6 +63,7 @@ CHAIN: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"shard": 4, "reshardAfterForward": False, "accumulateGradients": "whole"},
     "HSDP 2 x 2": {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     "DDP 4": {"shard": 1},
 }
 """Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""

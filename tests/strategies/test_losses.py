@@ -20,6 +20,14 @@ MESHES: dict[str, dict[str, Any]] = {
         "tensor": 2, "shard": 2, "activationCheckpointing": {"mode": "full"}
     },
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
+    "CP 4": {"context": 4, "shard": 1},
+    "CP 2 x FSDP 2": {"context": 2, "shard": 2},
+    "CP 2 x DDP 2, blocks recomputed except matmuls and attention": {
+        "context": 2, "replicate": 2, "activationCheckpointing": {"mode": "selective"}
+    },
+    "CP 2 x TP 2, blocks recomputed": {
+        "context": 2, "tensor": 2, "activationCheckpointing": {"mode": "full"}
+    },
 }  # fmt: skip
 
 

@@ -122,6 +122,32 @@ class Session:
         random.seed(value)
         torch.manual_seed(value)
 
+    @contextmanager
+    def context_parallel(self, *whole: Tensor, dim: int = 1) -> Iterator[tuple[Tensor, ...]]:
+        """Divides sequences over the context axis for one forward and backward, which belong
+        inside:
+
+            with s.context_parallel(inputs_bt, targets_bt) as (inputs_bt, targets_bt, positions_t):
+                loss = ...  # of this rank's tokens, over the tokens of the whole batch
+                loss.backward()
+
+        `whole` are tensors with the sequence (T) in dimension `dim`, the same on all ranks of the
+        axis. Yields this rank's parts of them, and the positions of these parts in the sequence
+        (T / context) of int64, for the model's position embedding: the parts are two pieces, so
+        that causal attention costs each rank the same. Inside, `F.scaled_dot_product_attention` is
+        torch's ring over all parts: causal, without a mask and without dropout. Without a context
+        axis, `whole` and all positions are yielded.
+
+        Raises UserError for a sequence that 2 x context does not divide.
+        """
+        if self.shape.context == 1:
+            yield (*whole, torch.arange(whole[0].shape[dim], device=whole[0].device))
+            return
+        from holdfast.workers.training.parallel.context import divide  # which imports this module
+
+        with divide(self.meshes.axis("context"), *whole, dim=dim) as parts:
+            yield parts
+
     def shards(self, model: nn.Module) -> Shards:
         """This rank's parts of a sharded model as plain tensors, to make an optimizer from. It
         starts faster after a recovery, and steps faster, than an optimizer over DTensors.
@@ -392,17 +418,20 @@ def working_directory(attached: worker_transport.Attached) -> str:
     return str(files.resolve(spec_directory, attached.job.spec.working_directory))
 
 
-def init(shard: int | None = None, tensor: int = 1) -> Session:
+def init(shard: int | None = None, tensor: int = 1, context: int = 1) -> Session:
     """Joins the job: sets the device, makes the default process group, and connects to the agent.
 
     Under Holdfast the mesh is that of the generation. Under torchrun, or as a single process,
-    nothing is staged or reported, `tensor` ranks are on the tensor axis, and `shard` times as many
-    share one replica of the model (default: all). Raises UserError for a wrong `shard`, `tensor` or
-    environment, and DeviceMissing if the node lacks a GPU that the job requested.
+    nothing is staged or reported, `tensor` and `context` are the sizes of these axes, and `shard`
+    times as many ranks share one replica of the model (default: all). Raises UserError for wrong
+    sizes or environment, and DeviceMissing if the node lacks a GPU that the job requested.
     """
     at = rank_env()
     attached = worker_transport.attached
-    shape = attached.assign.membership.mesh if attached else _mesh_without_agent(at, shard, tensor)
+    if attached:
+        shape = attached.assign.membership.mesh
+    else:
+        shape = _mesh_without_agent(at, shard, tensor, context)
     device = pick_device(at.local_rank, attached.job if attached else None)
     if attached is not None and device.type == "cuda":
         numa.bind_to(device)
@@ -415,16 +444,16 @@ def init(shard: int | None = None, tensor: int = 1) -> Session:
     return session
 
 
-def _mesh_without_agent(at: RankEnv, shard: int | None, tensor: int) -> Mesh:
-    if tensor < 1 or at.world_size % tensor:
-        raise UserError(
-            f"session.init: got tensor={tensor}; expected a divisor of {at.world_size} ranks"
-        )
-    room = at.world_size // tensor
+def _mesh_without_agent(at: RankEnv, shard: int | None, tensor: int, context: int) -> Mesh:
+    room = at.world_size
+    for axis, size in (("tensor", tensor), ("context", context)):
+        if size < 1 or room % size:
+            raise UserError(f"session.init: got {axis}={size}; expected a divisor of {room} ranks")
+        room //= size
     shard = room if shard is None else shard
     if shard < 1 or room % shard:
         raise UserError(f"session.init: got shard={shard}; expected a divisor of {room} ranks")
-    return Mesh(replicate=room // shard, shard=shard, tensor=tensor)
+    return Mesh(replicate=room // shard, shard=shard, tensor=tensor, context=context)
 
 
 def leave() -> None:

@@ -157,6 +157,10 @@ class Meshes:
         names = [axis for axis in AXES if sizes[axis] > 1 or axis in ("replicate", "shard")]
         return self._make(names)
 
+    def axis(self, name: str) -> DeviceMesh:
+        """The mesh of one axis of all_axes. Raises KeyError for one that it has not."""
+        return self.all_axes[self._name(name)]
+
     @cached_property
     def data_parallel(self) -> DeviceMesh:
         """The mesh for fully_shard: `shard`, or `replicate` x `shard` with several replicas. The
@@ -164,24 +168,23 @@ class Meshes:
         then called `shard_context`."""
         shape = self._shape
         outer = ["replicate"] if shape.replicate > 1 else []
-        if shape.tensor * shape.pipeline == 1:
-            inner = "shard_context" if shape.context > 1 else "shard"
-            return self._make([*outer, inner])
-        # One root for all axes: fully_shard combines it with the mesh of a tensor axis.
+        if shape.tensor * shape.context * shape.pipeline == 1:
+            return self._make([*outer, "shard"])
+        # One root for all axes: fully_shard combines it with the mesh of a tensor axis, and the
+        # context axis has its process group already.
         if shape.context == 1:
             return self.all_axes[(*map(self._name, outer), self._name("shard"))]
         both = self.all_axes[self._name("shard"), self._name("context")]
         flat = both._flatten(self._name("shard_context"))
         if not outer:
             return flat
-        return DeviceMesh._concatenate([self.all_axes[self._name("replicate")], flat])
+        return DeviceMesh._concatenate([self.axis("replicate"), flat])
 
     def _name(self, axis: str) -> str:
         return self._prefix + axis
 
     def _make(self, names: list[str]) -> DeviceMesh:
         sizes = dict(zip(AXES, self._shape.sizes, strict=True))
-        sizes["shard_context"] = self._shape.shard * self._shape.context
         shape = tuple(sizes[name] for name in names)
         named = tuple(map(self._name, names))
         return init_device_mesh(self._device_type, shape, mesh_dim_names=named)

@@ -78,13 +78,16 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass: inputs and next tokens (B, T) of int64, weights (B)."""
+    """Samples of one forward pass: inputs and next tokens (B, T) of int64, weights (B), and where
+    the tokens are in their samples (T) of int64; None: they are all of them."""
 
     inputs_bt: Tensor
     targets_bt: Tensor
     weights_b: Tensor
+    positions_t: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
+        """On another device, before it is divided over a context axis."""
         return MicroBatch(
             _to(self.inputs_bt, device), _to(self.targets_bt, device), _to(self.weights_b, device)
         )

@@ -67,7 +67,7 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
 def _of_shards(job: TrainingJob) -> Iterator[Problem]:
     """What only FSDP2 does."""
     spec, mesh = job.spec, job.spec.parallelism
-    one_copy = mesh.shard == 1 or _world(job) == 1
+    one_copy = mesh.shard == mesh.context == 1 or _world(job) == 1
     if mesh.offload == "cpu" and spec.resources.gpu == 0:
         yield Problem(
             f"{PREFIX}offload",

@@ -131,7 +131,38 @@ def _tensor(spec: JobSpec) -> str:
 
 
 def _context(spec: JobSpec) -> str:
-    return _no_axis_of_a_recipe(spec, "context", spec.parallelism.context)
+    """Each rank of the context axis has two pieces of every sequence, which the tensor axis divides
+    further."""
+    recipe, context = spec.entrypoint.recipe, spec.parallelism.context
+    if recipe is None or context == 1:
+        return ""
+    where = "parallelism.context"
+    if spec.parallelism.pipeline > 1:
+        return (
+            f"{where}: got {context} with pipeline {spec.parallelism.pipeline}; expected 1, as the "
+            f"stages of the recipe's pipeline pass whole sequences; set one of the two to 1"
+        )
+    length, model = recipe.config.data.sequence_length, recipe.config.model
+    for pieces, why in (
+        (2 * context, "2 x context pieces"),
+        (context * spec.parallelism.tensor, "context x tensor parts"),
+    ):
+        if length % pieces:
+            return (
+                f"{where}: got {context}; expected data.sequenceLength ({length}) in {why} "
+                f"({pieces}) of the same length; change one of the two"
+            )
+    if (
+        spec.resources.num_gpus
+        and spec.parallelism.precision.parameters == "float32"
+        and model.kv_heads != model.num_heads
+    ):
+        return (
+            f"{where}: got {context} with precision.parameters float32 and {model.kv_heads} key "
+            f"and value heads for {model.num_heads} heads; expected auto or bfloat16, or "
+            f"model.numKvHeads: {model.num_heads}: torch's ring on GPUs has no kernel for these"
+        )
+    return ""
 
 
 def _pipeline(spec: JobSpec) -> str:

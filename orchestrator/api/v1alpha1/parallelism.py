@@ -59,9 +59,9 @@ class Ddp(Part):
 class Parallelism(Part):
     """Sizes of the device mesh's axes. Their product is the world size.
 
-    shard = 1 is DDP; shard > 1 is FSDP2; shard > 1 with more than one replica is HSDP. replicate is
-    the elastic axis: it follows the number of nodes, and shrinks and grows in whole replica groups.
-    With shard: world the shard axis does so instead.
+    shard = 1 is DDP, without a tensor or context axis; shard > 1 is FSDP2; shard > 1 with more than
+    one replica is HSDP. replicate is the elastic axis: it follows the number of nodes, and shrinks
+    and grows in whole replica groups. With shard: world the shard axis does so instead.
     """
 
     replicate: AutoOrCount = "auto"
@@ -75,7 +75,9 @@ class Parallelism(Part):
     feed-forward part, vocabulary and sequence over it, within a node; your own loop uses it through
     the mesh."""
     context: Axis = 1
-    """Size of the context parallel axis; your own loop uses it through the mesh."""
+    """Size of the context parallel axis. The recipe divides every sequence over it, and attention
+    is a ring over its ranks, which also divide the parameters as those of the shard axis do. It may
+    span nodes, whose network every layer then waits for. Your own loop: s.context_parallel."""
     pipeline: Axis = 1
     """Size of the pipeline axis, the outermost; your own loop uses it through the mesh."""
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True

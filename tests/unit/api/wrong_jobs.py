@@ -262,7 +262,7 @@ MODELS_ONLY = (
                 "has no such axis; use your own script",
             ),
         )
-        for axis in ("context", "pipeline")
+        for axis in ("pipeline",)
     ),
 )
 

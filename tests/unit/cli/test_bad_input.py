@@ -119,6 +119,29 @@ CASES = [
         id="a tensor axis over two nodes",
     ),
     pytest.param(
+        RECIPE % "" + "  workersPerNode: 3\n  parallelism: {context: 3}\n",
+        ["spec.parallelism.context: got 3", "(128) in 2 x context pieces (6)"],
+        id="a context axis that does not divide the sequence into two pieces for each rank",
+    ),
+    pytest.param(
+        RECIPE % "data: {sequenceLength: 24}"
+        + "  workersPerNode: 16\n  parallelism: {context: 4, tensor: 4}\n",
+        ["spec.parallelism.context: got 4", "(24) in context x tensor parts (16)"],
+        id="context and tensor axes that do not divide the sequence together",
+    ),
+    pytest.param(
+        RECIPE % "model: {numHeads: 4, numKvHeads: 2}"
+        + "  workersPerNode: 2\n  resources: {gpu: 1}\n"
+        + "  parallelism: {context: 2, precision: {parameters: float32}}\n",
+        ["spec.parallelism.context: got 2 with precision.parameters float32 and 2 key and value"],
+        id="a context axis on GPUs in a format without a kernel",
+    ),
+    pytest.param(
+        RECIPE % "" + "  workersPerNode: 4\n  parallelism: {context: 2, pipeline: 2}\n",
+        ["spec.parallelism.context: got 2 with pipeline 2; expected 1"],
+        id="a context axis in a pipeline of the recipe",
+    ),
+    pytest.param(
         SPEC + "  entrypoint: {script: train.py, module: train}\n",
         ["spec.entrypoint: got script and module", "exactly one of"],
         id="two entrypoints",

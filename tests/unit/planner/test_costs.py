@@ -122,6 +122,40 @@ def test_hsdp_adds_one_all_reduce_of_the_shard() -> None:
     assert rows["replicate, 2 ranks"].num_bytes == int(2 * 4 * total / 2 / 2)
 
 
+def test_a_context_axis_divides_what_it_holds_and_sends_keys_and_values() -> None:
+    recipe = {"globalBatch": 8, "model": {"numHeads": 4, "numKvHeads": 2}}
+    job = make_job(workers=4, recipe=recipe, parallelism={"context": 2, "shard": 2})
+    whole, divided = Mesh(shard=2), Mesh(shard=2, context=2)
+    before = {row.what: row.num_bytes for row in costs.memory_table(job, whole)}
+    after = {row.what: row.num_bytes for row in costs.memory_table(job, divided)}
+    states = "model states: fp32 shards, gradients, AdamW moments"
+    for what in ("activations", "logits", states):
+        assert after[what] == pytest.approx(before[what] / 2, abs=1), what
+    transient = "transient parameters and gradients"
+    assert after[transient] == before[transient]
+    settings = job.spec.entrypoint.recipe.config
+    tokens = settings.data.sequence_length // 2 * costs.micro_batch(settings, divided)
+    rows = {row.group: row for row in costs.traffic_table(job, divided)}
+    # Keys and values of half of the heads: gathered twice, their gradients passed on twice.
+    each = tokens * settings.model.dim
+    assert rows["context, 2 ranks"].num_bytes == settings.model.num_layers * each * 4 * (2 + 2)
+    total = count_parameters(settings.model).total
+    gathers = [row for row in costs.traffic_table(job, divided) if "shard x context" in row.group]
+    assert gathers[0].group == "shard x context, 4 ranks"
+    assert sum(row.num_bytes for row in gathers) == pytest.approx(12 * total * 3 / 4, abs=2)
+
+
+def test_fsdp_divides_over_a_context_axis_without_a_shard_axis() -> None:
+    job = make_job(workers=4, recipe={}, parallelism={"context": 2, "shard": 1})
+    total = count_parameters(Model()).total
+    mesh = Mesh(replicate=2, context=2)
+    assert "transient parameters and gradients" in {
+        row.what for row in costs.memory_table(job, mesh)
+    }
+    rows = {row.group: row for row in costs.traffic_table(job, mesh)}
+    assert rows["replicate, 2 ranks"].num_bytes == int(2 * 4 * total / 2 / 2)
+
+
 def test_a_tensor_axis_divides_what_it_holds_and_sends_activations() -> None:
     job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism={"tensor": 2, "shard": 2})
     whole, divided = Mesh(shard=2), Mesh(shard=2, tensor=2)

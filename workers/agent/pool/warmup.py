@@ -115,13 +115,14 @@ def likely_mesh(job: TrainingJob) -> Mesh:
     """The mesh at full size. A wrong guess costs time at the first step only."""
     world = job.spec.nodes.max * job.spec.workers_per_node
     wanted = job.spec.parallelism
+    room = world // wanted.inner
     if isinstance(wanted.shard, int):
         shard = wanted.shard
     elif wanted.replicate != "auto":
-        shard = world // wanted.replicate
+        shard = room // wanted.replicate
     else:
-        shard = world
-    return Mesh(replicate=world // shard, shard=shard)
+        shard = room
+    return Mesh(room // shard, shard, wanted.tensor, wanted.context, wanted.pipeline)
 
 
 @contextlib.contextmanager

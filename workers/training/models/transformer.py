@@ -93,11 +93,13 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions_t: Tensor | None = None) -> Tensor:
+        """`positions_t`: where the tokens are in their sequence; None: they are all of it."""
         x_btd = self.embedding(tokens_bt)
         head_dim = self.config.dim // self.config.num_heads
-        length = tokens_bt.shape[1]
-        cos_te, sin_te = _angles(length, head_dim, self.config.rope_theta, x_btd)
+        if positions_t is None:
+            positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+        cos_te, sin_te = _angles(positions_t, head_dim, self.config.rope_theta, x_btd)
         for block in self.blocks:
             x_btd = block(x_btd, cos_te, sin_te)
         logits_btv: Tensor = self.head(self.norm(x_btd))
@@ -116,13 +118,13 @@ class Transformer(nn.Module):
         return 0.02
 
 
-def _angles(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def _angles(
+    positions_t: Tensor, head_dim: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """cos and sin of all rotations, (T, E); computed in every forward, so that they are not
     state."""
     half = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
-    angles_te = torch.outer(
-        torch.arange(length, device=like.device, dtype=torch.float32), theta ** (-half / head_dim)
-    ).repeat(1, 2)
+    angles_te = torch.outer(positions_t.float(), theta ** (-half / head_dim)).repeat(1, 2)
     return angles_te.cos().to(like.dtype), angles_te.sin().to(like.dtype)
 
 

@@ -21,7 +21,7 @@ from holdfast.workers.session.loss import CudaScalars, ScalarReader
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.initial_values import fill
 
-from . import sharding
+from . import context, sharding
 from .activations import checkpoint_blocks
 from .precision import LossScale, autocast, parameter_dtype
 
@@ -56,13 +56,13 @@ class Parallel:
         self.dtype = parameter_dtype(parallelism.precision, session.device)
         tensor = session.shape.tensor > 1
         if tensor and divide is not None:
-            divide(session.mesh["tensor"])
+            divide(session.meshes.axis("tensor"))
         self.blocks = checkpoint_blocks(model, list(blocks), parallelism.activation_checkpointing)
         if compile_blocks:
             for block in self.blocks:
                 block.compile()
         # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well.
-        self.fully_sharded = session.shape.shard > 1 or tensor
+        self.fully_sharded = session.shape.num_fsdp_shards > 1 or tensor
         if self.fully_sharded:
             first, *after = list(edges)
             parts = [*self.blocks, first, *after, model]
@@ -71,7 +71,8 @@ class Parallel:
                 in_order = [first, *self.blocks, *after]
                 modules = [part[0] if isinstance(part, list) else part for part in in_order]
                 sharding.prefetch(modules, parallelism.prefetch_blocks)
-        self.offloaded = parallelism.offload == "cpu" and session.shape.shard > 1
+        self.offloaded = parallelism.offload == "cpu" and session.shape.num_fsdp_shards > 1
+        self.context = session.meshes.axis("context") if session.shape.context > 1 else None
         self.module: nn.Module = model
         self.loss_scale = LossScale() if self.dtype == torch.float16 else None
         """State, for `extra` of the checkpoint."""
@@ -112,8 +113,9 @@ class Parallel:
             with (
                 self._divided_loss(),
                 sharding.accumulating(self.module, self.parallelism, last),
+                context.divide_batch(self.context, batch.to(self.session.device)) as part,
             ):
-                loss = self._loss(batch, loss_of)
+                loss = self._loss(part, loss_of)
                 (loss * self._factor).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             if len(batches) > 1:
@@ -126,7 +128,8 @@ class Parallel:
         self.module.eval()
         with torch.no_grad(), self._divided_loss():
             for batch in batches:
-                total += self._loss(batch, loss_of)
+                with context.divide_batch(self.context, batch.to(self.session.device)) as part:
+                    total += self._loss(part, loss_of)
                 self.session.tick()
         self.module.train()
         total /= self.session.shape.tensor  # whose ranks have the same loss
@@ -135,9 +138,8 @@ class Parallel:
         return total
 
     def _loss(self, batch: MicroBatch, loss_of: Loss) -> Tensor:
-        batch = batch.to(self.session.device)
         with autocast(self.dtype, self.session.device, self.fully_sharded):
-            logits_btv = self.module(batch.inputs_bt)
+            logits_btv = self.module(batch.inputs_bt, batch.positions_t)
         return loss_of(logits_btv, batch)
 
     def _divided_loss(self) -> contextlib.AbstractContextManager[Any]:
@@ -147,15 +149,19 @@ class Parallel:
 
     @property
     def _factor(self) -> float:
-        """What a loss is multiplied by for its backward. Data-parallel reduction averages over
-        ranks; this makes it the sum. A loss scale takes its place: both would overflow sooner."""
-        if self.loss_scale is not None:
-            return self.loss_scale.value
-        return self.session.data_parallel_size
+        """What a loss is multiplied by for its backward. The reduction averages over ranks; this
+        makes it the sum. A loss scale takes its place: both would overflow sooner."""
+        return self._num_averaged if self.loss_scale is None else self.loss_scale.value
+
+    @property
+    def _num_averaged(self) -> int:
+        """Number of ranks over which gradients are averaged: those of the data and of a context
+        axis."""
+        return self.session.data_parallel_size * self.session.shape.context
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> Callable[[], tuple[float, float]]:
         """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
-        ranks of a tensor axis, over all data-parallel ranks. Call it between backward and the
+        ranks of a tensor axis, over all other ranks. Call it between backward and the
         optimizer's step.
 
         What it returns gives (summed loss, gradient norm), and raises FloatingPointError if the
@@ -163,7 +169,7 @@ class Parallel:
         before the step is reported: a device then has work while the host reads.
         """
         local = loss / self.session.shape.tensor
-        scale = self._factor / self.session.data_parallel_size
+        scale = self._factor / self._num_averaged
         reduced = self.shards.reduce_and_clip(local, max_norm, scale)
         reader = self.scalars
         pending = [one if reader is None else reader.start(one) for one in reduced]

@@ -62,7 +62,8 @@ def main(job: TrainingJob) -> None:
     if recipe is None:
         raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
     config = recipe.config
-    s = session.init(_shard_without_agent(job), job.spec.parallelism.tensor)
+    mesh = job.spec.parallelism
+    s = session.init(_shard_without_agent(job), mesh.tensor, mesh.context)
     trainer = build(job, config, s)
     start = s.restore(trainer.parallel.model, trainer.optimizer, trainer.parallel.loss_scale)
     if s.rank == 0:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
-from holdfast.workers.agent.pool.warmup import calls_session
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.agent.pool.warmup import calls_session, likely_mesh
 
 ROOT = Path(__file__).parents[5]
 
@@ -61,9 +62,27 @@ def test_a_script_calls_the_session_when_its_own_file_imports_it(
     assert calls_session(module, str(tmp_path)) is expected
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "expected"),
+    [
+        ({}, Mesh(shard=4)),
+        ({"shard": 2}, Mesh(replicate=2, shard=2)),
+        ({"replicate": 2, "context": 2}, Mesh(replicate=2, context=2)),
+        ({"tensor": 2, "context": 2}, Mesh(tensor=2, context=2)),
+        ({"shard": "world", "context": 2}, Mesh(shard=2, context=2)),
+    ],
+)
+def test_the_warm_up_has_the_mesh_of_the_job_at_full_size(
+    parallelism: dict[str, Any], expected: Mesh
+) -> None:
+    assert likely_mesh(job({"recipe": {"name": "pretrain"}}, parallelism=parallelism)) == expected
+
+
 def test_a_missing_script_does_not_call_the_session(tmp_path: Path) -> None:
     assert not calls_session(job({"script": "missing.py"}), str(tmp_path))
 
+
+INNER_AXES = {"parallelism": {"tensor": 2, "context": 2}}
 
 PROGRAM = """
 import sys
@@ -78,7 +97,7 @@ torch.manual_seed(11)
 built = []
 make = warmup.{counted}
 warmup.{counted} = lambda *given: built.append(given) or make(*given)
-warmup.warm(job({entrypoint!r}), {directory!r})
+warmup.warm(job({entrypoint!r}, **{spec!r}), {directory!r})
 print("warm-ups", len(built))
 assert not dist.is_initialized()
 assert torch.equal(torch.rand(3), expected), "the random state has changed"
@@ -88,17 +107,18 @@ torch.set_num_interop_threads(2)  # raises when the pool has started
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "counted", "warm_ups"),
+    ("entrypoint", "spec", "counted", "warm_ups"),
     [
-        ({"recipe": {"name": "pretrain"}}, "_warm_recipe", 1),
-        ({"script": "examples/session_loop.py"}, "_warm_loop", 1),
-        ({"script": "tests/unit/workers/training/test_samples.py"}, "_warm_loop", 0),
+        ({"recipe": {"name": "pretrain"}}, {}, "_warm_recipe", 1),
+        ({"recipe": {"name": "pretrain"}}, INNER_AXES, "_warm_recipe", 1),
+        ({"script": "examples/session_loop.py"}, {}, "_warm_loop", 1),
+        ({"script": "tests/unit/workers/training/test_samples.py"}, {}, "_warm_loop", 0),
     ],
 )
 def test_a_warm_up_leaves_no_group_no_random_state_and_no_threads_behind(
-    entrypoint: dict[str, Any], counted: str, warm_ups: int
+    entrypoint: dict[str, Any], spec: dict[str, Any], counted: str, warm_ups: int
 ) -> None:
-    program = PROGRAM.format(entrypoint=entrypoint, counted=counted, directory=str(ROOT))
+    program = PROGRAM.format(entrypoint=entrypoint, spec=spec, counted=counted, directory=str(ROOT))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
