@@ -10,6 +10,8 @@ step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ class Shards:
         self._shares = [num_shards(parameter) / world_size for parameter in whole]
         self._copied: tuple[list[float], Tensor] | None = None
         """The shares of the last call, and the same on the device."""
+        self._stepped: Tensor | None = None
+        """Sum of the squares of gradients that were used and freed within backward."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters for the optimizer, in the order of `model.parameters()`. They share the
@@ -61,12 +65,13 @@ class Shards:
         """
         moved = self._moved()
         gradients = [gradient for gradient, _ in moved]
-        squares = torch.zeros((), device=self._device)
+        squares = torch.zeros((), device=self._device) if self._stepped is None else self._stepped
+        self._stepped = None
         if gradients:
             # A part that n ranks have counts 1/n on each of them.
             squares_p = torch.stack(torch._foreach_norm(gradients)).float().square()
             shares_p = self._shares_on(squares_p.device, [share for _, share in moved])
-            squares = (squares_p @ shares_p).to(self._device)
+            squares = squares + (squares_p @ shares_p).to(self._device)
         both = torch.stack([loss.detach().float().to(self._device), squares])
         if self._world_size > 1:
             dist.all_reduce(both)
@@ -84,22 +89,63 @@ class Shards:
             self._copied = shares, torch.tensor(shares, device=device)
         return self._copied[1]
 
+    def step_in_backward(
+        self, groups: Iterable[Iterable[nn.Parameter]], step: Callable[[], object]
+    ) -> None:
+        """From now on calls `step`, of an optimizer over these parts, within backward, as soon as
+        all parameters of one of the `groups` have their gradients, which are then freed: memory
+        holds the gradients of one group. Parameters in no group are stepped one by one.
+
+        Each backward is a step: gradients are neither accumulated nor clipped, though
+        reduce_and_clip still gives their norm. Not for DDP, which reduces after these hooks.
+        """
+        index = {id(p): number for number, p in enumerate(self._model.parameters())}
+        members = [[index[id(p)] for p in group] for group in groups]
+        grouped = {number for group in members for number in group}
+        members += [[number] for number in index.values() if number not in grouped]
+        whole = list(self._model.parameters())
+        for group in members:
+            waiting: set[int] = set()
+
+            def ready(_: Tensor, number: int, waiting: set[int], group: list[int]) -> None:
+                waiting.add(number)
+                if len(waiting) == len(group):
+                    waiting.clear()
+                    self._step_group(group, whole, step)
+
+            for number in group:
+                hook = partial(ready, number=number, waiting=waiting, group=group)
+                whole[number].register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def _step_group(
+        self, group: list[int], whole: list[nn.Parameter], step: Callable[[], object]
+    ) -> None:
+        moved = [one for number in group if (one := self._move(number, whole[number])) is not None]
+        for gradient, share in moved:
+            square = gradient.float().square().sum().to(self._device) * share
+            self._stepped = square if self._stepped is None else self._stepped + square
+        step()
+        for number in group:
+            self._shards[number].grad = None
+
     def _moved(self) -> list[tuple[Tensor, float]]:
         """(gradient, the share of it that this rank counts) of each part with a gradient."""
-        moved = []
-        whole = self._model.parameters()
-        for shard, share, parameter in zip(self._shards, self._shares, whole, strict=True):
-            if shard is not parameter:
-                local = local_of(parameter)
-                if (
-                    local.data_ptr() != shard.data_ptr()
-                ):  # FSDP2 may pad its shards in its first forward
-                    shard.data = local
-                shard.grad = _local_gradient(parameter)
-                parameter.grad = None
-            if shard.grad is not None:
-                moved.append((shard.grad, share))
-        return moved
+        whole = enumerate(self._model.parameters())
+        moved = (self._move(number, parameter) for number, parameter in whole)
+        return [one for one in moved if one is not None]
+
+    def _move(self, number: int, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
+        shard = self._shards[number]
+        if shard is not parameter:
+            local = local_of(parameter)
+            if (
+                local.data_ptr() != shard.data_ptr()
+            ):  # FSDP2 may pad its shards in its first forward
+                shard.data = local
+            shard.grad = _local_gradient(parameter)
+            parameter.grad = None
+        return None if shard.grad is None else (shard.grad, self._shares[number])
 
 
 def _local_gradient(parameter: Tensor) -> Tensor | None:

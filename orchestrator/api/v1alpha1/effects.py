@@ -54,6 +54,7 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     yield from _of_activations(job)
     yield from _of_config(job)
     yield from _of_optimizers(job)
+    yield from _in_backward(job)
     mesh = job.spec.parallelism
     if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor:
         yield Problem(
@@ -191,6 +192,47 @@ def _of_optimizers(job: TrainingJob) -> Iterator[Problem]:
             "adamw with a tensor axis",
             "its exchange is over the rows that FSDP2 divides; remove one of the two",
         )
+
+
+def _in_backward(job: TrainingJob) -> Iterator[Problem]:
+    """Each backward is a step, whose gradients are gone when all of them would be known."""
+    recipe, mesh = job.spec.entrypoint.recipe, job.spec.parallelism
+    assert recipe is not None
+    config = recipe.config
+    if not config.optimizer.in_backward:
+        return
+    one_copy = mesh.shard in ("auto", 1) or mesh.replicate == _world(job)
+    reasons = {
+        f"optimizer.gradientClip {config.optimizer.gradient_clip:g}": (
+            config.optimizer.gradient_clip > 0,
+            "set gradientClip: 0",
+        ),
+        f"microBatch {config.micro_batch}": (config.micro_batch != "auto", "set microBatch: auto"),
+        f"optimizer.name {config.optimizer.name}": (
+            config.optimizer.name != "adamw",
+            "use adamw",
+        ),
+        "precision.parameters float16": (
+            mesh.precision.parameters == "float16",
+            "use bfloat16",
+        ),
+        f"parallelism.shard {mesh.shard} and several workers": (
+            one_copy and _world(job) > 1,
+            "set parallelism.shard to a number above 1, or world: DDP reduces gradients later",
+        ),
+        "a tensor or pipeline axis": (
+            mesh.tensor * mesh.pipeline > 1,
+            "remove the axis",
+        ),
+    }
+    for got, (wrong, fix) in reasons.items():
+        if wrong:
+            yield Problem(
+                "spec.entrypoint.recipe.config.optimizer.inBackward",
+                f"true with {got}",
+                "it without",
+                f"{fix}, or remove inBackward",
+            )
 
 
 def _world(job: TrainingJob) -> int:

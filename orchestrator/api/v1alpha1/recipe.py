@@ -115,6 +115,9 @@ class Optimizer(Part):
     """Of muon and dion: decay rate of the average of gradients."""
     rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
     """Of dion: rank of the update of a matrix, as a share of its smaller side."""
+    in_backward: bool = False
+    """Of adamw: true: step each block as soon as backward has its gradients, and free them. It
+    excludes clipping, several micro-batches, float16, and DDP of several workers."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)

@@ -105,6 +105,9 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
     )
     parallel.materialize(config.seed, model.standard_deviation)
     optimizer = make_optimizer(config.optimizer, parallel.named_shards())
+    if config.optimizer.in_backward:  # a later step finds no gradients
+        groups = (block.parameters() for block in parallel.blocks)
+        parallel.shards.step_in_backward(groups, optimizer.step)
     return Trainer(config, s, parallel, optimizer, Dataset(config, s.directory))
 
 
@@ -124,11 +127,11 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     s.seed(config.seed, step)
     part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
     batches = [_batch(trainer.data.batch, p) for p in micro_batches(part, config.micro_batch)]
-    total = parallel.forward_backward(batches, trainer.loss)
-    numbers = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
     rate = learning_rate(config.optimizer, step, config.steps)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
+    total = parallel.forward_backward(batches, trainer.loss)
+    numbers = parallel.reduce_and_clip(total, config.optimizer.gradient_clip)
     if parallel.may_step(numbers):
         trainer.optimizer.step()
     elif s.rank == 0:

@@ -114,12 +114,25 @@ def of_optimizer(**settings: Any) -> dict[str, Any]:
     return {"recipe": {"name": "pretrain", "config": {"optimizer": settings}}}
 
 
+def in_backward(**settings: Any) -> dict[str, Any]:
+    return of_optimizer(inBackward=True, gradientClip=0, **settings)
+
+
 @pytest.mark.parametrize(
     ("field", "given"),
     [
         ("momentum", document(of_optimizer(momentum=0.9), {})),
         ("rankFraction", document(of_optimizer(name="muon", rankFraction=0.5), {})),
         ("name", document(of_optimizer(name="muon"), {"tensor": 2})),
+        ("inBackward", document(of_optimizer(inBackward=True), {"shard": 2})),
+        ("inBackward", document(in_backward(), {"shard": 1})),
+        ("inBackward", document(in_backward(), {})),
+        ("inBackward", document(in_backward(name="muon"), {"shard": 2})),
+        (
+            "inBackward",
+            document(in_backward(), {"shard": 2, "precision": {"parameters": "float16"}}),
+        ),
+        ("inBackward", document(in_backward(), {"shard": "world", "tensor": 2})),
         (
             "name",
             document(
@@ -137,6 +150,7 @@ def test_a_setting_that_the_optimizer_cannot_follow_is_refused(field: str, given
 def test_settings_that_the_optimizer_follows_are_accepted() -> None:
     for settings in ({"name": "muon", "momentum": 0.9}, {"name": "dion", "rankFraction": 0.5}):
         assert without_effect(job_from_mapping(document(of_optimizer(**settings), {}))) == []
+    assert without_effect(job_from_mapping(document(in_backward(), {"shard": 2}))) == []
 
 
 def test_a_micro_batch_larger_than_the_global_batch_is_refused_at_submission() -> None:
