@@ -115,7 +115,7 @@ class Shards:
 
             for number in group:
                 hook = partial(ready, number=number, waiting=waiting, group=group)
-                whole[number].register_post_accumulate_grad_hook(hook)
+                whole[number].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _step_group(

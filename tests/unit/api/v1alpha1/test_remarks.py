@@ -61,7 +61,7 @@ def test_several_gpus_of_one_worker_are_pointed_out() -> None:
     assert "write workersPerNode: 8 and gpu: 1" in remark
 
 
-def test_stragglers_are_not_found_on_gpus_and_a_job_that_wants_them_replaced_is_told_so() -> None:
+def test_a_remark_names_that_stragglers_are_not_replaced_on_gpus() -> None:
     given = job(recovery={"replaceStragglers": True})
     assert remarks(given) == remarks(with_gpus(given, 0)) == []
     (remark,) = remarks(with_gpus(given, 1))
