@@ -60,7 +60,7 @@ def count_parameters(model: Model) -> Counts:
     attention = d * d + 2 * d * model.kv_heads * head_dim + d * d  # query, key and value, output
     return Counts(
         embedding=model.vocab_size * d,
-        layer=attention + 3 * d * model.ffn + 2 * d,
+        layer=attention + 3 * d * model.ffn + 2 * d + 2 * head_dim * model.qk_norm,
         head=d + d * model.vocab_size,
         num_layers=model.num_layers,
     )
@@ -213,8 +213,11 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
         formula += f"; x {width / 2:g} for float32"
     formula += _by(mesh)
     rows.append(MemoryEstimate("activations", "device", size, formula))
-    size = 12 * s * b * model.vocab_size // mesh.tensor
-    formula = f"12 sbV{_by(mesh)}: fp32 cross-entropy; V {model.vocab_size}"
+    size, what = 12 * s * b * model.vocab_size // mesh.tensor, f"sb{_by(mesh)}"
+    if settings.loss.chunk_tokens:
+        size = 12 * min(s * b, settings.loss.chunk_tokens) * model.vocab_size
+        what = f"loss.chunkTokens {settings.loss.chunk_tokens}"
+    formula = f"12 V x {what}: fp32 cross-entropy; V {model.vocab_size}"
     rows.append(MemoryEstimate("logits", "device", size, formula))
     if mesh.context > 1:
         # Forward gathers keys and values in place of a ring; backward passes on fp32 gradients.

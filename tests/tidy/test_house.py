@@ -44,7 +44,8 @@ SMALL_MODULES = {
     "imports no torch, its neighbours do": ("workers/checkpoint/coverage.py",),
     "one setting of the training each": (
         "workers/training/initial_values.py", "workers/training/parallel/activations.py",
-        "workers/training/parallel/precision.py",
+        "workers/training/parallel/precision.py", "workers/training/loss.py",
+        "workers/training/schedule.py",
     ),
 }  # fmt: skip
 

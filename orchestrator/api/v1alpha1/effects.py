@@ -251,3 +251,12 @@ def _of_config(job: TrainingJob) -> Iterator[Problem]:
             f"at most globalBatch ({config.global_batch})",
             "use auto, or a smaller number",
         )
+    optimizer = config.optimizer
+    ratio = type(optimizer).model_fields["min_learning_rate_ratio"].default
+    if optimizer.schedule == "constant" and optimizer.min_learning_rate_ratio not in (ratio, 1):
+        yield Problem(
+            f"{where}optimizer.minLearningRateRatio",
+            f"{optimizer.min_learning_rate_ratio:g} with schedule constant",
+            "it with a schedule that decays",
+            "remove the field, or use cosine, linear or wsd",
+        )

@@ -130,6 +130,26 @@ def _tensor(spec: JobSpec) -> str:
     return ""
 
 
+def _loss(spec: JobSpec) -> str:
+    """The head computes losses in chunks only where it has all logits of a token."""
+    recipe, axes = spec.entrypoint.recipe, spec.parallelism
+    if recipe is None:
+        return ""
+    loss, where = recipe.config.loss, "entrypoint.recipe.config.loss"
+    if loss.z_loss and axes.tensor > 1:
+        return (
+            f"{where}.zLoss: got {loss.z_loss:g} with tensor {axes.tensor}; expected 0, as the "
+            f"logits of a token are divided over the tensor axis; remove one of the two"
+        )
+    for name, size in (("tensor", axes.tensor), ("pipeline", axes.pipeline)):
+        if loss.chunk_tokens and size > 1:
+            return (
+                f"{where}.chunkTokens: got {loss.chunk_tokens} with {name} {size}; expected 0, as "
+                f"this axis passes whole logits to the loss; remove one of the two"
+            )
+    return ""
+
+
 def _context(spec: JobSpec) -> str:
     """Each rank of the context axis has two pieces of every sequence, which the tensor axis divides
     further."""
@@ -193,5 +213,6 @@ MESH_CHECKS: tuple[Callable[[JobSpec], str], ...] = (
     _context,
     _pipeline,
     _tensor,
+    _loss,
 )
 """In this order: each one relies on those before it."""

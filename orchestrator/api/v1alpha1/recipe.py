@@ -29,6 +29,8 @@ class Model(Part):
     """Width of the SwiGLU. Default: 8/3 of dim, rounded up to a multiple of 32."""
     rope_theta: float = Field(default=10000.0, gt=0, allow_inf_nan=False)
     """Base of the rotary position embedding."""
+    qk_norm: bool = False
+    """true: an RMSNorm over each head's query and key, before the rotary position embedding."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Model:
@@ -104,8 +106,19 @@ class Data(Part):
         return self
 
 
+class Loss(Part):
+    """Cross entropy of the next token, as the mean over all tokens of the global batch."""
+
+    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the square of log Z in the training loss, Z being the sum of exp(logits); 1e-4
+    keeps the logits of long runs near 0. The validation loss is without it."""
+    chunk_tokens: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
+    """Tokens of a micro-batch whose logits exist at the same time; backward computes them again,
+    which is one more product with the head. 0: all tokens."""
+
+
 class Optimizer(Part):
-    """With linear warm-up and cosine decay of the learning rate."""
+    """With linear warm-up, then a schedule of the learning rate."""
 
     name: Literal["adamw", "muon", "dion"] = "adamw"
     """adamw: AdamW (fused) for all parameters. muon, dion: this for the matrices of the blocks, and
@@ -120,8 +133,14 @@ class Optimizer(Part):
     excludes clipping, several micro-batches, float16, and DDP of several workers."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Learning rate at the end of the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up. cosine and linear: from learningRate down to the minimum, over all
+    remaining steps; constant: learningRate; wsd: learningRate, and a linear decay to the minimum
+    over the last decaySteps."""
+    decay_steps: int | None = Field(default=None, ge=1, le=limits.MAX_COUNT)
+    """Steps of the decay of wsd. Default: a tenth of steps."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
-    """Share of learningRate that remains at the last step."""
+    """Share of learningRate that remains at the last step; a constant rate has none."""
     warmup_steps: int = Field(default=20, ge=0, le=limits.MAX_COUNT)
     """Steps over which the learning rate rises from 0 to learningRate."""
     beta1: float = Field(default=0.9, ge=0, lt=1, allow_inf_nan=False)
@@ -132,6 +151,15 @@ class Optimizer(Part):
     """Decoupled weight decay of matrices; norms have none."""
     gradient_clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest norm of the gradient; larger ones are clipped to it. 0: no clipping."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Optimizer:
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"decaySteps: got {self.decay_steps} with schedule {self.schedule}; expected it "
+                f"with wsd only; remove it"
+            )
+        return self
 
 
 class Pretrain(Part):
@@ -151,6 +179,7 @@ class Pretrain(Part):
     """true: compile each block with torch.compile."""
     model: Model = Model()
     data: Data = Data()
+    loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")
@@ -165,6 +194,16 @@ class Pretrain(Part):
             raise ValueError(
                 f"evaluateEverySteps: got {self.evaluate_every_steps} without validation data; "
                 f"expected data.validation.source, or a share above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> Pretrain:
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
+        if decay is not None and warmup + decay > self.steps:
+            raise ValueError(
+                f"optimizer.decaySteps: got {decay} after {warmup} warmupSteps; expected both "
+                f"within steps ({self.steps})"
             )
         return self
 

@@ -173,6 +173,31 @@ MODELS_ONLY = (
         ("config.model.numKvHeads: got 3; expected a divisor of numHeads (4)",),
     ),
     Wrong(
+        "decay-of-wsd",
+        recipe({"optimizer": {"decaySteps": 5}}),
+        ("config.optimizer.decaySteps: got 5 with schedule cosine; expected it with wsd only",),
+    ),
+    Wrong(
+        "decay-within-steps",
+        recipe({"steps": 30, "optimizer": {"schedule": "wsd", "decaySteps": 20}}),
+        ("config.optimizer.decaySteps: got 20 after 20 warmupSteps; expected both within steps",),
+    ),
+    Wrong(
+        "schedule",
+        recipe({"optimizer": {"schedule": "step"}}),
+        ("config.optimizer.schedule: got 'step'; expected cosine, linear, constant or wsd",),
+    ),
+    Wrong(
+        "z-loss-of-divided-logits",
+        recipe({"loss": {"zLoss": 1e-4}}, workersPerNode=2, parallelism={"tensor": 2}),
+        ("config.loss.zLoss: got 0.0001 with tensor 2; expected 0, as the logits of a token are",),
+    ),
+    Wrong(
+        "chunks-of-divided-logits",
+        recipe({"loss": {"chunkTokens": 64}}, workersPerNode=2, parallelism={"tensor": 2}),
+        ("config.loss.chunkTokens: got 64 with tensor 2; expected 0, as this axis passes whole",),
+    ),
+    Wrong(
         "bytes-in-the-vocabulary",
         recipe({"model": {"vocabSize": 128}}),
         ("config.model.vocabSize: got 128; expected at least 256 with data.format text",),

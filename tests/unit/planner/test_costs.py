@@ -25,6 +25,7 @@ LLAMA_8B = Model(
 CONFIGS = [
     pytest.param(Model(), id="default"),
     pytest.param(Model(dim=128, num_heads=8, num_kv_heads=2, ffn_dim=500), id="grouped queries"),
+    pytest.param(Model(num_heads=2, num_kv_heads=1, qk_norm=True), id="normalised queries"),
 ]
 
 
@@ -50,6 +51,17 @@ def test_llama_3_1_8b_needs_the_flops_that_torchtitan_counts() -> None:
     settings = Pretrain(model=LLAMA_8B, data=Data(sequence_length=8192))
     # 5,762 tokens/s per H100 (989 TFLOP/s) are reported as 33 to 34 % MFU.
     assert 5762 * flops_per_token(settings) / 989e12 == pytest.approx(0.337, abs=0.005)
+
+
+def test_chunks_bound_the_memory_of_logits() -> None:
+    def logits(loss: dict[str, int]) -> int:
+        job = make_job(recipe={"loss": loss, "globalBatch": 64})
+        rows = costs.memory_table(job, Mesh(replicate=2, shard=2))
+        return next(row.num_bytes for row in rows if row.what == "logits")
+
+    assert logits({}) == 12 * 256 * 16 * 128
+    assert logits({"chunkTokens": 100}) == 12 * 256 * 100
+    assert logits({"chunkTokens": 10**6}) == logits({})
 
 
 def test_model_states_are_16_bytes_per_parameter_over_the_shard_group_only() -> None:

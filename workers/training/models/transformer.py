@@ -7,12 +7,15 @@ vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Model
+from holdfast.workers.training.loss import token_losses
 
 
 class RMSNorm(nn.Module):
@@ -38,11 +41,16 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
         self.output = nn.Linear(self.num_heads * self.head_dim, config.dim, bias=False)
+        self.query_norm = RMSNorm(self.head_dim) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim) if config.qk_norm else None
 
     def forward(self, x_btd: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
         batch, length, _ = x_btd.shape
-        q_bhte = self.query(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        k_bkte = self.key(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        q_bthe = self.query(x_btd).view(batch, length, -1, self.head_dim)
+        k_btke = self.key(x_btd).view(batch, length, -1, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_bthe, k_btke = self.query_norm(q_bthe), self.key_norm(k_btke)
+        q_bhte, k_bkte = q_bthe.transpose(1, 2), k_btke.transpose(1, 2)
         v_bkte = self.value(x_btd).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q_bhte, k_bkte = _rotate(q_bhte, cos_te, sin_te), _rotate(k_bkte, cos_te, sin_te)
         out_bhte = F.scaled_dot_product_attention(
@@ -82,8 +90,37 @@ class Block(nn.Module):
         return out_btd
 
 
+class Head(nn.Linear):
+    """Activations (B, T, D) -> logits (B, T, V), or with targets (B, T) the loss of each token.
+
+    `chunk_tokens` tokens at a time: their logits are freed after the loss, and computed again in
+    backward. The weight's gradient is summed over the chunks in the format of the weight.
+    """
+
+    def forward(
+        self, x_btd: Tensor, targets_bt: Tensor | None = None, chunk_tokens: int = 0,
+        z_loss: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        if targets_bt is None:
+            return super().forward(x_btd)
+
+        def losses(x_nd: Tensor, targets_n: Tensor) -> Tensor:
+            return token_losses(F.linear(x_nd, self.weight), targets_n, z_loss)
+
+        chunks = zip(
+            torch.split(x_btd.flatten(0, 1), chunk_tokens),
+            torch.split(targets_bt.flatten(), chunk_tokens),
+            strict=True,
+        )
+        kept = [
+            checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
+        return torch.cat(kept).view_as(targets_bt)
+
+
 class Transformer(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V)."""
+    """Tokens (B, T) -> logits (B, T, V); with the arguments of Head, losses (B, T)."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -91,9 +128,11 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head = Head(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens_bt: Tensor, positions_t: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_bt: Tensor, positions_t: Tensor | None = None, **of_head: Any
+    ) -> Tensor:
         """`positions_t`: where the tokens are in their sequence; None: they are all of it."""
         x_btd = self.embedding(tokens_bt)
         head_dim = self.config.dim // self.config.num_heads
@@ -102,8 +141,8 @@ class Transformer(nn.Module):
         cos_te, sin_te = _angles(positions_t, head_dim, self.config.rope_theta, x_btd)
         for block in self.blocks:
             x_btd = block(x_btd, cos_te, sin_te)
-        logits_btv: Tensor = self.head(self.norm(x_btd))
-        return logits_btv
+        out: Tensor = self.head(self.norm(x_btd), **of_head)
+        return out
 
     def standard_deviation(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None: ones (norms).
@@ -137,6 +176,7 @@ def num_parameters(config: Model) -> int:
     head_dim = config.dim // config.num_heads
     attention = config.dim * head_dim * 2 * (config.num_heads + config.kv_heads)
     block = attention + 3 * config.dim * config.ffn + 2 * config.dim
+    block += 2 * head_dim * config.qk_norm
     return config.num_layers * block + 2 * config.vocab_size * config.dim + config.dim
 
 

@@ -27,7 +27,7 @@ from .precision import LossScale, autocast, parameter_dtype
 
 Deviation = Callable[[str], float | None]
 Loss = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits, micro-batch) -> this rank's part of the loss, a scalar."""
+"""(output of the model, micro-batch) -> this rank's part of the loss, a scalar."""
 
 
 class Parallel:
@@ -52,6 +52,8 @@ class Parallel:
         on_gpu = session.device.type == "cuda"
         self.scalars: ScalarReader | None = CudaScalars() if on_gpu else None
         """Reads the loss and the norm of a step."""
+        self.arguments: Callable[[MicroBatch], dict[str, Any]] = lambda batch: {}
+        """What the model gets beside the inputs."""
         self.model = model
         self.dtype = parameter_dtype(parallelism.precision, session.device)
         tensor = session.shape.tensor > 1
@@ -139,8 +141,8 @@ class Parallel:
 
     def _loss(self, batch: MicroBatch, loss_of: Loss) -> Tensor:
         with autocast(self.dtype, self.session.device, self.fully_sharded):
-            logits_btv = self.module(batch.inputs_bt, batch.positions_t)
-        return loss_of(logits_btv, batch)
+            output = self.module(batch.inputs_bt, batch.positions_t, **self.arguments(batch))
+        return loss_of(output, batch)
 
     def _divided_loss(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a loss of logits that are divided over the tensor axis, and of its

@@ -32,7 +32,8 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     feed-forward part, vocabulary and sequence length. The logits come as a DTensor that is divided
     by vocabulary: compute the loss and its backward in `loss_parallel()`."""
     for block in model.blocks:
-        parallelize_module(block, mesh, _of_block())
+        plan = _of_block() | (_of_norms() if model.config.qk_norm else {})
+        parallelize_module(block, mesh, plan)
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=BY_SEQUENCE),
         "norm": SequenceParallel(),
@@ -61,3 +62,9 @@ def _of_block() -> dict[str, Any]:
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=BY_SEQUENCE),
     }
+
+
+def _of_norms() -> dict[str, Any]:
+    """Each rank normalises its own heads (B, T, H, E), by weights that all ranks share."""
+    heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return {"attention.query_norm": heads, "attention.key_norm": heads}

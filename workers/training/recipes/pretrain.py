@@ -6,22 +6,20 @@ by the tokens of the whole batch, so gradients differ between world sizes by rou
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
-from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.workers.training.data import BatchShare, Dataset, MicroBatch, share
+from holdfast.workers.training.loss import token_losses
 from holdfast.workers.training.models.transformer import (
     Transformer,
     flops_per_token,
@@ -29,6 +27,7 @@ from holdfast.workers.training.models.transformer import (
 )
 from holdfast.workers.training.optimizers import Optimizers, make_optimizer
 from holdfast.workers.training.parallel import Parallel, tensor
+from holdfast.workers.training.schedule import learning_rate
 
 
 @dataclass
@@ -45,15 +44,26 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.config.global_batch * self.config.data.sequence_length
 
-    def loss(self, logits_btv: Tensor, batch: MicroBatch) -> Tensor:
-        """This rank's part of the mean over all tokens of the global batch."""
-        losses_n = F.cross_entropy(
-            logits_btv.float().flatten(0, 1), batch.targets_bt.flatten(), reduction="none"
-        )
-        if isinstance(losses_n, DTensor):  # the same on all ranks of the tensor axis
-            losses_n = losses_n.to_local()
-        losses_bt = losses_n.view_as(batch.targets_bt)
+    def loss(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        """This rank's part of the mean over all tokens of the global batch. `output`: logits (B, T,
+        V), or losses (B, T) where the head computes them."""
+        losses = output
+        if not self.config.loss.chunk_tokens:
+            losses = token_losses(output.flatten(0, 1), batch.targets_bt.flatten(), self._z_loss)
+        losses_bt = losses.view_as(batch.targets_bt)
         return (losses_bt.sum(1) * batch.weights_b).sum() / self.tokens_per_step
+
+    def head_arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Of the model, if its head computes the losses."""
+        size = self.config.loss.chunk_tokens
+        if not size:
+            return {}
+        return {"targets_bt": batch.targets_bt, "chunk_tokens": size, "z_loss": self._z_loss}
+
+    @property
+    def _z_loss(self) -> float:
+        """None in an evaluation."""
+        return self.config.loss.z_loss if self.parallel.model.training else 0.0
 
 
 def main(job: TrainingJob) -> None:
@@ -108,17 +118,9 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
     if config.optimizer.in_backward:  # a later step finds no gradients
         groups = (block.parameters() for block in parallel.blocks)
         parallel.shards.step_in_backward(groups, optimizer.step)
-    return Trainer(config, s, parallel, optimizer, Dataset(config, s.directory))
-
-
-def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to the minimum: a function of the step alone."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    span = max(steps - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps) / span, 1.0)
-    low = config.min_learning_rate_ratio
-    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+    trainer = Trainer(config, s, parallel, optimizer, Dataset(config, s.directory))
+    parallel.arguments = trainer.head_arguments
+    return trainer
 
 
 def train_step(trainer: Trainer, step: int) -> tuple[float, float]:

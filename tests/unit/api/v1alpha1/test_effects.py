@@ -162,6 +162,14 @@ def test_a_micro_batch_larger_than_the_global_batch_is_refused_at_submission() -
     )
 
 
+def test_a_minimum_of_a_constant_rate_is_refused_at_submission() -> None:
+    optimizer = {"schedule": "constant", "minLearningRateRatio": 0.5}
+    recipe = {"recipe": {"name": "pretrain", "config": {"optimizer": optimizer}}}
+    (problem,) = without_effect(job_from_mapping(document(recipe, {})))
+    assert problem.field.endswith("optimizer.minLearningRateRatio")
+    assert problem.got == "0.5 with schedule constant"
+
+
 @pytest.mark.parametrize(("gpu", "accepted"), [(0, False), (2, False), (1, True), ("auto", True)])
 def test_standbys_with_a_gpu_need_one_gpu_per_worker(gpu: int | str, accepted: bool) -> None:
     given = document(SCRIPT, {}, resources={"gpu": gpu}, recovery={"gpuStandbys": True})

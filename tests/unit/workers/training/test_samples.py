@@ -1,13 +1,13 @@
-"""Shares of a batch, initial values, learning rate and the model of the pre-training recipe."""
+"""Shares of a batch, initial values and the model of the pre-training recipe."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import pytest
 import torch
 
-from holdfast.orchestrator.api.v1alpha1.recipe import Model, Optimizer
+from holdfast.orchestrator.api.v1alpha1.recipe import Model
 from holdfast.workers.training.data import mix, share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import (
@@ -15,7 +15,7 @@ from holdfast.workers.training.models.transformer import (
     flops_per_token,
     num_parameters,
 )
-from holdfast.workers.training.recipes.pretrain import learning_rate, micro_batches
+from holdfast.workers.training.recipes.pretrain import micro_batches
 
 
 @pytest.mark.parametrize("global_batch", [1, 4, 7, 8])
@@ -75,18 +75,10 @@ def test_no_two_matrices_of_a_model_start_equal() -> None:
         assert torch.corrcoef(both)[0, 1].abs() < 0.25, f"{name} and {other}"
 
 
-def test_the_learning_rate_is_a_function_of_the_step() -> None:
-    config = Optimizer(learning_rate=1.0, warmup_steps=4, min_learning_rate_ratio=0.1)
-    rates = [learning_rate(config, step, 20) for step in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4] == 1.0
-    assert all(a > b for a, b in pairwise(rates[4:]))
-    assert learning_rate(config, 20, 20) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])
-def test_the_parameter_count_is_that_of_the_model(kv_heads: int | None) -> None:
-    config = Model(dim=32, num_layers=2, num_heads=4, num_kv_heads=kv_heads)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_parameter_count_is_that_of_the_model(kv_heads: int | None, qk_norm: bool) -> None:
+    config = Model(dim=32, num_layers=2, num_heads=4, num_kv_heads=kv_heads, qk_norm=qk_norm)
     model = Transformer(config)
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
 
@@ -110,3 +102,17 @@ def test_the_transformer_is_causal(kv_heads: int) -> None:
     before, after = model(tokens), model(changed)
     assert torch.allclose(before[0, :8], after[0, :8], atol=1e-6)
     assert not torch.allclose(before[0, 8:], after[0, 8:])
+
+
+def test_with_qk_norm_the_size_of_queries_and_keys_has_no_effect() -> None:
+    config = Model(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, qk_norm=True)
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        fill(parameter, 0, name, model.standard_deviation(name))
+    tokens = torch.arange(12)[None]
+    before = model(tokens)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query.weight", "key.weight")):
+                parameter *= 50
+    assert torch.allclose(before, model(tokens), atol=1e-3)
