@@ -79,7 +79,13 @@ def choose_restore(state: JobState) -> Restore | None:
             break
         if state.catalog.distrusted.get(key, 0) < DISTRUST_AFTER:
             found = sources(state, key, num_shards)
-            return Restore(step=key[0], generation=key[1], num_shards=num_shards, sources=found)
+            return Restore(
+                step=key[0],
+                generation=key[1],
+                num_shards=num_shards,
+                stages=state.meshes[key[1]].pipeline if key[1] in state.meshes else 1,
+                sources=found,
+            )
     if committed is None:
         return None
     return Restore(

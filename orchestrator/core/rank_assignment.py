@@ -154,7 +154,7 @@ def buddies(
     the load even: each node is the buddy of about one.
     """
     memory = job.spec.checkpoint.memory
-    redundant = mesh.replicate > 1 and memory.buddy == "auto"
+    redundant = memory.buddy == "auto" and mesh.redundant(job.spec.workers_per_node)
     if memory.every_steps == 0 or memory.buddy == "never" or redundant or len(members) < 2:
         return {}
     chosen: dict[str, str] = {}

@@ -147,4 +147,4 @@ def _states_fit(job: TrainingJob, mesh: Mesh, memory: int | None) -> bool:
     recipe = job.spec.entrypoint.recipe
     if memory is None or recipe is None:
         return True
-    return model_state_bytes(count_parameters(recipe.config.model), mesh.num_shards) <= memory
+    return model_state_bytes(count_parameters(recipe.config.model), mesh) <= memory

@@ -115,7 +115,7 @@ def parameter_bytes(job: TrainingJob) -> int:
 def micro_batch(settings: Pretrain, mesh: Mesh) -> int:
     """Samples of one forward pass on one rank."""
     share = max(1, -(-settings.global_batch // mesh.data_parallel_size))
-    return share if settings.micro_batch == "auto" else min(settings.micro_batch, share)
+    return settings.samples_per_pass(share, mesh.pipeline)
 
 
 def num_micro_batches(settings: Pretrain, mesh: Mesh) -> int:
@@ -124,9 +124,17 @@ def num_micro_batches(settings: Pretrain, mesh: Mesh) -> int:
     return -(-share // micro_batch(settings, mesh))
 
 
-def model_state_bytes(counts: Counts, num_shards: int) -> int:
+def stage_parameters(counts: Counts, mesh: Mesh) -> int:
+    """Parameters of the largest stage of a pipeline, which the ranks of its other axes divide."""
+    if mesh.pipeline == 1:
+        return counts.total
+    layers = counts.num_layers // mesh.pipeline
+    return layers * counts.layer + max(counts.embedding, counts.head)
+
+
+def model_state_bytes(counts: Counts, mesh: Mesh) -> int:
     """Bytes of master copy, gradients and optimizer state of one rank."""
-    return -(-STATE_BYTES * counts.total // num_shards)
+    return -(-STATE_BYTES * stage_parameters(counts, mesh) // (mesh.num_shards // mesh.pipeline))
 
 
 def memory_table(
@@ -152,18 +160,26 @@ def device_bytes(rows: tuple[MemoryEstimate, ...]) -> int:
 
 def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
     parallelism, width = job.spec.parallelism, parameter_bytes(job)
-    total = counts.total
-    formula = f"{STATE_BYTES} P / S = 16 x {total:,} / {mesh.num_shards}"
-    states = model_state_bytes(counts, mesh.num_shards)
+    total, ranks = stage_parameters(counts, mesh), mesh.num_shards // mesh.pipeline
+    formula = f"{STATE_BYTES} P / S = 16 x {total:,} / {ranks}{_largest_stage(mesh)}"
+    states = model_state_bytes(counts, mesh)
     what = "model states: fp32 shards, gradients, AdamW moments"
     where: MemoryOwner = "device"
     if parallelism.offload == "cpu" and mesh.num_fsdp_shards > 1:  # only FSDP2 offloads
         workers, where = job.spec.workers_per_node, "node"
         formula, states = f"{workers} workers x {formula}", workers * states
     # Every rank of a tensor axis has the norms whole, which are not counted.
-    rows = [MemoryEstimate(what, where, states, formula, exact=mesh.tensor == 1)]
+    exact = mesh.tensor * mesh.pipeline == 1
+    rows = [MemoryEstimate(what, where, states, formula, exact=exact)]
     keep = parallelism.reshard_after_forward
-    if mesh.num_fsdp_shards > 1 and keep is False:
+    if mesh.pipeline > 1:
+        # Kept from the first micro-batch to the last; gradients are summed in fp32.
+        formula = f"({width} + 4) P{_by(mesh)}{_largest_stage(mesh)}"
+        size = (width + 4) * total // mesh.tensor
+        rows.append(
+            MemoryEstimate("gathered parameters, summed gradients", "device", size, formula)
+        )
+    elif mesh.num_fsdp_shards > 1 and keep is False:
         formula = f"{width} P{_by(mesh)}: reshardAfterForward is false"
         size = width * total // mesh.tensor
         rows.append(MemoryEstimate("gathered parameters", "device", size, formula))
@@ -184,7 +200,7 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
     s = settings.data.sequence_length // mesh.context
     b, h = micro_batch(settings, mesh), model.dim
     rows = []
-    if mesh.num_fsdp_shards > 1:
+    if mesh.num_fsdp_shards > 1 and mesh.pipeline == 1:
         # Current and prefetched block, its gradient, and the fp32 input of the reduce-scatter.
         factor = 3 * width + 4
         size = factor * counts.largest_block // mesh.tensor
@@ -192,6 +208,8 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
         rows.append(MemoryEstimate("transient parameters and gradients", "device", size, formula))
     # 28 + 8f/h bytes per element were fitted in bfloat16; float32 doubles them.
     # With sequence parallel the tensor axis divides all of them (Korthikanti et al., table 2).
+    # A pipeline divides the layers, and has several micro-batches under way.
+    flight = _in_flight(job, mesh, settings) / mesh.pipeline
     scale = width / 2 / mesh.tensor
     sbh = scale * s * b * h
     layer = sbh * (28 + 8 * model.ffn / h)
@@ -200,18 +218,21 @@ def _step(job: TrainingJob, mesh: Mesh, settings: Pretrain, counts: Counts) -> l
         wrapped = model.num_layers // checkpointing.every_nth_block
         bare = model.num_layers - wrapped
         per_element, what = _kept_per_element(checkpointing, model)
-        size = int(wrapped * sbh * per_element + bare * layer + layer)
+        size = int(flight * (wrapped * sbh * per_element + bare * layer) + layer)
         formula = f"{wrapped} x {what}, {bare} + 1 live x sbh(28 + 8f/h); s {s}, b {b}, h {h}"
     elif checkpointing.mode == "budget":
-        size = int(model.num_layers * (2 * sbh + checkpointing.budget * (layer - 2 * sbh)))
+        of_block = 2 * sbh + checkpointing.budget * (layer - 2 * sbh)
+        size = int(flight * model.num_layers * of_block)
         share = f"{checkpointing.budget:g}"
         formula = f"L (2sbh + {share} x the rest of sbh(28 + 8f/h)); L {model.num_layers}, s {s}"
     else:
-        size = int(model.num_layers * layer)
+        size = int(flight * model.num_layers * layer)
         formula = f"L sbh(28 + 8f/h); L {model.num_layers}, s {s}, b {b}, h {h}, f {model.ffn}"
     if width != 2:
         formula += f"; x {width / 2:g} for float32"
     formula += _by(mesh)
+    if mesh.pipeline > 1:
+        formula += f"; x {flight:.2g} for the micro-batches in {mesh.pipeline} stages"
     rows.append(MemoryEstimate("activations", "device", size, formula))
     size, what = 12 * s * b * model.vocab_size // mesh.tensor, f"sb{_by(mesh)}"
     if settings.loss.chunk_tokens:
@@ -247,6 +268,24 @@ def _key_value_dim(model: Model, mesh: Mesh) -> int:
     return 2 * model.kv_heads * (model.dim // model.num_heads) // mesh.tensor
 
 
+def _in_flight(job: TrainingJob, mesh: Mesh, settings: Pretrain) -> float:
+    """Micro-batches whose activations the first rank of a pipeline of p keeps, with v stages on
+    each: gpipe all, 1F1B p, interleaved p (1 + (p - 1) / (p v)). Sources: Narayanan et al. 2021;
+    Korthikanti et al. 2022, section 4.2.3; a V keeps as many as 1F1B (Qi et al. 2024)."""
+    parallelism, all_of_step = job.spec.parallelism, num_micro_batches(settings, mesh)
+    p, v = mesh.pipeline, parallelism.stages_per_rank
+    if p == 1:
+        return 1.0
+    if parallelism.pipeline_schedule == "gpipe":
+        return float(all_of_step)
+    more = (p - 1) / v if parallelism.pipeline_schedule.startswith("interleaved") else 0.0
+    return min(p + more, float(all_of_step))
+
+
+def _largest_stage(mesh: Mesh) -> str:
+    return "; P of the largest stage" if mesh.pipeline > 1 else ""
+
+
 def _by(mesh: Mesh) -> str:
     """What the tensor axis divides."""
     return f" / {mesh.tensor} of the tensor axis" if mesh.tensor > 1 else ""
@@ -279,7 +318,8 @@ def _tiers(
 
 def shard_bytes(counts: Counts, mesh: Mesh) -> int:
     """What one worker stages."""
-    return -(-CHECKPOINT_BYTES * counts.total // mesh.num_shards)
+    ranks = mesh.num_shards // mesh.pipeline
+    return -(-CHECKPOINT_BYTES * stage_parameters(counts, mesh) // ranks)
 
 
 def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | None:
@@ -308,12 +348,12 @@ def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | Non
 
 
 def needs_buddy(job: TrainingJob, mesh: Mesh) -> bool:
-    """Whether agents copy staged shards to another node, because no replica group holds them
-    too."""
+    """Whether agents copy staged shards to another node, because no other node has them too."""
     memory = job.spec.checkpoint.memory
     if not memory.every_steps or mesh.world_size <= job.spec.workers_per_node:
         return False
-    return memory.buddy == "always" or (memory.buddy == "auto" and mesh.replicate == 1)
+    redundant = mesh.redundant(job.spec.workers_per_node)
+    return memory.buddy == "always" or (memory.buddy == "auto" and not redundant)
 
 
 # -- network traffic ----------------------------------------------------------------------------
@@ -333,7 +373,7 @@ def _tensor_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int
     tokens = settings.data.sequence_length // mesh.context * micro_batch(settings, mesh)
     boundary = width * tokens * model.dim
     again = _blocks_computed_twice(job.spec.parallelism.activation_checkpointing, model)
-    collectives = 8 * model.num_layers + 4 * again + 4
+    collectives = (8 * model.num_layers + 4 * again) // mesh.pipeline + 4
     ring = (mesh.tensor - 1) / mesh.tensor
     formula = f"{collectives} x m {micro} x {width} sbh x (T-1)/T"
     group = f"tensor, {mesh.tensor} ranks"
@@ -364,6 +404,16 @@ def _context_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: in
     return Traffic("keys and values, and their gradients", group, size, formula)
 
 
+def _pipeline_traffic(job: TrainingJob, mesh: Mesh, settings: Pretrain, micro: int) -> Traffic:
+    """Each stage passes its activations on, and their gradients back."""
+    width, stages = parameter_bytes(job), job.spec.parallelism.stages_per_rank
+    boundary = settings.data.sequence_length * micro_batch(settings, mesh) * settings.model.dim
+    formula = f"2 x {stages} stages x m {micro} x {width} sbh{_by(mesh)}"
+    size = 2 * stages * micro * width * boundary // mesh.tensor
+    group = f"pipeline, {mesh.pipeline} ranks"
+    return Traffic("activations and their gradients", group, size, formula)
+
+
 def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     """All rows for a recipe; empty for scripts and modules, whose model is unknown.
 
@@ -373,7 +423,7 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
     if job.spec.entrypoint.recipe is None:
         return ()
     settings = job.spec.entrypoint.recipe.config
-    total = count_parameters(settings.model).total // mesh.tensor
+    total = stage_parameters(count_parameters(settings.model), mesh) // mesh.tensor
     width = parameter_bytes(job)
     reduce = 4 if job.spec.parallelism.precision.reduce == "float32" else 2
     micro = num_micro_batches(settings, mesh)
@@ -382,9 +432,12 @@ def traffic_table(job: TrainingJob, mesh: Mesh) -> tuple[Traffic, ...]:
         rows.append(_tensor_traffic(job, mesh, settings, micro))
     if mesh.context > 1:
         rows.append(_context_traffic(job, mesh, settings, micro))
+    if mesh.pipeline > 1:
+        rows.append(_pipeline_traffic(job, mesh, settings, micro))
+        micro = 1  # gathered and reduced once in a step
     shard = mesh.num_fsdp_shards
     if shard > 1:
-        keep = job.spec.parallelism.reshard_after_forward is False
+        keep = mesh.pipeline > 1 or job.spec.parallelism.reshard_after_forward is False
         gathers, whole = 1 if keep else 2, job.spec.parallelism.accumulate_gradients == "whole"
         gathered, reduced = 1 if keep and whole else micro, 1 if whole else micro
         ring = (shard - 1) / shard

@@ -187,7 +187,7 @@ def _advice(job: TrainingJob, mesh: Mesh | None, device_memory_bytes: int) -> st
     recipe, parallelism = job.spec.entrypoint.recipe, job.spec.parallelism
     assert recipe is not None and mesh is not None
     counts = costs.count_parameters(recipe.config.model)
-    states = costs.model_state_bytes(counts, mesh.num_shards)
+    states = costs.model_state_bytes(counts, mesh)
     if states > costs.USABLE * device_memory_bytes:
         room = costs.USABLE * device_memory_bytes
         shards = -(-costs.STATE_BYTES * counts.total // int(room))
@@ -238,9 +238,11 @@ def _warnings(
             f"{job.spec.workers_per_node} workers need {each} each; {facts.hostname} has "
             f"{len(facts.gpus)}"
         )
-    if mesh.replicate == 1 and job.spec.checkpoint.memory.buddy == "never":
+    alone = not mesh.redundant(job.spec.workers_per_node)
+    if alone and job.spec.checkpoint.memory.buddy == "never":
+        replica = "one replica" if mesh.replicate == 1 else "all replicas of a stage on one node"
         found.append(
-            "one replica and no buddy copies: after a lost node the job restores from storage"
+            f"{replica} and no buddy copies: after a lost node the job restores from storage"
         )
     return found
 

@@ -244,6 +244,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """The generation that wrote the state."""
     num_shards: int
+    stages: int = 1
+    """Stages of the pipeline that wrote the state, each with as many of the shards."""
     sources: tuple[ShardLocation, ...] = ()
     """In order of the shards."""
     directory: str = ""

@@ -92,6 +92,19 @@ class Mesh(msgspec.Struct, frozen=True):
         """The other ranks that hold the same shard: the replicate group without `rank`."""
         return tuple(other for other in self.group("replicate", rank) if other != rank)
 
+    def redundant(self, workers_per_node: int) -> bool:
+        """Whether two nodes at least have each shard, so that the loss of one leaves a copy. The
+        replicas of a pipeline's stage may all be on one node, as its axis is the outermost."""
+        stride = self.shard * self.context * self.tensor
+        per_stage = self.replicate * stride
+        firsts = (
+            stage * per_stage + rank for stage in range(self.pipeline) for rank in range(stride)
+        )
+        return all(
+            first // workers_per_node != (first + per_stage - stride) // workers_per_node
+            for first in firsts
+        )
+
     def shards_per_node(self, workers_per_node: int) -> int:
         """The most different shards that the ranks of one node hold."""
         shards = [self.shard_index(rank) for rank in range(self.world_size)]

@@ -19,7 +19,7 @@ MARK = "== job"
 """Before the name of a job that runs in the same processes as others."""
 CONFIG = {
     "globalBatch": 8,
-    "model": {"dim": 64, "numLayers": 2, "numHeads": 4, "numKvHeads": 2},
+    "model": {"dim": 32, "numLayers": 4, "numHeads": 4, "numKvHeads": 2},
     "data": {"sequenceLength": 32},
     # A rate that does not depend on the number of steps: runs are continued with more.
     "optimizer": {"warmupSteps": 5, "minLearningRateRatio": 1.0},

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import sys
 
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 from holdfast.orchestrator.api.v1alpha1 import load_job
 from holdfast.workers.training.recipes.pretrain import main
 
@@ -16,4 +18,6 @@ for argument in sys.argv[1:]:
     os.environ["MASTER_PORT"] = port
     job = load_job(file)
     print(MARK, job.name, flush=True)
+    # torch keeps what it derives for one mesh for all equal ones, those of the job before included.
+    _clear_sharding_prop_cache()
     main(job)

@@ -20,6 +20,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x DDP 2": {"tensor": 2, "shard": 1},
     "TP 2 x FSDP over all ranks": {"tensor": 2, "shard": "world"},
     "CP 2 x FSDP over all ranks": {"context": 2, "shard": "world"},
+    "PP 2 x FSDP over all ranks": {"pipeline": 2, "shard": "world"},
 }
 """Name -> mesh of 2 nodes x 2 workers; one node is enough for each."""
 

@@ -19,6 +19,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
+    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
+    "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
 }
 STEPS = 120
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
@@ -64,6 +66,8 @@ CHAIN: dict[str, dict[str, Any]] = {
     "HSDP 2 x 2": {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
+    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "DDP 4": {"shard": 1},
 }
 """Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .conftest import Shows
-from .rig import DIGITS, alone, document
+from .rig import DIGITS, alone, document, several
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 20
 MESHES: dict[str, dict[str, Any]] = {
@@ -28,6 +27,21 @@ MESHES: dict[str, dict[str, Any]] = {
     "CP 2 x TP 2, blocks recomputed": {
         "context": 2, "tensor": 2, "activationCheckpointing": {"mode": "full"}
     },
+    "PP 4, 1F1B": {"pipeline": 4},
+    "PP 4, GPipe, blocks recomputed": {
+        "pipeline": 4, "pipelineSchedule": "gpipe", "activationCheckpointing": {"mode": "full"}
+    },
+    "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
+    "PP 2 x DDP 2, interleaved": {
+        "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
+    },
+    "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x TP 2, interleaved zero bubble": {
+        "pipeline": 2, "tensor": 2, "pipelineSchedule": "interleavedZeroBubble"
+    },
+    "PP 2 x FSDP 2, zero bubble in a V": {
+        "pipeline": 2, "shard": 2, "pipelineSchedule": "zbvZeroBubble"
+    },
 }  # fmt: skip
 
 
@@ -37,11 +51,26 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
     return alone(tmp_path_factory.mktemp("one"), job, 1)
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
+    jobs = []
+    for number, mesh in enumerate(MESHES.values()):
+        config = {}
+        if "pipeline" in mesh:
+            config["microBatch"] = 4 if "tensor" in mesh else 1
+        jobs.append(document(f"m{number}", STEPS, mesh, config=config))
+    found = several(tmp_path_factory.mktemp("many"), jobs, 4)
+    return dict(zip(MESHES, found.values(), strict=True))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_gradient_norms_are_those_of_one_process(
-    mesh: str, one_process: list[tuple[float, float]], shows: Shows, tmp_path: Path
+    mesh: str,
+    one_process: list[tuple[float, float]],
+    many: dict[str, list[tuple[float, float]]],
+    shows: Shows,
 ) -> None:
-    found = alone(tmp_path, document("many", STEPS, MESHES[mesh]), 4)
+    found = many[mesh]
     assert len(found) == STEPS
     for step, (got, expected) in enumerate(zip(found, one_process, strict=True)):
         assert got == pytest.approx(expected, rel=DIGITS), f"step {step}"

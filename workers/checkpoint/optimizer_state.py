@@ -11,7 +11,7 @@ A state tensor has one of these forms. The form is stored unless it is the first
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class OptimizerState:
         self._groups: list[list[str]] = []
         self._has_stepped = bool(optimizer.state)
         self._find_parameters({id(p): name for name, p in parameters.items()})
+        self.total_sizes = self.sizes
+        """Over all stages of a pipeline."""
         self._without_gradient = {n: p for n, p in self.stepped.items() if p.requires_grad}
         self._with_gradient: set[str] = set()
         self._num_checked = 0
@@ -86,6 +88,11 @@ class OptimizerState:
                 self.stepped[name] = parameter
                 members.append(name)
             self._groups.append(members)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of parameters in each group."""
+        return [len(members) for members in self._groups]
 
     def of(self, name: str) -> Mapping[str, Any]:
         """The state of a parameter; empty before its first step."""
@@ -283,7 +290,7 @@ class OptimizerState:
         out = {
             "class": type(self.optimizer).__name__,
             "groups": [self._export_group(index) for index in range(len(self._groups))],
-            "sizes": [len(members) for members in self._groups],
+            "sizes": self.total_sizes,
             "scalars": scalars,
             "without": "all" if len(without) == len(self.stepped) else without,
         }
@@ -314,8 +321,9 @@ class OptimizerState:
                 "use the optimizer of the run that wrote it, or another checkpoint path"
             )
         num, sizes = len(saved.get("groups", self._groups)), saved.get("sizes")
-        own = [len(members) for members in self._groups]
-        if num != len(own) or (sizes is not None and sizes != own):
+        own = self.total_sizes
+        # Earlier versions stored the sizes of one stage of a pipeline.
+        if num != len(own) or sizes not in (None, own, self.sizes):
             wrote = f"{num} param groups" if sizes is None else f"param groups of {sizes}"
             raise WrongOptimizer(
                 f"{self._label}: the checkpoint was written with {wrote} parameters; got {own}; "
@@ -329,7 +337,7 @@ class OptimizerState:
         without = saved.get("without", ())
         if without == "all":
             return []
-        known = {*without, *saved.get("scalars", {}), *(self._owner(entry)[0] for entry in found)}
+        known = {*without, *saved.get("scalars", {}), *(self.owner(entry) for entry in found)}
         missing = [n for n, p in self.stepped.items() if p.requires_grad and n not in known]
         if "without" in saved:
             return missing
@@ -341,8 +349,11 @@ class OptimizerState:
             )
         return []
 
-    def restore_numbers(self, saved: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        """Sets the result of `export`; the tensors are there."""
+    def restore_numbers(
+        self, saved: Mapping[str, Any], renamed: Mapping[str, str], elsewhere: Collection[str]
+    ) -> None:
+        """Sets the result of `export`, without what it has of the parameters `elsewhere`; the
+        tensors are there."""
         for group, values in zip(
             self.optimizer.param_groups, saved.get("groups", ()), strict=False
         ):
@@ -354,12 +365,18 @@ class OptimizerState:
                     group[key] = tuple(value) if isinstance(old, tuple) else value
         for stored, values in saved.get("scalars", {}).items():
             name = renamed.get(stored, stored)
+            if name in elsewhere:
+                continue
             if name not in self.stepped:
                 raise WrongOptimizer(f"{self._label}: got state of {name}, which it does not have")
             self.optimizer.state.setdefault(self.stepped[name], {}).update(unpack(values))
 
     # -- tensors of a file ----------------------------------------------------------------------
-    def _owner(self, entry: str) -> tuple[str, str]:
+    def owner(self, entry: str) -> str:
+        """The name of the parameter of an entry."""
+        return self._parts(entry)[0]
+
+    def _parts(self, entry: str) -> tuple[str, str]:
         name, _, key = entry.removeprefix(self.prefix).rpartition(".")
         return name, key
 
@@ -369,7 +386,7 @@ class OptimizerState:
 
         Raises UserError if it is unknown how to divide it on this mesh.
         """
-        name, key = self._owner(entry)
+        name, key = self._parts(entry)
         if name not in self.stepped:
             return None
         whole, stepped = self._parameters[name], self.stepped[name]

@@ -2,13 +2,14 @@
 
 Every rank reads by itself, without communication. With an unchanged shard count a rank needs only
 its own shard, and one pass copies and hashes; otherwise it reads the entries that overlap its
-parts.
+parts. The shards of a pipeline have the tensors of their stage only: a rank reads shards until it
+has found all of its own names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from .optimizer_state import WrongOptimizer
 from .shard_order import ShardOrder
 from .shard_sources import ShardSource, UnreadableCheckpoint
 from .stage import flat_bytes
-from .state import DTYPES, StateTensor, TrainingState
+from .state import DTYPES, StateTensor, TrainingState, combined_extra
 from .upload import Uploader
 
 _MAX_NAMED = 5
@@ -67,27 +68,30 @@ def restore(
     num_shards: int,
     num_stored: int,
     step: int,
+    stages: int = 1,
+    stored_stages: int = 1,
     tick: Callable[[], None] = lambda: None,
     upload: Uploader | None = None,
 ) -> dict[str, Any]:
-    """Fills everything in place; returns the extra state of the first shard read.
+    """Fills everything in place; returns the extra state of the shards read.
 
-    `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`. `tick` is
-    called as it makes progress. `upload` fills the tensors of its device.
+    `shard` of `num_shards` is this rank; `num_stored` shards were written, after `step`. The model
+    is in `stages` stages of a pipeline, and was in `stored_stages`. `tick` is called as it makes
+    progress. `upload` fills the tensors of its device.
     Raises DamagedCheckpoint, WrongModel, or what `open_shard` raises.
     """
     model = {held.name: _Target(held) for held in state.model_tensors()}
     targets = dict(model)
-    names: set[str] = set()
-    extra: dict[str, Any] | None = None
-    order = ShardOrder(shard, num_shards, num_stored)
+    names = _Names(state, model.keys(), stored_stages)
+    extra: dict[str, Any] = {}
+    order = ShardOrder(shard, num_shards, num_stored, stages, stored_stages)
     with torch.no_grad():
         for index in order:
             try:
                 source = open_shard(index)
             except UnreadableCheckpoint:
-                if names:  # another model is the more likely reason that one more shard is needed
-                    _expect_names(model, names)
+                # Another model is the more likely reason that one more shard is needed.
+                names.expect_as_far_as_known()
                 raise
             header = source.header()
             tick()
@@ -95,29 +99,29 @@ def restore(
             entries = state.entries_by_name(header.entries, header.extra)
             header = replace(header, entries=entries)
             _check_shapes(model, header, source.name)
+            names.add(header.entries, index * stored_stages // num_stored)
             try:
                 state.expect_optimizers(header.extra)
             except WrongOptimizer:
-                _expect_names(model, names | header.entries.keys())  # another model: say that first
+                names.expect_as_far_as_known()  # another model: say that first
                 raise
             _add_optimizer_targets(state, targets, header)
-            names.update(header.entries)
-            extra = header.extra if extra is None else extra
+            extra = combined_extra(extra, header.extra, entries)
             for entry, data in source.entries(_needed(targets, header), tick):
                 _fill(targets[entry.name], entry, data, source.name, upload)
-            if names >= model.keys() and all(t.complete for t in targets.values()):
+            if names.found >= model.keys() and all(t.complete for t in targets.values()):
                 break
             order.missing(index, _incomplete(targets, header))
         if upload is not None:
             upload.finish()
-    _expect_names(model, names)
-    _expect_optimizer_state(state, targets, names, extra if extra is not None else {})
+    names.expect()
+    _expect_optimizer_state(state, targets, names.found, extra)
     for name, wanted in targets.items():
         if not wanted.complete:
             box = wanted.held.box
             what = f"{wanted.filled} of {box.num_elements} values found in all shards"
             raise DamagedCheckpoint("the checkpoint", what, name)
-    return extra if extra is not None else {}
+    return extra
 
 
 def _add_optimizer_targets(
@@ -220,19 +224,48 @@ def _check_shapes(model: dict[str, _Target], header: Header, file: str) -> None:
         raise WrongModel(_message(file, {"of another shape": wrong}))
 
 
-def _expect_names(model: dict[str, _Target], names: set[str]) -> None:
-    missing = [_short(name) for name in model if name not in names]
-    unexpected = [_short(name) for name in names if name.startswith(MODEL) and name not in model]
-    if missing or unexpected:
-        problems = {"missing from it": missing, "not in the model": sorted(unexpected)}
-        raise WrongModel(_message("the checkpoint", problems))
+class _Names:
+    """The names of the tensors in the shards read so far, against those of the model."""
+
+    def __init__(self, state: TrainingState, model: Collection[str], stored_stages: int) -> None:
+        self._state, self._model, self._stored_stages = state, model, stored_stages
+        self.found: set[str] = set()
+        self._stages: set[int] = set()
+
+    def add(self, names: Collection[str], stage: int) -> None:
+        self.found.update(names)
+        self._stages.add(stage)
+
+    def expect_as_far_as_known(self) -> None:
+        """As `expect`, once a shard of each stage has been read: together they have all names."""
+        if len(self._stages) == self._stored_stages:
+            self.expect()
+
+    def expect(self) -> None:
+        """Raises WrongModel unless the checkpoint has the names of the model, and no others but
+        those of other stages."""
+        missing = [_short(name) for name in self._model if name not in self.found]
+        unexpected = [
+            _short(name)
+            for name in self.found
+            if name.startswith(MODEL)
+            and name not in self._model
+            and not self._state.of_other_stage(name)
+        ]
+        if missing or unexpected:
+            problems = {"missing from it": missing, "not in the model": sorted(unexpected)}
+            raise WrongModel(_message("the checkpoint", problems))
 
 
 def _expect_optimizer_state(
     state: TrainingState, targets: dict[str, _Target], names: set[str], extra: dict[str, Any]
 ) -> None:
     missing = state.missing_optimizer_state(extra, names)
-    unexpected = sorted(n for n in names if n.startswith(OPTIMIZER) and n not in targets)
+    unexpected = sorted(
+        name
+        for name in names
+        if name.startswith(OPTIMIZER) and name not in targets and not state.of_other_stage(name)
+    )
     if missing or unexpected:
         problems = {
             "state of an optimizer, missing from it": missing,

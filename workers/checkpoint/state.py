@@ -4,11 +4,13 @@ tensors, and the values that are not tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from holdfast.orchestrator.errors import UserError
 
 from . import given_optimizers
 from .given_optimizers import Given
@@ -36,6 +38,15 @@ class Stateful(Protocol):
 Extra = MutableMapping[str, Any] | Stateful | None
 
 
+class StagePart(NamedTuple):
+    """What the ranks of a pipeline tell each other of their stages before a restore."""
+
+    names: list[str]
+    """Of parameters and buffers."""
+    sizes: dict[str, list[int]]
+    """Optimizer -> number of parameters in each of its groups."""
+
+
 class TrainingState:
     """All state of one rank. Must be made while the parameters are sharded, before any step.
 
@@ -52,6 +63,7 @@ class TrainingState:
         self.parameters = self._names.parameters
         """Name -> parameter."""
         self._boxes: dict[str, Box] = {}
+        self._elsewhere: set[str] = set()
         found = given_optimizers.leaves(optimizer)
         self.optimizers = [
             OptimizerState(name, one, self.parameters, self._box) for name, one in found.items()
@@ -64,6 +76,36 @@ class TrainingState:
         for one in self.optimizers:
             names |= {id(p): name for name, p in one.stepped.items()}
         self._guard = given_optimizers.OnlyThese(found, optimizer, names)
+
+    # -- stages of a pipeline -------------------------------------------------------------------
+    def stage_part(self) -> StagePart:
+        sizes = {one.name: one.sizes for one in self.optimizers}
+        return StagePart([*self.parameters, *self._names.buffers], sizes)
+
+    def join_stages(self, parts: Sequence[StagePart]) -> None:
+        """Take the parts of all stages, this one included. The groups of an optimizer are compared
+        over all stages, since each has other parameters. Raises UserError if the stages have not
+        the same groups."""
+        self._elsewhere = {n for part in parts for n in part.names} - set(self.stage_part().names)
+        for one in self.optimizers:
+            sizes = [part.sizes.get(one.name, []) for part in parts]
+            if len({len(groups) for groups in sizes}) != 1:
+                raise UserError(
+                    f"session.restore: got param groups of {sizes} parameters on the stages of the "
+                    "pipeline; expected the same number of groups on each, as checkpoints are "
+                    "restored to other stages; give every stage all groups, some of them empty"
+                )
+            one.total_sizes = [sum(group) for group in zip(*sizes, strict=True)]
+
+    def of_other_stage(self, entry: str) -> bool:
+        """Whether an entry of a file is of a tensor that another stage has."""
+        if entry.startswith(MODEL):
+            return entry.removeprefix(MODEL) in self._elsewhere
+        return any(
+            one.owner(entry) in self._elsewhere
+            for one in self.optimizers
+            if entry.startswith(one.prefix)
+        )
 
     # -- export ---------------------------------------------------------------------------------
     def model_tensors(self) -> Iterator[StateTensor]:
@@ -176,7 +218,8 @@ class TrainingState:
         stored = _stored_optimizers(extra)
         for one in self.optimizers:
             saved = stored.get(one.name, {})
-            one.restore_numbers(saved, self._names.renamed(saved.get("scalars", {})))
+            renamed = self._names.renamed(saved.get("scalars", {}))
+            one.restore_numbers(saved, renamed, self._elsewhere)
         user = unpack(extra.get("user", {}))
         if isinstance(self.extra, Stateful):
             if user:
@@ -215,6 +258,25 @@ class TrainingState:
             if entry.startswith(one.prefix):
                 return one.make(entry, shape, dtype)
         return None
+
+
+def combined_extra(
+    extra: Mapping[str, Any], more: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, Any]:
+    """`extra` of the shards read before, with what `more`, that of a shard with entries of these
+    names, has of single parameters: each stage of a pipeline has other parameters."""
+    known, both = _stored_optimizers(extra), {}
+    for name, stored in _stored_optimizers(more).items():
+        one, before = dict(stored), known.get(name, {})
+        if one.get("without") == "all":
+            one["without"] = [n.removeprefix(MODEL) for n in names if n.startswith(MODEL)]
+        if "scalars" in before:
+            one["scalars"] = {**one.get("scalars", {}), **before["scalars"]}
+        if "without" in before and "without" in one:
+            one["without"] = list(dict.fromkeys([*before["without"], *one["without"]]))
+        both[name] = {**before, **one}
+    of_optimizers = {"optimizer": both[""]} if "optimizer" in more else {"optimizers": both}
+    return {**more, **extra, **of_optimizers}
 
 
 def _stored_optimizers(extra: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from holdfast.workers.checkpoint.placement import expect_mesh
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
-from holdfast.workers.checkpoint.state import Extra, TrainingState
+from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.training.data import mix
 
@@ -160,22 +160,17 @@ class Session:
             optimizer.step()
             optimizer.zero_grad()
 
-        Call it after `fully_shard` and `to_empty`; `restore` accepts such an optimizer. Raises
-        UserError with a pipeline axis, whose ranks have different parameters, for parameters on the
-        meta device, and for parameters that are partial sums.
+        Call it after `fully_shard` and `to_empty`; `restore` accepts such an optimizer. With a
+        pipeline `model` has the parameters of this rank's stages, and the norm is that of all
+        stages. Raises UserError for parameters on the meta device, and for parameters that are
+        partial sums.
         """
-        if self.shape.pipeline > 1:
-            raise UserError(
-                f"session.shards: got a mesh with {self.shape.pipeline} pipeline stages; expected "
-                "none, as the gradient norm is computed over ranks with the same parameters; "
-                "make the optimizer from model.parameters()"
-            )
         if any(p.is_meta for p in model.parameters()):
             raise UserError(
                 "session.shards: got parameters on the meta device; expected real memory; call "
                 "model.to_empty(device=session.device) first"
             )
-        return Shards(model, self.device, self.world_size)
+        return Shards(model, self.device, self.world_size, self.shape.pipeline)
 
     # -- the loop -----------------------------------------------------------------------------
     def restore(self, model: nn.Module, optimizer: Given, extra: Extra = None) -> int:
@@ -206,6 +201,8 @@ class Session:
         self._state = TrainingState(model, optimizer, extra)
         if self._channel is not None:
             self._expect_mesh(self._state)
+        if self.shape.pipeline > 1:
+            self._state.join_stages(self._of_all_stages(self._state.stage_part()))
         source = self._restore
         if source is not None:
             self._load(source, self._state)
@@ -321,14 +318,20 @@ class Session:
     # -- internal ---------------------------------------------------------------------------------
     def _expect_mesh(self, state: TrainingState) -> None:
         divided = expect_mesh(state.parameters, self.shape, self.rank)
-        if not divided and self.shape.num_shards > 1 and self.rank == 0:
-            num = self.shape.num_shards
+        num = self.shape.num_shards // self.shape.pipeline
+        if not divided and num > 1 and self.rank == 0:
             print(
                 f"holdfast: the model is not sharded, but the mesh is {self.shape.describe()}: "
                 f"each of {num} ranks keeps a whole copy. `parallelism: {{shard: 1}}` below "
                 "`spec:` in the job's YAML keeps one.",
                 file=sys.stderr,
             )
+
+    def _of_all_stages(self, part: StagePart) -> list[StagePart]:
+        """What each stage of this rank's pipeline gives. Collective."""
+        found: list[Any] = [None] * self.shape.pipeline
+        dist.all_gather_object(found, part, group=self.meshes.axis("pipeline").get_group())
+        return found
 
     def _stage_requested(self, step: int) -> bool | None:
         """Whether a planned stop follows this step; None: the agent has not requested the step. It
@@ -356,7 +359,10 @@ class Session:
             self._channel.enter(phase)
 
     def _load(self, source: Restore, state: TrainingState) -> None:
-        opener = self._from_storage(source) if source.directory else self._from_memory
+        if source.directory:
+            opener, stored_stages = self._from_storage(source)
+        else:
+            opener, stored_stages = self._from_memory, source.stages
         extra = restore(
             state,
             opener,
@@ -364,6 +370,8 @@ class Session:
             num_shards=self.shape.num_shards,
             num_stored=source.num_shards,
             step=source.step,
+            stages=self.shape.pipeline,
+            stored_stages=stored_stages,
             tick=self.tick,
             upload=Uploader(CudaUpload()) if self.device.type == "cuda" else None,
         )
@@ -373,11 +381,11 @@ class Session:
         assert self._channel is not None
         return self._channel.fetch(shard)
 
-    def _from_storage(self, source: Restore) -> Any:
+    def _from_storage(self, source: Restore) -> tuple[Callable[[int], ShardSource], int]:
         store = CheckpointFiles(self._checkpoint_path)
         manifest = store.manifest(source.directory)
         files = {file.shard: file for file in manifest.files}
-        return lambda shard: store.open(source.directory, files[shard])
+        return lambda shard: store.open(source.directory, files[shard]), manifest.mesh.pipeline
 
     def _report(
         self,
@@ -418,20 +426,21 @@ def working_directory(attached: worker_transport.Attached) -> str:
     return str(files.resolve(spec_directory, attached.job.spec.working_directory))
 
 
-def init(shard: int | None = None, tensor: int = 1, context: int = 1) -> Session:
+def init(shard: int | None = None, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Session:
     """Joins the job: sets the device, makes the default process group, and connects to the agent.
 
     Under Holdfast the mesh is that of the generation. Under torchrun, or as a single process,
-    nothing is staged or reported, `tensor` and `context` are the sizes of these axes, and `shard`
-    times as many ranks share one replica of the model (default: all). Raises UserError for wrong
-    sizes or environment, and DeviceMissing if the node lacks a GPU that the job requested.
+    nothing is staged or reported, `tensor`, `context` and `pipeline` are the sizes of these axes,
+    and `shard` times as many ranks share one replica of the model (default: all). Raises UserError
+    for wrong sizes or environment, and DeviceMissing if the node lacks a GPU that the job
+    requested.
     """
     at = rank_env()
     attached = worker_transport.attached
     if attached:
         shape = attached.assign.membership.mesh
     else:
-        shape = _mesh_without_agent(at, shard, tensor, context)
+        shape = _mesh_without_agent(at, shard, tensor, context, pipeline)
     device = pick_device(at.local_rank, attached.job if attached else None)
     if attached is not None and device.type == "cuda":
         numa.bind_to(device)
@@ -444,16 +453,18 @@ def init(shard: int | None = None, tensor: int = 1, context: int = 1) -> Session
     return session
 
 
-def _mesh_without_agent(at: RankEnv, shard: int | None, tensor: int, context: int) -> Mesh:
+def _mesh_without_agent(
+    at: RankEnv, shard: int | None, tensor: int, context: int, pipeline: int
+) -> Mesh:
     room = at.world_size
-    for axis, size in (("tensor", tensor), ("context", context)):
+    for axis, size in (("tensor", tensor), ("context", context), ("pipeline", pipeline)):
         if size < 1 or room % size:
             raise UserError(f"session.init: got {axis}={size}; expected a divisor of {room} ranks")
         room //= size
     shard = room if shard is None else shard
     if shard < 1 or room % shard:
         raise UserError(f"session.init: got shard={shard}; expected a divisor of {room} ranks")
-    return Mesh(replicate=room // shard, shard=shard, tensor=tensor, context=context)
+    return Mesh(room // shard, shard, tensor, context, pipeline)
 
 
 def leave() -> None:

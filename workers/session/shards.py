@@ -25,11 +25,15 @@ from holdfast.workers.checkpoint.state import local_of
 class Shards:
     """This rank's parts of a model; `Session.shards(model)` makes it."""
 
-    def __init__(self, model: nn.Module, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, world_size: int, num_stages: int = 1
+    ) -> None:
+        """Each stage of a pipeline has other parameters, on as many of the ranks."""
         self._model, self._device, self._world_size = model, device, world_size
         whole = list(model.parameters())
         self._shards = [local_parameter(parameter) for parameter in whole]
-        self._shares = [num_shards(parameter) / world_size for parameter in whole]
+        holders = world_size // num_stages
+        self._shares = [num_shards(parameter) / holders for parameter in whole]
         self._copied: tuple[list[float], Tensor] | None = None
         """The shares of the last call, and the same on the device."""
         self._stepped: Tensor | None = None

@@ -16,6 +16,7 @@ PREFIX = "spec.parallelism."
 RECIPE_ONLY = (
     "precision", "activation_checkpointing", "offload", "reshard_after_forward",
     "accumulate_gradients", "prefetch_blocks", "ddp",
+    "pipeline_schedule", "pipeline_stages_per_rank",
 )  # fmt: skip
 
 
@@ -51,12 +52,13 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
 def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
     yield from _of_shards(job)
     yield from _of_replicas(job)
+    yield from _of_a_pipeline(job)
     yield from _of_activations(job)
     yield from _of_config(job)
     yield from _of_optimizers(job)
     yield from _in_backward(job)
     mesh = job.spec.parallelism
-    if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.tensor:
+    if mesh.precision.reduce == "bfloat16" and _world(job) == mesh.inner:
         yield Problem(
             f"{PREFIX}precision.reduce",
             "bfloat16 for one worker",
@@ -109,6 +111,27 @@ def _of_shards(job: TrainingJob) -> Iterator[Problem]:
             f"less than model.numLayers ({layers})",
             "lower it, or remove the field",
         )
+
+
+def _of_a_pipeline(job: TrainingJob) -> Iterator[Problem]:
+    mesh, fields = job.spec.parallelism, Parallelism.model_fields
+    for name in ("pipeline_schedule", "pipeline_stages_per_rank"):
+        if mesh.pipeline == 1 and getattr(mesh, name) != fields[name].default:
+            yield Problem(
+                f"{PREFIX}{fields[name].alias}",
+                f"{getattr(mesh, name)} with pipeline 1",
+                "it with a pipeline",
+                "set parallelism.pipeline, or remove the field",
+            )
+    for name in ("reshard_after_forward", "accumulate_gradients", "prefetch_blocks"):
+        if mesh.pipeline > 1 and getattr(mesh, name) != fields[name].default:
+            yield Problem(
+                f"{PREFIX}{fields[name].alias}",
+                f"{str(getattr(mesh, name)).lower()} with pipeline {mesh.pipeline}",
+                "it without a pipeline",
+                "a pipeline gathers parameters and reduces gradients once in a step; remove the "
+                "field",
+            )
 
 
 def _of_replicas(job: TrainingJob) -> Iterator[Problem]:
@@ -208,6 +231,7 @@ def _in_backward(job: TrainingJob) -> Iterator[Problem]:
             "set gradientClip: 0",
         ),
         f"microBatch {config.micro_batch}": (config.micro_batch != "auto", "set microBatch: auto"),
+        f"parallelism.pipeline {mesh.pipeline}": (mesh.pipeline > 1, "set pipeline: 1"),
         f"optimizer.name {config.optimizer.name}": (
             config.optimizer.name != "adamw",
             "use adamw",

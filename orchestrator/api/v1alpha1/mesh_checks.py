@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .parallelism import ONE_STAGE_PER_RANK, ZERO_BUBBLE, Parallelism
+
 if TYPE_CHECKING:
     from .job import JobSpec
 
@@ -141,12 +143,11 @@ def _loss(spec: JobSpec) -> str:
             f"{where}.zLoss: got {loss.z_loss:g} with tensor {axes.tensor}; expected 0, as the "
             f"logits of a token are divided over the tensor axis; remove one of the two"
         )
-    for name, size in (("tensor", axes.tensor), ("pipeline", axes.pipeline)):
-        if loss.chunk_tokens and size > 1:
-            return (
-                f"{where}.chunkTokens: got {loss.chunk_tokens} with {name} {size}; expected 0, as "
-                f"this axis passes whole logits to the loss; remove one of the two"
-            )
+    if loss.chunk_tokens and axes.tensor > 1:
+        return (
+            f"{where}.chunkTokens: got {loss.chunk_tokens} with tensor {axes.tensor}; expected 0, "
+            f"as this axis passes whole logits to the loss; remove one of the two"
+        )
     return ""
 
 
@@ -186,17 +187,50 @@ def _context(spec: JobSpec) -> str:
 
 
 def _pipeline(spec: JobSpec) -> str:
-    return _no_axis_of_a_recipe(spec, "pipeline", spec.parallelism.pipeline)
-
-
-def _no_axis_of_a_recipe(spec: JobSpec, axis: str, size: int) -> str:
-    recipe = spec.entrypoint.recipe
-    if recipe is None or size == 1:
+    """The recipe divides its layers over the stages, and passes micro-batches through them."""
+    recipe, mesh = spec.entrypoint.recipe, spec.parallelism
+    if recipe is None or mesh.pipeline == 1:
         return ""
-    return (
-        f"parallelism.{axis}: got {size}; expected 1 with the recipe {recipe.name}, which has "
-        f"no such axis; use your own script"
-    )
+    config, stages = recipe.config, mesh.num_stages
+    wrong = _schedule(mesh, config.compile)
+    if wrong:
+        return wrong
+    if config.model.num_layers % stages:
+        each = f", {stages} stages with {mesh.stages_per_rank} on each rank"
+        return (
+            f"parallelism.pipeline: got {mesh.pipeline}{each * (mesh.stages_per_rank > 1)}; "
+            f"expected a divisor of model.numLayers ({config.model.num_layers}), which the stages "
+            f"divide; change one of the two"
+        )
+    ranks = spec.nodes.max * spec.workers_per_node // mesh.inner
+    share = -(-config.global_batch // ranks)
+    samples = config.samples_per_pass(share, mesh.pipeline)
+    if share <= (mesh.pipeline - 1) * samples:
+        return (
+            f"parallelism.pipeline: got {mesh.pipeline}; expected at most the number of "
+            f"micro-batches of a step ({-(-share // samples)}: globalBatch {config.global_batch} "
+            f"over {ranks} ranks of the data axes, {samples} samples each), as each rank works on "
+            f"one at a time; raise globalBatch or lower microBatch"
+        )
+    return ""
+
+
+def _schedule(mesh: Parallelism, compiled: bool) -> str:
+    name, stages = mesh.pipeline_schedule, mesh.stages_per_rank
+    if compiled and name in ZERO_BUBBLE:
+        return (
+            f"parallelism.pipelineSchedule: got {name} with compile: true; expected another "
+            f"schedule, as a compiled block computes all its gradients at once; use "
+            f"interleaved1f1b, or compile: false"
+        )
+    single = name in ONE_STAGE_PER_RANK
+    if single != (stages == 1) or (name == "zbvZeroBubble" and stages != 2):
+        right = "1" if single else "2" if name == "zbvZeroBubble" else "at least 2"
+        return (
+            f"parallelism.pipelineStagesPerRank: got {stages}; expected {right} with "
+            f"pipelineSchedule {name}; use auto, or another schedule"
+        )
+    return ""
 
 
 def choices(total: int) -> str:

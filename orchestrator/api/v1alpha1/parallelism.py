@@ -14,6 +14,11 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Axis = Annotated[int, Field(ge=1, le=limits.MAX_NODES)]
 
 
+ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
+ZERO_BUBBLE = ("interleavedZeroBubble", "zbvZeroBubble")
+"""Schedules that compute the gradients of weights apart from those of activations."""
+
+
 class Precision(Part):
     """Number formats of training."""
 
@@ -79,15 +84,26 @@ class Parallelism(Part):
     is a ring over its ranks, which also divide the parameters as those of the shard axis do. It may
     span nodes, whose network every layer then waits for. Your own loop: s.context_parallel."""
     pipeline: Axis = 1
-    """Size of the pipeline axis, the outermost; your own loop uses it through the mesh."""
+    """Size of the pipeline axis, the outermost, which may span nodes. The recipe divides the layers
+    over it; your own loop uses it through the mesh."""
+    pipeline_schedule: Literal[
+        "gpipe", "1f1b", "interleaved1f1b", "interleavedZeroBubble", "zbvZeroBubble"
+    ] = "1f1b"
+    """In which order the micro-batches pass through the pipeline. gpipe keeps the activations of
+    all of them, 1f1b of as many as there are stages; the others have several stages on each rank,
+    which leaves ranks idle for a smaller part of a step."""
+    pipeline_stages_per_rank: Auto | Count = "auto"
+    """Parts of the layers on one rank. auto: 1 with gpipe and 1f1b, 2 with the other schedules."""
     reshard_after_forward: bool | Annotated[int, Field(le=limits.MAX_COUNT)] = True
     """true: free the gathered parameters after forward (ZeRO-3); false: keep them until backward
-    (ZeRO-2); an integer: reshard to groups of that many ranks."""
+    (ZeRO-2); an integer: reshard to groups of that many ranks. A pipeline keeps them during a
+    step in any case: each micro-batch would gather them again."""
     accumulate_gradients: Literal["sharded", "whole"] = "sharded"
     """With several micro-batches: sharded: reduce the gradients after each one and keep this rank's
-    shard; whole: keep whole gradients on each rank and reduce them once, after the last one. whole
-    with reshardAfterForward: false is ZeRO-1: only the optimizer state and the float32 master copy
-    are divided, and each step sends the parameters and the gradients once."""
+    shard; whole: keep whole gradients on each rank and reduce them once, after the last one, as a
+    pipeline does in any case. whole with reshardAfterForward: false is ZeRO-1: only the optimizer
+    state and the float32 master copy are divided, and each step sends the parameters and the
+    gradients once."""
     prefetch_blocks: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
     """How many blocks ahead FSDP2 gathers parameters, in forward and backward. 0: torch decides,
     which is one in backward."""
@@ -96,6 +112,17 @@ class Parallelism(Part):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Literal["none", "cpu"] = "none"
     """cpu: keep shards, gradients and optimizer state in main memory."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.pipeline_stages_per_rank != "auto":
+            return self.pipeline_stages_per_rank
+        return 1 if self.pipeline_schedule in ONE_STAGE_PER_RANK else 2
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the layers over all ranks of a pipeline."""
+        return self.pipeline * self.stages_per_rank
 
     @property
     def inner(self) -> int:

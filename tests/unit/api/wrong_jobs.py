@@ -278,16 +278,13 @@ MODELS_ONLY = (
         ),
         id="replicate",
     ),
-    *(
-        Wrong(
-            f"recipe-has-no-{axis}-axis",
-            recipe(workersPerNode=2, parallelism={axis: 2}),
-            (
-                f"spec.parallelism.{axis}: got 2; expected 1 with the recipe pretrain, which "
-                "has no such axis; use your own script",
-            ),
-        )
-        for axis in ("pipeline",)
+    Wrong(
+        "layers-of-a-pipeline",
+        recipe(workersPerNode=3, parallelism={"pipeline": 3}),
+        (
+            "spec.parallelism.pipeline: got 3; expected a divisor of model.numLayers (4), which "
+            "the stages divide",
+        ),
     ),
 )
 

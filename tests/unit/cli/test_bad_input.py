@@ -104,9 +104,49 @@ CASES = [
         id="a reshard size that does not divide",
     ),
     pytest.param(
-        RECIPE % "" + "  workersPerNode: 2\n  parallelism: {pipeline: 2}\n",
-        ["spec.parallelism.pipeline: got 2; expected 1 with the recipe pretrain"],
-        id="an axis that the recipe does not have",
+        RECIPE % "model: {numLayers: 6}" + "  workersPerNode: 4\n  parallelism: {pipeline: 4}\n",
+        ["spec.parallelism.pipeline: got 4; expected a divisor of model.numLayers (6)"],
+        id="a pipeline that does not divide the layers",
+    ),
+    pytest.param(
+        RECIPE % "model: {numLayers: 2}"
+        + "  workersPerNode: 2\n"
+        + "  parallelism: {pipeline: 2, pipelineSchedule: interleaved1f1b}\n",
+        ["spec.parallelism.pipeline: got 2, 4 stages with 2 on each rank; expected", "(2)"],
+        id="fewer layers than stages",
+    ),
+    pytest.param(
+        RECIPE % "globalBatch: 4, microBatch: 2"
+        + "  workersPerNode: 4\n  parallelism: {pipeline: 4}\n",
+        [
+            "spec.parallelism.pipeline: got 4; expected at most the number of micro-batches of a "
+            "step (2: globalBatch 4 over 1 ranks",
+            "raise globalBatch or lower microBatch",
+        ],
+        id="fewer micro-batches than ranks of a pipeline",
+    ),
+    pytest.param(
+        RECIPE % "" + "  workersPerNode: 2\n"
+        "  parallelism: {pipeline: 2, pipelineStagesPerRank: 2}\n",
+        ["spec.parallelism.pipelineStagesPerRank: got 2; expected 1 with pipelineSchedule 1f1b"],
+        id="two stages on a rank for a schedule of one",
+    ),
+    pytest.param(
+        RECIPE % "model: {numLayers: 6}" + "  workersPerNode: 2\n  parallelism:\n"
+        "    {pipeline: 2, pipelineSchedule: zbvZeroBubble, pipelineStagesPerRank: 3}\n",
+        ["pipelineStagesPerRank: got 3; expected 2 with pipelineSchedule zbvZeroBubble"],
+        id="three stages on a rank for a V",
+    ),
+    pytest.param(
+        RECIPE % "compile: true" + "  workersPerNode: 2\n"
+        "  parallelism: {pipeline: 2, pipelineSchedule: zbvZeroBubble}\n",
+        ["spec.parallelism.pipelineSchedule: got zbvZeroBubble with compile: true", "use interle"],
+        id="compiled blocks in a zero bubble schedule",
+    ),
+    pytest.param(
+        RECIPE % "" + "  parallelism: {pipelineSchedule: gpipe}\n",
+        ["spec.parallelism.pipelineSchedule: got gpipe with pipeline 1; expected it with a pipel"],
+        id="a schedule without a pipeline",
     ),
     pytest.param(
         RECIPE % "" + "  workersPerNode: 3\n  parallelism: {tensor: 3}\n",

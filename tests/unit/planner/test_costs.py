@@ -107,6 +107,7 @@ def test_buddy_copies_count_only_if_no_replica_holds_the_shard() -> None:
     assert not costs.needs_buddy(job, Mesh(replicate=2, shard=2))
     assert costs.needs_buddy(job, Mesh(shard=4))
     assert not costs.needs_buddy(job, Mesh(shard=2))
+    assert costs.needs_buddy(job, Mesh(replicate=2, pipeline=2))
 
 
 def test_the_plan_has_as_many_buddy_copies_as_a_node_holds() -> None:
@@ -166,6 +167,29 @@ def test_fsdp_divides_over_a_context_axis_without_a_shard_axis() -> None:
     }
     rows = {row.group: row for row in costs.traffic_table(job, mesh)}
     assert rows["replicate, 2 ranks"].num_bytes == int(2 * 4 * total / 2 / 2)
+
+
+def test_a_pipeline_divides_the_layers_and_keeps_several_micro_batches() -> None:
+    axes = {"pipeline": 2, "shard": 2}
+    job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism=axes)
+    mesh, counts = Mesh(shard=2, pipeline=2), count_parameters(Model())
+    largest = 2 * counts.layer + counts.head
+    assert costs.model_state_bytes(counts, mesh) == 16 * largest // 2
+    assert costs.shard_bytes(counts, mesh) == 12 * largest // 2
+    rows = {row.what: row.num_bytes for row in costs.memory_table(job, mesh)}
+    assert rows["gathered parameters, summed gradients"] == (4 + 4) * largest
+    one = make_job(workers=4, recipe={"globalBatch": 2}, parallelism={"shard": 2})
+    alone = {row.what: row.num_bytes for row in costs.memory_table(one, Mesh(shard=2))}
+    assert rows["activations"] == alone["activations"]  # half of the layers, two micro-batches
+    gpipe = make_job(
+        workers=4, recipe={"globalBatch": 8}, parallelism={**axes, "pipelineSchedule": "gpipe"}
+    )
+    all_four = {row.what: row.num_bytes for row in costs.memory_table(gpipe, mesh)}
+    assert all_four["activations"] == 2 * rows["activations"]
+    sent = {row.group: row for row in costs.traffic_table(job, mesh)}
+    settings = job.spec.entrypoint.recipe.config
+    passed = 4 * settings.data.sequence_length * settings.model.dim
+    assert sent["pipeline, 2 ranks"].num_bytes == 2 * 4 * passed  # there and back, 4 micro-batches
 
 
 def test_a_tensor_axis_divides_what_it_holds_and_sends_activations() -> None:

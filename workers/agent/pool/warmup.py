@@ -88,6 +88,9 @@ def _imports_session(node: ast.AST) -> bool:
 
 
 def _warm_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
+    layers = config.model.num_layers // job.spec.parallelism.pipeline  # of one rank
+    model = config.model.model_copy(update={"num_layers": layers})
+    config = config.model_copy(update={"model": model})
     trainer = pretrain.build(job, config, session)
     session.restore(trainer.parallel.model, trainer.optimizer)
     trainer.parallel.refuse_non_finite = False
@@ -112,17 +115,17 @@ def _warm_loop(session: Session) -> None:
 
 
 def likely_mesh(job: TrainingJob) -> Mesh:
-    """The mesh at full size. A wrong guess costs time at the first step only."""
-    world = job.spec.nodes.max * job.spec.workers_per_node
+    """The mesh at full size, of one stage of a pipeline. A wrong guess costs time at the first step
+    only."""
     wanted = job.spec.parallelism
-    room = world // wanted.inner
+    room = job.spec.nodes.max * job.spec.workers_per_node // wanted.inner
     if isinstance(wanted.shard, int):
         shard = wanted.shard
     elif wanted.replicate != "auto":
         shard = room // wanted.replicate
     else:
         shard = room
-    return Mesh(room // shard, shard, wanted.tensor, wanted.context, wanted.pipeline)
+    return Mesh(room // shard, shard, wanted.tensor, wanted.context)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,13 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V); with the arguments of Head, losses (B, T)."""
+    """Tokens (B, T) -> logits (B, T, V); with the arguments of Head, losses (B, T). A rank of a
+    pipeline has some of its parts only: a stage without the embedding is given (B, T, D), and one
+    without the head returns it."""
+
+    embedding: nn.Embedding | None
+    norm: RMSNorm | None
+    head: Head | None
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -129,18 +135,32 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim)
         self.head = Head(config.dim, config.vocab_size, bias=False)
+        self.sequence_parts = 1
+        """Ranks that divide the sequence between two blocks: those of a tensor axis."""
+
+    def edges(self) -> list[list[nn.Module]]:
+        """What this rank has beside blocks, as FSDP groups."""
+        groups: list[list[nn.Module | None]] = [[self.embedding], [self.norm, self.head]]
+        found = [[part for part in group if part is not None] for group in groups]
+        return [group for group in found if group]
 
     def forward(
         self, tokens_bt: Tensor, positions_t: Tensor | None = None, **of_head: Any
     ) -> Tensor:
         """`positions_t`: where the tokens are in their sequence; None: they are all of it."""
-        x_btd = self.embedding(tokens_bt)
+        length = tokens_bt.shape[1]
+        if self.embedding is None:
+            x_btd, length = tokens_bt, length * self.sequence_parts
+        else:
+            x_btd = self.embedding(tokens_bt)
         head_dim = self.config.dim // self.config.num_heads
         if positions_t is None:
-            positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+            positions_t = torch.arange(length, device=tokens_bt.device)
         cos_te, sin_te = _angles(positions_t, head_dim, self.config.rope_theta, x_btd)
         for block in self.blocks:
             x_btd = block(x_btd, cos_te, sin_te)
+        if self.norm is None or self.head is None:
+            return x_btd
         out: Tensor = self.head(self.norm(x_btd), **of_head)
         return out
 

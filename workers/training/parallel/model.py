@@ -23,6 +23,7 @@ from holdfast.workers.training.initial_values import fill
 
 from . import context, sharding
 from .activations import checkpoint_blocks
+from .pipeline import Pipeline
 from .precision import LossScale, autocast, parameter_dtype
 
 Deviation = Callable[[str], float | None]
@@ -42,10 +43,11 @@ class Parallel:
         parallelism: Parallelism,
         compile_blocks: bool = False,
         divide: Callable[[DeviceMesh], None] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """`model` is on the meta device. `blocks` and `edges` (embedding; norm and head) become
         FSDP groups, so that the root group gathers no parameters for long. `divide` divides the
-        model over a tensor axis."""
+        model over a tensor axis; `pipeline` has left in it what is on this rank."""
         self.session, self.parallelism = session, parallelism
         self.refuse_non_finite = True
         """False in the warm-up, whose fake collectives leave their outputs uninitialised."""
@@ -63,13 +65,20 @@ class Parallel:
         if compile_blocks:
             for block in self.blocks:
                 block.compile()
-        # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well.
-        self.fully_sharded = session.shape.num_fsdp_shards > 1 or tensor
+        self.pipeline = pipeline
+        if pipeline is not None:
+            pipeline.arguments = lambda batch: self.arguments(batch)
+        # DDP knows no DTensors, so a model on a tensor axis is replicated by FSDP2 as well; and a
+        # stage of a pipeline, which reduces its gradients after the last of its micro-batches.
+        divided = session.shape.num_fsdp_shards > 1 or tensor
+        self.fully_sharded = divided or pipeline is not None
         if self.fully_sharded:
-            first, *after = list(edges)
-            parts = [*self.blocks, first, *after, model]
+            edges = list(edges)
+            roots = [model] if pipeline is None else pipeline.divide()
+            parts = [*self.blocks, *edges, *roots]
             sharding.shard(parts, session, parallelism, self.dtype)
             if parallelism.prefetch_blocks:
+                first, *after = edges
                 in_order = [first, *self.blocks, *after]
                 modules = [part[0] if isinstance(part, list) else part for part in in_order]
                 sharding.prefetch(modules, parallelism.prefetch_blocks)
@@ -109,6 +118,9 @@ class Parallel:
 
         Returns the sum of this rank's losses, a scalar on the session's device.
         """
+        if self.pipeline is not None:
+            with self._divided_loss():
+                return self.pipeline.train(batches, loss_of, self.dtype, self._factor)
         total = torch.zeros((), device=self.session.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -129,7 +141,9 @@ class Parallel:
         total = torch.zeros((), device=self.session.device)
         self.module.eval()
         with torch.no_grad(), self._divided_loss():
-            for batch in batches:
+            if self.pipeline is not None:
+                total += self.pipeline.evaluate(batches, loss_of, self.dtype)
+            for batch in batches if self.pipeline is None else ():
                 with context.divide_batch(self.context, batch.to(self.session.device)) as part:
                     total += self._loss(part, loss_of)
                 self.session.tick()
@@ -163,8 +177,8 @@ class Parallel:
 
     def reduce_and_clip(self, loss: Tensor, max_norm: float) -> Callable[[], tuple[float, float]]:
         """Clips gradients to `max_norm` (0: no clipping) and sums `loss`, which is the same on the
-        ranks of a tensor axis, over all other ranks. Call it between backward and the
-        optimizer's step.
+        ranks of a tensor axis, and 0 on ranks without the last stage of a pipeline, over all ranks.
+        Call it between backward and the optimizer's step.
 
         What it returns gives (summed loss, gradient norm), and raises FloatingPointError if the
         norm is not finite, unless there is a loss scale. Call that after the optimizer's step,

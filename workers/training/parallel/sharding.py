@@ -35,11 +35,15 @@ def shard(parts: Parts, session: Session, parallelism: Parallelism, dtype: torch
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype(parallelism.precision)
     )
+    # A pipeline keeps the parameters of its stages: each would be gathered again for every
+    # micro-batch, and torch's zero bubble schedules omit gradients of parameters that are not
+    # gathered when the backward of a stage begins.
+    reshard = parallelism.reshard_after_forward if session.shape.pipeline == 1 else False
     for part in parts:
         fully_shard(
             part,
             mesh=session.fsdp_mesh,
-            reshard_after_forward=parallelism.reshard_after_forward,
+            reshard_after_forward=reshard,
             mp_policy=precision,
             offload_policy=offload,
         )

@@ -32,8 +32,9 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     feed-forward part, vocabulary and sequence length. The logits come as a DTensor that is divided
     by vocabulary: compute the loss and its backward in `loss_parallel()`."""
     for block in model.blocks:
-        plan = _of_block() | (_of_norms() if model.config.qk_norm else {})
-        parallelize_module(block, mesh, plan)
+        of_block = _of_block() | (_of_norms() if model.config.qk_norm else {})
+        parallelize_module(block, mesh, of_block)
+    model.sequence_parts = mesh.size()
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=BY_SEQUENCE),
         "norm": SequenceParallel(),
@@ -41,7 +42,8 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
             input_layouts=BY_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    parallelize_module(model, mesh, plan)
+    here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    parallelize_module(model, mesh, here)
 
 
 def _of_block() -> dict[str, Any]:

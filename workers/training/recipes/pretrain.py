@@ -27,6 +27,7 @@ from holdfast.workers.training.models.transformer import (
 )
 from holdfast.workers.training.optimizers import Optimizers, make_optimizer
 from holdfast.workers.training.parallel import Parallel, tensor
+from holdfast.workers.training.parallel.pipeline import Pipeline
 from holdfast.workers.training.schedule import learning_rate
 
 
@@ -73,7 +74,7 @@ def main(job: TrainingJob) -> None:
         raise UserError("spec.entrypoint.recipe: got nothing; expected the recipe pretrain")
     config = recipe.config
     mesh = job.spec.parallelism
-    s = session.init(_shard_without_agent(job), mesh.tensor, mesh.context)
+    s = session.init(_shard_without_agent(job), mesh.tensor, mesh.context, mesh.pipeline)
     trainer = build(job, config, s)
     start = s.restore(trainer.parallel.model, trainer.optimizer, trainer.parallel.loss_scale)
     if s.rank == 0:
@@ -104,14 +105,17 @@ def build(job: TrainingJob, config: Pretrain, s: session.Session) -> Trainer:
     """Model, optimizer and data, before restore."""
     with torch.device("meta"):
         model = Transformer(config.model)
+    mesh = job.spec.parallelism
+    pipeline = Pipeline(model, s, mesh) if s.shape.pipeline > 1 else None
     parallel = Parallel(
         model,
         list(model.blocks),
-        [model.embedding, [model.norm, model.head]],
+        model.edges(),
         s,
-        job.spec.parallelism,
+        mesh,
         config.compile,
-        lambda mesh: tensor.parallelize(model, mesh),
+        lambda axis: tensor.parallelize(model, axis),
+        pipeline,
     )
     parallel.materialize(config.seed, model.standard_deviation)
     optimizer = make_optimizer(config.optimizer, parallel.named_shards())
@@ -128,7 +132,8 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     config, s, parallel = trainer.config, trainer.session, trainer.parallel
     s.seed(config.seed, step)
     part = share(step, config.global_batch, s.data_parallel_rank, s.data_parallel_size)
-    batches = [_batch(trainer.data.batch, p) for p in micro_batches(part, config.micro_batch)]
+    size = _samples_per_pass(config, s)
+    batches = [_batch(trainer.data.batch, p) for p in micro_batches(part, size)]
     rate = learning_rate(config.optimizer, step, config.steps)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
@@ -144,12 +149,16 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
     return numbers()
 
 
-def micro_batches(part: BatchShare, size: int | str) -> list[BatchShare]:
+def _samples_per_pass(config: Pretrain, s: session.Session) -> int:
+    part = share(0, config.global_batch, 0, s.data_parallel_size)
+    return config.samples_per_pass(len(part.indices), s.shape.pipeline)
+
+
+def micro_batches(part: BatchShare, size: int) -> list[BatchShare]:
     """Slices of a rank's share; the same number on every rank, since each one communicates."""
-    width = len(part.indices) if isinstance(size, str) else size
     return [
-        BatchShare(part.indices[at : at + width], part.weights[at : at + width])
-        for at in range(0, len(part.indices), width)
+        BatchShare(part.indices[at : at + size], part.weights[at : at + size])
+        for at in range(0, len(part.indices), size)
     ]
 
 
@@ -158,9 +167,7 @@ def evaluate(trainer: Trainer) -> float:
     s, config, data = trainer.session, trainer.config, trainer.data
     part = share(0, data.num_evaluated, s.data_parallel_rank, s.data_parallel_size)
     # No larger than those of a training step, whose memory is known to suffice.
-    size = config.micro_batch
-    if isinstance(size, str):
-        size = len(share(0, config.global_batch, 0, s.data_parallel_size).indices)
+    size = _samples_per_pass(config, s)
     batches = [_batch(data.validation_batch, p) for p in micro_batches(part, size)]
     total = trainer.parallel.evaluate(batches, trainer.loss)
     return float(total) * config.global_batch / data.num_evaluated
@@ -198,7 +205,7 @@ def _first_line(trainer: Trainer, start: int) -> str:
     config, s, data = trainer.config, trainer.session, trainer.data
     millions = num_parameters(config.model) / 1e6
     part = share(0, config.global_batch, 0, s.data_parallel_size)
-    passes = micro_batches(part, config.micro_batch)
+    passes = micro_batches(part, _samples_per_pass(config, s))
     tokens = f"{config.global_batch} x {config.data.sequence_length} tokens"
     return (
         f"pretrain: {millions:.1f} M parameters, {s.shape.strategy} {s.shape.describe()}, "

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from holdfast.orchestrator.api.v1alpha1.recipe import Model
+from holdfast.orchestrator.api.v1alpha1.recipe import Model, Pretrain
 from holdfast.workers.training.data import mix, share
 from holdfast.workers.training.initial_values import fill
 from holdfast.workers.training.models.transformer import (
@@ -39,7 +39,9 @@ def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     parts = [micro_batches(share(0, 7, rank, 3), 2) for rank in range(3)]
     assert {len(batches) for batches in parts} == {2}
     assert sum(sum(b.weights) for batches in parts for b in batches) == 7
-    assert len(micro_batches(share(0, 7, 0, 3), "auto")) == 1
+    assert Pretrain().samples_per_pass(3, pipeline=1) == 3
+    assert Pretrain().samples_per_pass(3, pipeline=2) == 1  # more of them than stages
+    assert Pretrain(micro_batch=4).samples_per_pass(3, pipeline=2) == 3
 
 
 def test_mixed_numbers_are_spread_and_order_counts() -> None:
