@@ -57,6 +57,15 @@ class JobKeyValueStore:
         found = _kv()._internal_kv_list(self._key(prefix), namespace=_NAMESPACE)
         return sorted(key.decode().removeprefix(self._prefix) for key in found)
 
+    def take_upload(self, name: str) -> bytes | None:
+        """A file that was uploaded through the dashboard, where Ray's runtime envs have theirs. It
+        is deleted."""
+        key = f"gcs://{name}".encode()
+        found: bytes | None = _kv()._internal_kv_get(key)
+        if found is not None:
+            _kv()._internal_kv_del(key)
+        return found
+
     def clear(self) -> None:
         """Delete the job's keys. ENDED and then RECORD, which holds the job's name, come last: an
         interrupted deletion leaves a job that has ended."""

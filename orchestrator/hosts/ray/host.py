@@ -43,6 +43,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from .actor import ControllerOrder
 from .gcs_journal import open_journal
 from .metrics import RayMetrics
+from .uploaded_requests import UploadedRequests
 from .view_file import ViewFile
 
 log = logging.getLogger("holdfast")
@@ -61,6 +62,8 @@ class RayHostTiming:
     Ray's threads in two processes; the local backend sends one message, and more often."""
     view_file_s: float = 2.0
     """Between two writes of the view for commands over http://."""
+    requests_s: float = 0.5
+    """Between two looks for a request over http://: one short call to the head."""
     view_refresh_s: float = 20.0
     """The view is written although nothing has changed: an old one is not shown."""
     watch_s: float = 30.0
@@ -110,6 +113,9 @@ class RayHost:
             on_note=log.warning,
         )
         self._view_file = ViewFile(self._logs.parent, job.name, self._timing.view_file_s)
+        self._requests = UploadedRequests(
+            self._store, order.job_id, self._logs.parent, job.name, self.perform
+        )
         self._id = os.urandom(8).hex()
         """A watcher of an earlier controller of the job must count from 0 again."""
         self._serving = asyncio.Event()
@@ -146,9 +152,9 @@ class RayHost:
             log.info("agents connect to %s:%d", address, self._endpoint.port)
             self._serving.set()
             loop = asyncio.get_running_loop()
-            background = [
-                loop.create_task(work) for work in (self._export(), self._trim(), self._publish())
-            ]
+            work = [self._export(), self._trim(), self._publish()]
+            work.append(self._requests.serve(self._timing.requests_s))
+            background = [loop.create_task(one) for one in work]
             try:
                 await self.runtime.run()
             finally:

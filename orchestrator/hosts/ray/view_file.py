@@ -1,7 +1,8 @@
 """The view of a job as a file among Ray's logs of the head. A command over http:// reads it through
 the dashboard, as `ray logs` reads logs, and needs no Ray job of its own.
 
-The file counts only while the actor of this process is alive: readers compare the pid.
+`requests`: this version takes requests over http:// too (uploaded_requests.py). The file counts
+only while the actor of this process is alive: readers compare the pid.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class ViewFile:
         began = time.perf_counter()
         part = self._path.with_suffix(".part")
         try:
-            part.write_text(json.dumps({"pid": os.getpid(), "view": view_body(view)}))
+            part.write_text(
+                json.dumps({"pid": os.getpid(), "requests": True, "view": view_body(view)})
+            )
             part.replace(self._path)
             self._problem = ""
         except OSError as error:

@@ -209,9 +209,11 @@ def test_over_http_commands_that_need_a_terminal_or_a_local_directory_are_refuse
 def test_over_http_events_report_and_logs_of_a_job_are_shown(job: Job) -> None:
     dashboard = job.cluster.dashboard
     job.running()
+    before = commands(job)
     assert "launch" in ask(job, "events", NAME, address=dashboard)
     assert "goodput" in ask(job, "report", NAME, address=dashboard)
     assert "parameters" in ask(job, "logs", NAME, "--rank", "0", address=dashboard)
+    assert commands(job) <= before, "no Ray job was started"
 
 
 def test_over_http_a_fault_is_injected_into_an_existing_rank(job: Job) -> None:
@@ -220,7 +222,9 @@ def test_over_http_a_fault_is_injected_into_an_existing_rank(job: Job) -> None:
     done = holdfast(*kill, "9", "--ray", dashboard)
     assert done.returncode == 2 and done.stdout == ""
     assert "rank: got 9; expected" in done.stderr
+    ray_jobs = commands(job)
     assert "worker 1" in ask(job, *kill, "1", address=dashboard)
+    assert commands(job) <= ray_jobs, "no Ray job was started"
     assert job.incident_after(before).rehearsal
     assert job.running().num_incidents == before + 1
 

@@ -1,10 +1,13 @@
-"""Commands over http:// that only look at a running job: they read what its controller has
-published. Where that is not possible, the command runs inside the cluster, as a Ray job."""
+"""Commands over http:// for a running job: they read what its controller has published, and upload
+requests that it answers. Where that is not possible, the command runs inside the cluster, as a Ray
+job."""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -14,22 +17,34 @@ from typing import Any, NoReturn
 
 import msgspec
 import typer
+from cryptography.fernet import Fernet
 
-from holdfast.orchestrator.backends.ray import names
+from holdfast.orchestrator.backends.ray import actors, names
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter, matching
-from holdfast.orchestrator.backends.ray.state_api import StateApi
+from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, StateApi
+from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import print_files
 from holdfast.orchestrator.core.context import SECOND_NS
+from holdfast.orchestrator.core.journal import decode_records
+from holdfast.orchestrator.errors import HoldfastError
+from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
+from holdfast.orchestrator.hosts.ray.uploaded_requests import JOURNAL, UploadedRequest
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import LogSelector, Response, RunResult
 from ..tempdir import scratch
-from .jobs_api import forward
+from .jobs_api import forward, requester
 
-COMMANDS = ("status", "report", "logs")
+COMMANDS = ("status", "report", "logs", "events", "resize", "suspend", "resume", "cancel", "chaos")
+POLL_S = 0.2
+"""Between two looks for an answer."""
+AGAIN_S = 3.0
+"""A request that was not taken is uploaded again: that of another command may have replaced it."""
+TAKEN_S = 30.0
+"""Until a request must have been taken; a controller that starts again needs as long."""
 MAX_LOGS = 32
 """Files that are read one after the other; of more, every Ray node reads its own at once."""
 OLD_S = 60.0
@@ -60,18 +75,18 @@ class DashboardTarget:
             view = None
         if view is None:
             self._inside()
-        return DashboardJob(api, view, self._inside)
+        return DashboardJob(api, *view, self._inside)
 
-    def _view(self, api: StateApi, name: str) -> JobView | None:
+    def _view(self, api: StateApi, name: str) -> tuple[JobView, ControllerProcess] | None:
         controller = api.controller(name)
         if controller is None:
             return None
         found = json.loads(api.log_file(controller.ray_node, names.view_file(name)))
-        if found["pid"] != controller.pid:
-            return None  # of an earlier process
+        if found["pid"] != controller.pid or not found.get("requests"):
+            return None  # of an earlier process, or of an earlier version
         view = msgspec.convert(found["view"], JobView)
         is_old = abs(time.time() - view.now_ns / SECOND_NS) > OLD_S
-        return None if is_old else view
+        return None if is_old else (view, controller)
 
     def _inside(self) -> NoReturn:
         raise typer.Exit(self._run_inside(self._address))
@@ -98,8 +113,15 @@ class DashboardTarget:
 class DashboardJob:
     """A running job whose controller has published its view."""
 
-    def __init__(self, api: StateApi, view: JobView, inside: Callable[[], NoReturn]) -> None:
+    def __init__(
+        self,
+        api: StateApi,
+        view: JobView,
+        controller: ControllerProcess,
+        inside: Callable[[], NoReturn],
+    ) -> None:
         self._api, self._view, self._inside = api, view, inside
+        self._head = controller.ray_node
 
     @property
     def name(self) -> str:
@@ -112,10 +134,69 @@ class DashboardJob:
         return []
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        self._inside()
+        arguments.setdefault("by", requester())
+        return self._ask(verb, arguments)
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
-        self._inside()
+        from holdfast.orchestrator.cli.event_format import EventFormatter
+        from holdfast.orchestrator.cli.output import stdout
+
+        if follow:
+            self._inside()
+        console, formatter, num_printed, now_ns = stdout(), EventFormatter(), 0, 0
+        for chunk in self._ask(JOURNAL, {}).body["chunks"]:
+            if chunk["snapshot"] is not None and chunk["covered"] != num_printed:
+                item = Snapshot(chunk["covered"], base64.b64decode(chunk["snapshot"]))
+                formatter.print_snapshot(console, item, as_json=as_json)
+                num_printed = chunk["covered"]
+            for now_ns, event in decode_records(base64.b64decode(chunk["records"])):
+                formatter.print_record(console, now_ns, event, as_json=as_json)
+                num_printed += 1
+        formatter.end(console, now_ns, as_json=as_json)
+
+    def _ask(self, verb: str, arguments: dict[str, Any]) -> Response:
+        """The controller's answer. Raises RequestRefused, and HoldfastError when there is none."""
+        key = Fernet.generate_key().decode()
+        request = UploadedRequest(secrets.token_hex(8), key, verb, arguments)
+        sent_s = uploaded_s = 0.0
+        taken = False
+        while True:
+            now_s = time.monotonic()
+            sent_s = sent_s or now_s
+            if not taken and now_s - uploaded_s > AGAIN_S:
+                self._upload(request, first=not uploaded_s)
+                uploaded_s = now_s
+            time.sleep(POLL_S)
+            now_taken, answer = self._answer(request)
+            taken |= now_taken
+            if answer is not None:
+                return self._response(answer)
+            if now_s - sent_s > (actors.ANSWER_S if taken else TAKEN_S):
+                raise HoldfastError(
+                    f"job {self.name}: its controller has not answered; it may still carry the "
+                    f"request out; `holdfast events` shows whether it has"
+                )
+
+    def _response(self, answer: dict[str, Any]) -> Response:
+        if not answer["ok"]:
+            raise RequestRefused(f"job {self.name}: {answer['detail']}")
+        return Response(answer["detail"], answer["body"])
+
+    def _upload(self, request: UploadedRequest, *, first: bool) -> None:
+        try:
+            self._api.upload(names.request(self._view.job_id), msgspec.json.encode(request))
+        except Exception as error:  # of Ray, of requests
+            log.debug("job %s: a request cannot be uploaded: %s", self.name, error)
+            if first:
+                self._inside()
+
+    def _answer(self, request: UploadedRequest) -> tuple[bool, dict[str, Any] | None]:
+        """(whether the request was taken, the answer if there is one)."""
+        try:
+            file = names.answer_file(self.name, request.id)
+            return True, request.unseal(self._api.log_file(self._head, file))
+        except Exception:  # of Ray, of requests: there is no such file, or a text that says so
+            return False, None
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
@@ -164,4 +245,5 @@ class DashboardJob:
 
 def can_look(words: list[str] | None = None) -> bool:
     """Whether this command may do without a Ray job."""
-    return (sys.argv[1:] if words is None else words)[:1] in ([name] for name in COMMANDS)
+    given = sys.argv[1:] if words is None else words
+    return given[:1] in ([name] for name in COMMANDS) or given[:2] == ["checkpoint", "save"]
