@@ -195,7 +195,7 @@ class DashboardJob:
         try:
             file = names.answer_file(self.name, request.id)
             return True, request.unseal(self._api.log_file(self._head, file))
-        except Exception:  # of Ray, of requests: there is no such file, or a text that says so
+        except Exception:  # of Ray, of requests: no such file, or an error as its text
             return False, None
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
