@@ -53,7 +53,8 @@ class Recorder:
             for name, value in report.user_properties:
                 if name == "shows":
                     strategy, column, text = value
-                    self.found[strategy][column] = text
+                    cells = self.found[strategy]
+                    cells[column] = f"{cells[column]}; {text}" if column in cells else text
         self.num_failed += report.failed
 
 

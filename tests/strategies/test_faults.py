@@ -69,19 +69,24 @@ CHAIN: dict[str, dict[str, Any]] = {
     "HSDP 2 x 2": {"shard": 2},
     "TP 2 x DDP 2": {"tensor": 2, "replicate": 2},
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
+    "DDP 4": {"shard": 1},
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
-    "DDP 4": {"shard": 1},
+    "FSDP 4": {"shard": 4},
 }
 """Name -> mesh of 4 ranks, each continuing the checkpoint of the one before."""
 
 
+@pytest.mark.parametrize("chain", [CHAIN, STAGES], ids=["axes", "stages"])
 def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
-    start: Start, shows: Shows, tmp_path: Path
+    chain: dict[str, dict[str, Any]], start: Start, shows: Shows, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "checkpoints")
     found: dict[int, float] = {}
-    for number, parallelism in enumerate(CHAIN.values(), 1):
+    for number, parallelism in enumerate(chain.values(), 1):
         tiers = {"path": path, "storage": {"everySteps": 10_000}}
         if number > 1:
             words = ("checkpoint", "adopt", path, "--job", f"run{number}", "--yes")
@@ -94,9 +99,9 @@ def test_a_checkpoint_of_each_strategy_is_continued_by_the_next(
         found |= losses
     place = tmp_path / "alone"
     place.mkdir()
-    steps = len(CHAIN) * PIECE
+    steps = len(chain) * PIECE
     expected = alone(place, document("alone", steps, {"shard": 1}, workers=1), 1)
     for step, (loss, _norm) in enumerate(expected):
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
-    for before, after in pairwise(CHAIN):
+    for before, after in pairwise(chain):
         shows(before, "reshards", after)
