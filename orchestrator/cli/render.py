@@ -61,6 +61,16 @@ def _progress(view: JobView) -> Iterator[RenderableType]:
     yield grid
 
 
+def throughput(view: JobView) -> Iterator[str]:
+    """Tokens per second, in all and of one GPU, and MFU, as far as they are known."""
+    if view.tokens_per_s:
+        yield f"{count(view.tokens_per_s)} tokens/s"
+        if gpus := view.gpus_per_worker * view.world_size:
+            yield f"{count(view.tokens_per_s / gpus)} per GPU"
+    if view.mfu is not None:
+        yield f"MFU {view.mfu:.1%}"
+
+
 def devices(view: JobView) -> str:
     if not view.gpus_per_worker:
         return "no GPUs: the workers train on the CPU"
@@ -84,12 +94,8 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         line = sparkline(losses)
         yield "loss", f"{view.loss:.4f}" + (f"  {line}" if line else "")
     if view.step_s:
-        speed = f"{view.step_s:.3f} s per step"
-        if view.tokens_per_s:
-            speed = f"{count(view.tokens_per_s)} tokens/s, {speed}"
-        if view.mfu is not None:
-            speed += f", MFU {view.mfu:.1%}"
-        yield "speed", speed
+        pace = f"{view.step_s:.3f} s per step"
+        yield "speed", ", ".join(part for part in (*throughput(view), pace) if part)
     if view.world_size:
         mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
         yield "world", f"{plural(view.world_size, 'worker')}{mesh}, generation {view.generation}"

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
-from .output import clock, count, date, duration, plural, size, state_text
-from .render import ledger, outcome, storage_problem
+from .output import clock, date, duration, plural, size, state_text
+from .render import ledger, outcome, storage_problem, throughput
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -98,9 +98,8 @@ def _summary(view: JobView) -> Iterator[str]:
     if not steps and view.step >= 0:
         steps = plural(view.step + 1, "step")
     loss = f"loss {view.loss:.4f}" if view.loss is not None else ""
-    speed = f"{count(view.tokens_per_s)} tokens/s" if view.tokens_per_s else ""
     pace = f"{view.step_s:.3f} s per step" if view.step_s else ""
-    if line := ", ".join(part for part in (steps, loss, speed, pace) if part):
+    if line := ", ".join(part for part in (steps, loss, *throughput(view), pace) if part):
         yield line
     if view.world_size:
         world = f"{plural(view.world_size, 'worker')}, {view.strategy}: {view.mesh}"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from holdfast.orchestrator.cli import output
 from holdfast.orchestrator.cli.display import LineDisplay, LiveDisplay, make_display
-from holdfast.orchestrator.cli.render import status
+from holdfast.orchestrator.cli.render import status, throughput
 from holdfast.orchestrator.cli.report import main_thread, print_report, report
 from holdfast.orchestrator.runtime.observe.view import CheckpointView, JobView, NodeView
 
@@ -106,6 +106,14 @@ def test_the_live_display_shows_everything() -> None:
     for part in ("3 of 100 steps", "12.3k tokens/s", "4 workers, HSDP", "node-0", "SIGKILL",
                  "step 41 in memory, step 39 in storage (40.0 MiB)", "█▅▁", "remark"):  # fmt: skip
         assert part in shown
+
+
+def test_throughput_is_shown_of_the_job_and_of_one_gpu_where_there_are_any() -> None:
+    on_cpus = make_view(tokens_per_s=12_300.0, world_size=4, gpus_per_worker=0)
+    assert list(throughput(on_cpus)) == ["12.3k tokens/s"]
+    on_gpus = make_view(tokens_per_s=12_300.0, world_size=4, gpus_per_worker=1, mfu=0.412)
+    assert list(throughput(on_gpus)) == ["12.3k tokens/s", "3.1k per GPU", "MFU 41.2%"]
+    assert any("12.3k tokens/s, 3.1k per GPU, MFU 41.2%" in line for line in report_lines(on_gpus))
 
 
 def test_status_of_a_job_that_has_not_started() -> None:

@@ -12,7 +12,10 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+from holdfast.orchestrator.protocol.environment import CACHES
 
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 """Without it numpy's OpenBLAS starts threads at import, and a process with threads must not fork.
@@ -67,11 +70,20 @@ def preload() -> None:
     copies, the pages that children share."""
     for name, value in SINGLE_THREADED.items():
         assert os.environ.get(name) == value, f"{name} must be set before the interpreter starts"
-    for name in (*MODULES, *OURS):
-        import_if_there(name)
+    import_all((*MODULES, *OURS))
     gc.collect()
     gc.freeze()
     assert num_threads() == 1, f"{num_threads()} threads after preloading: a fork is not safe"
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import those that are there. torch._dynamo puts its default TORCHINDUCTOR_CACHE_DIR into the
+    environment, where an agent that is forked later would take it for a choice of the user."""
+    chosen = {name for name in CACHES if name in os.environ}
+    for name in names:
+        import_if_there(name)
+    for name in set(CACHES) - chosen:
+        os.environ.pop(name, None)
 
 
 def import_if_there(name: str) -> None:

@@ -90,7 +90,8 @@ def _imports_session(node: ast.AST) -> bool:
 def _warm_recipe(job: TrainingJob, config: Pretrain, session: Session) -> None:
     layers = config.model.num_layers // job.spec.parallelism.pipeline  # of one rank
     model = config.model.model_copy(update={"num_layers": layers})
-    config = config.model_copy(update={"model": model})
+    # Without its rank and environment it would compile into another cache than workers read.
+    config = config.model_copy(update={"model": model, "compile": False})
     trainer = pretrain.build(job, config, session)
     session.restore(trainer.parallel.model, trainer.optimizer)
     trainer.parallel.refuse_non_finite = False
