@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # mypy without its cache, on a busy machine
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
