@@ -92,7 +92,7 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
         environment |= {"MASTER_PORT": str(port), **variables}
         with (place / f"rank-{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
-    codes = [process.wait(timeout=1180) for process in ranks]
+    codes = [process.wait(timeout=580) for process in ranks]
     text = (place / "rank-0.log").read_text()
     assert codes == [0] * world_size, text[-3000:]
     return text

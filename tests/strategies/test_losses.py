@@ -9,7 +9,7 @@ import pytest
 from .conftest import Shows
 from .rig import DIGITS, alone, document, several
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 20
 MESHES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import pytest
 from .conftest import Shows
 from .rig import CONFIG, DIGITS, document, losses_by_job, output_of, several
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 20
 TWO_PASSES = {"microBatch": 1}
