@@ -9,7 +9,7 @@ import pytest
 
 from .rig import CONFIG, DIGITS, alone, document
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 5
 QK_NORM = {"model": {**CONFIG["model"], "qkNorm": True}}  # type: ignore[dict-item]

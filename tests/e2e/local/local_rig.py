@@ -144,9 +144,9 @@ class Job:
         view = self.until(lambda v: v.state == "running" and len(v.incidents) == incidents)
         return self.until(lambda v: v.step >= view.step + steps)
 
-    def wait(self, bound_s: float = BOUND_S) -> JobView:
+    def wait(self) -> JobView:
         """Wait for the end of the command; the final view."""
-        self.command.wait(bound_s)
+        self.command.wait(BOUND_S)
         submitted = (self.directory.path / "job.json").exists()
         assert submitted, f"no job was submitted:\n{self.output()}"
         return read_view(self.directory)
