@@ -124,7 +124,7 @@ def test_a_warm_up_leaves_no_group_no_random_state_and_no_threads_behind(
 ) -> None:
     program = PROGRAM.format(entrypoint=entrypoint, spec=spec, counted=counted, directory=str(ROOT))
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"warm-ups {warm_ups}"]
