@@ -258,7 +258,7 @@ def release_surplus(ctx: StepContext) -> None:
         return
     members = dict.fromkeys(state.members if state.active else ())
     idle = [n for n in state.nodes.values() if n.name not in members and n.confirmed]
-    settled = state.active and state.stop is None and state.phase == "running"
+    settled = _settled(state)
     for node in idle:
         if not settled and _holds_restore_point(state, node):
             continue
@@ -275,6 +275,15 @@ def release_surplus(ctx: StepContext) -> None:
         if surplus > 0 and node.name in state.nodes:
             release(ctx, node.name, "capacity", f"{len(state.nodes)} nodes, {wanted} wanted")
             surplus -= 1
+
+
+def _settled(state: JobState) -> bool:
+    """The generation trains, and needs no memory of idle nodes. A script is in phase running before
+    its workers have restored; its first step shows that they have."""
+    if not state.active or state.stop is not None or state.phase != "running":
+        return False
+    restore = state.membership.restore if state.membership else None
+    return state.first_step_done or restore is None or bool(restore.directory)
 
 
 def _holds_restore_point(state: JobState, node: NodeRecord) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
-from .base import AutoOrCount, Part
+from .base import AutoOrCount, Part, Wait
 
 
 class Model(Part):
@@ -178,6 +178,9 @@ class Pretrain(Part):
     """Compute the mean loss of the tokens of data.validation after every Nth step; 0: never."""
     compile: bool = False
     """true: compile each block with torch.compile."""
+    min_step_s: Wait = 0.0
+    """Each rank sleeps at the end of a step that took less than this. For trying out faults and
+    resizes with a small model where other work needs the processors; 0: never."""
     model: Model = Model()
     data: Data = Data()
     loss: Loss = Loss()

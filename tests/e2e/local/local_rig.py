@@ -22,6 +22,7 @@ import yaml
 
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import read_view
+from holdfast.orchestrator.protocol.environment import CACHES
 from holdfast.orchestrator.protocol.manifest import directory_name
 from holdfast.orchestrator.protocol.messages import Reply, Request, decode, encode, frame_length
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -29,12 +30,15 @@ from holdfast.workers.checkpoint import inspect
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles
 
 BOUND_S = 120.0
+ENDLESS = 1_000_000
 
 
 def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """A small transformer, 2 nodes x 2 workers, HSDP 2 x 2."""
+    """A small transformer, 2 nodes x 2 workers, HSDP 2 x 2. An endless job leaves the processors to
+    the tests beside it."""
     config = {
         "steps": steps,
+        "minStepSeconds": 0.2 if steps >= ENDLESS else 0,
         "globalBatch": 4,
         "model": {"dim": 32, "numLayers": 1, "numHeads": 2},
         "data": {"sequenceLength": 16},
@@ -53,6 +57,12 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
             **changes,
         },
     }
+
+
+def _environment() -> dict[str, str]:
+    """Of this process, without the directories that torch writes into it when a test imports
+    torch._dynamo: a job would take them for the user's choice."""
+    return {name: value for name, value in os.environ.items() if name not in CACHES}
 
 
 class Job:
@@ -74,7 +84,7 @@ class Job:
             self.command = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", *words,
                  "--home", str(self.home)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(),
             )  # fmt: skip
 
     def run_unread(self) -> None:
@@ -83,6 +93,7 @@ class Job:
             [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", str(self.file),
              "--home", str(self.home)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=_environment(),
         )  # fmt: skip
         assert self.command.stdout is not None
         assert self.command.stdout.readline()

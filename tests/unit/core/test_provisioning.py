@@ -399,6 +399,28 @@ def test_surplus_nodes_are_released_after_the_first_step_the_newest_first() -> N
     assert list(job.state.nodes) == ["a", "b", "c"]
 
 
+def test_a_script_keeps_idle_nodes_until_its_workers_have_restored_from_memory() -> None:
+    """It is in phase running as soon as its workers run: the nodes that a shrink made idle still
+    hold shards that its workers read."""
+    job = Transcript(spec({"min": 1, "max": 3}, shard="world", script=True)).started("a", "b", "c")
+    job.apply(ResizeRequested(nodes=2))
+    job.all_stopped(3)
+    job.succeed(LaunchGroup)
+    assert job.state.phase == "running" and not job.of(ReleaseNode)
+    assert not job.wait(5)
+    job.step(4)
+    assert job.one(ReleaseNode).node == "c"
+
+
+def test_a_script_without_a_state_to_restore_releases_idle_nodes_at_once() -> None:
+    job = Transcript(spec({"min": 1, "max": 3}, shard="world", script=True))
+    job.started("a", "b", "c", step=None)
+    job.apply(ResizeRequested(nodes=2))
+    job.all_stopped()
+    job.succeed(LaunchGroup)
+    assert [action.node for action in job.all(ReleaseNode)] == ["c"]
+
+
 def test_a_job_that_may_grow_keeps_its_idle_nodes() -> None:
     """Three of four nodes are a whole number of replicas of one node, five of six are not."""
     job = Transcript(spec({"min": 2, "max": 4}, workers=2, shard=4)).started(

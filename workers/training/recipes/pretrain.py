@@ -82,6 +82,7 @@ def main(job: TrainingJob) -> None:
     began = time.perf_counter()
     for step in range(start, config.steps):
         loss, norm = train_step(trainer, step)
+        time.sleep(max(0.0, began + config.min_step_s - time.perf_counter()))
         if s.rank == 0:  # before s.step: a kill in between prints the line twice rather than never
             rate = trainer.tokens_per_step / (time.perf_counter() - began)
             epoch = (step + 1) * config.global_batch / len(trainer.data.train)
