@@ -70,7 +70,10 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
 def _of_shards(job: TrainingJob) -> Iterator[Problem]:
     """What only FSDP2 does."""
     spec, mesh = job.spec, job.spec.parallelism
-    one_copy = mesh.shard == mesh.context == 1 or _world(job) == 1
+    one_copy = mesh.shard in (1, "auto") and mesh.context == 1 or _world(job) == 1
+    with_shard, whole = f"with shard {mesh.shard}", "every rank has the whole model"
+    if mesh.shard == "auto":
+        with_shard, whole = "with shard: auto", "auto may choose 1, where it has no effect"
     if mesh.offload == "cpu" and spec.resources.gpu == 0:
         yield Problem(
             f"{PREFIX}offload",
@@ -81,18 +84,18 @@ def _of_shards(job: TrainingJob) -> Iterator[Problem]:
     elif mesh.offload == "cpu" and one_copy:
         yield Problem(
             f"{PREFIX}offload",
-            "cpu with shard 1",
+            f"cpu {with_shard}",
             "none, or a shard above 1",
-            "DDP keeps all states on the device",
+            f"{whole}; set parallelism.shard to a number above 1, or world",
         )
     for name in ("reshard_after_forward", "accumulate_gradients", "prefetch_blocks"):
         field, value = Parallelism.model_fields[name], getattr(mesh, name)
         if value != field.default and one_copy:
             yield Problem(
                 PREFIX + (field.alias or name),
-                f"{str(value).lower()} with shard 1",
+                f"{str(value).lower()} {with_shard}",
                 "it with a shard above 1",
-                "every rank has the whole model; remove the field, or set parallelism.shard",
+                f"{whole}; set parallelism.shard to a number above 1, or world",
             )
     recipe = spec.entrypoint.recipe
     assert recipe is not None
