@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..api.v1alpha1 import TrainingJob
 from ..protocol.facts import NodeFacts
 from ..protocol.mesh import Mesh
-from .costs import USABLE, count_parameters, device_bytes, memory_table, model_state_bytes
+from .costs import USABLE, device_bytes, memory_table, model_state_bytes
 
 
 def choose_mesh(
@@ -147,4 +147,4 @@ def _states_fit(job: TrainingJob, mesh: Mesh, memory: int | None) -> bool:
     recipe = job.spec.entrypoint.recipe
     if memory is None or recipe is None:
         return True
-    return model_state_bytes(count_parameters(recipe.config.model), mesh) <= memory
+    return model_state_bytes(recipe.config, mesh) <= memory

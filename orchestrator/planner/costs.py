@@ -17,6 +17,7 @@ Traffic: ZeRO, section 7, in bytes instead of elements; FSDP2 gathers in the par
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -78,11 +79,8 @@ def flops_per_token(settings: Pretrain) -> float:
 
 
 # -- memory -------------------------------------------------------------------------------------
-STATE_BYTES = 16
-"""Bytes per parameter: 4 master copy, 4 gradient, 8 the two moments of AdamW."""
-
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter: as above without the gradient."""
+BYTES_IN_8_BITS = 2 * (1 + 4 / 256)
+"""Of the two moments of a parameter: an index of one byte, and 4 bytes for each 256 values."""
 
 USABLE = 0.8
 """Share of a device's memory: 454 published runs below it never ran out (arXiv 2411.06465)."""
@@ -132,9 +130,51 @@ def stage_parameters(counts: Counts, mesh: Mesh) -> int:
     return layers * counts.layer + max(counts.embedding, counts.head)
 
 
-def model_state_bytes(counts: Counts, mesh: Mesh) -> int:
+_STATE_OF = {
+    "adamw": "AdamW moments",
+    "adamw8bit": "AdamW moments of 8 bits",
+    "muon": "momentum of Muon",
+    "dion": "momentum of Dion",
+}
+
+
+def moment_bytes(settings: Pretrain) -> float:
+    """Bytes of optimizer state per parameter, averaged over the model. Exact for adamw; others keep
+    norms and small matrices as adamw does, which is not counted, nor are the factors of dion."""
+    model, name = settings.model, settings.optimizer.name
+    counts = count_parameters(model)
+    if name == "adamw8bit" and model.dim % 256 == 0:
+        other = model.num_layers * model.dim * model.ffn * (model.ffn % 256 != 0)
+        return (BYTES_IN_8_BITS * (counts.total - other) + 8 * other) / counts.total
+    if name in ("muon", "dion"):
+        in_blocks = counts.num_layers * counts.layer
+        return (4 * in_blocks + 8 * (counts.total - in_blocks)) / counts.total
+    return 8
+
+
+def state_bytes(settings: Pretrain) -> float:
+    """Bytes per parameter: 4 master copy, 4 gradient, the optimizer's."""
+    return 8 + moment_bytes(settings)
+
+
+def checkpoint_bytes(settings: Pretrain) -> float:
+    """Bytes per parameter: as state_bytes without the gradient."""
+    return 4 + moment_bytes(settings)
+
+
+def model_state_bytes(settings: Pretrain, mesh: Mesh) -> int:
     """Bytes of master copy, gradients and optimizer state of one rank."""
-    return -(-STATE_BYTES * stage_parameters(counts, mesh) // (mesh.num_shards // mesh.pipeline))
+    return _of_one_rank(state_bytes(settings), settings, mesh)
+
+
+def shard_bytes(settings: Pretrain, mesh: Mesh) -> int:
+    """What one worker stages."""
+    return _of_one_rank(checkpoint_bytes(settings), settings, mesh)
+
+
+def _of_one_rank(per_parameter: float, settings: Pretrain, mesh: Mesh) -> int:
+    parameters = stage_parameters(count_parameters(settings.model), mesh)
+    return math.ceil(per_parameter * parameters / (mesh.num_shards // mesh.pipeline))
 
 
 def memory_table(
@@ -161,15 +201,19 @@ def device_bytes(rows: tuple[MemoryEstimate, ...]) -> int:
 def _states(job: TrainingJob, mesh: Mesh, counts: Counts) -> list[MemoryEstimate]:
     parallelism, width = job.spec.parallelism, parameter_bytes(job)
     total, ranks = stage_parameters(counts, mesh), mesh.num_shards // mesh.pipeline
-    formula = f"{STATE_BYTES} P / S = 16 x {total:,} / {ranks}{_largest_stage(mesh)}"
-    states = model_state_bytes(counts, mesh)
-    what = "model states: fp32 shards, gradients, AdamW moments"
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    per = f"{state_bytes(recipe.config):.4g}"
+    formula = f"{per} P / S = {per} x {total:,} / {ranks}{_largest_stage(mesh)}"
+    states = model_state_bytes(recipe.config, mesh)
+    name = recipe.config.optimizer.name
+    what = f"model states: fp32 shards, gradients, {_STATE_OF[name]}"
     where: MemoryOwner = "device"
     if parallelism.offload == "cpu" and mesh.num_fsdp_shards > 1:  # only FSDP2 offloads
         workers, where = job.spec.workers_per_node, "node"
         formula, states = f"{workers} workers x {formula}", workers * states
     # Every rank of a tensor axis has the norms whole, which are not counted.
-    exact = mesh.tensor * mesh.pipeline == 1
+    exact = mesh.tensor * mesh.pipeline == 1 and name == "adamw"
     rows = [MemoryEstimate(what, where, states, formula, exact=exact)]
     keep = parallelism.reshard_after_forward
     if mesh.pipeline > 1:
@@ -300,26 +344,23 @@ def _tiers(
     if host is not None:
         buffers = host.grant.buffers
     shards = mesh.shards_per_node(workers)
-    unit, rows = shards * shard_bytes(counts, mesh), []
-    formula = f"{shards} shards x up to {buffers} buffers x 12 P / {mesh.num_shards}"
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    per, exact = checkpoint_bytes(recipe.config), recipe.config.optimizer.name == "adamw"
+    unit, rows = shards * shard_bytes(recipe.config, mesh), []
+    formula = f"{shards} shards x up to {buffers} buffers x {per:.4g} P / {mesh.num_shards}"
     if checkpoint.memory.every_steps == "auto" and buffers > 1:
         formula += f"; staged as often as {checkpoint.memory.budget_percent:g} % of a step allow"
     tier = checkpoint.memory.every_steps and buffers > 1
     what = "memory tier: staged checkpoints" if tier else "staged for storage"
-    rows.append(MemoryEstimate(what, "node", buffers * unit, formula, exact=True))
+    rows.append(MemoryEstimate(what, "node", buffers * unit, formula, exact=exact))
     if buddy:
-        formula = f"{shards} shards x {COPIES} copies x 12 P / {mesh.num_shards}"
+        formula = f"{shards} shards x {COPIES} copies x {per:.4g} P / {mesh.num_shards}"
         what = "memory tier: copies for the buddy"
         rows.append(MemoryEstimate(what, "node", COPIES * unit, formula))
-    size = CHECKPOINT_BYTES * counts.total
-    rows.append(MemoryEstimate("one checkpoint", "storage", size, "12 P", exact=True))
+    size = math.ceil(per * counts.total)
+    rows.append(MemoryEstimate("one checkpoint", "storage", size, f"{per:.4g} P", exact=exact))
     return rows
-
-
-def shard_bytes(counts: Counts, mesh: Mesh) -> int:
-    """What one worker stages."""
-    ranks = mesh.num_shards // mesh.pipeline
-    return -(-CHECKPOINT_BYTES * stage_parameters(counts, mesh) // ranks)
 
 
 def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | None:
@@ -336,10 +377,9 @@ def plan_host(job: TrainingJob, mesh: Mesh, node: NodeFacts) -> HostMemory | Non
     states = [r for r in rows if r.where == "node" and "model states" in r.what]
     used = workers * (PROCESS_BYTES + on_cpu * device_bytes(rows))
     used += sum(row.num_bytes for row in states)
-    counts = count_parameters(job.spec.entrypoint.recipe.config.model)
     return plan_host_memory(
         HostRoom(limit, max(0, limit - used)),
-        shard_bytes=shard_bytes(counts, mesh),
+        shard_bytes=shard_bytes(job.spec.entrypoint.recipe.config, mesh),
         num_shards=mesh.num_shards,
         workers=workers,
         buddy=needs_buddy(job, mesh),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
@@ -187,10 +189,10 @@ def _advice(job: TrainingJob, mesh: Mesh | None, device_memory_bytes: int) -> st
     recipe, parallelism = job.spec.entrypoint.recipe, job.spec.parallelism
     assert recipe is not None and mesh is not None
     counts = costs.count_parameters(recipe.config.model)
-    states = costs.model_state_bytes(counts, mesh)
+    states = costs.model_state_bytes(recipe.config, mesh)
     if states > costs.USABLE * device_memory_bytes:
         room = costs.USABLE * device_memory_bytes
-        shards = -(-costs.STATE_BYTES * counts.total // int(room))
+        shards = math.ceil(costs.state_bytes(recipe.config) * counts.total / room)
         return (
             f"the model states alone need {states / 2**30:.1f} GiB: share them between at least "
             f"{shards} workers (parallelism.shard, nodes.max), or set parallelism.offload: cpu"

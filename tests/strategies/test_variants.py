@@ -47,6 +47,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "Muon": {"optimizer": {**CONFIG["optimizer"], "name": "muon"}},
     "Dion": {"optimizer": {**CONFIG["optimizer"], "name": "dion"}},
+    "AdamW with moments of 8 bits": {
+        "optimizer": {**CONFIG["optimizer"], "name": "adamw8bit"},
+        "model": {**CONFIG["model"], "dim": 256, "ffnDim": 256},
+    },
     "AdamW within backward": {
         "optimizer": {**CONFIG["optimizer"], "gradientClip": 0, "inBackward": True}
     },

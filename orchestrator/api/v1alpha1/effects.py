@@ -50,6 +50,7 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
 
 
 def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
+    yield from _of_float8(job)
     yield from _of_shards(job)
     yield from _of_replicas(job)
     yield from _of_a_pipeline(job)
@@ -67,10 +68,28 @@ def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:
         )
 
 
+def _of_float8(job: TrainingJob) -> Iterator[Problem]:
+    mesh = job.spec.parallelism
+    if mesh.precision.linear != "float8":
+        return
+    where = f"{PREFIX}precision.linear"
+    if job.spec.resources.gpu == 0:
+        fix = "use GPUs of compute capability 8.9 or above, or linear: auto"
+        yield Problem(where, "float8 for a job on CPUs", "auto", fix)
+    if mesh.tensor > 1:
+        yield Problem(
+            where,
+            f"float8 with parallelism.tensor {mesh.tensor}",
+            "it without a tensor axis",
+            "the columns of a weight share scales, and the axis divides them; remove one of the "
+            "two",
+        )
+
+
 def _of_shards(job: TrainingJob) -> Iterator[Problem]:
     """What only FSDP2 does."""
     spec, mesh = job.spec, job.spec.parallelism
-    one_copy = mesh.shard in (1, "auto") and mesh.context == 1 or _world(job) == 1
+    one_copy = (mesh.shard in (1, "auto") and mesh.context == 1) or _world(job) == 1
     with_shard, whole = f"with shard {mesh.shard}", "every rank has the whole model"
     if mesh.shard == "auto":
         with_shard, whole = "with shard: auto", "auto may choose 1, where it has no effect"
@@ -209,14 +228,14 @@ def _of_optimizers(job: TrainingJob) -> Iterator[Problem]:
             f"{where}name",
             f"{settings.name} with offload: cpu",
             "adamw, or no offload",
-            "it exchanges parts of matrices between devices",
+            "its step is on the device",
         )
     if settings.name != "adamw" and mesh.tensor > 1:
         yield Problem(
             f"{where}name",
             f"{settings.name} with parallelism.tensor {mesh.tensor}",
             "adamw with a tensor axis",
-            "its exchange is over the rows that FSDP2 divides; remove one of the two",
+            "it works on the rows that FSDP2 divides; remove one of the two",
         )
 
 

@@ -27,6 +27,9 @@ class Precision(Part):
     The sharded master copy is always float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Format in which gradients are reduced; bfloat16 halves the traffic and risks loss spikes."""
+    linear: Literal["auto", "float8"] = "auto"
+    """Format of the matrix products of the blocks, without attention. auto: that of the parameters;
+    float8: by torchao, which the workers need, on GPUs of compute capability 8.9 or above."""
 
 
 Kept = Literal["matmul", "attention"]

@@ -120,10 +120,11 @@ class Loss(Part):
 class Optimizer(Part):
     """With linear warm-up, then a schedule of the learning rate."""
 
-    name: Literal["adamw", "muon", "dion"] = "adamw"
-    """adamw: AdamW (fused) for all parameters. muon, dion: this for the matrices of the blocks, and
-    AdamW for embedding, norms and head. Their updates are scaled so that learningRate and
-    weightDecay of AdamW serve."""
+    name: Literal["adamw", "adamw8bit", "muon", "dion"] = "adamw"
+    """adamw: AdamW (fused) for all parameters. adamw8bit: AdamW with moments of 8 bits for matrices
+    whose rows are multiples of 256 values; the workers need the package torchao. muon, dion: this
+    for the matrices of the blocks, and AdamW for embedding, norms and head. Their updates are
+    scaled so that learningRate and weightDecay of AdamW serve."""
     momentum: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
     """Of muon and dion: decay rate of the average of gradients."""
     rank_fraction: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.kubernetes.conftest import fresh
 from tests.e2e.kubernetes.replica import Replica
 from tests.e2e.kubernetes.rig.control_plane import ControlPlane
-from tests.e2e.kubernetes.rig.kubectl import Kubectl, condition
+from tests.e2e.kubernetes.rig.kubectl import Kubectl, Refused, condition
 from tests.e2e.kubernetes.rig.waiting import until
 from tests.e2e.kubernetes.unschedulable import (
     BOUND_S,
@@ -223,17 +223,13 @@ def test_an_invalid_pod_template_is_refused_with_the_servers_message(
     gone(jobs, "odd")
 
 
-def test_an_unknown_field_of_the_pod_template_is_refused_with_its_path(
-    jobs: Kubectl, operator: Replica
+def test_a_server_side_apply_of_an_unknown_field_of_the_pod_template_is_refused(
+    jobs: Kubectl,
 ) -> None:
     template = {"spec": {"somethingElse": {"a": 1}}}
-    jobs.apply(job("typo", kubernetes={"podTemplate": template}))
-    refused = jobs.wait(
-        "trainingjob", "typo", lambda d: condition(d, "Accepted") == "False", "refused"
-    )
-    assert reason_of(refused, "Accepted") == "Refused"
-    assert 'unknown field "spec.somethingElse"' in message_of(refused, "Accepted")
-    gone(jobs, "typo")
+    path = r"\.spec\.kubernetes\.podTemplate\.spec\.somethingElse: field not declared"
+    with pytest.raises(Refused, match=path):
+        jobs.apply(job("typo", kubernetes={"podTemplate": template}))
 
 
 def test_a_quota_that_is_too_small_leaves_no_pods_and_is_reported(

@@ -14,6 +14,7 @@ from holdfast.orchestrator.protocol.facts import StagedShard
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine.peer_copies import PeerCopies
 from holdfast.workers.training.models import transformer
+from holdfast.workers.training.optimizers import Optimizers, make_optimizer
 
 from .builders import make_job
 
@@ -174,8 +175,10 @@ def test_a_pipeline_divides_the_layers_and_keeps_several_micro_batches() -> None
     job = make_job(workers=4, recipe={"globalBatch": 8}, parallelism=axes)
     mesh, counts = Mesh(shard=2, pipeline=2), count_parameters(Model())
     largest = 2 * counts.layer + counts.head
-    assert costs.model_state_bytes(counts, mesh) == 16 * largest // 2
-    assert costs.shard_bytes(counts, mesh) == 12 * largest // 2
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    assert costs.model_state_bytes(recipe.config, mesh) == 16 * largest // 2
+    assert costs.shard_bytes(recipe.config, mesh) == 12 * largest // 2
     rows = {row.what: row.num_bytes for row in costs.memory_table(job, mesh)}
     assert rows["gathered parameters, summed gradients"] == (4 + 4) * largest
     one = make_job(workers=4, recipe={"globalBatch": 2}, parallelism={"shard": 2})
@@ -207,3 +210,28 @@ def test_a_tensor_axis_divides_what_it_holds_and_sends_activations() -> None:
     assert rows["tensor, 2 ranks"].num_bytes == expected
     gathered = {row.group: row for row in costs.traffic_table(job, whole)}
     assert rows["shard, 2 ranks"].num_bytes == gathered["shard, 2 ranks"].num_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "ffn"), [("adamw", 256), ("adamw8bit", 256), ("adamw8bit", 320), ("muon", 256)]
+)
+def test_bytes_of_optimizer_state_are_those_of_the_optimizer(name: str, ffn: int) -> None:
+    model = {"dim": 256, "numLayers": 1, "numHeads": 4, "ffnDim": ffn}
+    job = make_job(recipe={"model": model, "optimizer": {"name": name}})
+    recipe = job.spec.entrypoint.recipe
+    assert recipe is not None
+    parameters = dict(transformer.Transformer(recipe.config.model).named_parameters())
+    optimizer = make_optimizer(recipe.config.optimizer, parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    both = optimizer.optimizers.values() if isinstance(optimizer, Optimizers) else [optimizer]
+    kept = sum(
+        tensor.numel() * tensor.element_size()
+        for one in both
+        for state in one.state.values()
+        for key, tensor in state.items()
+        if key != "step"
+    )
+    numel = sum(parameter.numel() for parameter in parameters.values())
+    assert costs.moment_bytes(recipe.config) == pytest.approx(kept / numel, rel=0.01)

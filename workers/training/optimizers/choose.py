@@ -15,6 +15,7 @@ from torch import nn
 
 from holdfast.orchestrator.api.v1alpha1.recipe import Optimizer
 
+from .adamw8bit import AdamW8bit
 from .dion import Dion
 from .muon import WholeMuon
 
@@ -44,7 +45,7 @@ def make_optimizer(
     config: Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer | Optimizers:
     """The optimizer of `config` over this rank's parts of the parameters, by plain name."""
-    if config.name == "adamw":
+    if config.name in ("adamw", "adamw8bit"):
         return _adamw(config, list(parameters.values()))
     matrices = [p for name, p in parameters.items() if name.startswith(IN_BLOCKS) and p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -69,4 +70,6 @@ def _adamw(config: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Opt
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
+    if config.name == "adamw8bit":
+        return AdamW8bit(groups, config.learning_rate, betas)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)

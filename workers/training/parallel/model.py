@@ -21,7 +21,7 @@ from holdfast.workers.session.loss import CudaScalars, ScalarReader
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.initial_values import fill
 
-from . import context, sharding
+from . import context, float8, sharding
 from .activations import checkpoint_blocks
 from .pipeline import Pipeline
 from .precision import LossScale, autocast, parameter_dtype
@@ -61,7 +61,11 @@ class Parallel:
         tensor = session.shape.tensor > 1
         if tensor and divide is not None:
             divide(session.meshes.axis("tensor"))
-        self.blocks = checkpoint_blocks(model, list(blocks), parallelism.activation_checkpointing)
+        blocks = list(blocks)
+        if parallelism.precision.linear == "float8":
+            float8.expect_device(session.device)
+            float8.convert(blocks, float8.recipe_of(session.device))
+        self.blocks = checkpoint_blocks(model, blocks, parallelism.activation_checkpointing)
         if compile_blocks:
             for block in self.blocks:
                 block.compile()
