@@ -33,7 +33,7 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 	$(BIN)/python -m pytest -n 2 -q tests/unit tests/sim tests/tidy --deselect tests/tidy/test_tools.py
 
 test: $(STAMP)  ## everything that is checked before a change lands
-	$(BIN)/python -m pytest -n 4
+	$(BIN)/python -m pytest -n 3
 
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
 # not noticed the last time.

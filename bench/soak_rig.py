@@ -72,8 +72,7 @@ class SoakJob:
             },
             recovery={"budgets": budgets, "badNodeStrikes": MANY, "growDelaySeconds": 0.5},
         )  # fmt: skip
-        self.job = Job(place, document)
-        self.job.home.mkdir()
+        self.job, self.home = Job(place, document), place / "home"
         if disks:
             self._mount()
         self.watch = Watch(self.job)
@@ -84,7 +83,7 @@ class SoakJob:
             file.truncate(STORE_BYTES)
         run("mkfs.ext4", "-q", "-F", str(image))
         run("mount", "-o", "loop", str(image), str(self.disk))
-        run("mount", "-t", "tmpfs", "-o", f"size={HOME_BYTES}", "none", str(self.job.home))
+        run("mount", "-t", "tmpfs", "-o", f"size={HOME_BYTES}", "none", str(self.home))
 
     def start(self) -> None:
         self.job.run()
@@ -123,11 +122,11 @@ class SoakJob:
         if self._disks:
             subprocess.run(["fsfreeze", "-u", str(self.disk)], capture_output=True)
             if keep:
-                for at in (self.job.home, self.disk):
+                for at in (self.home, self.disk):
                     shutil.copytree(
                         at, at.with_name(f"{at.name}-kept"), ignore=_special, dirs_exist_ok=True
                     )
-            run("umount", "--lazy", str(self.job.home))
+            run("umount", "--lazy", str(self.home))
             run("umount", "--lazy", str(self.disk))
             (self.place / "disk.img").unlink()
         if not keep:

@@ -26,7 +26,7 @@ def example(name: str, num_steps: int, **spec: Any) -> Document:
     config = document["spec"]["entrypoint"]["recipe"]["config"]
     config.update(steps=num_steps, evaluateEverySteps=0)
     if num_steps >= ENDLESS:  # leave the processors to the tests beside it
-        config.update(minStepSeconds=0.2)
+        config.update(minStepSeconds=0.5)
     config["model"].update(dim=64, numLayers=2)
     # Tests count lost steps; `auto` may skip some where a step of this model takes milliseconds.
     document["spec"].setdefault("checkpoint", {})["memory"] = {"everySteps": 1}

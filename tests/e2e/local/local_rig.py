@@ -6,12 +6,14 @@ Tests wait for views of the job, never for a fixed time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def spec(name: str, steps: int, **changes: Any) -> dict[str, Any]:
     the tests beside it."""
     config = {
         "steps": steps,
-        "minStepSeconds": 0.2 if steps >= ENDLESS else 0,
+        "minStepSeconds": 0.5 if steps >= ENDLESS else 0,
         "globalBatch": 4,
         "model": {"dim": 32, "numLayers": 1, "numHeads": 2},
         "data": {"sequenceLength": 16},
@@ -65,13 +67,26 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in CACHES}
 
 
+def _short(home: Path) -> Path:
+    """A link to the new directory `home`: pytest's directories may be too long for the path of a
+    Unix socket below them."""
+    home.mkdir(exist_ok=True)
+    link = Path(_LINKS.name) / str(next(_NUMBERS))
+    link.symlink_to(home)
+    return link
+
+
+_LINKS = tempfile.TemporaryDirectory(prefix="hf-")
+_NUMBERS = itertools.count()
+
+
 class Job:
     """A job and the command that runs it."""
 
     def __init__(self, place: Path, document: dict[str, Any]) -> None:
         self.place = place
         self.name = str(document["metadata"]["name"])
-        self.home = place / "home"
+        self.home = _short(place / "home")
         self.file = place / "job.yaml"
         self.file.write_text(yaml.safe_dump(document))
         self.directory: JobDirectory = Home(self.home).directory(self.name)

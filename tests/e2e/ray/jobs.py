@@ -65,7 +65,7 @@ class Job:
         changes = {
             "checkpoint": {
                 "path": str(place / name),
-                "storage": {"everySteps": 50},
+                "storage": {"everySteps": 20},
                 "memory": {"everySteps": 1},
             }
         } | changes

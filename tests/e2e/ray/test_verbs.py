@@ -33,7 +33,7 @@ NAME = "worked-on"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     place = tmp_path_factory.mktemp("ray")
-    tier = {"path": str(place / "tier"), "storage": {"everySteps": 50}}
+    tier = {"path": str(place / "tier"), "storage": {"everySteps": 20}}
     job = Job(place, NAME, 1_000_000, checkpoint=tier)
     try:
         job.running()
