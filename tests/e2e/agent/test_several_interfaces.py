@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,8 +43,9 @@ dist.destroy_process_group()
 HOSTS = (1, 2)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 @pytest.fixture
@@ -71,10 +73,22 @@ def hosts() -> Iterator[list[str]]:
                 _ip("-n", name, "addr", "add", address, "dev", f"eth{index}")
             for link in ("lo", "eth0", "eth1", "docker0"):
                 _ip("-n", name, "link", "set", link, "up")
+        for name in names:
+            _wait_for_carrier(name)
         yield names
     finally:
         for name in made:
             _ip("netns", "del", name)
+
+
+def _wait_for_carrier(name: str) -> None:
+    """The kernel notices that the other end is up a little later, and facts leave out what is
+    down. The test's time limit is the bound."""
+    down = {"eth0", "eth1"}
+    while down:
+        found = json.loads(_ip("-n", name, "-json", "link", "show"))
+        down -= {link["ifname"] for link in found if link["operstate"] == "UP"}
+        time.sleep(0.01)
 
 
 def _python(host: str, code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
