@@ -24,6 +24,8 @@ CONFIG = {
     # A rate that does not depend on the number of steps: runs are continued with more.
     "optimizer": {"warmupSteps": 5, "minLearningRateRatio": 1.0},
 }
+PACED = {"minStepSeconds": 0.3}
+"""Of a job that is disturbed while it trains: few steps last long enough."""
 DIGITS = 2e-3
 """How far losses, of 4 to 6, and norms may differ: other orders of summation in float32."""
 

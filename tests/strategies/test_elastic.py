@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from .conftest import Shows, Start
-from .rig import DIGITS, alone, document, losses_of
+from .rig import DIGITS, PACED, alone, document, losses_of
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 150
+STEPS = 30
 MESHES: dict[str, dict[str, Any]] = {
     "FSDP over all ranks (shard: world)": {"shard": "world"},
     "HSDP 2 x 2": {"shard": 2},
@@ -30,7 +30,10 @@ def test_a_job_shrinks_and_grows_from_memory(
     mesh: str, start: Start, shows: Shows, tmp_path: Path
 ) -> None:
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
-    job = start(document("sizes", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers))
+    spec = document(
+        "sizes", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
+    )
+    job = start(spec)
     job.until(lambda view: view.step >= 3)
     for number, nodes in ((1, 1), (2, 2)):
         assert job.request("resize", nodes=nodes).ok

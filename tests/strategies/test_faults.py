@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .conftest import Shows, Start
-from .rig import DIGITS, alone, document, losses_of
+from .rig import DIGITS, PACED, alone, document, losses_of
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +22,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
 }
-STEPS = 120
+STEPS = 45
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
 TWO_PASSES = {"microBatch": 1}
 """With four ranks: two micro-batches of each."""
@@ -35,7 +35,9 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
     mesh: str, start: Start, shows: Shows, tmp_path: Path
 ) -> None:
     tiers = {"storage": {"everySteps": 10_000}, "memory": {"everySteps": 1}}
-    spec = document("faults", STEPS, MESHES[mesh], nodes=2, workers=2, checkpoint=tiers)
+    spec = document(
+        "faults", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
+    )
     if "shard" in MESHES[mesh]:
         spec["spec"]["nodes"]["min"] = 2  # one replica on both nodes
     job = start(spec)
