@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tests.e2e.local.local_rig import Job
+from tests.e2e.ports import free_port
 
 MARK = "== job"
 """Before the name of a job that runs in the same processes as others."""
@@ -79,13 +80,13 @@ def output_of(place: Path, jobs: list[dict[str, Any]], world_size: int) -> str:
     for number, job in enumerate(jobs):
         file = place / f"job-{number}.yaml"
         file.write_text(yaml.safe_dump(job))
-        words.append(f"{_free_port()}={file}")
+        words.append(f"{free_port()}={file}")
     return of_ranks(place, words, world_size)
 
 
 def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: str) -> str:
     """What rank 0 of a program prints, as under torchrun."""
-    port, ranks = _free_port(), []
+    port, ranks = free_port(), []
     for rank in range(world_size):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
@@ -94,17 +95,19 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
         environment |= {"MASTER_PORT": str(port), **variables}
         with (place / f"rank-{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
-    codes = [process.wait(timeout=580) for process in ranks]
+    try:
+        while any(process.poll() is None for process in ranks):
+            failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+            logs = [(place / f"rank-{rank}.log").read_text()[-3000:] for rank in failed]
+            assert not failed, f"ranks {failed} failed, and the others wait for them:\n{logs[:1]}"
+            time.sleep(0.1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     text = (place / "rank-0.log").read_text()
-    assert codes == [0] * world_size, text[-3000:]
+    assert [process.returncode for process in ranks] == [0] * world_size, text[-3000:]
     return text
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def losses_of(job: Job) -> dict[int, float]:
