@@ -9,7 +9,9 @@ from urllib.parse import urlencode
 from . import names
 from .jobs_api import without_overrides
 
-TIMEOUT_S = 5
+TIMEOUT_S = 10
+"""The other way of the callers is a Ray job, which takes 6 to 40 s to start; a busy cluster answers
+sooner."""
 MAX_RAY_NODES = 100
 """More of them are asked from inside the cluster, all at once."""
 
