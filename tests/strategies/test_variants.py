@@ -94,7 +94,7 @@ def test_optimizers_give_the_losses_and_norms_of_one_process(shows: Shows, tmp_p
     many.mkdir()
     single, jobs = [], []
     for name, config in OTHERS.items():
-        plain = {"optimizer": {**config["optimizer"], "inBackward": False}}
+        plain = {**config, "optimizer": {**config["optimizer"], "inBackward": False}}
         label = _label(name, "one")
         single.append(document(label, STEPS, {"shard": 1}, workers=1, config=plain))
         for mesh, parallelism in _meshes(name).items():
