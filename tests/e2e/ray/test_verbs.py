@@ -168,7 +168,11 @@ def test_over_http_a_running_job_is_shown_without_a_ray_job(job: Job) -> None:
     api = StateApi(dashboard)
     controller = api.controller(NAME)
     assert controller is not None
-    assert json.loads(api.log_file(controller.ray_node, view_file(NAME)))["pid"] == controller.pid
+    while True:  # it is published once a second
+        published = json.loads(api.log_file(controller.ray_node, view_file(NAME)))
+        assert published["pid"] == controller.pid
+        if published["view"]["step"] >= now_running.step:
+            break
     before = commands(job)
     shown = json.loads(ask(job, "status", NAME, "--json", address=dashboard))
     assert shown["step"] >= now_running.step and shown["job_id"] == now_running.job_id
