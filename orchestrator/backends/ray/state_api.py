@@ -10,9 +10,6 @@ from . import names
 from .jobs_api import without_overrides
 
 TIMEOUT_S = 5
-READ_TIMEOUT_S = 10
-"""Of a file, or of a search for files, on a Ray node that is alive. The other way of the callers is
-a Ray job, which takes 6 to 40 s to start."""
 MAX_RAY_NODES = 100
 """More of them are asked from inside the cluster, all at once."""
 
@@ -70,9 +67,9 @@ class StateApi:
     def log_files(self, ray_node: str, glob: str) -> list[str]:
         """Names of files in a Ray node's log directory, as `ray.util.state.list_logs` lists them,
         which takes no address of a dashboard."""
-        asked = {"node_id": ray_node, "glob": glob, "timeout": READ_TIMEOUT_S}
+        asked = {"node_id": ray_node, "glob": glob, "timeout": TIMEOUT_S}
         answer = self._client._do_request(
-            "GET", f"/api/v0/logs?{urlencode(asked)}", timeout=2 * READ_TIMEOUT_S
+            "GET", f"/api/v0/logs?{urlencode(asked)}", timeout=2 * TIMEOUT_S
         )
         answer.raise_for_status()
         kinds: dict[str, list[str]] = answer.json()["data"]["result"]
@@ -81,9 +78,9 @@ class StateApi:
     def log_file(self, ray_node: str, name: str) -> bytes:
         """A file of the Ray node's log directory, as `ray.util.state.get_log` reads it, which takes
         no address of a dashboard."""
-        asked = {"node_id": ray_node, "filename": name, "lines": -1, "timeout": READ_TIMEOUT_S}
+        asked = {"node_id": ray_node, "filename": name, "lines": -1, "timeout": TIMEOUT_S}
         answer = self._client._do_request(
-            "GET", f"/api/v0/logs/file?{urlencode(asked)}", timeout=2 * READ_TIMEOUT_S
+            "GET", f"/api/v0/logs/file?{urlencode(asked)}", timeout=2 * TIMEOUT_S
         )
         answer.raise_for_status()
         content: bytes = answer.content
