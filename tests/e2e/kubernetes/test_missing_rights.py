@@ -137,7 +137,10 @@ def test_without_the_right_to_write_the_status_the_log_and_an_event_name_it_once
         "trainingjob", "mute", lambda d: reason_of(d) == "Unschedulable", "to have a status",
         timeout_s=BOUND_S,
     )  # fmt: skip
-    assert "the status is written again" in replica.log.read_text()
+    until(
+        lambda: "the status is written again" in replica.log.read_text(),
+        "the operator to log it", timeout_s=BOUND_S, last=replica.tail,
+    )  # fmt: skip
     gone(namespace, "mute")
 
 

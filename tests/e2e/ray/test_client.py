@@ -84,7 +84,8 @@ def test_a_watcher_reports_a_lost_connection_and_the_job_goes_on(
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
     cluster, name = cluster_rig.connected().address, "watched-from-outside"
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(spec(name, 1_000_000, checkpoint={"path": str(tmp_path / "t")})))
+    wanted = {"nodes": {"min": 2, "max": 2}, "checkpoint": {"path": str(tmp_path / "t")}}
+    file.write_text(yaml.safe_dump(spec(name, 1_000_000, **wanted)))
     with client_server(cluster, tmp_path) as address:
         watcher = started("run", str(file), "--ray", address)
         says(watcher, "step ")

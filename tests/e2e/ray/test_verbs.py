@@ -45,6 +45,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 def ask(job: Job, *words: str, address: str = "") -> str:
     done = holdfast(*words, "--ray", address or job.cluster.address)
     assert done.returncode == 0, done.stderr
+    assert "as a Ray job instead" not in done.stderr, done.stderr
     return done.stdout
 
 

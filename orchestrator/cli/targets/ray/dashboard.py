@@ -25,6 +25,7 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, Stat
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import print_files
+from holdfast.orchestrator.cli.output import stderr
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import decode_records
 from holdfast.orchestrator.errors import HoldfastError
@@ -71,7 +72,7 @@ class DashboardTarget:
             api = self._open(self._address)
             view = self._view(api, name)
         except Exception as error:  # of Ray, of requests, of a file that another version wrote
-            log.debug("job %s: nothing published: %s", name, error)
+            _report_fallback(f"the state of job {name} cannot be read", error)
             view = None
         if view is None:
             self._inside()
@@ -188,6 +189,7 @@ class DashboardJob:
         except Exception as error:  # of Ray, of requests
             log.debug("job %s: a request cannot be uploaded: %s", self.name, error)
             if first:
+                _report_fallback(f"job {self.name}: the request cannot be uploaded", error)
                 self._inside()
 
     def _answer(self, request: UploadedRequest) -> tuple[bool, dict[str, Any] | None]:
@@ -206,7 +208,7 @@ class DashboardJob:
             try:
                 complete = self._fetch(copy.logs, LogFilter(*wanted))
             except Exception as error:  # of Ray, of requests, of a file that is gone
-                log.debug("job %s: logs cannot be read: %s", self.name, error)
+                _report_fallback(f"logs of job {self.name} cannot be read", error)
                 complete = False
             if complete:
                 print_files(copy, *wanted)
@@ -241,6 +243,12 @@ class DashboardJob:
 
     def delete(self, keep: Path | None) -> list[str]:
         self._inside()
+
+
+def _report_fallback(what: str, error: Exception) -> None:
+    """Says why a command takes as long as a Ray job does."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    stderr().print(f"{what} through the dashboard ({text}); the command runs as a Ray job instead")
 
 
 def can_look(words: list[str] | None = None) -> bool:
