@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .conftest import Shows, Start
-from .rig import DIGITS, PACED, alone, document, losses_of
+from .rig import DIGITS, PACED, alone, document, losses_of, numbers_in, output_of
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +23,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
 }
 STEPS = 45
+SKIPPED = "changes nothing: the gradients overflow"
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
 TWO_PASSES = {"microBatch": 1}
 """With four ranks: two micro-batches of each."""
@@ -59,6 +60,29 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
         assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
     shows(mesh, "worker", "0 steps lost, memory")
     shows(mesh, "node", f"{view.incidents[-1].steps_lost} steps lost, memory")
+
+
+def test_the_loss_scale_of_float16_survives_a_killed_worker(
+    start: Start, shows: Shows, tmp_path: Path
+) -> None:
+    """With the first scale again, the next gradients would overflow once more."""
+    mesh = {"shard": 2, "precision": {"parameters": "float16"}}
+    large = {"loss": {"zLoss": 1000.0}}  # its gradients overflow with the first scale
+    spec = document("scaled", STEPS, mesh, nodes=2, workers=2, config={**large, **PACED})
+    spec["spec"]["nodes"]["min"] = 2
+    job = start(spec)
+    job.until(lambda view: view.step >= 15)
+    job.kill(job.worker_pids()[1])
+    view = job.running(incidents=1)
+    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
+    assert job.wait().state == "succeeded", job.output()
+    logs = [path.read_text() for path in job.directory.path.glob("logs/gen-*/rank-00000.log")]
+    undisturbed = output_of(tmp_path, [document("alone", STEPS, mesh, config=large)], 4)
+    skipped = undisturbed.count(SKIPPED)
+    assert skipped > 0 and sum(log.count(SKIPPED) for log in logs) == skipped
+    expected = numbers_in(undisturbed)
+    assert losses_of(job) == {step: loss for step, (loss, _norm) in enumerate(expected)}
+    shows("float16, HYBRID_SHARD", "worker", "0 steps lost, memory, the loss scale too")
 
 
 CHAIN: dict[str, dict[str, Any]] = {

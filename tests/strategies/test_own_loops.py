@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from .rig import DIGITS, numbers_in, of_ranks
+from .conftest import Start
+from .rig import DIGITS, losses_of, numbers_in, of_ranks
 
 pytestmark = pytest.mark.e2e
 
 LOOP = Path(__file__).with_name("context_loop.py")
+TENSOR_LOOP = LOOP.with_name("tensor_loop.py")
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -29,6 +31,50 @@ def test_the_ring_of_gpus_computes_what_one_gpu_computes(tmp_path: Path) -> None
     assert len(one) == 5
     for got, expected in zip(two, one, strict=True):
         assert got == pytest.approx(expected, rel=2e-2), "bfloat16"
+
+
+def test_a_loop_on_a_tensor_axis_computes_what_one_process_computes(tmp_path: Path) -> None:
+    words = (sys.executable, str(TENSOR_LOOP))
+    one = numbers_in(of_ranks(tmp_path, words, 1, **ON_CPUS))
+    four = numbers_in(of_ranks(tmp_path, words, 4, TENSOR="2", **ON_CPUS))
+    assert len(one) == 5
+    for got, expected in zip(four, one, strict=True):
+        assert got == pytest.approx(expected, rel=DIGITS)
+
+
+def test_a_killed_worker_and_a_lost_node_change_no_loss_of_a_loop_on_a_tensor_axis(
+    start: Start, tmp_path: Path
+) -> None:
+    steps = 45
+    job = start({
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "tensor-loop"},
+        "spec": {
+            "entrypoint": {"script": str(TENSOR_LOOP)},
+            "env": {"STEPS": str(steps), "STEP_S": "0.3"},
+            "nodes": {"min": 2, "max": 2},
+            "workersPerNode": 2,
+            "resources": {"cpu": 1, "gpu": 0},
+            "parallelism": {"tensor": 2, "shard": 2},
+            "checkpoint": {"memory": {"everySteps": 1}},
+        },
+    })  # fmt: skip
+    job.until(lambda view: view.copied_step >= 3)
+    job.kill(job.worker_pids()[1])
+    view = job.running(incidents=1)
+    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
+    job.until(lambda v: v.step >= view.step + 10)
+    job.kill(job.agent_pid(view.nodes[-1].name))
+    view = job.running(incidents=2)
+    assert view.incidents[-1].restored_from == "memory", job.output()
+    assert job.wait().state == "succeeded", job.output()
+    words = (sys.executable, str(TENSOR_LOOP))
+    one = numbers_in(of_ranks(tmp_path, words, 1, STEPS=str(steps), **ON_CPUS))
+    found = losses_of(job)
+    assert sorted(found) == list(range(steps))
+    for step, (loss, _norm) in enumerate(one):
+        assert found[step] == pytest.approx(loss, rel=DIGITS), f"step {step}"
 
 
 def _losses(place: Path, ranks: int, **variables: str) -> list[tuple[float, float]]:

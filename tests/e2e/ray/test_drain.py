@@ -85,7 +85,8 @@ def test_the_drained_ray_node_ends_by_itself_when_the_job_has_left_it(job: Job) 
 def test_without_a_spare_the_job_shrinks_before_the_ray_node_goes_and_loses_no_step(
     job: Job,
 ) -> None:
-    for nodes_left in (2, 1):  # the earlier spare takes over first; then there is no other node
+    for nodes_left in (2, 1):  # the new spare takes over first; then there is no other node
+        job.until(lambda view: sum(one.state == "spare" for one in view.nodes) == nodes_left - 1)
         before = job.running(nodes=2).num_incidents
         node, place = victim(job)
         drain(job, place)

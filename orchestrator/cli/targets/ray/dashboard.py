@@ -25,7 +25,6 @@ from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, Stat
 from holdfast.orchestrator.cli.client import RequestRefused
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import print_files
-from holdfast.orchestrator.cli.output import stderr
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import decode_records
 from holdfast.orchestrator.errors import HoldfastError
@@ -63,19 +62,19 @@ class DashboardTarget:
         address: str,
         *,
         open_api: Callable[[str], Any] = StateApi,
-        run_inside: Callable[[str], int] = forward,
+        run_inside: Callable[[str, str], int] = forward,
     ) -> None:
         self._address, self._open, self._run_inside = address, open_api, run_inside
 
     def find(self, name: str) -> DashboardJob:
+        view, why = None, ""
         try:
             api = self._open(self._address)
             view = self._view(api, name)
         except Exception as error:  # of Ray, of requests, of a file that another version wrote
-            _report_fallback(f"the state of job {name} cannot be read", error)
-            view = None
+            why = _failed(f"the state of job {name} cannot be read", error)
         if view is None:
-            self._inside()
+            self._inside(why)
         return DashboardJob(api, *view, self._inside)
 
     def _view(self, api: StateApi, name: str) -> tuple[JobView, ControllerProcess] | None:
@@ -89,8 +88,8 @@ class DashboardTarget:
         is_old = abs(time.time() - view.now_ns / SECOND_NS) > OLD_S
         return None if is_old else (view, controller)
 
-    def _inside(self) -> NoReturn:
-        raise typer.Exit(self._run_inside(self._address))
+    def _inside(self, why: str = "") -> NoReturn:
+        raise typer.Exit(self._run_inside(self._address, why))
 
     def views(self) -> list[JobView]:
         self._inside()
@@ -119,7 +118,7 @@ class DashboardJob:
         api: StateApi,
         view: JobView,
         controller: ControllerProcess,
-        inside: Callable[[], NoReturn],
+        inside: Callable[..., NoReturn],
     ) -> None:
         self._api, self._view, self._inside = api, view, inside
         self._head = controller.ray_node
@@ -189,8 +188,7 @@ class DashboardJob:
         except Exception as error:  # of Ray, of requests
             log.debug("job %s: a request cannot be uploaded: %s", self.name, error)
             if first:
-                _report_fallback(f"job {self.name}: the request cannot be uploaded", error)
-                self._inside()
+                self._inside(_failed(f"job {self.name}: the request cannot be uploaded", error))
 
     def _answer(self, request: UploadedRequest) -> tuple[bool, dict[str, Any] | None]:
         """(whether the request was taken, the answer if there is one)."""
@@ -203,17 +201,18 @@ class DashboardJob:
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
             self._inside()
+        why = ""
         with scratch("holdfast-logs-") as place:
             copy = JobDirectory(place / self.name)
             try:
                 complete = self._fetch(copy.logs, LogFilter(*wanted))
             except Exception as error:  # of Ray, of requests, of a file that is gone
-                _report_fallback(f"logs of job {self.name} cannot be read", error)
+                why = _failed(f"logs of job {self.name} cannot be read", error)
                 complete = False
             if complete:
                 print_files(copy, *wanted)
         if not complete:
-            self._inside()
+            self._inside(why)
 
     def _fetch(self, root: Path, wanted: LogFilter) -> bool:
         """Copy the wanted files to `root`, and make empty ones of all others. False: too many."""
@@ -245,10 +244,10 @@ class DashboardJob:
         self._inside()
 
 
-def _report_fallback(what: str, error: Exception) -> None:
-    """Says why a command takes as long as a Ray job does."""
+def _failed(what: str, error: Exception) -> str:
+    """Why a command runs as a Ray job, which takes longer."""
     text = str(error).partition("\n")[0] or type(error).__name__
-    stderr().print(f"{what} through the dashboard ({text}); the command runs as a Ray job instead")
+    return f"{what} through the dashboard ({text})"
 
 
 def can_look(words: list[str] | None = None) -> bool:

@@ -121,8 +121,9 @@ def requester() -> str:
     return "".join(filter(str.isprintable, user() if name is None else name))[:MAX_BY_CHARS]
 
 
-def forward(address: str) -> int:
-    """Run this very command inside the cluster; its exit code."""
+def forward(address: str, why: str = "") -> int:
+    """Run this very command inside the cluster; its exit code. `why` is said on stderr once the
+    Ray job is there: what failed without one."""
     words = sys.argv[1:]
     _expect_possible(words, address)
     inner = [word for word in words if word != address and not word.startswith("--ray")]
@@ -134,6 +135,8 @@ def forward(address: str) -> int:
     shown = {"job_name": shlex.join(["holdfast", *inner])}
     name = f"{COMMAND}{secrets.token_hex(4)}"
     submitted = api.submit(name, shell_command(command, follows=follows), {}, shown)
+    if why:
+        sys.stderr.write(f"{why}; the command runs as a Ray job instead\n")
 
     def local(text: str) -> str:
         return text.replace("--ray auto", f"--ray {address}")  # the user types advice here

@@ -56,8 +56,8 @@ class FakeStateApi:
 
 
 def target(logs: Path, pid: int | None, ran: list[str]) -> DashboardTarget:
-    def run_inside(address: str) -> int:
-        ran.append(address)
+    def run_inside(address: str, why: str) -> int:
+        ran.extend([address, why] if why else [address])
         return 3
 
     def open_api(address: str) -> Any:
@@ -83,7 +83,8 @@ def test_a_running_job_is_shown_without_a_ray_job(tmp_path: Path) -> None:
     assert found.remarks(view) == []
     with pytest.raises(typer.Exit):
         found.request("suspend")
-    assert ran == [ADDRESS], "this dashboard takes no uploads"
+    assert ran[0] == ADDRESS, "this dashboard takes no uploads"
+    assert ran[1].startswith("job a: the request cannot be uploaded through the dashboard (")
 
 
 class Controller:
@@ -206,7 +207,10 @@ def test_in_doubt_the_command_runs_in_the_cluster(tmp_path: Path, case: str) -> 
     of_actor = {"another process": pid + 1, "ended": None}.get(case, pid)
     with pytest.raises(typer.Exit) as ended:
         target(tmp_path, of_actor, ran).find("a")
-    assert ran == [ADDRESS] and ended.value.exit_code == 3
+    assert ran[0] == ADDRESS and ended.value.exit_code == 3
+    failed = case == "no file"
+    assert len(ran) == 1 + failed
+    assert not failed or ran[1].startswith("the state of job a cannot be read through the dash")
 
 
 def test_a_loss_that_is_no_number_is_published(tmp_path: Path) -> None:
