@@ -48,14 +48,17 @@ class StateApi:
         return ControllerProcess(str(found[0].node_id), int(found[0].pid))
 
     def ray_nodes(self) -> list[str]:
-        """Ids of those that are alive."""
+        """Ids of those that are alive. Raises ValueError if they are more than MAX_RAY_NODES."""
         from ray.util.state.common import ListApiOptions, StateResource
 
         filters = [("state", "=", "ALIVE")]
-        options = ListApiOptions(limit=MAX_RAY_NODES, timeout=TIMEOUT_S, filters=filters)
+        options = ListApiOptions(limit=MAX_RAY_NODES + 1, timeout=TIMEOUT_S, filters=filters)
+        # Ray would count nodes that are dead, and so filtered out, as missing from its answer.
         found = self._client.list(
-            StateResource.NODES, options=options, raise_on_missing_output=True
+            StateResource.NODES, options=options, raise_on_missing_output=False
         )
+        if len(found) > MAX_RAY_NODES:
+            raise ValueError(f"more than {MAX_RAY_NODES} Ray nodes are alive")
         return [str(one.node_id) for one in found]
 
     def upload(self, name: str, data: bytes) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from .jobs import Job
+from holdfast.orchestrator.backends.ray.state_api import StateApi
+
+from .jobs import Job, holdfast
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -101,6 +103,14 @@ def test_a_lost_ray_node_is_replaced_and_costs_no_step(job: Job) -> None:
     incident = job.incident_after(before)
     assert node in incident.title and incident.steps_lost == 0
     assert node not in {one.name for one in job.running().nodes}
+
+
+def test_beside_a_lost_ray_node_logs_over_http_are_read_without_a_ray_job(job: Job) -> None:
+    """The lost one is still in Ray's list of nodes, as dead."""
+    job.running()
+    assert len(StateApi(job.cluster.dashboard).ray_nodes()) == job.cluster.num_nodes + 1, "the head"
+    done = holdfast("logs", job.name, "--rank", "0", "--ray", job.cluster.dashboard)
+    assert done.returncode == 0 and "parameters" in done.stdout and done.stderr == ""
 
 
 def test_no_actor_and_no_group_of_a_cancelled_job_stays_in_the_cluster(job: Job) -> None:

@@ -177,8 +177,11 @@ def test_a_ray_node_that_is_asked_to_end_hands_over_before_and_costs_no_step(
     # Ray may leave too little time for a new agent: then one node trains alone until it is up.
     job.until(lambda view: view["step"] > after["step"] and view["world_size"] == 4)
     # After its hand-over the agent ends by itself or is killed by its release, whichever is first.
-    events = job.ask("events", job.name).stdout
-    assert re.search(r"release node (node-\d) succeeded", events), events
+    give_up = time.monotonic() + BOUND_S
+    while not re.search(
+        r"release node (node-\d) succeeded", events := job.ask("events", job.name).stdout
+    ):
+        assert time.monotonic() < give_up, events
 
 
 def test_without_redis_only_checkpoints_outlive_the_cluster_and_a_new_one_resumes(
