@@ -31,8 +31,8 @@ machine, with models of two to four blocks. This table is written by
 `python -m tests.strategies.page` from the tests that passed; the same tests run in `make test`.
 A dash: no test in tests/strategies shows it.
 
-* **{equal}**: losses and gradient norms of 20 steps equal those of one process, to the tolerance of
-  float32 sums in another order.
+* **{equal}**: losses and gradient norms of the first steps equal those of one process, to the
+  tolerance of float32 sums in another order.
 * **{worker}**, **{node}**: the job goes on by itself; steps lost, and where the state came from.
   All losses equal those of an undisturbed run.
 * **{resized}**: a node leaves and comes back; the global batch and the losses stay.

@@ -44,7 +44,9 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 def main() -> None:
     s = session.init(tensor=int(os.environ.get("TENSOR", "1")))
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.Linear(DIM, VOCABULARY))
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.Linear(DIM, VOCABULARY)
+    )
     model.to(s.device)
     if s.shape.tensor > 1:
         for block in (model[1], model[2]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .rig import CONFIG, DIGITS, alone, document
+from .conftest import Shows
+from .rig import CONFIG, DIGITS, alone, document, several
 
 pytestmark = pytest.mark.e2e
 
@@ -34,3 +36,32 @@ def test_losses_and_norms_are_those_of_one_process(
     assert len(found) == STEPS
     for step, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         assert got == pytest.approx(wanted, rel=DIGITS), f"step {step}"
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="torch.compile on a CPU needs a C++ compiler: g++, clang++ or c++",
+)
+def test_compiled_blocks_give_the_losses_and_norms_of_one_process(
+    shows: Shows, tmp_path: Path
+) -> None:
+    """Not on a tensor axis, which is refused with `compile: true`."""
+    meshes = {
+        "FULL_SHARD, compiled blocks": ({"shard": 2}, {}),
+        "CP 2, compiled blocks": ({"context": 2}, {}),
+        "PP 2, compiled blocks": ({"pipeline": 2}, {"microBatch": 1}),
+    }
+    one = document("one", STEPS, {"shard": 1}, workers=1)
+    jobs = [
+        document(f"c{number}", STEPS, mesh, workers=2, config={"compile": True, **config})
+        for number, (mesh, config) in enumerate(meshes.values())
+    ]
+    places = [tmp_path / name for name in ("one", "two")]
+    for place in places:
+        place.mkdir()
+    expected, found = several(places[0], [one], 1)["one"], several(places[1], jobs, 2)
+    for number, name in enumerate(meshes):
+        assert len(found[f"c{number}"]) == STEPS
+        for step, (got, wanted) in enumerate(zip(found[f"c{number}"], expected, strict=True)):
+            assert got == pytest.approx(wanted, rel=DIGITS), f"{name}: step {step}"
+        shows(name, "equal", f"{STEPS} losses and norms, 2 ranks")
