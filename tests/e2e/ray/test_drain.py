@@ -86,7 +86,11 @@ def test_without_a_spare_the_job_shrinks_before_the_ray_node_goes_and_loses_no_s
     job: Job,
 ) -> None:
     for nodes_left in (2, 1):  # the new spare takes over first; then there is no other node
-        job.until(lambda view: sum(one.state == "spare" for one in view.nodes) == nodes_left - 1)
+        job.until(
+            lambda view, spares=nodes_left - 1: (
+                sum(one.state == "spare" for one in view.nodes) == spares
+            )
+        )
         before = job.running(nodes=2).num_incidents
         node, place = victim(job)
         drain(job, place)
