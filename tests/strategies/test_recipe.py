@@ -45,9 +45,9 @@ def test_losses_and_norms_are_those_of_one_process(
 def test_compiled_blocks_give_the_losses_and_norms_of_one_process(
     shows: Shows, tmp_path: Path
 ) -> None:
-    """Not on a tensor axis, which is refused with `compile: true`."""
     meshes = {
         "FULL_SHARD, compiled blocks": ({"shard": 2}, {}),
+        "TP 2, compiled blocks": ({"tensor": 2}, {}),
         "CP 2, compiled blocks": ({"context": 2}, {}),
         "PP 2, compiled blocks": ({"pipeline": 2}, {"microBatch": 1}),
     }

@@ -193,11 +193,6 @@ MODELS_ONLY = (
         ("config.loss.zLoss: got 0.0001 with tensor 2; expected 0, as the logits of a token are",),
     ),
     Wrong(
-        "compiled-blocks-on-a-tensor-axis",
-        recipe({"compile": True}, workersPerNode=2, parallelism={"tensor": 2}),
-        ("parallelism.tensor: got 2 with compile: true; expected 1, as compiled blocks on a",),
-    ),
-    Wrong(
         "chunks-of-divided-logits",
         recipe({"loss": {"chunkTokens": 64}}, workersPerNode=2, parallelism={"tensor": 2}),
         ("config.loss.chunkTokens: got 64 with tensor 2; expected 0, as this axis passes whole",),
