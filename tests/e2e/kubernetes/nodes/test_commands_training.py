@@ -107,7 +107,7 @@ def test_logs_are_shown_by_rank_and_followed_to_the_end(
     holdfast: HoldfastCli, tmp_path: Path
 ) -> None:
     command = start(holdfast, tmp_path, example("talks", ENDLESS))
-    status = seen(holdfast, "talks", "steps", lambda v: v["step"] >= 2)
+    status = seen(holdfast, "talks", "steps", lambda v: v["step"] >= 2 and v["world_size"] == 4)
     followed = tmp_path / "followed"
     following = holdfast.start(followed, "logs", "talks", "-f")
     ranks = until(
