@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.e2e.local.local_rig import Job
 from tests.e2e.ports import free_port
 
@@ -108,6 +109,22 @@ def of_ranks(place: Path, words: Sequence[str], world_size: int, **variables: st
     text = (place / "rank-0.log").read_text()
     assert [process.returncode for process in ranks] == [0] * world_size, text[-3000:]
     return text
+
+
+def lose_a_worker_and_a_node(job: Job) -> JobView:
+    """Kill a worker and, when the job trains again, a node; each costs no restart from storage.
+    Returns the view after the second recovery; the job then trains to its end."""
+    job.until(lambda view: view.copied_step >= 3 or view.step >= 10)
+    job.kill(job.worker_pids()[1])
+    view = job.running(incidents=1)
+    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
+    step, node = view.step, view.nodes[-1].name
+    job.until(lambda view: view.step >= step + 10)
+    job.kill(job.agent_pid(node))
+    view = job.running(incidents=2)
+    assert view.incidents[-1].restored_from == "memory", job.output()
+    assert job.wait().state == "succeeded", job.output()
+    return view
 
 
 def losses_of(job: Job) -> dict[int, float]:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from .conftest import Shows, Start
-from .rig import DIGITS, PACED, alone, document, losses_of, numbers_in, output_of
+from .rig import (
+    DIGITS,
+    PACED,
+    alone,
+    document,
+    lose_a_worker_and_a_node,
+    losses_of,
+    numbers_in,
+    output_of,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -42,15 +51,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
     if "shard" in MESHES[mesh]:
         spec["spec"]["nodes"]["min"] = 2  # one replica on both nodes
     job = start(spec)
-    job.until(lambda view: view.copied_step >= 3 or view.step >= 10)
-    job.kill(job.worker_pids()[1])
-    view = job.running(incidents=1)
-    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
-    job.until(lambda v: v.step >= view.step + 10)
-    job.kill(job.agent_pid(view.nodes[-1].name))
-    view = job.running(incidents=2)
-    assert view.incidents[-1].restored_from == "memory", job.output()
-    assert job.wait().state == "succeeded", job.output()
+    view = lose_a_worker_and_a_node(job)
     place = tmp_path / "alone"
     place.mkdir()
     expected = alone(place, document("alone", STEPS, {"shard": 1}, workers=1), 1)

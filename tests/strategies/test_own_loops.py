@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from .conftest import Start
-from .rig import DIGITS, losses_of, numbers_in, of_ranks
+from .rig import DIGITS, lose_a_worker_and_a_node, losses_of, numbers_in, of_ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -60,15 +60,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss_of_a_loop_on_a_tensor_ax
             "checkpoint": {"memory": {"everySteps": 1}},
         },
     })  # fmt: skip
-    job.until(lambda view: view.copied_step >= 3)
-    job.kill(job.worker_pids()[1])
-    view = job.running(incidents=1)
-    assert view.incidents[-1].restored_from == "memory" and view.incidents[-1].steps_lost == 0
-    job.until(lambda v: v.step >= view.step + 10)
-    job.kill(job.agent_pid(view.nodes[-1].name))
-    view = job.running(incidents=2)
-    assert view.incidents[-1].restored_from == "memory", job.output()
-    assert job.wait().state == "succeeded", job.output()
+    lose_a_worker_and_a_node(job)
     words = (sys.executable, str(TENSOR_LOOP))
     one = numbers_in(of_ranks(tmp_path, words, 1, STEPS=str(steps), **ON_CPUS))
     found = losses_of(job)

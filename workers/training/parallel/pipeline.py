@@ -183,7 +183,8 @@ class Pipeline:
         key = (num, *inputs_bt.shape)
         if key in self._schedules:
             return self._schedules[key]
-        tokens = torch.empty_like(inputs_bt, device="meta")
+        # Contiguous, as `train` passes them; empty_like has the strides of a slice in torch 2.11.
+        tokens = torch.empty(inputs_bt.shape, dtype=inputs_bt.dtype, device="meta")
         passed = self._passed(inputs_bt, dtype, torch.device("meta")).requires_grad_()
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages = [
