@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install run check test test-ray-oldest mutants bench lint manifests kubernetes-binaries clean
+.PHONY: help install run check test test-all test-ray-oldest test-frameworks mutants bench lint manifests kubernetes-binaries clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ check: lint  ## style, types, import rules, language, unit tests, simulation: un
 test: $(STAMP)  ## everything that is checked before a change lands
 	$(BIN)/python -m pytest -n 3
 
+test-all: $(STAMP)  ## and the long tests, see tests/long_tests.py
+	$(BIN)/python -m pytest -n 3 --all
+
 # `make mutants MUTANTS='--sample 200 --seed 7'` judges a sample, MUTANTS=--again only those that were
 # not noticed the last time.
 mutants: $(STAMP)  ## which small changes of orchestrator/core its tests do not notice
@@ -47,6 +50,17 @@ test-ray-oldest: $(STAMP)  ## what leans on Ray, with the oldest that is promise
 	  print(*OLDEST, sep=".")').*"
 	$(VENV)/ray-oldest/bin/python -m pytest tests/contract/test_backends.py \
 	  $(addprefix tests/e2e/ray/test_,faults.py journal.py drain.py gang.py jobs_api.py metrics.py) -k ray
+
+# The setup of DeepSpeed imports torch. One operator is compiled when it starts on CPUs, for minutes and into
+# the user's cache: before the tests, not by four ranks of which one is killed.
+test-frameworks: $(STAMP)  ## scripts of other frameworks under Holdfast, in .venv/frameworks
+	test -x $(VENV)/frameworks/bin/python || $(PYTHON) -m venv $(VENV)/frameworks
+	$(BIN)/uv pip install --quiet --python $(VENV)/frameworks/bin/python --editable . setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/frameworks/bin/python \
+	  --no-build-isolation-package deepspeed -r tests/frameworks/requirements.txt
+	DS_ACCELERATOR=cpu $(VENV)/frameworks/bin/python -c \
+	  'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+	$(VENV)/frameworks/bin/python -m pytest -p no:xdist tests/frameworks
 
 bench: $(STAMP)  ## side-by-side measurements; writes bench/results/
 	$(BIN)/python -m bench.recovery

@@ -1,5 +1,5 @@
 """What a training script calls: `from holdfast import session`; see docs/user/session.md."""
 
-from holdfast.workers.session import Session, init, leave
+from holdfast.workers.session import PerRank, Session, init, leave, phase, preemption, report
 
-__all__ = ["Session", "init", "leave"]
+__all__ = ["PerRank", "Session", "init", "leave", "phase", "preemption", "report"]

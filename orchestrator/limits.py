@@ -9,6 +9,8 @@ MAX_SECONDS = 315_360_000
 
 MAX_GPUS = 64
 """Of one worker."""
+MAX_SIZES = 64
+"""World sizes in spec.elasticity."""
 MAX_NODES = 100_000
 """Ten times the largest job that heartbeats are sized for. Also the bound of an inner mesh axis:
 the product of three fits 64 bits."""
@@ -16,6 +18,9 @@ the product of three fits 64 bits."""
 MAX_VARIABLE_BYTES = 128 * 1024
 """Of one environment variable with its name: MAX_ARG_STRLEN of Linux. With a longer one no program
 can be started (execve: E2BIG)."""
+
+MAX_COMMAND_CHARS = 16 * 1024
+"""Of entrypoint.command: far above any line that a person writes, and read within milliseconds."""
 
 MAX_ENVIRONMENT_BYTES = 2**20
 """Of spec.env: half of what Linux passes to a program, arguments included, with the usual stack
@@ -33,6 +38,25 @@ MAX_SEED = 2**53 - 1
 MAX_DOCUMENT_BYTES = 3 * 2**19
 """Characters of a job spec, with aliases counted in full: 1.5 MiB, the default limit of etcd for a
 request. A few lines of aliases can stand for more than memory holds."""
+
+MAX_PACKAGES = 256
+"""Lines in spec.environment.requirements; a file may have more."""
+
+INSTALL_S = 900.0
+"""For the installation of spec.environment on a node: a large wheel from a slow index."""
+
+MAX_CODE_ARCHIVE_BYTES = 8 * 2**20
+"""Of a job's code on Kubernetes, compressed. It lies in nine ConfigMaps at most; etcd holds 2 GiB
+in all by default. Source code of 5 MB has 1 MB compressed."""
+
+MAX_CODE_BYTES = 64 * 2**20
+"""The same, unpacked; so much memory an agent needs for it."""
+
+MAX_CODE_FILES = 10_000
+"""The same; creating them takes a second."""
+
+CODE_PART_BYTES = 960 * 1024
+"""Of the archive, in one ConfigMap (which may hold 1 MiB) and in one message."""
 
 # -- connections ------------------------------------------------------------------------------
 PROTOCOL_VERSION = 1
@@ -78,6 +102,13 @@ all in-memory checkpoints; waiting costs 9 s at most."""
 
 PULSE_INTERVAL_S = 0.5
 """Seconds between two signals of a worker's pulse thread that the interpreter still runs."""
+
+FIRST_PULSES_S = 0.1
+"""Between those of a script that has not begun to train: they show when its recovery is over."""
+
+BEGUN_COLLECTIVES = 8
+"""A rank of a script that reports nothing trains when it has begun so many: DDP begins about five
+when it is made, then some a step."""
 
 HANG_FLOOR_S = 3.0
 """Shortest hang timeout, however short the job's steps are."""
@@ -148,6 +179,10 @@ heartbeat timeout."""
 TERMINATION_GRACE_S = 30.0
 """SIGTERM to SIGKILL on planned stops of scripts, as with torchrun and Kubernetes."""
 
+SAVE_GRACE_S = 10.0
+"""How long a rank in a declared save may go on in an unplanned stop, if it needs no peer: a few GB
+to a local disk. A torn checkpoint costs more: all steps since the one before it."""
+
 HOLD_S = 3.0
 """How long a worker that has staged a requested step waits for the planned stop. The stop comes
 within a round trip, unless it was cancelled or the controller died; then training goes on."""
@@ -164,6 +199,17 @@ resize."""
 
 STACK_TIMEOUT_S = 2.0
 """Collecting the stacks of a hung worker delays recovery by this at most."""
+
+QUESTION_TIMEOUT_S = 10.0
+"""For an agent's answer to a question of a user about its workers, beside what it has to record."""
+
+MAX_SHOWN_RANKS = 512
+"""Ranks whose stacks a user gets by default; of a job with more, the first ones."""
+
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Of all stacks, or of one profile as it is sent (compressed)."""
+
+MAX_PROFILE_S = 120.0
 
 # -- budgets (restarts per window) ------------------------------------------------------------
 BUDGET_WINDOW_S = 3600.0

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from .long_tests import LONG
+
 # A shell starts a background command with SIGINT ignored, and its children inherit that: the tests
 # of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,8 +44,18 @@ def _group(nodeid: str) -> str | None:
     return next(found, None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="with the tests of long_tests.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n`, groups come before the other tests, longest first; within them nothing changes."""
+    """Without `--all`, long tests run only if the command names their file. With `-n`, groups come
+    before the other tests, longest first; within them nothing changes."""
+    named = [argument for argument in config.args if ".py" in argument]
+    if not config.getoption("--all") and not named:
+        left_out = [item for item in items if item.nodeid.startswith(LONG)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.nodeid.startswith(LONG)]
     if not hasattr(config, "workerinput"):
         return
     order = {name: index for index, name in enumerate(LONGEST_FIRST)}

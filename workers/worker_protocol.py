@@ -11,6 +11,9 @@ which steps are staged; StageAt requests others. To
 restore, the worker sends FetchShard and gets Shard and a descriptor (read-only), or NoShard. It
 ends with Failed or Finished and exits.
 
+A script that keeps its own checkpoints may send StopNoticeWanted, and gets StopNotice in a planned
+stop, while it has time to save.
+
 A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
 """
 
@@ -54,8 +57,25 @@ class Progress(
     """Median over the last steps of the training thread's CPU time; 0: not known."""
 
 
+class Reported(
+    StepReport, frozen=True, kw_only=True, tag_field="type", tag="reported", omit_defaults=True
+):
+    """A script that keeps its own checkpoints has finished a step. The agent makes it of what a
+    framework posts."""
+
+    step: int
+    """-1: it begins to train, after a step that it does not tell."""
+    posted: bool = False
+    """By HTTP: one rank speaks for all, every few seconds."""
+    finished: bool = False
+    """A post says that the training is complete, and not after which step."""
+
+
 class Pulse(WorkerMessage, frozen=True, kw_only=True, tag="pulse"):
     """The Python interpreter of the worker runs."""
+
+    collectives: int = 0
+    """That this process has begun, in all process groups."""
 
 
 class BufferRequest(WorkerMessage, frozen=True, kw_only=True, tag="buffer-request"):
@@ -91,10 +111,20 @@ class BufferReturned(WorkerMessage, frozen=True, kw_only=True, tag="buffer-retur
     buffer: int
 
 
+class ImportsReported(WorkerMessage, frozen=True, kw_only=True, tag="imported"):
+    """The installed modules that a script has imported until it trained, in their order."""
+
+    modules: tuple[str, ...]
+
+
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
     """Request a shard of the membership's Restore."""
 
     shard: int
+
+
+class StopNoticeWanted(WorkerMessage, frozen=True, kw_only=True, tag="stop-notice-wanted"):
+    """In a planned stop this worker gets StopNotice in place of SIGTERM."""
 
 
 class StackReport(WorkerMessage, frozen=True, kw_only=True, tag="stack"):
@@ -142,6 +172,10 @@ class Assign(WorkerMessage, frozen=True, kw_only=True, tag="assign"):
     """Ranks of this node with the shard index of this one, itself included."""
     log_file: str = ""
     """File for stdout and stderr. Empty: the file descriptor that comes with this message."""
+    packages: str = ""
+    """Directory of the environment with the job's packages; empty: it has none."""
+    problem: str = ""
+    """Why the script cannot start on this node; the worker fails with it."""
 
 
 class StageAt(WorkerMessage, frozen=True, kw_only=True, tag="stage-at"):
@@ -157,6 +191,13 @@ class SetStagingInterval(WorkerMessage, frozen=True, kw_only=True, tag="stage-ev
 
     every_steps: int
     from_step: int
+
+
+class StopNotice(WorkerMessage, frozen=True, kw_only=True, tag="stop-notice"):
+    """A planned stop: save after `after_step`, the same on all ranks, and end within `grace_s`."""
+
+    after_step: int
+    grace_s: float
 
 
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
@@ -199,17 +240,21 @@ FromWorker = (
     PhaseChanged
     | ProgressTick
     | Progress
+    | Reported
     | Pulse
     | BufferRequest
     | BufferWanted
     | BufferReturned
     | Staged
+    | ImportsReported
     | FetchShard
+    | StopNoticeWanted
     | StackReport
     | CollectivesReport
     | Failed
     | Finished
 )
 ToWorker = (
-    Assign | StageAt | SetStagingInterval | Buffer | BufferFree | NoBuffer | Shard | NoShard
+    Assign | StageAt | SetStagingInterval | StopNotice | Buffer | BufferFree | NoBuffer | Shard
+    | NoShard
 )  # fmt: skip

@@ -6,18 +6,24 @@ size. Memory travels as a file descriptor (memfd) beside a message. Nothing here
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
+from holdfast.orchestrator.errors import HoldfastError
 
 from . import packets
 from .worker_protocol import Assign, FromWorker, ToWorker
 
 AGENT_FD = "HOLDFAST_AGENT_FD"
 """Environment variable with the number of the worker's descriptor, so that it survives an exec."""
+
+INHERITED = "HOLDFAST_INHERITED"
+"""Environment variable with the descriptors of a worker whose place another program took."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,18 @@ class Attached:
     """A byte asks for StackReport and CollectivesReport; the pulse thread reads it."""
 
 
-attached: Attached | None = None
-"""Set by agent/pool/worker_main.py before the entrypoint runs. None outside Holdfast, where a
-session works without an agent."""
+attached: Attached | None
+"""Set by agent/pool/worker_main.py before the entrypoint runs, or inherited by a program that took
+the place of a worker, see hand_over. None outside Holdfast, where a session works without an
+agent."""
+
+
+class _Inherited(msgspec.Struct):
+    """What a program in the place of a worker needs to be attached."""
+
+    assign: Assign
+    job: dict[str, Any]
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(FromWorker | ToWorker)
@@ -56,3 +71,48 @@ def receive(link: socket.socket) -> tuple[FromWorker | ToWorker | None, int | No
     if not data:
         return None, None
     return _DECODER.decode(data), fds[0] if fds else None
+
+
+def hand_over(inspection_fd: int) -> None:
+    """Before an exec of a program in this process: its first process that uses the session attaches
+    itself."""
+    assert attached is not None
+    state = os.memfd_create("holdfast-worker", 0)  # inherited
+    os.write(
+        state, msgspec.msgpack.encode(_Inherited(attached.assign, job_to_mapping(attached.job)))
+    )
+    link_fd = attached.link.fileno()
+    for fd in (link_fd, inspection_fd):
+        os.set_inheritable(fd, True)
+    os.environ[INHERITED] = f"{link_fd} {inspection_fd} {state}"
+
+
+def __getattr__(name: str) -> Any:
+    """`attached` at its first use where worker_main has not set it: lazily, as the environment is
+    that of a worker's child only then. Raises HoldfastError when a program between the worker and
+    this process has closed the descriptors."""
+    if name != "attached":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global attached
+    attached = None
+    # Once: child processes of this one, such as data loaders, are not the worker.
+    if inherited := os.environ.pop(INHERITED, ""):
+        attached = _attach(*map(int, inherited.split()))
+    return attached
+
+
+def _attach(link_fd: int, inspection_fd: int, state_fd: int) -> Attached:
+    try:
+        data = os.pread(state_fd, os.fstat(state_fd).st_size, 0)
+        os.close(state_fd)
+        found = msgspec.msgpack.decode(data, type=_Inherited)
+        link, inspection = socket.socket(fileno=link_fd), socket.socket(fileno=inspection_fd)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise HoldfastError(
+            f"holdfast.session: the connection to the agent was not inherited ({error}); the "
+            f"program that entrypoint.command names has closed it, or another version of Holdfast "
+            f"is installed in this Python"
+        ) from None
+    for fd in (link_fd, inspection_fd):
+        os.set_inheritable(fd, False)
+    return Attached(link, found.assign, job_from_mapping(found.job), inspection)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import getpass
 import socket
+from collections.abc import Mapping
 from typing import Any
 
+from .. import limits
 from ..errors import HoldfastError
 from ..hosts.local.job_directory import JobDirectory
 from ..protocol.messages import BadFrame, Reply, Request, decode, encode, frame_length
 
 TIMEOUT_S = 15.0
 """The controller answers from memory: it accepts a resize or a suspend without awaiting it."""
+
+
+def extra_s(verb: str, arguments: Mapping[str, Any]) -> float:
+    """How much longer than that an answer may take: agents are asked for it."""
+    if verb == "profile":
+        return float(arguments["seconds"]) + limits.QUESTION_TIMEOUT_S
+    return limits.QUESTION_TIMEOUT_S if verb == "stacks" else 0.0
 
 
 class ControllerGone(HoldfastError):
@@ -44,6 +53,7 @@ def ask(directory: JobDirectory, verb: str, **arguments: Any) -> Reply:
     address = (str(controller["address"]), int(controller["port"]))
     try:
         with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
+            connection.settimeout(TIMEOUT_S + extra_s(verb, arguments))
             connection.sendall(encode(request))
             with connection.makefile("rb") as stream:  # its read() returns less only at the end
                 body = stream.read(frame_length(stream.read(4)))

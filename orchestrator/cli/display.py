@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from ..runtime.observe.view import JobView
 from .output import clock, count, plural
@@ -20,14 +21,24 @@ HISTORY = 2000
 
 
 class Display(Protocol):
+    wants_lines: bool | None
+    """Whether `line` shall be called; None: where Holdfast does not know the progress itself, that
+    is of a script."""
+
     def show(self, view: JobView) -> None: ...
     def note(self, text: str) -> None: ...
+    def line(self, text: str) -> None:
+        """What rank 0 has printed. Called from another thread."""
+        ...
+
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: Any) -> None: ...
 
 
-def make_display(console: Console) -> Display:
-    return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
+def make_display(console: Console, wants_lines: bool | None = None) -> Display:
+    made = LiveDisplay(console) if console.is_terminal else LineDisplay(console)
+    made.wants_lines = wants_lines
+    return made
 
 
 class SilentDisplay:
@@ -37,11 +48,18 @@ class SilentDisplay:
     and then the note after Ctrl-C, the most important one, would be lost.
     """
 
+    wants_lines: bool | None = False
+
     def __init__(self, console: Console) -> None:
         self._file = console.file
 
     def show(self, view: JobView) -> None:
         return None
+
+    def line(self, text: str) -> None:
+        code = getattr(self._file, "encoding", None) or "utf-8"
+        shown = text.encode(code, "replace").decode(code)  # bars have characters that ASCII has not
+        self.note(f"[rank 0] {shown}")
 
     def note(self, text: str) -> None:
         self._file.write(f"{text}\n")
@@ -57,6 +75,8 @@ class SilentDisplay:
 class LiveDisplay:
     """Redraws a few times a second."""
 
+    wants_lines: bool | None = None
+
     def __init__(self, console: Console) -> None:
         # Transient: the report replaces the live display.
         self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
@@ -71,6 +91,11 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         self._live.console.print(text)
+
+    def line(self, text: str) -> None:
+        """Above the live display; colours stay."""
+        shown = Text.assemble(("[rank 0] ", "dim"), Text.from_ansi(text))
+        self._live.console.print(shown, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -128,7 +153,7 @@ class LineDisplay(SilentDisplay):
             world = plural(view.world_size, "worker")
             mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
             lines.append(f"generation {view.generation}: {world}{mesh}")
-        if view.state != last.state:
+        if view.state != last.state or not last.name:  # the first view, too
             lines.append(view.state + (f": {view.reason}" if view.reason else ""))
         if view.checkpoints and view.checkpoints[-1:] != last.checkpoints[-1:]:
             lines.append(f"checkpoint of step {view.checkpoints[-1].step} committed")

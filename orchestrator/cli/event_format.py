@@ -195,6 +195,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
         f"new settings for spec.nodes (min {v.min_nodes}, spares {v.spares}) and spec.recovery "
         f"requested{_by(v)}"
     ),
+    e.AgainRequested: lambda v: f"a generation with new code requested{_by(v)}",
     e.SuspendRequested: lambda v: f"suspend requested{_by(v)}",
     e.ResumeRequested: lambda v: (
         f"resume{' from step 0' if v.start_over else ''} requested{_by(v)}"
@@ -206,11 +207,13 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     e.NodeJoined: _joined,
     e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
     e.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
+    e.NodeRemarked: lambda v: v.text,
     e.WorkerExited: lambda v: f"worker {v.exit.rank} {exit_text(v.exit)}",
     e.StepCompleted: _step_completed,
     e.HangDetected: lambda v: f"hang: {v.evidence}",
     e.HangSuspected: lambda v: f"hang suspected: {v.evidence}",
     e.HangSuspicionEnded: lambda v: f"progress again, after {v.seconds:.1f} s without any",
+    e.CollectivesBegun: lambda v: "all ranks begin collectives; the script reports no steps",
     e.GroupInspected: lambda v: f"{plural(len(v.stacks), 'worker')} inspected",
     e.StragglerDetected: lambda v: f"straggler: {v.evidence}",
     e.HeartbeatsLost: lambda v: (

@@ -36,6 +36,16 @@ class LogTail:
             yield self._shown([self._rest])
             self._rest = b""
 
+    def skip(self) -> None:
+        """What the file has by now."""
+        with suppress(OSError):
+            self._offset = self.path.stat().st_size
+
+    @property
+    def bar(self) -> str:
+        """The state of a progress bar in the line that is not complete; empty: there is none."""
+        return self._shown([self._rest])[0] if b"\r" in self._rest else ""
+
     def _read(self, path: Path) -> Iterator[list[str]]:
         with path.open("rb") as file:
             file.seek(self._offset)
@@ -48,15 +58,31 @@ class LogTail:
                 yield self._shown(whole)
 
     def _shown(self, lines: list[bytes]) -> list[str]:
-        return [self._prefix + line.decode("utf-8", "replace") for line in lines]
+        return [self._prefix + _folded(line).decode("utf-8", "replace") for line in lines]
+
+
+def _folded(line: bytes) -> bytes:
+    """A terminal would show what follows the last carriage return: the last state of a progress
+    bar."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def print_files(
     directory: JobDirectory, rank: int | None, generation: int | None, node: str | None
 ) -> None:
-    """Print the matching files one after the other. Raises UserError when none matches."""
-    for tail in find(directory, rank, generation, node):
-        _write(tail, all=True)
+    """Print the matching files one after the other: without a generation, those of each generation,
+    oldest first, below a line that names it. Raises UserError when none matches."""
+    numbers = generations(directory) if generation is None and node is None else []
+    having = [number for number in numbers if rank is None or rank in _ranks(directory, number)]
+    if len(having) < 2:
+        found = having[0] if having else generation
+        for tail in find(directory, rank, found, node):
+            _write(tail, all=True)
+        return
+    for number in having:
+        _print([f"== generation {number} =="])
+        for tail in find(directory, rank, number, None):
+            _write(tail, all=True)
 
 
 def follow_files(
@@ -98,22 +124,13 @@ def find(
             known = sorted(p.stem[len("agent-") :] for p in directory.logs.glob("agent-*.log"))
             raise UserError(str(Problem("--node", node, _one_of(known, "node"))))
         return [LogTail(path, "")]
-    generations = sorted(
-        int(match[1])
-        for path in directory.logs.glob("gen-*")
-        if (match := re.fullmatch(r"gen-(\d+)", path.name))
-    )
+    numbers = generations(directory)
     if generation is None:
-        generation = generations[-1] if generations else 0
-    if generation not in generations:
-        known = [str(number) for number in generations]
+        generation = numbers[-1] if numbers else 0
+    if generation not in numbers:
+        known = [str(number) for number in numbers]
         raise UserError(str(Problem("--generation", str(generation), _one_of(known, "generation"))))
-    folder = directory.rank_log(generation, 0).parent
-    found = {
-        int(match[1]): path
-        for path in sorted(folder.glob("rank-*.log"))
-        if (match := re.fullmatch(r"rank-(\d+)\.log", path.name))
-    }
+    found = _ranks(directory, generation)
     if rank is None:
         width = len(str(max(found, default=0)))
         return [LogTail(path, f"[{number:>{width}}] ") for number, path in found.items()]
@@ -121,6 +138,25 @@ def find(
         known = [str(number) for number in found]
         raise UserError(str(Problem("--rank", str(rank), _one_of(known, "rank"))))
     return [LogTail(found[rank], "")]
+
+
+def generations(directory: JobDirectory) -> list[int]:
+    """With a directory of logs, oldest first."""
+    return sorted(
+        int(match[1])
+        for path in directory.logs.glob("gen-*")
+        if (match := re.fullmatch(r"gen-(\d+)", path.name))
+    )
+
+
+def _ranks(directory: JobDirectory, generation: int) -> dict[int, Path]:
+    """Rank -> its log file."""
+    folder = directory.rank_log(generation, 0).parent
+    return {
+        int(match[1]): path
+        for path in sorted(folder.glob("rank-*.log"))
+        if (match := re.fullmatch(r"rank-(\d+)\.log", path.name))
+    }
 
 
 def _one_of(known: list[str], noun: str) -> str:
@@ -132,5 +168,9 @@ def _one_of(known: list[str], noun: str) -> str:
 def _write(tail: LogTail, *, all: bool) -> None:
     for lines in tail.parts(all=all):
         if lines:
-            sys.stdout.write("\n".join(lines) + "\n")
-            sys.stdout.flush()
+            _print(lines)
+
+
+def _print(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()

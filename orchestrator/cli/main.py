@@ -12,7 +12,19 @@ from typing import Any, NoReturn
 import typer
 
 from ..errors import HoldfastError
-from .commands import chaos, checkpoint, control, inspect, operator, run, spec, submit
+from .commands import (
+    chaos,
+    checkpoint,
+    control,
+    inspect,
+    operator,
+    plan,
+    preflight,
+    ranks,
+    run,
+    spec,
+    submit,
+)
 from .options import PLUGIN, complete
 from .output import stderr
 
@@ -53,8 +65,11 @@ for module, panel in {
     run: "Run",
     submit: "Run",
     inspect: "Inspect",
+    ranks: "Inspect",
     control: "Change",
     spec: "Prepare",
+    preflight: "Prepare",
+    plan: "Prepare",
     operator: "Cluster",
 }.items():
     module.register(app, panel)
@@ -93,6 +108,8 @@ def _usage(error: Any) -> NoReturn:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "holdfast"
     text = error.format_message().rstrip(".") + "."
+    if type(error).__name__ == "NoSuchOption" and where.endswith((" run", " submit")):
+        text += " Arguments of a script come after --."
     fail(f"{text} See `{where} --help`." if isinstance(error, USAGE_ERROR) else text, 2)
 
 

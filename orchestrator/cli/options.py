@@ -142,11 +142,13 @@ def choose(
 
 def complete(words: list[str]) -> list[str]:
     """The command line with a value for `--ray`: an empty one if another option or nothing follows
-    it. Any other word right after `--ray` is its value."""
+    it. Any other word right after `--ray` is its value, and those after `--` are a script's."""
     done = []
+    end = words.index("--") if "--" in words else len(words)
+    words, rest = words[:end], words[end:]
     for word, following in zip(words, [*words, "--"][1:], strict=True):
         done.append("--ray=" if word == "--ray" and following.startswith("-") else word)
-    return done
+    return done + rest
 
 
 def ray_address(given: str) -> str:

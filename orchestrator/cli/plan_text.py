@@ -3,53 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..planner import Plan
-from ..planner.costs import device_bytes
+from ..planner.estimate import Estimate, TimePlan
+from ..planner.memory import USABLE
+from ..planner.model_plan import Alternative, ModelPlan
+from ..planner.terms import CATEGORIES
 from ..protocol.host_memory import describe
 from ..protocol.mesh import AXES
 from .output import columns, count, plural, size
 
-MEMORY_OWNERS = {"device": "each worker", "node": "each node", "storage": "storage"}
 MAX_NODES_SHOWN = 16
+MAX_ALTERNATIVES_SHOWN = 8
+MAX_LOST_SHOWN = 4
 
 
-def render(plan: Plan) -> Group:
-    return Group(*_parts(plan))
-
-
-def _parts(plan: Plan) -> Iterator[RenderableType]:
-    head = Text(plan.job, style="bold")
-    world = plural(plan.mesh.world_size, "worker")
-    head.append(
-        f"  {plan.strategy} on {plural(plan.num_nodes, 'node')}, {world}: {plan.mesh.describe()}",
-        style="",
-    )
-    yield head
-    yield f"why: {plan.why}"
-    each = plural(plan.gpus_per_worker, "GPU") if plan.gpus_per_worker else "none"
-    yield f"GPUs of a worker: {each} ({plan.gpus_why})"
-    yield f"fabric: {plan.fabric} ({plan.fabric_why})"
-    if plan.parameters is not None and plan.flops_per_step is not None:
-        yield (
-            f"model: {count(plan.parameters)} parameters, {plan.flops_per_step:.2e} FLOPs per "
-            f"step; micro-batch {plan.micro_batch}, {plan.num_micro_batches} per step and rank"
-        )
-    for warning in plan.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
-    yield from _sizes(plan)
-    yield from _ranks(plan)
-    yield from _memory(plan)
-    yield from _traffic(plan)
-    yield from _environment(plan)
+def render(plan: Plan | ModelPlan, *, explain: bool = False, environment: bool = False) -> Group:
+    """`explain`: formula, numbers and source of each figure. `environment`: ranks and environment
+    of a job."""
+    if isinstance(plan, ModelPlan):
+        return Group(*_of_model(plan, explain))
+    return Group(*_of_job(plan, explain, environment))
 
 
 def _section(title: str) -> Iterator[RenderableType]:
     yield ""
     yield Text(title, style="bold")
+
+
+# -- of a job -----------------------------------------------------------------------------------
+def _of_job(plan: Plan, explain: bool, environment: bool) -> Iterator[RenderableType]:
+    yield _verdict(plan)
+    head = f"{plan.strategy} on {plural(plan.num_nodes, 'node')}, "
+    head += f"{plural(plan.mesh.world_size, 'worker')}: {plan.mesh.describe()}"
+    yield head
+    yield f"why: {plan.why}"
+    for way in plan.ways:
+        yield f"fits with {way.describe()}"
+    each = plural(plan.gpus_per_worker, "GPU") if plan.gpus_per_worker else "none"
+    yield f"GPUs of a worker: {each} ({plan.gpus_why})"
+    yield f"fabric: {plan.fabric} ({plan.fabric_why})"
+    figures = plan.estimate
+    if figures is not None and plan.parameters is not None:
+        yield (
+            f"model: {count(plan.parameters)} parameters, {figures.flops_per_step:.2e} FLOPs per "
+            f"step; micro-batch {figures.micro_batch}, {figures.num_micro_batches} per step and "
+            f"rank"
+        )
+    if plan.micro_batch_why:
+        yield plan.micro_batch_why
+    if plan.offload_memory:
+        yield f"offload: {plan.offload_memory}"
+    for warning in plan.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+    yield from _sizes(plan)
+    if figures is None:
+        yield from _section("Memory")
+        yield "unknown: the script defines the model; plan one like it with --model"
+    else:
+        yield from _figures(figures, plan.device_memory_bytes, explain)
+        yield from _host(plan, explain)
+    if environment:
+        yield from _ranks(plan)
+        yield from _environment(plan)
+    else:
+        yield ""
+        yield "ranks and the environment of a worker: --environment"
+
+
+def _verdict(plan: Plan) -> Text:
+    figures, memory = plan.estimate, plan.device_memory_bytes
+    if figures is None or memory is None:
+        what = "the model is" if figures is None else "the memory of the devices is"
+        fix = "" if figures is None else "; --devices 64xH100-80 says it"
+        return Text(f"{plan.job}: not checked whether it fits: {what} not known{fix}", "bold")
+    numbers = f"{size(figures.peak_bytes)} of {size(memory)} per worker by estimate"
+    if plan.fits:
+        text = f"{plan.job}: fits: {numbers}"
+        if figures.time is not None:
+            text += f"; {figures.time.tokens_per_s:,.0f} tokens/s, MFU {figures.time.mfu:.0%}"
+        return Text(text, "bold green")
+    over = "above the 80 % that never ran out" if figures.peak_bytes <= memory else "too much"
+    if figures.peak_bytes <= USABLE * memory:
+        over = f"but offloaded states do not fit into {plan.offload_memory}"
+    return Text(f"{plan.job}: does not fit: {numbers}, {over}", "bold red")
 
 
 def _sizes(plan: Plan) -> Iterator[RenderableType]:
@@ -68,10 +109,22 @@ def _sizes(plan: Plan) -> Iterator[RenderableType]:
     yield table
 
 
+def _host(plan: Plan, explain: bool) -> Iterator[RenderableType]:
+    yield from _section("Main memory of a node, and storage")
+    table = columns("where", "what", "bytes", *(["by", "formula"] if explain else []))
+    for row in plan.host:
+        where = "each node" if row.where == "node" else "storage"
+        more = ["exact" if row.exact else "estimate", row.formula] if explain else []
+        table.add_row(where, row.what, size(row.num_bytes), *more)
+    yield table
+    if plan.host_memory is not None:
+        yield describe(plan.host_memory)
+
+
 def _ranks(plan: Plan) -> Iterator[RenderableType]:
     yield from _section("Ranks")
     axes = [a for a, n in zip(AXES, plan.mesh.sizes, strict=True) if n > 1] or ["replicate"]
-    table = columns("node", "rank", "local rank", "shard", *axes)
+    table = columns("node", "rank", "local rank", "state shard", *axes)
     for node in plan.nodes[:MAX_NODES_SHOWN]:
         for rank in node.ranks:
             at = [str(rank.coordinates[axis]) for axis in axes]
@@ -83,35 +136,6 @@ def _ranks(plan: Plan) -> Iterator[RenderableType]:
         yield f"... and {plural(left, 'more node')}; --json shows all"
 
 
-def _memory(plan: Plan) -> Iterator[RenderableType]:
-    if not plan.memory:
-        yield from _section("Memory")
-        yield "unknown: the script defines the model"
-        return
-    yield from _section("Memory")
-    table = columns("where", "what", "bytes", "by", "formula")
-    for row in plan.memory:
-        by = "exact" if row.exact else "estimate"
-        table.add_row(MEMORY_OWNERS[row.where], row.what, size(row.num_bytes), by, row.formula)
-    table.columns[-1].no_wrap = False
-    yield table
-    total = size(device_bytes(plan.memory))
-    limit = f" of {size(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""
-    yield f"each worker: about {total}{limit}"
-    if plan.host_memory is not None:
-        yield f"each node, main memory: {describe(plan.host_memory)}"
-
-
-def _traffic(plan: Plan) -> Iterator[RenderableType]:
-    if not plan.traffic:
-        return
-    yield from _section("Sent by each rank in a step")
-    table = columns("what", "group", "bytes", "formula")
-    for row in plan.traffic:
-        table.add_row(row.what, row.group, size(row.num_bytes), row.formula)
-    yield table
-
-
 def _environment(plan: Plan) -> Iterator[RenderableType]:
     yield from _section("Environment of rank 0")
     table = columns("variable", "value", "from", "why")
@@ -119,3 +143,151 @@ def _environment(plan: Plan) -> Iterator[RenderableType]:
         table.add_row(setting.name, setting.value, setting.source, setting.why)
     table.columns[-1].no_wrap = False
     yield table
+
+
+# -- of a model ---------------------------------------------------------------------------------
+def _of_model(plan: ModelPlan, explain: bool) -> Iterator[RenderableType]:
+    yield Text(plan.verdict, "bold green" if plan.fits else "bold red")
+    yield (
+        f"sequences of {plan.sequence_length:,} tokens, {plan.global_batch:,} in a step; bfloat16 "
+        f"with float32 reduction, compiled blocks, AdamW; {plan.network} between nodes; "
+        f"{plan.num_considered:,} layouts considered"
+    )
+    if plan.offload_memory:
+        yield f"offload: {plan.offload_memory}"
+    if plan.alternatives:
+        yield from _section("Strategies that fit, best first")
+        yield _ranking(plan)
+        left = len(plan.alternatives) - MAX_ALTERNATIVES_SHOWN
+        if left > 0:
+            yield f"... and {left} more; --json shows all"
+    if plan.lost:
+        yield from _section("Strategies that do not fit")
+        table = columns("strategy", "devices", "mesh", "why")
+        for one in plan.lost[:MAX_LOST_SHOWN]:
+            table.add_row(one.strategy, _devices(one), one.mesh.describe(), one.why)
+        yield table
+        left = len(plan.lost) - MAX_LOST_SHOWN
+        if left > 0:
+            yield f"... and {left} more; --json shows all"
+    if plan.estimate is not None:
+        yield from _figures(plan.estimate, plan.device_memory_bytes, explain)
+    if plan.spec is not None:
+        yield ""
+        yield "the job that launches the first one: --save job.yaml"
+
+
+def _ranking(plan: ModelPlan) -> RenderableType:
+    priced = any(one.dollars_per_billion_tokens for one in plan.alternatives)
+    names = ["strategy", "devices", "mesh", "batch", "settings", "memory", "tokens/s", "MFU"]
+    table = columns(*names, *(["$/B tokens"] if priced else []), "why it lost")
+    for one in plan.alternatives[:MAX_ALTERNATIVES_SHOWN]:
+        price = one.dollars_per_billion_tokens
+        cells = [f"{price:,.0f}" if price is not None else ""] if priced else []
+        table.add_row(
+            one.strategy,
+            _devices(one),
+            one.mesh.describe(),
+            f"{one.micro_batch} x {one.num_micro_batches}",
+            _settings(one.settings),
+            size(one.peak_bytes),
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.mfu:.0%}",
+            *cells,
+            one.why,
+        )
+    return table
+
+
+def _devices(one: Alternative) -> str:
+    return f"{one.devices} x {one.device}"
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    words = []
+    for name, value in settings.items():
+        if name == "activationCheckpointing":
+            kept = f" {'+'.join(value['keep'])}" if "keep" in value else ""
+            words.append(f"AC {value['mode']}{kept}")
+        elif name == "reshardAfterForward":
+            words.append("no reshard" if value is False else f"reshard {value}")
+        elif name == "loss":
+            words.append("chunked loss")
+        elif name == "offload":
+            words.append("CPU offload")
+        else:
+            words.append(str(value))
+    return ", ".join(words) or "-"
+
+
+# -- figures of one layout ----------------------------------------------------------------------
+def _figures(
+    figures: Estimate, memory_bytes: int | None, explain: bool
+) -> Iterator[RenderableType]:
+    limit = f" of {size(memory_bytes)}" if memory_bytes else ""
+    peak = f"{size(figures.peak_bytes)}{limit}, in the phase: {figures.peak_phase}"
+    yield from _section(f"Memory of a worker's device: {peak}")
+    yield _memory(figures, explain)
+    yield from _section("Sent by each rank in a step")
+    if figures.traffic:
+        yield _traffic(figures, explain)
+    else:
+        yield "nothing: one rank"
+    if figures.time is not None:
+        yield from _time(figures.time, explain)
+
+
+def _memory(figures: Estimate, explain: bool) -> RenderableType:
+    sums = figures.categories()
+    if not explain:
+        table = columns("category", "bytes", "share")
+        for name in CATEGORIES:
+            if name in sums:
+                share = f"{sums[name] / figures.peak_bytes:.0%}" if figures.peak_bytes else ""
+                table.add_row(name, size(sums[name]), share)
+        return table
+    table = columns("category", "what", "bytes", "in", "by", "formula", "source")
+    for row in figures.memory:
+        by = "exact" if row.exact else "estimate"
+        phases = "all phases" if len(row.phases) == len(figures.phases) else ", ".join(row.phases)
+        cells = (row.category, row.what, size(row.num_bytes), phases, by, row.formula, row.source)
+        table.add_row(*cells)
+    for phase, num_bytes in figures.phases.items():
+        table.add_row("sum", phase, size(num_bytes), "", "", "", "")
+    return table
+
+
+def _traffic(figures: Estimate, explain: bool) -> RenderableType:
+    timed = figures.time is not None
+    names = ["what", "collective", "group", "bytes", "calls"]
+    names += ["link", "time"] if timed else []
+    table = columns(*names, *(["formula", "source"] if explain else []))
+    for row in figures.traffic:
+        cells = [row.what, row.collective, row.group, size(row.num_bytes), str(row.calls)]
+        if timed:
+            cells += [row.link, f"{row.seconds:.3g} s" if row.seconds is not None else ""]
+        table.add_row(*cells, *([row.formula, row.source] if explain else []))
+    return table
+
+
+def _time(time: TimePlan, explain: bool) -> Iterator[RenderableType]:
+    yield from _section(
+        f"A step on {time.device}: {time.seconds:.3g} s, {time.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {time.mfu:.1%}"
+    )
+    table = columns("part", "seconds", "share", "kind", *(["formula", "source"] if explain else []))
+    for row in time.rows:
+        kind = "exposed" if row.exposed else "compute"
+        more = [row.formula, row.source] if explain else []
+        share = f"{row.seconds / time.seconds:.0%}"
+        table.add_row(row.what, f"{row.seconds:.3g}", share, kind, *more)
+    yield table
+    yield f"communication beside compute: {time.hidden_seconds:.3g} s"
+    if time.calibration is not None:
+        yield time.calibration.describe()
+    if time.price is not None and time.dollars_per_day is not None:
+        yield (
+            f"price: ${time.dollars_per_day:,.0f} a day, "
+            f"${time.dollars_per_billion_tokens:,.0f} per billion tokens, at "
+            f"${time.price.per_hour:g} an hour and device ({time.price.source}, {time.price.date})"
+        )

@@ -57,7 +57,9 @@ def _progress(view: JobView) -> Iterator[RenderableType]:
     done = view.step + 1
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=view.total_steps, completed=done, width=BAR_WIDTH)
-    grid.add_row(bar, f"{done} of {view.total_steps} steps")
+    left_s = (view.total_steps - done) * view.step_s
+    left = f", {duration(left_s)} left" if left_s > 0 and view.state == "running" else ""
+    grid.add_row(bar, f"{done} of {view.total_steps} steps{left}")
     yield grid
 
 
@@ -69,6 +71,31 @@ def throughput(view: JobView) -> Iterator[str]:
             yield f"{count(view.tokens_per_s / gpus)} per GPU"
     if view.mfu is not None:
         yield f"MFU {view.mfu:.1%}"
+
+
+def planned(view: JobView) -> Iterator[str]:
+    """What the planner predicted, and by how much it was wrong where the same is measured."""
+    plan = view.planned
+    if plan is None:
+        return
+    memory = f"{size(plan.device_memory_bytes)} per {_where(view)}"
+    yield memory + _error(view, plan.device_memory_bytes, view.device_memory_peak_bytes)
+    if plan.step_s is not None:
+        yield f"{plan.step_s:.3f} s per step" + _error(view, plan.step_s, view.step_s)
+    if plan.sent_bytes:
+        sent = f"{size(plan.sent_bytes)} sent by a rank in a step"
+        yield sent + _error(view, plan.sent_bytes, view.sent_bytes)
+
+
+def _where(view: JobView) -> str:
+    """On CPUs the memory is that of the worker's process."""
+    return "device" if view.gpus_per_worker else "worker"
+
+
+def _error(view: JobView, planned: float, measured: float) -> str:
+    if measured:
+        return f" ({planned / measured - 1:+.0%} of what is measured)"
+    return " (measured: unknown)" if view.step >= 0 else ""
 
 
 def devices(view: JobView) -> str:
@@ -117,15 +144,24 @@ def fact_lines(view: JobView, losses: list[float]) -> Iterator[tuple[str, str | 
         yield "storage", Text(storage_problem(view), style="red")
     if view.journal_problem:
         yield "journal", Text(view.journal_problem, style="red")
-    if view.restarts and any(view.restarts.values()):
-        restarts = ", ".join(f"{n} {name}" for name, n in view.restarts.items() if n)
-        yield "restarts", restarts
+    if view.relaunches:
+        yield "restarts", restarts(view)
     if view.goodput:
         yield "goodput", f"{view.goodput:.1%}"
     if view.device_memory_peak_bytes:
-        yield "memory", f"{size(view.device_memory_peak_bytes)} peak per device"
+        yield "memory", f"{size(view.device_memory_peak_bytes)} peak per {_where(view)}"
+    if view.sent_bytes:
+        yield "sent", f"{size(view.sent_bytes)} by a rank in a step"
+    if line := "; ".join(planned(view)):
+        yield "planned", line
     if view.metrics_port and view.controller_alive and view.state not in TERMINAL:
         yield "metrics", f"http://127.0.0.1:{view.metrics_port}/metrics"
+
+
+def restarts(view: JobView) -> str:
+    """`4 (charged to budgets: 2 infrastructure, 1 hang)`: a resize, for example, is not charged."""
+    charged = ", ".join(f"{number} {name}" for name, number in view.restarts.items() if number)
+    return f"{view.relaunches}" + (f" (charged to budgets: {charged})" if charged else "")
 
 
 def checkpoints(view: JobView) -> str:
@@ -194,6 +230,8 @@ def outcome(incident: Incident, *, ended: bool = False) -> str:
             return f"superseded by incident {incident.overtaken_by}"
         return "the job ended" if ended else incident.decision or "in progress"
     resumed = "all workers running" if incident.no_steps else "next step"
+    if incident.inferred:
+        resumed = "collectives again (no steps are reported)"
     parts = [f"{resumed} after {duration(incident.seconds['total'])}"]
     if incident.steps_lost is not None:
         least = "at least " * incident.steps_lost_at_least

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core.transitions import TERMINAL
 from ..runtime.observe.view import Incident, JobView
 from .output import clock, date, duration, plural, size, state_text
-from .render import ledger, outcome, storage_problem, throughput
+from .render import ledger, outcome, planned, restarts, storage_problem, throughput
 
 PHASES = ("detect", "stop", "place", "launch", "first-step")
 
@@ -102,9 +102,11 @@ def _summary(view: JobView) -> Iterator[str]:
     if line := ", ".join(part for part in (steps, loss, *throughput(view), pace) if part):
         yield line
     if view.world_size:
-        world = f"{plural(view.world_size, 'worker')}, {view.strategy}: {view.mesh}"
-        restarts = sum(view.restarts.values())
-        yield f"{world}; generation {view.generation}, {plural(restarts, 'restart')}"
+        mesh = f", {view.strategy}: {view.mesh}" if view.mesh else ""
+        world = f"{plural(view.world_size, 'worker')}{mesh}; generation {view.generation}"
+        yield f"{world}, restarts: {restarts(view)}"
+    if line := "; ".join(planned(view)):
+        yield f"planned: {line}"
     if view.controller_restarts:
         yield f"controller restarted {plural(view.controller_restarts, 'time')}"
 

@@ -17,7 +17,7 @@ from ..protocol.mesh import Mesh
 ReasonCode = Literal[
     "submitted", "user-error", "infrastructure", "preemption", "hang", "resize", "suspend",
     "resume", "cancel", "finish", "deadline", "budget", "capacity", "checkpoint", "retention",
-    "bad-node", "controller-restart",
+    "bad-node", "controller-restart", "does-not-fit", "new-code",
 ]  # fmt: skip
 """Labels metrics; keep it small."""
 
@@ -66,6 +66,8 @@ class LaunchGroup(Action, frozen=True, kw_only=True, tag="launch-group"):
     """The state was written on the same mesh, the number of replicas aside: each rank reads its own
     shard only, and the node is sent the sources of its ranks' shards only."""
     stage_every_steps: int = 0
+    code: str = ""
+    """spec.code."""
     nodes_on_machine: int = 1
     """Members on the same machine, which share its memory."""
 
@@ -76,6 +78,11 @@ class StopGroup(Action, frozen=True, kw_only=True, tag="stop-group"):
     node: str
     grace_s: float = 0.0
     stacks: bool = False
+    save_grace_s: float = 0.0
+    """For workers in a declared save, in a stop without grace."""
+    after_step: int = -1
+    """In a stop with grace: a script that asks for notices saves after this step; -1: there is no
+    time for one."""
 
 
 class InspectGroup(Action, frozen=True, kw_only=True, tag="inspect-group"):

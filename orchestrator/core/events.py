@@ -20,6 +20,7 @@ from ..protocol.facts import (
     Stack,
     StagedShard,
     StepReport,
+    StepSource,
     SuspectBasis,
     WorkerBeat,
 )
@@ -56,6 +57,8 @@ class AdjustRequested(Event, frozen=True, kw_only=True, tag="adjust-requested"):
     spares: int
     recovery: dict[str, Any]
     """spec.recovery, as the document has it."""
+    elasticity: str | tuple[int, ...] | None = None
+    """None: as before."""
     by: str = ""
 
 
@@ -67,6 +70,15 @@ class ResumeRequested(Event, frozen=True, kw_only=True, tag="resume-requested"):
     by: str = ""
     start_over: bool = False
     """Of a job that holds: begin at step 0."""
+
+
+class AgainRequested(Event, frozen=True, kw_only=True, tag="again-requested"):
+    """A new generation with newly edited code, from the last checkpoint."""
+
+    code: str | None = None
+    """spec.code of the new one; empty: what the image has. None: as before, and the files have
+    changed where they are."""
+    by: str = ""
 
 
 class CancelRequested(Event, frozen=True, kw_only=True, tag="cancel-requested"):
@@ -110,6 +122,13 @@ class PreemptionNoticed(Event, frozen=True, kw_only=True, tag="preemption-notice
 
 
 # -- workers ----------------------------------------------------------------------------------
+class NodeRemarked(Event, frozen=True, kw_only=True, tag="node-remarked"):
+    """An agent has done something that people shall know of. Decides nothing."""
+
+    node: str
+    text: str
+
+
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     node: str
     generation: int
@@ -130,6 +149,12 @@ class StepCompleted(
 
     generation: int
     step: int
+    counted_by: StepSource = ""
+    began_after: int | None = None
+    """The step after which a script began that keeps its own checkpoints; None: not known."""
+    first_ago_s: float = 0.0
+    """How long ago the first step of the generation was finished, if a framework reports its
+    progress later."""
 
 
 class HangDetected(Event, frozen=True, kw_only=True, tag="hang-detected"):
@@ -156,6 +181,13 @@ class HangSuspicionEnded(Event, frozen=True, kw_only=True, tag="hang-suspicion-e
     generation: int
     seconds: float
     """How long there was none."""
+
+
+class CollectivesBegun(Event, frozen=True, kw_only=True, tag="collectives-begun"):
+    """From the progress monitor: all ranks of a script that reports nothing begin collectives, so
+    it probably trains."""
+
+    generation: int
 
 
 class GroupInspected(Event, frozen=True, kw_only=True, tag="group-inspected"):
@@ -322,13 +354,14 @@ class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
 
 AnyEvent = (
     JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
-    | CancelRequested
+    | AgainRequested | CancelRequested
     | FaultInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepCompleted
-    | HangDetected | HangSuspected | HangSuspicionEnded | GroupInspected | StragglerDetected
+    | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun | GroupInspected
+    | StragglerDetected
     | HeartbeatsLost | HeartbeatsRestored
     | ActionSucceeded | ActionFailed | ActionUnknown
     | GroupStopped | NodeMemoryPlanned
     | ShardPersisted | PersistFailed | CheckpointRefused | CheckpointsListed
     | ControllerStarted
-    | Tick | HeartbeatReceived | NodeCopiedStep
+    | Tick | HeartbeatReceived | NodeCopiedStep | NodeRemarked
 )  # fmt: skip

@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from .. import limits
+from ..planner.advice import refusal
+from ..planner.micro_batch import chosen_micro_batch
 from ..protocol.fabric import socket_networks
 from ..protocol.facts import Membership, Restore
 from ..protocol.mesh import Mesh
@@ -14,8 +17,8 @@ from ..protocol.networks import describe_networks
 from . import completion, drain, host_memory, provisioning, staging_interval
 from .actions import LaunchGroup, Reason
 from .checkpoints import choose_restore, must_not_begin, why_nothing_usable
-from .context import StepContext
-from .events import StepCompleted
+from .context import StepContext, seconds
+from .events import CollectivesBegun, StepCompleted
 from .nodes import any_to_be_stopped, possible_size, usable
 from .provisioning import awaiting_rejoin, full_size
 from .rank_assignment import (
@@ -27,10 +30,13 @@ from .rank_assignment import (
     persist_cadence,
     seats_for,
 )
+from .sizes import describe_elasticity
 from .state import LAUNCH, PLACEMENT, PLANNED, IncidentRecord, JobState
 
 LAUNCH_TIMEOUT_S = 15.0
 """A fork takes milliseconds; after this a launch is sent again, and after twice this it failed."""
+INSTALL_TIMEOUT_S = limits.INSTALL_S + LAUNCH_TIMEOUT_S
+"""The same, of a job whose packages a node may have to install first."""
 MESHES_KEPT = 16
 FALLBACK_PORT = 29500
 
@@ -73,6 +79,7 @@ def _wait(ctx: StepContext) -> None:
     what = (
         f"{here} usable, at least {wanted} needed, {state.expected_nodes} pending"
         f"{denied if state.capacity_denied else ''}{provisioning.why_none_joins(state)}"
+        f"{describe_elasticity(state.job)}{state.sizes.describe()}"
     )
     ctx.move("pending", "capacity", f"waiting for nodes: {what}")
     if limit is None:
@@ -90,8 +97,12 @@ def _launch(ctx: StepContext, size: int) -> None:
     if restore is None and must_not_begin(state):
         completion.hold(ctx, why_nothing_usable(state))
         return
-    mesh = mesh_for(state.job, size, state.device_memory_bytes)
+    memory = state.worker_memory
+    mesh = mesh_for(state.job, size, memory)
     assert mesh is not None
+    if not state.num_launches and (problem := refusal(state.job, size, mesh, memory)):
+        completion.end_early(ctx, "failed", Reason("does-not-fit", str(problem)))
+        return
     free = order_newcomers((n.name, n.facts, n.join_order) for n in usable(state))
     group = nodes_per_group(mesh, spec.workers_per_node)
     group = group if size % group == 0 else size
@@ -107,6 +118,7 @@ def _launch(ctx: StepContext, size: int) -> None:
         master_port=first.offered_port or FALLBACK_PORT + state.generation % 1000,
         restart_count=state.num_launches,
         restore=restore,
+        micro_batch=chosen_micro_batch(state.job, mesh, memory.device),
         networks=socket_networks(state.job, [state.nodes[name].facts for name in members]),
     )
     decision = _describe(state, before, members, restore)
@@ -134,6 +146,7 @@ def _launch(ctx: StepContext, size: int) -> None:
             persist_every_steps=persist_cadence(state.job),
             own_shards=restore is not None and _same_shards(state, restore, mesh),
             stage_every_steps=staging_interval.at_launch(state),
+            code=spec.code or "",
             nodes_on_machine=hosts[facts[name].hostname],
         )
         action = state.inflight[action_id]
@@ -165,13 +178,15 @@ def _begin_generation(ctx: StepContext, membership: Membership, members: tuple[s
             del state.meshes[old]
     state.launch_actions, state.launching, state.exits = {}, {}, {}
     state.active, state.needs_placement, state.first_step_done = True, False, False
+    state.new_code = False
+    state.sizes.began = False
     state.step = membership.restore.step if membership.restore else -1
     host_memory.begin_generation(state, members, membership.mesh)
     staging_interval.begin_generation(state)
     state.launched_ns = ctx.now_ns
     state.resize_pending = state.resize_pending and len(members) != full_size(state)
     ctx.disarm(*PLACEMENT, *PLANNED)
-    ctx.arm("launch", LAUNCH_TIMEOUT_S)
+    ctx.arm("launch", _launch_timeout_s(state))
     left_s, state.deadline_left_s = state.deadline_left_s, None
     deadline_s = state.job.spec.active_deadline_s if left_s is None else left_s
     if deadline_s is not None:
@@ -203,8 +218,13 @@ def _describe(
     else:
         what = f"restart on {_same(len(after))}"
     if restore is None and state.job.spec.entrypoint.recipe is None:
-        # A script may restore a checkpoint of its own.
-        return f"{what}; Holdfast has no state to restore" if before else what
+        if not before:
+            return what
+        own = state.counted_by in ("script", "posted")
+        then = (
+            "the script restores its own checkpoint" if own else "Holdfast has no state to restore"
+        )
+        return f"{what}; {then}"
     if restore is None:
         return f"{what}, from the beginning"
     return f"{what}, from {_tier(restore)} after step {restore.step}"
@@ -219,12 +239,18 @@ def _fill_incident(
 ) -> None:
     if incident is None or incident.generation_after is not None:
         return
-    restore = membership.restore
+    restore, counted_by = membership.restore, ctx.state.counted_by
+    own = counted_by in ("script", "posted", "collectives")
+    # One rank alone may need no collective.
+    alone = counted_by == "collectives" and membership.world_size == 1
+    incident.shows_progress = bool(counted_by) and not alone
     incident.decision = decision
     incident.generation_after = membership.generation
     incident.world_size_after = membership.world_size
-    incident.resumed_after_step = restore.step if restore else -1
     incident.launched_ns = ctx.now_ns
+    if restore is None and own:
+        return  # the script restores a checkpoint of its own
+    incident.resumed_after_step = restore.step if restore else -1
     incident.restored_from = _tier(restore) if restore else "nothing"
 
 
@@ -237,8 +263,8 @@ def launched(ctx: StepContext, action: LaunchGroup) -> None:
 
 
 def check_launched(ctx: StepContext) -> None:
-    """Once every node has started its workers, a script counts as running: whether it will ever
-    report a step is unknown."""
+    """Once every node has started its workers, a script of which no progress was ever seen counts
+    as running: whether it ever shows any is unknown."""
     state = ctx.state
     if state.launching or not state.active or state.stop is not None:
         return
@@ -246,9 +272,17 @@ def check_launched(ctx: StepContext) -> None:
     incident = state.incident
     if incident is not None and incident.started_ns is None:
         incident.started_ns = ctx.now_ns
-    if state.job.spec.entrypoint.recipe is None and state.phase in ("starting", "recovering"):
+    assert state.membership is not None
+    alone = state.counted_by == "collectives" and state.membership.world_size == 1
+    unknown = state.job.spec.entrypoint.recipe is None and not state.counted_by
+    if (unknown or alone) and state.phase in ("starting", "recovering"):
         where = _nodes(len(state.members))
         ctx.move("running", state.reason.code, f"all workers run, on {where}")
+
+
+def _launch_timeout_s(state: JobState) -> float:
+    installs = state.job.spec.environment is not None
+    return INSTALL_TIMEOUT_S if installs else LAUNCH_TIMEOUT_S
 
 
 def retry_launch(ctx: StepContext) -> None:
@@ -256,9 +290,31 @@ def retry_launch(ctx: StepContext) -> None:
     ctx.disarm("launch")
     ctx.arm("launch-again", LAUNCH_TIMEOUT_S)
     for name in list(ctx.state.launching):
-        text = f"{name} has not answered its launch within {LAUNCH_TIMEOUT_S:g} s"
+        limit_s = _launch_timeout_s(ctx.state)
+        text = f"{name} has not answered its launch within {limit_s:g} s"
         action = ctx.state.launch_actions[name]
         ctx.state.launching[name] = ctx.reemit(action, Reason("infrastructure", text))
+
+
+def collectives_begun(ctx: StepContext, event: CollectivesBegun) -> None:
+    """A script that reports nothing trains: as far as can be seen, its incident is over."""
+    state = ctx.state
+    if event.generation != state.generation or not state.active:
+        return
+    state.counted_by, state.sizes.began = state.counted_by or "collectives", True
+    incident = state.incident
+    if incident is not None and incident.first_step_ns is None:
+        incident.first_step_ns = ctx.now_ns
+    if state.stop is None and state.phase in ("starting", "recovering"):
+        ctx.move("running", state.reason.code, "all ranks begin collectives")
+
+
+def _note_resumption(incident: IncidentRecord | None, event: StepCompleted) -> None:
+    """After which step a script with checkpoints of its own went on, as soon as it is known."""
+    if incident is None or event.began_after is None:
+        return
+    if incident.generation_after == event.generation:
+        incident.resumed_after_step = event.began_after
 
 
 def step_completed(ctx: StepContext, event: StepCompleted) -> None:
@@ -272,14 +328,18 @@ def step_completed(ctx: StepContext, event: StepCompleted) -> None:
         incident.step_before = max(incident.step_before, event.step)
     if event.generation != state.generation or not state.active:
         return
-    state.step = max(state.step, event.step)
+    state.step, state.counted_by = max(state.step, event.step), event.counted_by
+    _note_resumption(state.incident, event)
     if state.first_step_done:
         staging_interval.consider(ctx, event)
         return
     state.first_step_done, state.first_step_ns = True, ctx.now_ns
+    assert state.membership is not None
+    state.sizes.has_worked(state.membership.world_size)
     state.num_store_failures = 0
-    if state.incident is not None:
-        state.incident.first_step_ns = ctx.now_ns
+    if (incident := state.incident) is not None:
+        first_ns = ctx.now_ns - seconds(event.first_ago_s)
+        incident.first_step_ns = max(first_ns, incident.started_ns or incident.at_ns)
     if state.stop is not None:
         return
     every_s = state.job.spec.checkpoint.storage.every_s

@@ -39,7 +39,7 @@ def members_here(state: JobState) -> list[NodeRecord]:
 def possible_size(state: JobState) -> int:
     """Nodes of the largest generation that could be launched now; 0: none."""
     limit = min(state.target_nodes, len(usable(state)))
-    return best_size(state.job, limit, state.device_memory_bytes)
+    return best_size(state.job, limit, state.worker_memory, state.sizes.allows)
 
 
 def any_to_be_stopped(state: JobState) -> bool:

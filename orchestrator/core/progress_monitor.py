@@ -14,12 +14,14 @@ from statistics import median
 
 from .. import limits
 from ..api.v1alpha1 import Recovery, TrainingJob
-from ..protocol.facts import SuspectBasis, WorkerBeat, largest
+from ..protocol.facts import WorkerBeat, counting, largest
+from . import script_progress
 from .context import SECOND_NS, seconds
 from .controller import Controller
 from .events import (
     AdjustRequested,
     AnyEvent,
+    CollectivesBegun,
     ControllerStarted,
     GroupInspected,
     HangDetected,
@@ -32,7 +34,8 @@ from .events import (
     StragglerDetected,
     WorkerExited,
 )
-from .hang_limits import PULSE_STALE_S, Condition, InspectedStack, condition, describe
+from .hang_limits import Condition, InspectedStack, condition
+from .hang_suspects import RankProgress, Suspects
 from .liveness import FailureDetector
 from .state import JobState
 from .stragglers import Slow, StragglerFinder
@@ -57,20 +60,11 @@ WORKING = ("build", "restore", "compile", "evaluate", "save", "finish")
 
 
 @dataclass(slots=True)
-class _Rank:
-    beat: WorkerBeat
-    moved_ns: int
-    """Last sign of progress, by the controller's clock."""
-    seen_ns: int = 0
-    """When the beat came."""
-    ran_ns: int = 0
-    """When the process was last seen not stopped."""
-
-
-@dataclass(slots=True)
 class _Generation:
     number: int = 0
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    began: bool = False
+    """A CollectivesBegun was given, or is not needed."""
+    ranks: dict[int, RankProgress] = field(default_factory=dict)
     done: int = -1
     """Last step finished by all ranks, according to heartbeats."""
     first: int = -1
@@ -226,15 +220,18 @@ class ProgressMonitor:
             if state.node_of(worker.rank) != beat.node:
                 continue
             known = current.ranks.get(worker.rank)
+            if known is not None:
+                gap_s = script_progress.gap_s(known.beat, known.seen_ns, worker, now_ns)
+                self._worst_gap_s = max(self._worst_gap_s, gap_s)
             now = (worker.step, worker.ticks)
             if known is None or now >= (known.beat.step, known.beat.ticks):
                 moved_ns = now_ns - seconds(worker.quiet_s)
                 ran_ns = known.ran_ns if worker.stopped and known is not None else now_ns
                 if known is not None and now > (known.beat.step, known.beat.ticks):
                     self._note_gap(known, worker, moved_ns)
-                current.ranks[worker.rank] = _Rank(worker, moved_ns, now_ns, ran_ns)
+                current.ranks[worker.rank] = RankProgress(worker, moved_ns, now_ns, ran_ns)
 
-    def _note_gap(self, known: _Rank, worker: WorkerBeat, moved_ns: int) -> None:
+    def _note_gap(self, known: RankProgress, worker: WorkerBeat, moved_ns: int) -> None:
         """A rank has made progress. Steps between two heartbeats are not seen, so the time without
         any is at most what the last heartbeat showed and the time until the next ones."""
         if self._current.num_steps == 0 or {known.beat.phase, worker.phase} & {*WORKING, "start"}:
@@ -262,15 +259,27 @@ class ProgressMonitor:
         self._unchecked = False
         if len(current.ranks) < state.membership.world_size:
             return []
-        done = min(rank.beat.step for rank in current.ranks.values())
+        done = min(beat.step for beat in counting(rank.beat for rank in current.ranks.values()))
         if done <= current.done:
-            return []
+            return self._collectives_begun()
         return self._advance(now_ns, done)
 
+    def _collectives_begun(self) -> list[AnyEvent]:
+        current, state = self._current, self._state
+        if current.began or state.counted_by not in ("", "collectives"):
+            return []
+        begun = min(known.beat.collectives for known in current.ranks.values())
+        if begun < limits.BEGUN_COLLECTIVES or not self._silent(current.ranks):
+            return []
+        current.began = True
+        return [CollectivesBegun(generation=current.number)]
+
     def _advance(self, now_ns: int, done: int) -> list[AnyEvent]:
-        current = self._current
+        current, state = self._current, self._state
         first = current.done == current.first
-        current.num_steps += done - current.done
+        own = first and state.membership is not None and state.membership.restore is None
+        # The number of its first step does not show how many steps a script has trained.
+        current.num_steps += 1 if own else done - current.done
         current.done = done
         slowest = max(rank.beat.step_s for rank in current.ranks.values())
         # The time of a generation's first step includes the start-up.
@@ -286,13 +295,24 @@ class ProgressMonitor:
         current = self._current
         if current.done <= current.reported or current.number != self._state.generation:
             return []
+        first = current.reported == current.first
         current.reported, current.reported_ns = current.done, now_ns
         beats = [current.ranks[rank].beat for rank in sorted(current.ranks)]
         at_step = [beat for beat in beats if beat.step == current.done]
         numbers = largest(beats) | {"loss": largest(at_step)["loss"]}
+        known_s = self._state.step_s  # of the generation before, if this one has none yet
         if current.step_s:
             numbers["step_s"] = median(current.step_s)
-        return [StepCompleted(generation=current.number, step=current.done, **numbers)]
+        return [
+            StepCompleted(
+                generation=current.number,
+                step=current.done,
+                counted_by=at_step[0].counted_by if at_step else "",
+                began_after=script_progress.began_after(beats, current.done, known_s),
+                first_ago_s=script_progress.first_ago_s(beats, known_s) if first else 0,
+                **numbers,
+            )
+        ]
 
     # -- hangs --------------------------------------------------------------------------------
     def _hang(self, now_ns: int) -> list[AnyEvent]:
@@ -304,9 +324,9 @@ class ProgressMonitor:
         return [
             HangDetected(
                 generation=self._current.number,
-                ranks=tuple(rank for rank, _why in suspects),
+                ranks=suspects.ranks,
                 evidence=self._evidence(suspects, limit),
-                basis=self._basis(suspects),
+                basis=suspects.basis,
             )
         ]
 
@@ -319,9 +339,8 @@ class ProgressMonitor:
         if (stopped := self._stopped_limit(live)) is not None:
             return stopped
         if current.num_steps == 0:
-            # A script that does not use the session reports no progress.
-            if not self._recipe and all(known.beat.ticks == 0 for known in live.values()):
-                return None
+            if self._silent(live):
+                return self._collectives_limit(live)
             busy = [known.moved_ns for known in live.values() if known.beat.phase != "start"]
             limit_s = self._recovery.startup_timeout_s
             began_ns = max([state.launched_ns, *busy])
@@ -332,14 +351,54 @@ class ProgressMonitor:
             newest_ns = max(known.moved_ns for known in live.values())
             limit_s = limits.SAVE_TIMEOUT_S
             return _Limit(newest_ns + seconds(limit_s), limit_s, "save")
-        limit = self._train_limit(live)
-        quietest = min(live, key=lambda rank: (live[rank].moved_ns, rank))
-        oldest_ns = live[quietest].moved_ns
+        limit, found = self._train_limit(live), self._quietest(live)
+        if found is None:
+            return None
+        quietest, oldest_ns = found
         if limit.name == "hang":
             oldest_ns = max(oldest_ns, current.busy_ns)
         due_ns = self._due_after(oldest_ns, limit.limit_s)
         # Without a current heartbeat of its agent the rank may have moved: wait for the next one.
         return replace(limit, due_ns=due_ns) if self._current_at(quietest, due_ns) else None
+
+    def _silent(self, live: dict[int, RankProgress]) -> bool:
+        """A script that has reported neither a step nor a phase."""
+        return not self._recipe and all(known.beat.ticks == 0 for known in live.values())
+
+    def _quietest(self, live: dict[int, RankProgress]) -> tuple[int, int] | None:
+        """The rank with the oldest progress, and when that was. Of a script, one of those that
+        report; if none does, progress is a collective of any rank. None: not known, also when the
+        ranks that report have ended."""
+        if self._current.num_steps == 0 and self._silent(live):
+            begun_ns = script_progress.last_collective_ns(
+                (known.beat, known.seen_ns) for known in live.values()
+            )
+            return (min(live), begun_ns) if begun_ns is not None else None
+        every = counting(known.beat for known in self._current.ranks.values())
+        reporting = {beat.rank for beat in every} & live.keys()
+        if not reporting:
+            return None
+        rank = min(reporting, key=lambda rank: (live[rank].moved_ns, rank))
+        return rank, live[rank].moved_ns
+
+    def _collectives_limit(self, live: dict[int, RankProgress]) -> _Limit | None:
+        """Of a script that reports no steps: a hang if no rank begins a collective and one does
+        nothing that its peers wait for. None: what the ranks do is not known, or they work."""
+        current, recovery = self._current, self._recovery
+        found = self._quietest(live) if len(live) == len(current.ranks) > 1 else None
+        if found is None:
+            return None
+        rank, begun_ns = found
+        if recovery.hang_timeout_s == "auto":
+            if self._condition(live) != "idle":
+                return None
+            gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
+            limit_s, since_ns = max(2 * recovery.busy_timeout_s, gap_s), current.busy_ns
+        else:
+            limit_s, since_ns = recovery.hang_timeout_s, 0
+        due_ns = self._due_after(max(begun_ns, since_ns), limit_s)
+        limit = _Limit(due_ns, limit_s, "collectives")
+        return limit if self._current_at(rank, due_ns) else None
 
     def _due_after(self, oldest_ns: int, limit_s: float) -> int:
         # While no node sent heartbeats, the workers may have been stopped as well.
@@ -352,7 +411,7 @@ class ProgressMonitor:
         observed_ns = self._detector.last_ns(self._state.node_of(rank))
         return due_ns <= observed_ns + seconds(FRESH_BEATS * self._recovery.heartbeat_interval_s)
 
-    def _stopped_limit(self, live: dict[int, _Rank]) -> _Limit | None:
+    def _stopped_limit(self, live: dict[int, RankProgress]) -> _Limit | None:
         """A stopped process makes no progress, in whatever phase."""
         stopped = [rank for rank, known in live.items() if known.beat.stopped]
         if not stopped or self._recovery.hang_timeout_s != "auto":
@@ -364,7 +423,7 @@ class ProgressMonitor:
             return None
         return _Limit(due_ns, limit_s, "stopped-process")
 
-    def _train_limit(self, live: dict[int, _Rank]) -> _Limit:
+    def _train_limit(self, live: dict[int, RankProgress]) -> _Limit:
         """How long the live ranks may make no progress, by what they do; due_ns is not set."""
         limit_s = self.hang_limit_s()
         if not self._learned:
@@ -374,11 +433,14 @@ class ProgressMonitor:
             return _Limit(0, limit_s, "hang")
         gap_s = limits.WORST_GAP_FACTOR * self._worst_gap_s
         busy_s = max(limit_s, self._recovery.busy_timeout_s, gap_s)
+        if script_progress.pace_s(known.beat for known in self._current.ranks.values()):
+            # It may evaluate or save: a framework does not post that.
+            busy_s = max(busy_s, limits.SAVE_TIMEOUT_S)
         if found == "starved":
             return _Limit(0, limits.STARVED_FACTOR * busy_s, "starved-machine")
         return _Limit(0, busy_s, "busy-worker")
 
-    def _condition(self, live: dict[int, _Rank]) -> Condition:
+    def _condition(self, live: dict[int, RankProgress]) -> Condition:
         now_ns = max(known.seen_ns for known in live.values())
         beats = [known.beat for known in live.values()]
         starved = self._starved(now_ns)
@@ -406,28 +468,34 @@ class ProgressMonitor:
         current = self._current
         if not self._learned:
             return self._recovery.startup_timeout_s
-        return limits.HANG_FLOOR_S + limits.HANG_STEP_FACTOR * median(current.step_s)
+        pace_s = script_progress.pace_s(known.beat for known in current.ranks.values())
+        return limits.HANG_FLOOR_S + pace_s + limits.HANG_STEP_FACTOR * median(current.step_s)
 
     # -- suspicions ---------------------------------------------------------------------------
     def _suspicion_ns(self) -> int | None:
         """When to ask what the workers do; None: there is no need."""
         current, state = self._current, self._state
-        if not state.active or state.stop is not None or current.hung or not self._learned:
+        if not state.active or state.stop is not None or current.hung:
             return None
         live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
         if not live or any(known.beat.phase in WORKING for known in live.values()):
             return None
-        quietest = min(live, key=lambda rank: (live[rank].moved_ns, rank))
+        silent = current.num_steps == 0 and self._silent(live)
+        found = self._quietest(live) if silent or self._learned else None
+        if found is None:
+            return None
+        quietest, oldest_ns = found
         wait_s = self.hang_limit_s() - limits.SUSPICION_LEAD_S
-        due_ns = self._due_after(live[quietest].moved_ns, wait_s)
+        due_ns = self._due_after(oldest_ns, script_progress.SUSPECT_AFTER_S if silent else wait_s)
         if current.suspected_ns is not None:
             due_ns = max(due_ns, current.suspected_ns + seconds(INSPECT_AGAIN_S))
         return due_ns if self._current_at(quietest, due_ns) else None
 
     def _suspicion(self, now_ns: int) -> list[AnyEvent]:
         current, state = self._current, self._state
-        live = [known for rank, known in current.ranks.items() if rank not in state.exits]
-        oldest_ns = min((known.moved_ns for known in live), default=now_ns)
+        live = {rank: known for rank, known in current.ranks.items() if rank not in state.exits}
+        found = self._quietest(live) if live else None
+        oldest_ns = found[1] if found is not None else now_ns
         number = current.number
         # A beat's age is rounded, so the same progress may seem a little newer.
         moved = oldest_ns > current.suspected_since_ns + seconds(limits.SUSPICION_LEAD_S)
@@ -443,77 +511,29 @@ class ProgressMonitor:
             current.suspected_since_ns = oldest_ns
         current.suspected_ns = now_ns
         suspects = self._suspects(now_ns)
-        text = f"{self._why(suspects)}; all ranks had finished step {current.done}"
+        text = f"{suspects.why}; {self._done()}"
         return [HangSuspected(generation=number, evidence=text)]
 
-    def _why(self, suspects: list[tuple[int, str]]) -> str:
-        if not suspects:
-            return "no rank has reported"
-        rank, why = suspects[0]
-        known = self._current.ranks.get(rank)
-        shown = describe(rank, known.beat if known else None, self._current.inspected.get(rank))
-        return f"{why}; {shown}" if shown else why
-
-    def _suspects(self, now_ns: int) -> list[tuple[int, str]]:
-        """(live rank, why it is suspected), the likeliest culprit first."""
-        state, found = self._state, []
+    def _suspects(self, now_ns: int) -> Suspects:
+        state, current = self._state, self._current
         assert state.membership is not None
-        ranks = range(state.membership.world_size)
-        unknown = [r for r in ranks if r not in self._current.ranks and r not in state.exits]
-        for rank, known in self._current.ranks.items():
-            if rank in state.exits:
-                continue
-            beat, age = known.beat, (now_ns - known.moved_ns) / SECOND_NS
-            stale = beat.pulse_age_s > PULSE_STALE_S
-            # At one step the slowest rank comes first: the others wait for it.
-            waits = self._waits(rank)
-            moved = (beat.step, beat.ticks, age)
-            order = (not beat.stopped, not stale, waits, *moved, rank)
-            if beat.stopped:
-                why = f"rank {rank} is stopped (state T), last progress {age:.1f} s ago"
-            elif stale:
-                why = f"rank {rank} has not shown a pulse for {beat.pulse_age_s:.1f} s"
-            else:
-                why = f"rank {rank} is at step {beat.step} (phase {beat.phase}), {age:.1f} s ago"
-            found.append((order, rank, why))
-        found.sort()
-        silent = [(rank, f"rank {rank} has never reported") for rank in unknown]
-        return silent + [(rank, why) for _order, rank, why in found]
+        world_size = state.membership.world_size
+        return Suspects.find(now_ns, world_size, state.exits, current.ranks, current.inspected)
 
-    def _waits(self, rank: int) -> int:
-        """How surely the rank waits for its peers, as of its inspection: from 0 (it does not)."""
-        known = self._current.inspected.get(rank)
-        activity = known.stack.activity if known is not None else ""
-        return {"nothing": 0, "reads": 1, "compiles": 1, "peers": 3, "device": 3}.get(activity, 2)
+    def _done(self) -> str:
+        if self._current.num_steps == 0:
+            return "no step was reported"
+        return f"all ranks had finished step {self._current.done}"
 
-    def _basis(self, suspects: list[tuple[int, str]]) -> SuspectBasis:
-        """What distinguishes the first suspect. A later report alone is chance: a few milliseconds
-        of one step."""
-        known = self._current.ranks.get(suspects[0][0]) if suspects else None
-        if known is None:
-            return "unreported" if suspects else "none"
-        beats = [self._current.ranks[rank].beat for rank, _why in suspects if self._known(rank)]
-        if known.beat.stopped:
-            return "stopped"
-        if known.beat.pulse_age_s > PULSE_STALE_S:
-            fresh = any(beat.pulse_age_s <= PULSE_STALE_S for beat in beats)
-            return "no-pulse" if fresh or len(beats) == 1 else "none"
-        behind = known.beat.step < max(beat.step for beat in beats)
-        return "behind" if behind or len(beats) == 1 else "none"
-
-    def _known(self, rank: int) -> bool:
-        return rank in self._current.ranks
-
-    def _evidence(self, suspects: list[tuple[int, str]], limit: _Limit) -> str:
+    def _evidence(self, suspects: Suspects, limit: _Limit) -> str:
         current = self._current
         of = f"{limit.name} limit"
         if limit.name == "hang" and current.step_s and self._recovery.hang_timeout_s == "auto":
             step_s = median(current.step_s)
-            of += f" ({limits.HANG_FLOOR_S:g} s + {limits.HANG_STEP_FACTOR:g} x {step_s:.2f} s)"
-        return (
-            f"{self._why(suspects)}; the {of} is {limit.limit_s:.1f} s; "
-            f"all ranks had finished step {current.done}"
-        )
+            floor_s = limits.HANG_FLOOR_S
+            floor_s += script_progress.pace_s(known.beat for known in current.ranks.values())
+            of += f" ({floor_s:g} s + {limits.HANG_STEP_FACTOR:g} x {step_s:.2f} s)"
+        return f"{suspects.why}; the {of} is {limit.limit_s:.1f} s; {self._done()}"
 
     def _straggler(self, slow: Slow) -> StragglerDetected:
         """A rank that works longer than its peers in every step."""

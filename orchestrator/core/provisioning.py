@@ -32,7 +32,7 @@ a replacement takes."""
 # -- queries ----------------------------------------------------------------------------------
 def full_size(state: JobState) -> int:
     """Nodes of the largest generation that the spec allows now."""
-    return best_size(state.job, state.target_nodes, state.device_memory_bytes)
+    return best_size(state.job, state.target_nodes, state.worker_memory, state.sizes.allows)
 
 
 def awaiting_rejoin(state: JobState) -> bool:

@@ -22,12 +22,22 @@ SLACK_S = 5.0
 """The next step may be slower than the last one, and the copy takes time as well."""
 SHARE = 1 / 3
 """The share of a leaving node's remaining time that may be spent on waiting."""
-UNPLANNED: tuple[Purpose, ...] = ("failure", "finish")
+AT_ONCE: tuple[Purpose, ...] = ("failure", "finish", "new-code")
+"""Interruptions that wait for no step. Who has edited the code waits for it, so the steps since the
+last one that was staged are trained again."""
 
 
 def step_ahead(state: JobState) -> int:
     """A step that no rank will have finished when a request that names it arrives."""
     return state.step + 2 + (int(MARGIN_S / state.step_s) if state.step_s > 0 else 0)
+
+
+def last_step(state: JobState, grace_s: float) -> int:
+    """The step after which a script that keeps its own checkpoints saves in a stop with this grace;
+    -1: it reports no steps, or the step would come too late."""
+    step = step_ahead(state)
+    wait_s = (step - state.step) * state.step_s
+    return step if state.counted_by == "script" and wait_s < grace_s else -1
 
 
 def pace_left_s(state: JobState) -> float:
@@ -67,7 +77,7 @@ def awaited(ctx: StepContext, purpose: Purpose) -> bool:
 
 def _useful(state: JobState, purpose: Purpose) -> bool:
     every_step = state.stage_every_steps <= 1
-    return purpose not in UNPLANNED and state.first_step_done and not every_step
+    return purpose not in AT_ONCE and state.first_step_done and not every_step
 
 
 def _all_members_confirmed(state: JobState) -> bool:

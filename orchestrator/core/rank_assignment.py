@@ -4,21 +4,24 @@ of nodes. Pure functions over plain values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
 from ..planner.choose import choose_mesh
+from ..planner.memory import UNKNOWN, WorkerMemory
 from ..protocol.facts import NodeFacts, WorkerSeat
 from ..protocol.mesh import Mesh
+from .sizes import is_elastic
 
 
-def mesh_for(
-    job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None
-) -> Mesh | None:
+def mesh_for(job: TrainingJob, num_nodes: int, memory: WorkerMemory = UNKNOWN) -> Mesh | None:
     """The mesh of the job on exactly this many nodes; None: whole replica groups do not fill them,
-    or it is fewer than the job's minimum. `device_memory_bytes` as in `choose_mesh`."""
-    chosen = choose_mesh(job, num_nodes, device_memory_bytes)
+    it is fewer than the job's minimum, or spec.elasticity does not have this size. `memory` as in
+    `choose_mesh`."""
+    if not is_elastic(job, num_nodes):
+        return None
+    chosen = choose_mesh(job, num_nodes, memory)
     if chosen is None or chosen[0].world_size != num_nodes * job.spec.workers_per_node:
         return None
     return chosen[0]
@@ -40,25 +43,40 @@ def sharded_over_world(job: TrainingJob) -> TrainingJob | None:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": changed})})
 
 
-def best_size(job: TrainingJob, limit: int, device_memory_bytes: int | None = None) -> int:
-    """The largest number of nodes <= limit that has a mesh; 0: none."""
-    sizes = range(limit, 0, -1)
-    return next((size for size in sizes if mesh_for(job, size, device_memory_bytes)), 0)
+def best_size(
+    job: TrainingJob,
+    limit: int,
+    memory: WorkerMemory = UNKNOWN,
+    allows: Callable[[int], bool] = lambda world: True,
+) -> int:
+    """The largest number of nodes <= limit that has a mesh; 0: none. `allows`: of a world size,
+    whether it may be used."""
+    workers = job.spec.workers_per_node
+    sizes = (size for size in range(limit, 0, -1) if allows(size * workers))
+    return next((size for size in sizes if mesh_for(job, size, memory)), 0)
 
 
-def check_resize(job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None) -> str:
+def check_resize(job: TrainingJob, num_nodes: int, memory: WorkerMemory = UNKNOWN) -> str:
     """What is wrong with a requested size; empty: nothing."""
-    memory = device_memory_bytes
     if num_nodes < 1:
         return f"nodes: got {num_nodes}; expected at least 1; to free all nodes use suspend"
+    if job.spec.elasticity == "fixed" and num_nodes != job.spec.nodes.max:
+        return (
+            f"nodes: got {num_nodes}; expected {job.spec.nodes.max}: spec.elasticity is fixed; "
+            f"submit a job with elasticity: any to train with other sizes"
+        )
     if mesh_for(resized(job, num_nodes), num_nodes, memory) is not None:
         return ""
     top = max(num_nodes, job.spec.nodes.max) * 2
     fits = [n for n in range(1, top + 1) if mesh_for(resized(job, n), n, memory) is not None]
+    workers = job.spec.workers_per_node
+    expected = f"whole replica groups at {workers} workers per node"
+    if not isinstance(job.spec.elasticity, str):
+        listed = ", ".join(map(str, job.spec.elasticity))
+        expected = f"one of the {listed} workers of spec.elasticity, at {workers} per node"
     near = [n for n in fits if n < num_nodes][-1:] + [n for n in fits if n > num_nodes][:1]
     return (
-        f"nodes: got {num_nodes}; expected whole replica groups at "
-        f"{job.spec.workers_per_node} workers per node; use "
+        f"nodes: got {num_nodes}; expected {expected}; use "
         f"{' or '.join(str(n) for n in near) or 'another size'}"
     )
 

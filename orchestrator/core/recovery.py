@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import limits
 from ..api.v1alpha1 import Budget
 from ..protocol.facts import Exit, Stack
-from . import hang_limits, nodes, quiesce
+from . import hang_limits, nodes, provisioning, quiesce, sizes
 from .actions import InspectGroup, Reason, ReasonCode, StopGroup
 from .checkpoints import DISTRUST_AFTER, in_memory, refuse
 from .context import MAX_INCIDENTS, SECOND_NS, StepContext, seconds, stop_timeout_s
@@ -31,7 +31,7 @@ from .failure import (
     signature,
     when,
 )
-from .rank_assignment import sharded_over_world
+from .rank_assignment import resized, sharded_over_world
 from .state import (
     LAUNCH,
     PLANNED,
@@ -47,6 +47,8 @@ from .transitions import JobPhase
 INJECTION_WINDOW_S = 60.0
 """A failure this soon after a fault injection on its node was caused by it."""
 MAX_USER_ERRORS = 100
+MAX_SIZE_ERROR = 300
+"""Characters kept of why a size is not tried again."""
 STORE_RETRY_S, MAX_STORE_RETRY_S = 1.0, 30.0
 """The first and the longest pause before a store that could not be read is tried again."""
 STORE_UNREADABLE = "store-unreadable"
@@ -64,7 +66,8 @@ NOT_THE_NODE = (
 # Failures after which the machine cannot be used.
 NO_SECOND_CHANCE = ("device-missing",)
 PHASE_OF: dict[Purpose, JobPhase] = {
-    "failure": "recovering", "resize": "recovering", "preemption": "recovering",
+    "failure": "recovering", "resize": "recovering", "new-code": "recovering",
+    "preemption": "recovering",
     "suspend": "suspending", "cancel": "finishing", "deadline": "finishing",
     "finish": "finishing",
 }  # fmt: skip
@@ -106,13 +109,21 @@ def interrupt(ctx: StepContext, cause: Cause) -> None:
     ctx.move(PHASE_OF[cause.purpose], reason.code, reason.text)
     state.launching.clear()
     ctx.disarm(*PLANNED, *LAUNCH, "cadence")
+    save_grace_s = _save_grace_s(ctx, cause)
+    after_step = quiesce.last_step(state, grace_s)
     for name in state.members:
         if name in state.nodes:
             stop.waiting[name] = ctx.emit(
-                StopGroup, reason, node=name, grace_s=grace_s, stacks=cause.stacks
+                StopGroup,
+                reason,
+                node=name,
+                grace_s=grace_s,
+                stacks=cause.stacks,
+                save_grace_s=save_grace_s,
+                after_step=after_step,
             )
     stacks_s = limits.STACK_TIMEOUT_S if cause.stacks else 0.0
-    ctx.arm("stop", stop_timeout_s(ctx.state.job) + grace_s + stacks_s)
+    ctx.arm("stop", stop_timeout_s(ctx.state.job) + grace_s + stacks_s + save_grace_s)
 
 
 def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
@@ -128,6 +139,14 @@ def _grace_s(ctx: StepContext, purpose: Purpose) -> float:
         if known:
             return max(0.0, min(grace_s, (min(known) - ctx.now_ns) / SECOND_NS / 2))
     return grace_s
+
+
+def _save_grace_s(ctx: StepContext, cause: Cause) -> float:
+    """How long survivors of a failure may end a save that their script has declared. Not in a hang:
+    its ranks wait for each other."""
+    is_script = ctx.state.job.spec.entrypoint.recipe is None
+    failed = cause.purpose == "failure" and cause.hang is None
+    return limits.SAVE_GRACE_S if is_script and failed else 0.0
 
 
 def _open_incident(ctx: StepContext, cause: Cause) -> None:
@@ -247,6 +266,8 @@ def conclude(ctx: StepContext) -> Reason | None:
     # A rank stages a step before it reports that it has finished it.
     staged = [step for (step, written_by), _ in in_memory(state) if written_by == state.generation]
     incident.step_before = max([incident.step_before, *staged[:1]])
+    # A framework posts its progress every few seconds only.
+    incident.at_least |= state.counted_by == "posted"
     state.step = max(state.step, incident.step_before)
     _add_inspected(state, stop)
     incident.stacks = _kept_stacks(stop.stacks, stop.hang[0] if stop.hang is not None else ())
@@ -257,8 +278,12 @@ def conclude(ctx: StepContext) -> Reason | None:
         incident.title = f"{names} is slow and replaced" if slow else f"{names} will be preempted"
         incident.evidence = "; ".join(dict.fromkeys(why for _node, why in stop.leaving))
         incident.culprit_node = stop.leaving[0][0]
+        _learn_size(ctx, incident)
         return _charge(ctx, incident)
-    return _judge(ctx, stop, incident) if stop.purpose == "failure" else None
+    if stop.purpose == "failure":
+        return _judge(ctx, stop, incident)
+    _learn_size(ctx, incident)
+    return None
 
 
 def _add_inspected(state: JobState, stop: PendingStop) -> None:
@@ -308,6 +333,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
     incident.culprit_node, incident.culprit_rank = failure.culprit_node, failure.culprit_rank
     if failure.exit is not None:
         incident.traceback = failure.exit.traceback
+    if failure.failure_class != "user" and failure.rule not in sizes.RULES:
+        _learn_size(ctx, incident)
     code: ReasonCode = failure.failure_class if failure.failure_class != "user" else "user-error"
     ctx.move(state.phase, code, failure.title)
     _doubt_the_state(ctx, failure)
@@ -319,6 +346,8 @@ def _judge(ctx: StepContext, stop: PendingStop, incident: IncidentRecord) -> Rea
         incident.fault_injected = True
         return None
     _strike(ctx, failure)
+    if _not_this_size(ctx, failure, incident):
+        return None
     return _same_mistake(ctx, failure) or _charge(ctx, incident)
 
 
@@ -390,6 +419,45 @@ def _strike(ctx: StepContext, failure: Failure) -> None:
         state.cordoned[node] = f"{node} {why}"
         ctx.note(state.cordoned[node])
         ctx.arm_once("replacement", state.job.spec.recovery.replacement_wait_s)
+
+
+def _learn_size(ctx: StepContext, incident: IncidentRecord) -> None:
+    """A script that reports no steps has trained at this size, as far as can be seen."""
+    state = ctx.state
+    long = ctx.now_ns - state.launched_ns >= seconds(sizes.EARLY_S)
+    if state.sizes.began or long:
+        state.sizes.has_worked(incident.world_size_before)
+
+
+def _not_this_size(ctx: StepContext, failure: Failure, incident: IncidentRecord) -> bool:
+    """Whether the script failed early, at a size at which it never worked, while it worked at
+    another. Such failures are not charged: there are few, see sizes.py."""
+    state, exit, world = ctx.state, failure.exit, incident.world_size_before
+    early = ctx.now_ns - state.launched_ns < seconds(sizes.EARLY_S) and not state.first_step_done
+    is_script = state.job.spec.entrypoint.recipe is None
+    if not (is_script and early and failure.rule in sizes.RULES and state.sizes.is_new(world)):
+        return False
+    if exit is None or exit.error_type in HOPELESS_TYPES:
+        return False
+    state.sizes.failed[world] = state.sizes.failed.get(world, 0) + 1
+    good = " or ".join(str(one) for one in sorted(state.sizes.worked))
+    failed = f"the script failed with a world of {world}, and worked with {good}"
+    error = f"{exit.error_type}: {exit.error_message}" if exit.error_type else failure.title
+    before = state.sizes.refused
+    state.sizes.refused = before | {world: error[:MAX_SIZE_ERROR]}
+    if not nodes.possible_size(state) and state.sizes.failed[world] < sizes.TRIES:
+        state.sizes.refused = before
+        text = f"{failed}; it is tried once more, because no other size is possible now"
+    else:
+        text = f"{failed}; {world} is not tried again in this job"
+        if not provisioning.full_size(state):  # a user had requested a size that does not work
+            back = max(state.sizes.worked) // state.job.spec.workers_per_node
+            state.job = resized(state.job, back)
+            text += f"; the job is to have {back} nodes again"
+    incident.evidence += f"; {text}"
+    ctx.note(text)
+    ctx.move(state.phase, "user-error", f"{failure.title}; {text}")
+    return True
 
 
 def _same_mistake(ctx: StepContext, failure: Failure) -> Reason | None:

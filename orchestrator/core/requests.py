@@ -1,5 +1,5 @@
-"""What users request of a running job (resize, adjust, suspend, resume, cancel), and the planned
-interruptions that follow from it or from a preemption notice.
+"""What users request of a running job (resize, adjust, again, suspend, resume, cancel), and the
+planned interruptions that follow from it or from a preemption notice.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from .actions import Reason
 from .context import SECOND_NS, StepContext
 from .events import (
     AdjustRequested,
+    AgainRequested,
     CancelRequested,
     ResizeRequested,
     ResumeRequested,
@@ -28,12 +29,23 @@ starts. The rest is for the hand-over, and for storage if no node can take over.
 # -- requests ---------------------------------------------------------------------------------
 def resize(ctx: StepContext, event: ResizeRequested) -> None:
     state = ctx.state
-    problem = check_resize(state.job, event.nodes, state.device_memory_bytes)
+    problem = resize_problem(state, event.nodes)
     if problem:
         ctx.note(problem)
         return
     state.resize_pending = event.nodes != state.target_nodes
     state.job = resized(state.job, event.nodes)
+
+
+def resize_problem(state: JobState, num_nodes: int) -> str:
+    """What is wrong with a requested size of a running job; empty: nothing."""
+    problem = check_resize(state.job, num_nodes, state.worker_memory)
+    world = num_nodes * state.job.spec.workers_per_node
+    if problem or state.sizes.allows(world):
+        return problem
+    why = state.sizes.refused.get(world, "only sizes that worked are tried any more")
+    good = " or ".join(str(one) for one in sorted(state.sizes.worked))
+    return f"nodes: got {num_nodes}, which is {world} workers; expected {good} workers: {why}"
 
 
 def adjust(ctx: StepContext, event: AdjustRequested) -> None:
@@ -44,8 +56,23 @@ def adjust(ctx: StepContext, event: AdjustRequested) -> None:
     # The size is a request of its own; rank_assignment.resized has the same rule.
     low = min(event.min_nodes, spec.nodes.max)
     changed = spec.nodes.model_copy(update={"min": low, "spares": event.spares})
-    spec = spec.model_copy(update={"nodes": changed, "recovery": recovery})
+    given = spec.elasticity if event.elasticity is None else event.elasticity
+    updates = {"nodes": changed, "recovery": recovery, "elasticity": given}
+    spec = spec.model_copy(update=updates)
     state.job = state.job.model_copy(update={"spec": spec})
+
+
+def again(ctx: StepContext, event: AgainRequested) -> None:
+    """What was learned of the old code does not count for the new one."""
+    state = ctx.state
+    if event.code is not None:
+        spec = state.job.spec.model_copy(update={"code": event.code or None})
+        state.job = state.job.model_copy(update={"spec": spec})
+    state.new_code = True
+    state.user_errors.clear()
+    state.sizes.failed.clear()
+    state.sizes.refused.clear()
+    ctx.note(_requested("new code", event.by))
 
 
 def suspend(ctx: StepContext, event: SuspendRequested) -> None:
@@ -131,6 +158,9 @@ def interrupt_if_planned(ctx: StepContext) -> None:
     leaving = [n for n in nodes.members_here(state) if n.preempting]
     if leaving:
         _replace_leaving_nodes(ctx, leaving, possible, min(size, full))
+    elif state.new_code:
+        text = "new code was requested"
+        recovery.interrupt(ctx, Cause("new-code", Reason("new-code", text)))
     elif state.phase != "running":
         return
     elif size > full:

@@ -215,9 +215,10 @@ def orders(state: JobState, beats: Iterable[HeartbeatReceived]) -> list[Interval
 
 
 def describe(state: JobState) -> str:
-    """Every how many steps the memory tier stages, and why; empty without a memory tier."""
+    """Every how many steps the memory tier stages, and why; empty without a memory tier, and for a
+    script that keeps its own checkpoints."""
     checkpoint = state.job.spec.checkpoint
-    if not checkpoint.memory.every_steps:
+    if not checkpoint.memory.every_steps or state.counted_by in ("script", "posted"):
         return ""
     chosen = state.staging_interval
     if not is_auto(checkpoint) and not (chosen and chosen.for_storage):

@@ -17,7 +17,8 @@ from msgspec import Struct, field
 
 from .. import limits
 from ..api.v1alpha1 import TrainingJob
-from ..planner.choose import smallest_device
+from ..planner.choose import memory_on
+from ..planner.memory import WorkerMemory
 from ..protocol.facts import (
     Exit,
     Membership,
@@ -25,16 +26,20 @@ from ..protocol.facts import (
     ShardFile,
     Stack,
     StagedShard,
+    StepSource,
     SuspectBasis,
 )
 from ..protocol.host_memory import HostMemory
 from ..protocol.mesh import Mesh
 from .actions import AnyAction, LaunchGroup, Outcome, Reason, ReasonCode, RequestNodes
+from .sizes import Sizes
 from .transitions import TERMINAL, JobPhase
 
 FailureClass = Literal["user", "infrastructure", "preemption", "hang"]
 Intent = Literal["run", "suspend", "cancel", "deadline"]
-Purpose = Literal["failure", "resize", "preemption", "suspend", "cancel", "deadline", "finish"]
+Purpose = Literal[
+    "failure", "resize", "new-code", "preemption", "suspend", "cancel", "deadline", "finish",
+]  # fmt: skip
 
 TimerName = Literal[
     "gather", "replacement", "capacity", "grow", "preempt", "launch", "launch-again", "cadence",
@@ -223,6 +228,8 @@ class IncidentRecord(Struct):
     world_size_after: int | None = None
     resumed_after_step: int | None = None
     restored_from: Literal["memory", "storage", "nothing", ""] = ""
+    shows_progress: bool = False
+    """The job has shown progress before, so the incident is over when it does so again."""
     at_least: bool = False
     """Ranks were lost without a last report: more steps may have been finished than step_before."""
     stopped_ns: int | None = None
@@ -230,6 +237,7 @@ class IncidentRecord(Struct):
     started_ns: int | None = None
     """When all nodes had started their workers."""
     first_step_ns: int | None = None
+    """When all ranks had finished a step, or had begun collectives if the script reports none."""
     traceback: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
 
@@ -322,6 +330,8 @@ class JobState(Struct):
     """The last reported step time."""
     resize_pending: bool = field(default=False, name="resized")
     """Another size was requested and no generation has it yet."""
+    new_code: bool = False
+    """A generation with newly edited code was requested, and none has been launched yet."""
     finish_action: int | None = None
     """FinishJob without a result."""
     outcome: Outcome | None = None
@@ -376,6 +386,8 @@ class JobState(Struct):
     """When that was reported."""
     step: int = -1
     """The last step known to be finished by all ranks."""
+    counted_by: StepSource = ""
+    """Who reported the steps of the newest generation that had any."""
     inspected: dict[int, Stack] = field(default_factory=dict)
     """Rank -> what it did when a hang was last suspected; empty while there is progress."""
     quiesce: Quiesce | None = field(default=None, name="staging")
@@ -404,6 +416,8 @@ class JobState(Struct):
     """Restarts charged since the submission, by class."""
     user_errors: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
     """(type, message, last frame, step) -> how often."""
+    sizes: Sizes = field(default_factory=Sizes)
+    """What was learned of the world sizes that a script can have."""
     injected_faults: dict[str, int] = field(default_factory=dict, name="rehearsals")
     """Node -> when `holdfast chaos` injected a fault there."""
     catalog: CheckpointCatalog = field(default_factory=CheckpointCatalog, name="ledger")
@@ -444,9 +458,9 @@ class JobState(Struct):
         return self.job.spec.nodes.min
 
     @property
-    def device_memory_bytes(self) -> int | None:
-        """Of the smallest device of the nodes that are here; None: unknown."""
-        return smallest_device(self.job, (node.facts for node in self.nodes.values()))
+    def worker_memory(self) -> WorkerMemory:
+        """Of a worker on the smallest of the nodes that are here."""
+        return memory_on(self.job, (node.facts for node in self.nodes.values()))
 
     @property
     def incident(self) -> IncidentRecord | None:
@@ -481,6 +495,7 @@ class JobState(Struct):
 PURPOSE_CODE: dict[Purpose, ReasonCode] = {
     "failure": "infrastructure",
     "resize": "resize",
+    "new-code": "new-code",
     "preemption": "preemption",
     "suspend": "suspend",
     "cancel": "cancel",

@@ -43,18 +43,20 @@ TRANSITIONS: dict[tuple[JobPhase, JobPhase], Transition] = {
     ),
     ("pending", "suspending"): Transition(f"a user suspends the job, or {_HOLDS}", _NO_WORKERS),
     ("pending", "finishing"): Transition(
-        f"{_ENDS}, or capacityTimeoutSeconds is over", _NO_WORKERS
+        f"{_ENDS}, capacityTimeoutSeconds is over, or its model certainly does not fit",
+        _NO_WORKERS,
     ),
     ("starting", "running"): Transition(
         "all ranks have finished a step; of a script: all nodes have started their workers"
     ),
     ("starting", "recovering"): Transition(
-        "a failure, a hang, a preemption notice or a refused checkpoint"
+        "a failure, a hang, a preemption notice, a refused checkpoint, or new code"
     ),
     ("starting", "finishing"): Transition(f"all workers ended with exit code 0, or {_ENDS}"),
     ("starting", "suspending"): Transition("a user suspends the job"),
     ("running", "recovering"): Transition(
-        "a failure, a hang, a preemption notice, a refused checkpoint, or another number of nodes"
+        "a failure, a hang, a preemption notice, a refused checkpoint, new code, or another number "
+        "of nodes"
     ),
     ("running", "finishing"): Transition(f"all workers ended with exit code 0, or {_ENDS}"),
     ("running", "suspending"): Transition("a user suspends the job"),

@@ -45,6 +45,9 @@ CHECKPOINT = "holdfast.dev/checkpoint"
 RESUME = "holdfast.dev/resume"
 """Annotation: let a job go on that holds because none of its checkpoints can be used,
 `{"start_over": ..., "by": ..., "id": ...}`. The operator removes it."""
+INSPECT = "holdfast.dev/inspect"
+"""Annotation: a question about running workers, `{"verb": "stacks", "arguments": {...}, "by": ...,
+"id": ...}`, or profile. The operator removes it, and answers with an Event."""
 BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""
@@ -52,7 +55,10 @@ still keeps the job's pods away from those Kubernetes nodes."""
 INCIDENT = "holdfast.dev/incident"
 """Annotation of an Event: number of the incident that it is about."""
 REQUEST = "holdfast.dev/request"
-"""Annotation of an Event: the request that it answers, such as `checkpoint`."""
+"""Annotation of an Event: the request that it answers, such as `checkpoint`; of a question, its
+id."""
+ANSWER = "holdfast.dev/answer"
+"""Annotation of an Event that answers a question: JSON, compressed with zlib, in base64."""
 STEP = "holdfast.dev/step"
 """Annotation of an Event that answers `checkpoint`: the step that is written."""
 

@@ -1,6 +1,8 @@
-"""Spec and nodes -> mesh, memory and network traffic, with the reasons. Pure: used on every resize.
+"""Spec and nodes -> mesh, memory, network traffic and time of a step, with the reasons. Pure: used
+on every resize.
 
-choose.py chooses the mesh; memory.py and communication.py estimate its cost; plan.py combines them.
+workload.py is the input of every estimate: memory.py, traffic.py and step_time.py. choose.py
+chooses the mesh of a job, search.py the layout of a model; plan.py and model_plan.py combine them.
 """
 
 from .choose import choose_mesh, num_nodes_used

@@ -11,27 +11,37 @@ from collections.abc import Iterable
 from ..api.v1alpha1 import TrainingJob
 from ..protocol.facts import NodeFacts
 from ..protocol.mesh import Mesh
-from .costs import USABLE, device_bytes, memory_table, model_state_bytes
+from .memory import (
+    CERTAINLY_TOO_MUCH,
+    UNKNOWN,
+    USABLE,
+    WorkerMemory,
+    device_bytes,
+    host_share,
+    main_memory_holds,
+)
+from .micro_batch import fitted_layout
+from .workload import workload_of
 
 
 def choose_mesh(
-    job: TrainingJob, num_nodes: int, device_memory_bytes: int | None = None
+    job: TrainingJob, num_nodes: int, memory: WorkerMemory = UNKNOWN
 ) -> tuple[Mesh, str] | None:
     """The mesh on at most `num_nodes` nodes and the reason; None when no replica group fits on
     them.
 
-    The mesh may use fewer nodes (see num_nodes_used). `device_memory_bytes` is the memory of one
-    worker; None: spec.resources.memory for a job on CPUs, otherwise unknown.
+    The mesh may use fewer nodes (see num_nodes_used). If the device's memory is not known, that of
+    a job on CPUs is spec.resources.memory.
     """
     spec = job.spec
     num_nodes = min(num_nodes, spec.nodes.max)
     if num_nodes < spec.nodes.min:
         return None
-    if device_memory_bytes is None:
-        device_memory_bytes = smallest_device(job, [])
+    if memory.device is None:
+        memory = memory._replace(device=memory_of_worker(job, []))
     if spec.parallelism.shard == "world":
-        return _over_world(job, num_nodes, device_memory_bytes)
-    shard, why = _shard_size(job, device_memory_bytes)
+        return _over_world(job, num_nodes, memory)
+    shard, why = _shard_size(job, memory)
     mesh = _replicas(job, shard, num_nodes)
     if mesh is None and _is_auto(job):
         # The replica group of the full size does not fit any more: shard over all remaining
@@ -40,7 +50,7 @@ def choose_mesh(
         if world % job.spec.parallelism.inner == 0:
             mesh = _replicas(job, world // job.spec.parallelism.inner, num_nodes)
             why = f"shard auto: all {world} remaining workers share one copy"
-            if mesh is not None and not _states_fit(job, mesh, device_memory_bytes):
+            if mesh is not None and not may_fit(job, mesh, memory):
                 return None
     if mesh is None:
         return None
@@ -52,11 +62,19 @@ def choose_mesh(
     return mesh, why
 
 
-def smallest_device(job: TrainingJob, nodes: Iterable[NodeFacts]) -> int | None:
-    """Bytes of memory of the smallest devices that a worker may get: GPUs of these nodes, or
-    spec.resources.memory for a job on CPUs. None: unknown. Plan, launch and resize all use it."""
+def memory_on(job: TrainingJob, nodes: Iterable[NodeFacts]) -> WorkerMemory:
+    """What a worker has on the smallest of these nodes. Plan, launch and resize all use it."""
+    every = list(nodes)
+    device = memory_of_worker(job, (gpu.memory_bytes for node in every for gpu in node.gpus))
+    least = min((node.memory_bytes for node in every if node.memory_bytes), default=None)
+    return WorkerMemory(device, least and host_share(least, job.spec.workers_per_node))
+
+
+def memory_of_worker(job: TrainingJob, gpu_memories: Iterable[int]) -> int | None:
+    """Bytes of memory of the smallest devices that a worker may get: GPUs with so many bytes, or
+    spec.resources.memory for a job on CPUs. None: unknown."""
     if count := job.spec.resources.num_gpus:
-        least = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=None)
+        least = min(gpu_memories, default=None)
         return least and least * count
     return int(job.spec.resources.memory) if job.spec.resources.memory else None
 
@@ -71,7 +89,7 @@ def _is_auto(job: TrainingJob) -> bool:
     return parallelism.shard == "auto" and parallelism.replicate == "auto"
 
 
-def _over_world(job: TrainingJob, num_nodes: int, memory: int | None) -> tuple[Mesh, str] | None:
+def _over_world(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> tuple[Mesh, str] | None:
     """One replica on all workers of as many of the nodes as the other axes divide."""
     spec, inner = job.spec, job.spec.parallelism.inner
     for nodes in range(num_nodes, spec.nodes.min - 1, -1):
@@ -79,7 +97,7 @@ def _over_world(job: TrainingJob, num_nodes: int, memory: int | None) -> tuple[M
         if world % inner:
             continue
         mesh = _mesh(job, 1, world // inner)
-        if nodes < spec.nodes.max and not _states_fit(job, mesh, memory):
+        if nodes < spec.nodes.max and not may_fit(job, mesh, memory):
             return None
         why = f"shard world: all {world} workers share one copy"
         if nodes < num_nodes:
@@ -105,7 +123,7 @@ def _mesh(job: TrainingJob, replicate: int, shard: int) -> Mesh:
     return Mesh(replicate, shard, axes.tensor, axes.context, axes.pipeline)
 
 
-def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
+def _shard_size(job: TrainingJob, memory: WorkerMemory) -> tuple[int, str]:
     """The shard size at nodes.max and the reason. Fewer nodes keep it, so they restore from
     memory."""
     spec, parallelism = job.spec, job.spec.parallelism
@@ -117,22 +135,30 @@ def _shard_size(job: TrainingJob, memory: int | None) -> tuple[int, str]:
         return shard, f"shard {shard} follows from replicate {parallelism.replicate}"
     workers = spec.workers_per_node
     node = math.gcd(workers // math.gcd(workers, job.spec.parallelism.inner), room)
-    if memory is None or spec.entrypoint.recipe is None:
-        unknown = "device memory" if spec.entrypoint.recipe else "the model"
+    work = workload_of(job)
+    if memory.device is None or work is None:
+        unknown = "device memory" if work is not None else "the model"
         return (
             node,
             f"shard auto: {_within(node)}; memory not checked: {unknown} is not known",
         )
-    for shard in (n for n in range(node, room + 1) if room % n == 0 and n % node == 0):
-        need = device_bytes(memory_table(job, _mesh(job, room // shard, shard)))
-        if need <= USABLE * memory:
-            where = _within(shard) if shard == node else f"{shard} workers share one copy"
-            numbers = f"{need / 2**30:.1f} of {memory / 2**30:.1f} GiB"
-            return shard, f"shard auto: {where}; needs {numbers} per worker"
-    need = device_bytes(memory_table(job, _mesh(job, 1, room)))
+    # The fewest ranks per copy send least; within a node those that fill it.
+    sizes = [n for n in range(1, room + 1) if room % n == 0 and (n % node == 0 or node % n == 0)]
+    have, need = f"{memory.device / 2**30:.1f} GiB", 0
+    # Passes over a part of the samples gather parameters again: first without.
+    for by_memory in (None, memory.device):
+        for shard in sizes:
+            layout = fitted_layout(job, _mesh(job, room // shard, shard), by_memory)
+            need = device_bytes(work, layout)
+            if layout.offload and not main_memory_holds(work, layout.mesh, memory.host):
+                continue
+            if need <= USABLE * memory.device:
+                where = _within(shard) if shard in (1, node) else f"{shard} workers share one copy"
+                needs = f"needs {need / 2**30:.1f} of {have} per worker"
+                return shard, f"shard auto: {where}; {needs}"
     return room, (
         f"shard auto: the whole world, and still {need / 2**30:.1f} GiB per worker by estimate, "
-        f"above {USABLE:.0%} of {memory / 2**30:.1f} GiB"
+        f"above {USABLE:.0%} of {have}"
     )
 
 
@@ -142,9 +168,13 @@ def _within(shard: int) -> str:
     return f"the {shard} workers of a node share one copy, and nodes replicate it"
 
 
-def _states_fit(job: TrainingJob, mesh: Mesh, memory: int | None) -> bool:
-    """False only if the model states alone, which are exact, exceed the memory."""
-    recipe = job.spec.entrypoint.recipe
-    if memory is None or recipe is None:
+def may_fit(job: TrainingJob, mesh: Mesh, memory: WorkerMemory) -> bool:
+    """False only if a worker certainly needs more than `memory`. True for scripts and modules,
+    whose model is not known."""
+    work = workload_of(job)
+    if memory.device is None or work is None:
         return True
-    return model_state_bytes(recipe.config, mesh) <= memory
+    layout = fitted_layout(job, mesh, memory.device)
+    if layout.offload and not main_memory_holds(work, mesh, memory.host):
+        return False
+    return device_bytes(work, layout) <= CERTAINLY_TOO_MUCH * memory.device

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from ..api.v1alpha1 import TrainingJob
@@ -14,8 +12,15 @@ from ..protocol.fabric import choose_profile
 from ..protocol.facts import Membership, NodeFacts, WorkerSeat
 from ..protocol.host_memory import HostMemory, describe
 from ..protocol.mesh import Mesh
-from . import costs
-from .choose import choose_mesh, num_nodes_used, smallest_device
+from .advice import Way, ways_to_fit
+from .choose import choose_mesh, may_fit, memory_on, num_nodes_used
+from .estimate import Estimate, estimate, fits
+from .host import HostRow, host_rows, plan_host
+from .memory import WorkerMemory, describe_host, device_bytes
+from .micro_batch import describe as describe_micro_batch
+from .micro_batch import fitted_layout
+from .step_time import Hardware
+from .workload import workload_of
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -57,12 +62,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[SizePlan, ...]
     parameters: int | None = None
     """Number of parameters of the recipe's model; None for scripts and modules."""
-    flops_per_step: float | None = None
-    micro_batch: int | None = None
-    num_micro_batches: int | None = None
-    memory: tuple[costs.MemoryEstimate, ...] = ()
-    traffic: tuple[costs.Traffic, ...] = ()
+    estimate: Estimate | None = None
+    """Of the recipe on this mesh; None for scripts and modules."""
+    host: tuple[HostRow, ...] = ()
+    """Main memory of a node, and storage."""
     device_memory_bytes: int | None = None
+    micro_batch_why: str = ""
+    """Why microBatch auto is less than a rank's share; empty: it is not."""
+    offload_memory: str = ""
+    """The main memory that a worker's offloaded states may take; empty: neither the job nor a way
+    to fit offloads."""
+    fits: bool | None = None
+    """Whether the estimate leaves enough of the device free; None: model or device is not known."""
+    ways: tuple[Way, ...] = ()
+    """What makes it fit, the nearest first; empty if it fits or it is not known."""
     host_memory: HostMemory | None = None
     """What a node's main memory is estimated to hold of staged state; None: not known."""
     warnings: tuple[str, ...] = ()
@@ -74,25 +87,37 @@ def make_plan(
     num_nodes: int | None = None,
     device_memory_bytes: int | None = None,
     gpus: str = "",
+    hardware: Hardware | None = None,
 ) -> Plan | None:
     """The plan on `num_nodes` nodes (default: nodes.max) like the one in `facts`; None when no
-    replica group fits on them. `gpus`: what `resources.gpu: auto` was decided from."""
-    if device_memory_bytes is None:
-        device_memory_bytes = smallest_device(job, [facts])
+    replica group fits on them. `gpus`: what `resources.gpu: auto` was decided from. `hardware`:
+    what a step is timed on; None: not known."""
+    memory = memory_on(job, [facts])
+    if device_memory_bytes is not None:
+        memory = memory._replace(device=device_memory_bytes)
     if num_nodes is None:
         num_nodes = job.spec.nodes.max
-    chosen = choose_mesh(job, num_nodes, device_memory_bytes)
+    chosen = choose_mesh(job, num_nodes, memory)
     if chosen is None:
         return None
     mesh, why = chosen
     used = num_nodes_used(job, mesh)
     profile, profile_why = choose_profile(job.spec.fabric, facts, used)
     gpu = job.spec.resources.num_gpus > 0
-    host = costs.plan_host(job, mesh, facts)
-    rows = costs.memory_table(job, mesh, host)
-    sizes = _sizes(job, device_memory_bytes)
-    recipe = job.spec.entrypoint.recipe
-    settings = recipe.config if recipe else None
+    host = plan_host(job, mesh, facts)
+    sizes = _sizes(job, memory)
+    work = workload_of(job)
+    figures, why_smaller = None, ""
+    if work is not None:
+        layout = fitted_layout(job, mesh, memory.device)
+        figures = estimate(work, layout, hardware)
+        why_smaller = describe_micro_batch(job, layout, work)
+    fitting: bool | None = None
+    ways: tuple[Way, ...] = ()
+    if figures is not None and memory.device is not None:
+        fitting = fits(figures.peak_bytes, memory.device) and may_fit(job, mesh, memory)
+        if not fitting:
+            ways = ways_to_fit(job, num_nodes, memory, hardware)
     return Plan(
         job=job.name,
         num_nodes=used,
@@ -106,22 +131,25 @@ def make_plan(
         nodes=tuple(_node(job, mesh, node_rank) for node_rank in range(used)),
         environment=tuple(_environment(job, mesh, used, facts)),
         sizes=sizes,
-        parameters=costs.count_parameters(settings.model).total if settings else None,
-        flops_per_step=(
-            costs.flops_per_token(settings) * settings.global_batch * settings.data.sequence_length
-            if settings
-            else None
-        ),
-        micro_batch=costs.micro_batch(settings, mesh) if settings else None,
-        num_micro_batches=costs.num_micro_batches(settings, mesh) if settings else None,
-        memory=rows,
-        traffic=costs.traffic_table(job, mesh),
-        device_memory_bytes=device_memory_bytes,
+        parameters=work.counts.total if work is not None else None,
+        estimate=figures,
+        host=host_rows(job, mesh, host),
+        device_memory_bytes=memory.device,
+        micro_batch_why=why_smaller,
+        offload_memory=describe_host(memory.host) if _offloads(job, ways) else "",
+        fits=fitting,
+        ways=ways,
         host_memory=host,
         warnings=(
-            *_warnings(job, mesh, facts, sizes, device_memory_bytes),
+            *_warnings(job, mesh, facts, sizes, memory.device),
             *_host_warnings(host),
         ),
+    )
+
+
+def _offloads(job: TrainingJob, ways: tuple[Way, ...]) -> bool:
+    return job.spec.parallelism.offload == "cpu" or any(
+        "parallelism.offload" in way.changes for way in ways
     )
 
 
@@ -155,16 +183,16 @@ def _environment(job: TrainingJob, mesh: Mesh, used: int, facts: NodeFacts) -> l
     ]
 
 
-def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[SizePlan, ...]:
+def _sizes(job: TrainingJob, memory: WorkerMemory) -> tuple[SizePlan, ...]:
     """The sizes that the job may have, fewest nodes first; of a wide range five of them."""
     nodes = job.spec.nodes
     counts = range(nodes.min, nodes.max + 1)
     if len(counts) > 8:
         counts = range(nodes.min, nodes.max + 1, (nodes.max - nodes.min) // 4)
-    recipe = job.spec.entrypoint.recipe
+    recipe, work = job.spec.entrypoint.recipe, workload_of(job)
     sizes = []
     for count in sorted({*counts, nodes.max}):
-        chosen = choose_mesh(job, count, device_memory_bytes)
+        chosen = choose_mesh(job, count, memory)
         if chosen is None:
             why = "the job waits: no whole replica group fits"
             sizes.append(SizePlan(nodes=count, mesh=None, why=why))
@@ -178,32 +206,12 @@ def _sizes(job: TrainingJob, device_memory_bytes: int | None) -> tuple[SizePlan,
                 why=why,
                 nodes_used=num_nodes_used(job, mesh),
                 samples_per_rank=share,
-                device_bytes=costs.device_bytes(costs.memory_table(job, mesh)) if recipe else None,
+                device_bytes=(
+                    device_bytes(work, fitted_layout(job, mesh, memory.device)) if work else None
+                ),
             )
         )
     return tuple(sizes)
-
-
-def _advice(job: TrainingJob, mesh: Mesh | None, device_memory_bytes: int) -> str:
-    """What makes the job need less of a device: first what outweighs the rest."""
-    recipe, parallelism = job.spec.entrypoint.recipe, job.spec.parallelism
-    assert recipe is not None and mesh is not None
-    counts = costs.count_parameters(recipe.config.model)
-    states = costs.model_state_bytes(recipe.config, mesh)
-    if states > costs.USABLE * device_memory_bytes:
-        room = costs.USABLE * device_memory_bytes
-        shards = math.ceil(costs.state_bytes(recipe.config) * counts.total / room)
-        return (
-            f"the model states alone need {states / 2**30:.1f} GiB: share them between at least "
-            f"{shards} workers (parallelism.shard, nodes.max), or set parallelism.offload: cpu"
-        )
-    ways = []
-    if costs.micro_batch(recipe.config, mesh) > 1:
-        ways.append("recipe.config.microBatch: 1")
-    if parallelism.activation_checkpointing.mode == "none":
-        ways.append("parallelism.activationCheckpointing: {mode: full}")
-    ways.append("more workers that share one copy (parallelism.shard)")
-    return "set " + " or ".join(ways)
 
 
 def _warnings(
@@ -214,14 +222,20 @@ def _warnings(
     device_memory_bytes: int | None,
 ) -> list[str]:
     found = remarks(job)
-    for size in sizes:
-        need = size.device_bytes
-        if need and device_memory_bytes and need > costs.USABLE * device_memory_bytes:
-            found.append(
-                f"on {size.nodes} node{'s' * (size.nodes > 1)} a worker needs about "
-                f"{need / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} GiB; "
-                f"{_advice(job, size.mesh, device_memory_bytes)}"
-            )
+    tight = [
+        size
+        for size in sizes
+        if size.device_bytes and device_memory_bytes and size.nodes < job.spec.nodes.max
+        if not fits(size.device_bytes, device_memory_bytes)
+    ]
+    if tight and device_memory_bytes:
+        largest = max(tight, key=lambda size: size.device_bytes or 0)
+        nodes = ", ".join(str(size.nodes) for size in tight)
+        found.append(
+            f"on {nodes} node{'s' * (tight[-1].nodes > 1)} a worker needs up to "
+            f"{(largest.device_bytes or 0) / 2**30:.1f} GiB of {device_memory_bytes / 2**30:.1f} "
+            f"GiB; a job that shrinks to this may run out of memory: raise nodes.min"
+        )
     inner = mesh.tensor * mesh.context
     if inner > job.spec.workers_per_node:
         found.append(

@@ -21,6 +21,16 @@ __all__ = ["Setting", "Source", "explain_environment", "worker_environment"]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
+PROGRESS_URL, PROGRESS_TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_TOKEN"
+"""Where frameworks post their progress, and the file with the token for it: the names of Kubeflow
+Trainer, which transformers (from 5.x) reads by itself. The agent serves it on loopback and adds
+them to what this module sets, unless spec.env has them."""
+
+RESUME_FROM = "HOLDFAST_RESUME_FROM_CHECKPOINT"
+"""The newest complete checkpoint that the script itself wrote, for frameworks that need its name
+(`Trainer.train(resume_from_checkpoint=...)`). The agent sets it when it starts workers again and
+has found one; not with a state that Holdfast restores."""
+
 CACHE_VARIABLE = "HOLDFAST_CACHE_DIR"
 """In the environment of an agent: where the caches of compilers are kept on its machine. The local
 backend sets it; in a pod it can name a volume."""
@@ -53,10 +63,12 @@ def worker_environment(
     facts: NodeFacts,
     *,
     log_directory: str = "",
+    job_id: str = "",
 ) -> dict[str, str]:
-    """All variables of one worker. `log_directory` gets the flight recorder dumps, if known."""
+    """All variables of one worker. `log_directory` gets the flight recorder dumps, if known;
+    `job_id` names the run of a tracker."""
     settings = explain_environment(
-        job, membership, seat, node_rank, facts, log_directory=log_directory
+        job, membership, seat, node_rank, facts, log_directory=log_directory, job_id=job_id
     )
     return {setting.name: setting.value for setting in settings}
 
@@ -69,6 +81,7 @@ def explain_environment(
     facts: NodeFacts,
     *,
     log_directory: str = "",
+    job_id: str = "",
 ) -> list[Setting]:
     """As worker_environment, in order, with the reason for each value. A variable of the user takes
     the place of Holdfast's; its reason names the value that it replaces."""
@@ -80,6 +93,7 @@ def explain_environment(
         *_fabric(job, membership, facts),
         *_recovery(job, log_directory),
         *_caches(job, facts),
+        *_trackers(job, seat, job_id),
     ]
     settings: list[Setting] = []
     for setting in ours:
@@ -219,3 +233,13 @@ def _caches(job: TrainingJob, facts: NodeFacts) -> Iterator[Setting]:
     yield Setting("TORCHINDUCTOR_CACHE_DIR", f"{root}/inductor", why, "recovery")
     if job.spec.resources.num_gpus:
         yield Setting("TRITON_CACHE_DIR", f"{root}/triton", f"{why}: its kernels", "recovery")
+
+
+def _trackers(job: TrainingJob, seat: WorkerSeat, job_id: str) -> Iterator[Setting]:
+    """W&B begins a run in each process that calls wandb.init, so each restart would be another one.
+    Only rank 0 gets these: processes that share a run overwrite each other."""
+    if not job_id or seat.rank or job.spec.entrypoint.recipe is not None:
+        return
+    why = "the job's id: wandb.init continues one run over restarts"
+    yield Setting("WANDB_RUN_ID", job_id, why, "recovery")
+    yield Setting("WANDB_RESUME", "allow", "begin the run if it is not there yet", "recovery")

@@ -21,6 +21,14 @@ class Gpu(msgspec.Struct, frozen=True):
     """Its value in CUDA_VISIBLE_DEVICES; empty: its position among the GPUs."""
 
 
+class Processor(msgspec.Struct, frozen=True):
+    """What a machine reports of its processors."""
+
+    name: str = "CPU"
+    flags: tuple[str, ...] = ("avx2", "fma")
+    """Of hardware.INSTRUCTIONS, as in /proc/cpuinfo."""
+
+
 class NetworkInterface(msgspec.Struct, frozen=True):
     """A network interface that is up and has an address in a network; loopback is none."""
 
@@ -42,6 +50,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     """Number of workers that the node has room for."""
     cpus: int = 0
+    processor: Processor = Processor()
     memory_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     visible_devices: tuple[str, ...] = ()
@@ -119,8 +128,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     copies_thrown_away: int = 0
     """In this generation, because a tensor was written while it was copied from the device."""
     device_memory_peak_bytes: int = 0
+    """Of torch's tensors on a GPU. On a CPU what the process grew by since the session began: its
+    peak of resident memory less files and shared memory; 0: not known."""
+    sent_bytes: int = 0
+    """By the rank in the collectives of one step, measured once in a generation; 0: nothing, or not
+    known."""
     flops_per_step: float = 0.0
     """Model FLOPs of one step of the whole job; 0: the training loop does not report them."""
+    total_steps: int = 0
+    """Steps that a script says it will train; 0: it does not say."""
 
 
 def report_fields(report: StepReport) -> dict[str, Any]:
@@ -133,6 +149,13 @@ def largest(reports: Sequence[StepReport]) -> dict[str, Any]:
     loss = next((one.loss for one in reports if one.loss is not None), None)
     names = [name for name in StepReport.__struct_fields__ if name != "loss"]
     return {"loss": loss} | {name: max(getattr(one, name) for one in reports) for name in names}
+
+
+StepSource = Literal["", "session", "script", "posted", "collectives"]
+"""Who counts the steps of a worker: no one yet, a loop whose state Holdfast keeps
+(`Session.step`), a script that keeps its own checkpoints (`session.report`), or a framework that
+posts the progress of all ranks, every few seconds (protocol of Kubeflow Trainer). Of a job also
+`collectives`: no one, but its ranks begin collectives."""
 
 
 class WorkerBeat(StepReport, frozen=True, kw_only=True):
@@ -155,6 +178,21 @@ class WorkerBeat(StepReport, frozen=True, kw_only=True):
     idle_s: float = 0.0
     """Seconds for which the processes of the worker used no CPU, did not wait for it, and did no
     I/O; 0: they did, or it was not measured."""
+    counted_by: StepSource = ""
+    began_after: int | None = None
+    """The step after which a script that keeps its own checkpoints began; None: not known."""
+    began_s: float | None = None
+    """Seconds since a framework that posts its progress began to train; None: not known."""
+    collectives: int = 0
+    """Collectives that the worker has begun, in all process groups; 0: none, or not known."""
+    collectives_age_s: float = 0.0
+    """Seconds since that number was last seen to grow."""
+
+
+def counting(beats: Iterable[WorkerBeat]) -> list[WorkerBeat]:
+    """Those whose steps count: of a script the ranks that report steps, otherwise all."""
+    every = list(beats)
+    return [beat for beat in every if beat.counted_by in ("script", "posted")] or every
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +302,9 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     restart_count: int
     """Generations before this one; the same number on every node (TORCHELASTIC_RESTART_COUNT)."""
     restore: Restore | None = None
+    micro_batch: int = 0
+    """Samples of a forward pass of the recipe, by the memory of the devices; 0: as the recipe
+    chooses without."""
     networks: tuple[str, ...] = ()
     """For sockets over several interfaces of a node (networks.shared_networks); empty: the
     interface of its address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,10 +10,13 @@ from pathlib import Path
 
 from msgspec import structs
 
-from .facts import Gpu
+from . import cgroup
+from .facts import Gpu, Processor
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 _FORMAT = "--format=csv,noheader,nounits"
+INSTRUCTIONS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Flags of /proc/cpuinfo that decide how fast a core multiplies matrices."""
 _MIG = re.compile(r"MIG (\S*?\.(\d+)gb\S*)\s.*\(UUID: (MIG-[^)\s]+)\)")
 
 
@@ -36,6 +40,36 @@ def query_gpus() -> tuple[Gpu, ...]:
             return tuple(found)
         return tuple(structs.replace(found[index], device=str(index)) for index in whole)
     return mig_devices("\n".join(_run(program, "-L")))
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
+    """The processor of this machine; a usual one where the kernel does not show it."""
+    fields: dict[str, str] = {}
+    try:
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    except OSError:
+        return Processor()
+    known = set(fields.get("flags", "").split())
+    flags = tuple(one for one in INSTRUCTIONS if one in known) if known else Processor().flags
+    return Processor(fields.get("model name", "CPU"), flags)
+
+
+def cpus() -> int:
+    """Cores that this process may use at once, whole ones of a CPU quota."""
+    quota = cgroup.cpu_limit(cgroup.find("cpu"))
+    cores = len(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def memory_bytes() -> int:
+    """Main memory that this process may use: of the machine, or less by a limit of its groups."""
+    import psutil
+
+    limit = cgroup.memory_limit_bytes(cgroup.find("memory"))
+    total = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
 
 
 def mig_devices(listed: str) -> tuple[Gpu, ...]:

@@ -27,6 +27,7 @@ from .framing import UNDECODABLE, frame
 from .framing import BadFrame as BadFrame
 from .framing import frame_length as frame_length
 from .host_memory import HostMemory
+from .rank_stacks import RankStacks
 
 Endpoint = tuple[str, int]
 """Address of a controller: (host name or IP address, port)."""
@@ -167,6 +168,38 @@ class AgentEvent(Message, frozen=True, kw_only=True, tag="agent-event"):
     text: str
 
 
+class AgentNote(Message, frozen=True, kw_only=True, tag="agent-note"):
+    """What people shall find in the job's events, such as a checkpoint that was set aside. No
+    decision depends on it."""
+
+    text: str
+
+
+class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):
+    """Answer to ShowStacks; ranks that are not in it have ended."""
+
+    question: int
+    stacks: tuple[RankStacks, ...] = ()
+
+
+class ProfileRecorded(Message, frozen=True, kw_only=True, tag="profile-recorded"):
+    """Answer to RecordProfile."""
+
+    question: int
+    content: bytes = b""
+    """The file, compressed with zlib."""
+    problem: str = ""
+    """Why there is none; empty: there is."""
+
+
+class FetchCode(Message, frozen=True, kw_only=True, tag="fetch-code"):
+    """Send a part of a code archive. Parts are requested one after the other, so that no node has
+    more than one under way; a request without an answer is repeated."""
+
+    code: str
+    part: int
+
+
 # -- controller -> agent ----------------------------------------------------------------------
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The job as the agent needs it; `spec` is the TrainingJob document."""
@@ -179,6 +212,9 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     heartbeat_interval_s: float
     controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S
     """Without a controller for so long the agent ends its node; None: never."""
+    submitted_ns: int = 0
+    """Wall clock of the job's submission; 0: not known."""
+    job_id: str = ""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -204,6 +240,8 @@ class LaunchWorkers(Message, frozen=True, kw_only=True, tag="launch"):
     """Write every Nth step to storage; 0: only when Persist is received."""
     stage_every_steps: int = 0
     """Workers stage every Nth step; 0: as the spec says."""
+    code: str = ""
+    """Archive in whose files the workers run (FetchCode); empty: in those that the node has."""
     agreed_copies: bool = False
     """The controller names the steps that are copied to the buddy (CopyStep); the first one is the
     first that is staged. False: the agent copies what is newest."""
@@ -219,12 +257,41 @@ class StopWorkers(Message, frozen=True, kw_only=True, tag="stop"):
     grace_s: float = 0.0
     stacks: bool = False
     """Collect the stacks of every worker first."""
+    save_grace_s: float = 0.0
+    """Without grace: a worker in a declared save may end it, for so long at most, unless it waits
+    for its peers."""
+    after_step: int = -1
+    """With grace: workers that have asked for notices get one in place of SIGTERM, and save after
+    this step; -1: there is no time for it."""
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     """Report what every worker of the generation does. It goes on undisturbed."""
 
     generation: int
+
+
+class ShowStacks(Message, frozen=True, kw_only=True, tag="show-stacks"):
+    """A user asks what these ranks do. They go on undisturbed."""
+
+    question: int
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class RecordProfile(Message, frozen=True, kw_only=True, tag="record-profile"):
+    """A user asks where a rank spends its time. It goes on undisturbed."""
+
+    question: int
+    generation: int
+    rank: int
+    seconds: float
+    rate: int
+    """Samples per second."""
+    format: str
+    """flamegraph or speedscope."""
+    idle: bool = False
+    """Count threads that wait, too."""
 
 
 class Stage(Message, frozen=True, kw_only=True, tag="stage"):
@@ -266,6 +333,17 @@ class CopyStep(Message, frozen=True, kw_only=True, tag="copy-step"):
     by this controller; what was confirmed before is kept."""
 
 
+class CodePart(Message, frozen=True, kw_only=True, tag="code-part"):
+    """Answer to FetchCode."""
+
+    code: str
+    part: int
+    num_parts: int = 0
+    data: bytes = b""
+    problem: str = ""
+    """Why there is none; empty: there is."""
+
+
 class Committed(Message, frozen=True, kw_only=True, tag="committed"):
     """A manifest is durable: staging buffers that were kept for it may be freed."""
 
@@ -296,7 +374,7 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     job: str = ""
     """Empty: the only job of this controller."""
     verb: str
-    """status, watch, resize, suspend, resume, cancel, chaos, checkpoint."""
+    """status, watch, resize, again, suspend, resume, cancel, chaos, checkpoint, stacks, profile."""
     arguments: dict[str, Any] = {}
 
 
@@ -308,15 +386,23 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
-    | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | Inspected
+    | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
+    | Inspected
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep
     | Committed | Chaos | Shutdown | Inspect
 )  # fmt: skip
 
+Question = ShowStacks | RecordProfile
+"""Answered by the agent's process, not by its machine: no decision depends on it."""
+QuestionAnswer = StacksShown | ProfileRecorded
+"""Never an event."""
+
 _ENCODER = msgspec.msgpack.Encoder()
-AnyMessage = FromAgent | ToAgent | Request | Reply
+AnyMessage = (
+    FromAgent | ToAgent | Question | QuestionAnswer | FetchCode | CodePart | Request | Reply
+)
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 

@@ -33,9 +33,15 @@ class AgentGateway:
         loop: JobLoop,
         submit: Callable[[AnyEvent], None],
         log: Log,
+        answered: Callable[[wire.QuestionAnswer], None],
+        send_code: Callable[[str, wire.FetchCode], None],
     ) -> None:
+        """`answered`: takes the answers to questions, which are no events. `send_code`: answers a
+        node's request for a part of the job's code."""
+        self._send_code = send_code
         self._backend, self._executor = backend, executor
         self._loop, self._submit, self._log = loop, submit, log
+        self._answered = answered
         self._evidence = EvidenceBudget()
         self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,6 +77,12 @@ class AgentGateway:
     def received(self, node: str, message: wire.Message) -> None:
         if isinstance(message, wire.AgentEvent):
             self._log.info("%s: %s", node, message.text)
+            return
+        if isinstance(message, wire.FetchCode):
+            self._send_code(node, message)
+            return
+        if isinstance(message, wire.QuestionAnswer):
+            self._answered(message)
             return
         if isinstance(message, translate.Answer) and not self._executor.expects(node, message):
             return

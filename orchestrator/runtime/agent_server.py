@@ -327,7 +327,11 @@ class Connection(asyncio.Protocol):
             self._greeted = True
             self._stop_timeout()
             self._server.greeted(self, message)
-        elif self.route and self.link and isinstance(message, wire.FromAgent):
+        elif (
+            self.route
+            and self.link
+            and isinstance(message, wire.FromAgent | wire.QuestionAnswer | wire.FetchCode)
+        ):
             self.route.sink.received(self.link.node, message)
         else:
             self.close()

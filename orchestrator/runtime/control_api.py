@@ -1,6 +1,7 @@
 """The requests that the CLI may send to a running controller: verbs, arguments and replies.
 
 Every change is an event. Injected faults are sent to the agent after their event is durable.
+Questions about running workers (stacks, profile) change nothing and are none.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from ..backends.base import Backend, LimitsNodes, WithholdsCapacity
 from ..core import events
 from ..core.checkpoints import newest_committed, why_nothing_usable
 from ..core.quiesce import pace_left_s, step_ahead
-from ..core.rank_assignment import check_resize
+from ..core.requests import resize_problem
 from ..errors import HoldfastError, Problem, UserError
 from ..protocol import messages as wire
 from ..protocol.facts import ShardFile
 from .agent_server import AgentConnection, ReplyStream
 from .driver import Driver
+from .inquiries import Inquiries
 from .notifier import ChangeNotifier
 from .observe.view import JobView
 
@@ -42,6 +44,7 @@ class ControlApi:
         changes: ChangeNotifier,
         welcome: Callable[[], wire.Welcome],
         list_checkpoints: Callable[[], Awaitable[tuple[ShardFile, ...]]],
+        inquiries: Inquiries,
     ) -> None:
         self._driver, self._backend, self._links = driver, backend, links
         self._view, self._changes, self._welcome = view, changes, welcome
@@ -50,11 +53,14 @@ class ControlApi:
             "status": self._status,
             "resize": self._resize,
             "adjust": self._adjust,
+            "again": self._again,
             "suspend": self._suspend,
             "resume": self._resume,
             "cancel": self._cancel,
             "chaos": self._chaos,
             "checkpoint": self._checkpoint,
+            "stacks": lambda arguments: inquiries.stacks(self._driver.state, arguments),
+            "profile": lambda arguments: inquiries.profile(self._driver.state, arguments),
         }
 
     async def handle(self, stream: ReplyStream, request: wire.Request) -> None:
@@ -87,7 +93,7 @@ class ControlApi:
     async def _resize(self, arguments: dict[str, Any]) -> wire.Reply:
         nodes = _integer(arguments, "nodes")
         state = self._driver.state
-        if problem := check_resize(state.job, nodes, state.device_memory_bytes):
+        if problem := resize_problem(state, nodes):
             raise UserError(problem)
         limit = self._backend.node_limit() if isinstance(self._backend, LimitsNodes) else None
         if limit is not None and nodes > limit:
@@ -104,11 +110,13 @@ class ControlApi:
         except ValidationError as error:
             raise UserError(str(Problem("recovery", str(error), "spec.recovery"))) from None
         low, spares = _integer(arguments, "min_nodes"), _integer(arguments, "spares")
+        elasticity = arguments.get("elasticity")
         await self._request(
             events.AdjustRequested(
                 min_nodes=low,
                 spares=spares,
                 recovery=recovery.model_dump(mode="json", by_alias=True),
+                elasticity=tuple(elasticity) if isinstance(elasticity, list) else elasticity,
                 by=_by(arguments),
             )
         )
@@ -116,6 +124,18 @@ class ControlApi:
             link.send(self._welcome())  # the heartbeat interval may have changed
         detail = f"nodes.min {low}, nodes.spares {spares}, recovery as in the spec"
         return wire.Reply(ok=True, detail=detail)
+
+    async def _again(self, arguments: dict[str, Any]) -> wire.Reply:
+        """A new generation with edited code, on the nodes that the job has."""
+        state = self._driver.state
+        if state.phase == "finishing" or state.intent in ("cancel", "deadline"):
+            raise UserError(str(Problem("job", state.phase, "a job that trains, or will")))
+        code, before = arguments.get("code"), state.job.spec.code or ""
+        await self._request(
+            events.AgainRequested(code=None if code is None else str(code), by=_by(arguments))
+        )
+        when = "a new generation starts with it" if state.active else "the next generation has it"
+        return wire.Reply(ok=True, detail=f"new code: {when}", body={"before": before})
 
     async def _suspend(self, arguments: dict[str, Any]) -> wire.Reply:
         await self._request(events.SuspendRequested(by=_by(arguments)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..core.events import AnyEvent, JobSubmitted
 from ..core.journal import Journal
 from ..core.state import JobState
 from ..errors import HoldfastError, Problem, UserError
+from ..planner.calibration import CalibrationEntry
 from ..protocol import messages as wire
 from ..protocol.facts import ShardFile
 from ..protocol.manifest import Manifest
@@ -31,11 +32,14 @@ from .agent_server import AgentConnection, AgentServer
 from .checkpoint_store.async_store import AsyncCheckpointStore
 from .checkpoint_store.options import CHECKPOINT_FIELD
 from .clock import Clock
+from .code_sender import CodeSender, CodeStore
 from .control_api import ControlApi
 from .driver import Driver
 from .executor import Executor
+from .inquiries import Inquiries
 from .job_loop import JobLoop, Ready
 from .notifier import ChangeNotifier
+from .observe.incident_traces import IncidentTraces
 from .observe.view import JobView
 
 
@@ -112,9 +116,13 @@ class JobRuntime:
         on_note: Callable[[str], None] = lambda text: None,
         timing: JobRuntimeTiming | None = None,
         controller_absence_s: float | None = limits.CONTROLLER_ABSENCE_S,
+        measurements: Sequence[CalibrationEntry] = (),
+        traces: IncidentTraces | None = None,
+        code: CodeStore | None = None,
     ) -> None:
         """`controller_absence_s`: what recovery.controllerAbsenceSeconds auto means here; None:
-        never."""
+        never. `measurements`: of `holdfast plan --calibrate`, for the predicted step time. `code`:
+        where uploaded code is, on a host that has any."""
         self.job, self.key, self.backend = job, key, backend
         self.links: dict[str, AgentConnection] = {}
         """Connected nodes."""
@@ -125,10 +133,12 @@ class JobRuntime:
         self._endpoint, self._storage = endpoint, storage
         self._clock, self._timing = clock or Clock(), timing or JobRuntimeTiming()
         self._on_change, self._on_note = on_change, on_note
+        self._measurements, self._traces = measurements, traces
         self._manifests: list[Manifest] | None = None
         """None: storage has not answered."""
         self._backend_open = False
         self._gateway: AgentGateway | None = None
+        self._code_sender = CodeSender(code, self.links, self.log)
         document = job_to_mapping(job)
         self._submission = JobSubmitted(
             job_id=job_id,
@@ -185,6 +195,10 @@ class JobRuntime:
         """
         num_records = len(journal.records)
         loop = JobLoop.restore(self.job, journal.snapshot, journal.records)
+        loop.projection.use_measurements(self._measurements)
+        if self._traces is not None and loop.controller.submitted:
+            incidents = loop.view(self._clock.now_ns(), live=False).incidents
+            self._traces.begin(loop.state, incidents)
         journal.snapshot = None
         journal.records.clear()
         self.driver = Driver(loop, journal, self._clock, self._changed, self._journal_problem)
@@ -192,7 +206,10 @@ class JobRuntime:
         self._executor = Executor(
             self.backend, self._storage, self.links, submit, self._timing.storage_settle_s
         )
-        self._gateway = AgentGateway(self.backend, self._executor, loop, submit, self.log)
+        inquiries, send_code = Inquiries(self.links), self._code_sender.requested
+        self._gateway = AgentGateway(
+            self.backend, self._executor, loop, submit, self.log, inquiries.answered, send_code
+        )
         self.control = ControlApi(
             self.driver,
             self.backend,
@@ -201,6 +218,7 @@ class JobRuntime:
             self.changes,
             self._welcome,
             self._list_checkpoints,
+            inquiries,
         )
         existing: tuple[str, ...] | None = None
         if not self._backend_open:
@@ -237,6 +255,7 @@ class JobRuntime:
     async def close(self, *, release: bool = False) -> None:
         """Disconnect all agents and end what is under way. With `release`, end all nodes first."""
         self._endpoint.unregister(self.key)
+        self._code_sender.close()
         if self._gateway is not None:
             await self._executor.close()
         await self.backend.close(release=release)
@@ -290,6 +309,8 @@ class JobRuntime:
             self._first_welcome,
             heartbeat_interval_s=recovery.heartbeat_interval_s,
             controller_absence_s=self._absence_s(recovery.controller_absence_s),
+            submitted_ns=self.state.submitted_ns,
+            job_id=self.state.job_id,
         )
 
     def _absence_s(self, chosen: float | str) -> float | None:
@@ -349,6 +370,8 @@ class JobRuntime:
         self.changes.notify()
         if ready.records:
             self.events.notify()
+            if self._traces is not None:
+                self._traces.observe(self.state, lambda: self.view(live=False).incidents)
         self._on_change()
 
 

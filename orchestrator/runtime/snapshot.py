@@ -52,6 +52,7 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     membership: int
     own_shards: bool = False
     stage_every_steps: int = 0
+    code: str = ""
     nodes_on_machine: int = 1
 
 

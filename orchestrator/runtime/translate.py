@@ -114,6 +114,8 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 stacks=message.stacks,
                 offered_port=message.offered_port,
             )
+        case wire.AgentNote():
+            return events.NodeRemarked(node=node, text=message.text)
         case wire.NodeLeaving():
             return events.PreemptionNoticed(
                 node=node, detail=message.detail, grace_s=message.grace_s
@@ -178,6 +180,7 @@ def to_message(
                 persist_every_steps=action.persist_every_steps,
                 stage_every_steps=action.stage_every_steps,
                 agreed_copies=True,
+                code=action.code,
                 nodes_on_machine=action.nodes_on_machine,
             )
         case StopGroup():
@@ -186,6 +189,8 @@ def to_message(
                 generation=action.generation,
                 grace_s=action.grace_s,
                 stacks=action.stacks,
+                save_grace_s=action.save_grace_s,
+                after_step=action.after_step,
             )
         case StageStep():
             return wire.Stage(

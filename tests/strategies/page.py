@@ -28,7 +28,8 @@ BEGINNING = """# Strategies
 
 What each strategy of `spec.parallelism` was seen to do, in the recipe `pretrain` over gloo on one
 machine, with models of two to four blocks. This table is written by
-`python -m tests.strategies.page` from the tests that passed; the same tests run in `make test`.
+`python -m tests.strategies.page` from the tests that passed; the same tests run in `make test-all`,
+those of losses in `make test`.
 A dash: no test in tests/strategies shows it.
 
 * **{equal}**: losses and gradient norms of the first steps equal those of one process, to the

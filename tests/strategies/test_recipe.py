@@ -38,6 +38,7 @@ def test_losses_and_norms_are_those_of_one_process(
         assert got == pytest.approx(wanted, rel=DIGITS), f"step {step}"
 
 
+@pytest.mark.timeout(600)  # it compiles for four meshes
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
     reason="torch.compile on a CPU needs a C++ compiler: g++, clang++ or c++",

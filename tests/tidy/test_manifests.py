@@ -146,7 +146,7 @@ def test_panels_of_the_dashboard_have_unique_ids_and_do_not_overlap(path: Path) 
 def test_chart_and_operator_use_the_same_labels_and_annotations() -> None:
     policy = of_kind("ValidatingAdmissionPolicy", "-jobs")
     known = next(v["expression"] for v in policy["spec"]["variables"] if v["name"] == "known")
-    ours = {names.CANCEL, names.CHAOS, names.CHECKPOINT, names.RESUME}
+    ours = {names.CANCEL, names.CHAOS, names.CHECKPOINT, names.INSPECT, names.RESUME}
     assert set(re.findall(r"'([^']+)'", known)) == ours
     network = of_kind("NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]
     assert network == {"matchLabels": {names.LABEL_ROLE: names.ROLE_NODE}}
@@ -222,7 +222,7 @@ ROOTS = {
     ),
 }
 # Modules that the command line can import and the image does not have.
-NOT_HERE = {"operator": {"ray", "grpc"}, "worker": set()}
+NOT_HERE = {"operator": {"ray", "grpc", "opentelemetry"}, "worker": {"accelerate"}}
 # Module name -> name of the distribution, where they differ.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
@@ -266,9 +266,15 @@ def file_of(module: str) -> Path | None:
 
 
 def imported(module: str, file: Path) -> Iterator[str]:
-    """Modules that a file imports, also in functions."""
+    """Modules that a file imports, also in functions, but not for types only."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(file.read_text())
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    for_types = [node for node in checks if ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = {id(part) for node in for_types for line in node.body for part in ast.walk(line)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

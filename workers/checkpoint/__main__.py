@@ -57,6 +57,7 @@ def _verify(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         "ok": result.ok,
         "num_files": result.num_files,
         "num_tensors": result.num_tensors,
+        "num_rank_states": result.num_rank_states,
         "num_bytes": result.num_bytes,
         "num_unchecked": result.num_unchecked,
         "problems": result.problems,

@@ -11,7 +11,7 @@ import xxhash
 from holdfast.orchestrator.protocol.coverage import MODULUS
 from holdfast.orchestrator.protocol.facts import CoverageSum
 
-from .layout import Box, DamagedCheckpoint, Header, header_length, parse_header
+from .layout import RANK, Box, DamagedCheckpoint, Header, header_length, parse_header
 
 
 def coverage_of_file(fd: int) -> CoverageSum | None:
@@ -28,6 +28,8 @@ def coverage_sum(header: Header) -> CoverageSum | None:
     weighted = whole = 0
     for name, entry in header.entries.items():
         box = entry.box
+        if name.startswith(RANK):
+            continue  # only one shard has it, and it is whole
         if not box.parts:
             return None
         zeros = (0,) * len(box.global_shape)

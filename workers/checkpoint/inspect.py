@@ -19,6 +19,7 @@ from .layout import (
     DTYPE_BYTES,
     INTEGER_DTYPES,
     MODEL,
+    RANK,
     Box,
     Bytes,
     DamagedCheckpoint,
@@ -48,6 +49,8 @@ class VerifyResult:
     directory: str
     num_files: int = 0
     num_tensors: int = 0
+    num_rank_states: int = 0
+    """Ranks with state of their own (`per_rank`)."""
     num_bytes: int = 0
     num_unchecked: int = 0
     """Files whose header has no checksum of its own, so that no restore can check it."""
@@ -118,7 +121,9 @@ def verify(path: str, manifest: Manifest) -> VerifyResult:
         for entry in entries:
             held = boxes.setdefault((entry.name, entry.box.global_shape), [])
             held.append((entry.box.offset, entry.box.shape))
-    result.num_tensors = len({name for name, _shape in boxes})
+    names = {name for name, _shape in boxes}
+    result.num_rank_states = sum(name.startswith(RANK) for name in names)
+    result.num_tensors = len(names) - result.num_rank_states
     if result.ok:
         result.problems += [f"{manifest.directory}: {gap}" for gap in _gaps(boxes)]
     return result
@@ -162,7 +167,8 @@ def export(
     index.
 
     Weights only, under their own names; with `optimizer`, all tensors, as `model.*` and `optim.*`.
-    One tensor is in memory at a time. Checks every byte; raises DamagedCheckpoint.
+    State of single ranks (`per_rank`) is no tensor and stays behind. One tensor is in memory at a
+    time. Checks every byte; raises DamagedCheckpoint.
     """
     store = CheckpointFiles(path)
     sources = [store.open(manifest.directory, file) for file in manifest.files]
@@ -181,7 +187,7 @@ def _collect(sources: Sequence[ShardSource], optimizer: bool) -> list[_WholeTens
     found: dict[str, list[tuple[ShardSource, Entry]]] = {}
     for source in sources:
         for name, entry in source.header().entries.items():
-            if optimizer or name.startswith(MODEL):
+            if name.startswith(MODEL) or (optimizer and not name.startswith(RANK)):
                 found.setdefault(name, []).append((source, entry))
     tensors = []
     for name, parts in sorted(found.items()):

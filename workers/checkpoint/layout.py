@@ -2,12 +2,13 @@
 IO.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
-padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>` and
-`optim.<name>.<key>`. The header's `__metadata__` has two keys. `holdfast` is JSON text with step,
-generation, shard, num_shards, per entry its global_shape, offset and checksum (xxh3_64 of its
-bytes), and `extra`, the state that is not a tensor, as `pack` encodes it. `holdfast-header` is the
-xxh3_64 of the header and its length, with zeros in its own place; files of earlier versions lack
-it. So every byte of a file is covered, and `parse_header` checks the header wherever it is read.
+padded with spaces, then the bytes of all entries without a gap. Entries are `model.<name>`,
+`optim.<name>.<key>` and `rank.<rank>` (rank_state.py). The header's `__metadata__` has two keys.
+`holdfast` is JSON text with step, generation, shard, num_shards, per entry its global_shape, offset
+and checksum (xxh3_64 of its bytes), and `extra`, the state that is not a tensor, as `pack` encodes
+it. `holdfast-header` is the xxh3_64 of the header and its length, with zeros in its own place;
+files of earlier versions lack it. So every byte of a file is covered, and `parse_header` checks the
+header wherever it is read.
 
 The length of a header is fixed over a generation: numbers that change from step to step are padded,
 so a staging buffer is updated in place and is a complete file whenever it is not being written.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ import xxhash
 
 from holdfast.orchestrator.errors import HoldfastError
 
-MODEL, OPTIMIZER = "model.", "optim."
+MODEL, OPTIMIZER, RANK = "model.", "optim.", "rank."
 METADATA_KEY = "holdfast"
 HEADER_CHECKSUM_KEY = "holdfast-header"
 _CHECKSUM_FIELD = b'"%s":"' % HEADER_CHECKSUM_KEY.encode()
@@ -399,7 +400,8 @@ def hash_bytes(data: Bytes) -> int:
 # mapping with one of these marks as its only key. A mapping that happens to look like one is stored
 # as pairs. Files written before there were marks are read as they are.
 _FLOAT, _TUPLE, _PAIRS, _COUNTER = "__float__", "__tuple__", "__pairs__", "__counter__"
-_MARKS = frozenset((_FLOAT, _TUPLE, _PAIRS, _COUNTER))
+_BLOB = "__blob__"
+_MARKS = frozenset((_FLOAT, _TUPLE, _PAIRS, _COUNTER, _BLOB))
 _JSON_TYPES = frozenset((str, int, bool, type(None)))
 
 
@@ -407,39 +409,44 @@ class UnsupportedValue(TypeError):
     """A value that a checkpoint cannot hold; the text is the name of its type."""
 
 
-def pack(value: Any) -> Any:
-    """The value as JSON values. Raises UnsupportedValue if `unpack` could not return an equal
-    one."""
+def _unsupported(value: Any) -> Any:
+    raise UnsupportedValue(type(value).__name__)
+
+
+def pack(value: Any, blob: Callable[[Any], Any] = _unsupported) -> Any:
+    """The value as JSON values. `blob` returns JSON values for one that has no form here, such as
+    an array, and `unpack` needs its counterpart. Raises UnsupportedValue if `unpack` could not
+    return an equal one."""
     kind = type(value)
     if kind in _JSON_TYPES:
         return value
     if kind is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if isinstance(value, Mapping):
-        return _pack_mapping(value)
+        return _pack_mapping(value, blob)
     if isinstance(value, tuple):
-        return {_TUPLE: [pack(item) for item in value]}
+        return {_TUPLE: [pack(item, blob) for item in value]}
     if isinstance(value, list):
-        return [pack(item) for item in value]
+        return [pack(item, blob) for item in value]
     for plain in (str, int, float):  # a member of an enum, a number of numpy
         if isinstance(value, plain):
             return pack(plain(value) if plain is not str else str.__str__(value))
-    raise UnsupportedValue(kind.__name__)
+    return {_BLOB: blob(value)}
 
 
-def _pack_mapping(value: Mapping[Any, Any]) -> Any:
+def _pack_mapping(value: Mapping[Any, Any], blob: Callable[[Any], Any]) -> Any:
     texts = all(type(key) is str for key in value)
     looks_marked = len(value) == 1 and not _MARKS.isdisjoint(value)
     if texts and not looks_marked and not isinstance(value, Counter):
-        return {key: pack(item) for key, item in value.items()}
+        return {key: pack(item, blob) for key, item in value.items()}
     mark = _COUNTER if isinstance(value, Counter) else _PAIRS
-    return {mark: [[pack(key), pack(item)] for key, item in value.items()]}
+    return {mark: [[pack(key), pack(item, blob)] for key, item in value.items()]}
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: Any, blob: Callable[[Any], Any] = _unsupported) -> Any:
     """The value that was packed, from decoded JSON."""
     if isinstance(value, list):
-        return [unpack(item) for item in value]
+        return [unpack(item, blob) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -447,9 +454,11 @@ def unpack(value: Any) -> Any:
         if mark == _FLOAT:
             return float(held)
         if mark == _TUPLE:
-            return tuple(unpack(item) for item in held)
+            return tuple(unpack(item, blob) for item in held)
         if mark == _PAIRS:
-            return {unpack(key): unpack(item) for key, item in held}
+            return {unpack(key): unpack(item, blob) for key, item in held}
         if mark == _COUNTER:
-            return Counter({unpack(key): unpack(item) for key, item in held})
-    return {key: unpack(item) for key, item in value.items()}
+            return Counter({unpack(key): unpack(item, blob) for key, item in held})
+        if mark == _BLOB and blob is not _unsupported:
+            return blob(held)
+    return {key: unpack(item, blob) for key, item in value.items()}

@@ -107,6 +107,8 @@ def restore(
                 raise
             _add_optimizer_targets(state, targets, header)
             extra = combined_extra(extra, header.extra, entries)
+            if state.rank_state is not None:
+                state.rank_state.take(header, source, tick)
             for entry, data in source.entries(_needed(targets, header), tick):
                 _fill(targets[entry.name], entry, data, source.name, upload)
             if names.found >= model.keys() and all(t.complete for t in targets.values()):
@@ -114,6 +116,9 @@ def restore(
             order.missing(index, _incomplete(targets, header))
         if upload is not None:
             upload.finish()
+    if state.rank_state is not None and (own := state.rank_state.shard_to_open(extra)) is not None:
+        source = open_shard(own)
+        state.rank_state.take(source.header(), source, tick)
     names.expect()
     _expect_optimizer_state(state, targets, names.found, extra)
     for name, wanted in targets.items():

@@ -188,14 +188,15 @@ class Stager:
         return self._copier.staging_s if self._copier is not None else self._on_cpu_s
 
     def prepare(self) -> None:
-        """Requests buffers before the first staging if the optimizer already has its state."""
-        if self._state.has_optimizer_state:
+        """Requests buffers before the first staging if the state already has its full size."""
+        if self._state.has_full_size:
             self._plan(encode_extra(self._state.export_extra()))
 
     def stage(self, step: int) -> float:
         """Copies the state after `step`; returns the seconds that it delayed the training loop."""
         begin = time.perf_counter()
         self.finish()
+        self._state.collect(step)
         extra = encode_extra(self._state.export_extra())
         moved = self._state.addresses() != self._addresses
         if self._layout is None or moved or not self._layout.fits(extra):

@@ -4,38 +4,30 @@ tensors, and the values that are not tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from holdfast.orchestrator.errors import UserError
 
 from . import given_optimizers
+from .extra_state import Extra as Extra
+from .extra_state import export_user, import_user
 from .given_optimizers import Given
-from .layout import MODEL, OPTIMIZER, Box, Entry, unpack
-from .optimizer_state import OptimizerState, WrongOptimizer, packed, prefix_of
+from .layout import MODEL, OPTIMIZER, RANK, Box, Entry
+from .optimizer_state import OptimizerState, WrongOptimizer, prefix_of
 from .param_names import ParamNames
 from .param_names import plain_name as plain_name
 from .placement import refuse_fsdp1
+from .rank_state import EXTRA_KEY, RankState
 from .tensors import DTYPES as DTYPES
 from .tensors import StateTensor as StateTensor
 from .tensors import address_of, memory_of
 from .tensors import box_of as box_of
 from .tensors import empty_like as empty_like
 from .tensors import local_of as local_of
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with state, such as a learning rate scheduler, as torch defines it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
-Extra = MutableMapping[str, Any] | Stateful | None
 
 
 class StagePart(NamedTuple):
@@ -54,8 +46,14 @@ class TrainingState:
     the model have one name, and for state that no checkpoint would have.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Given, extra: Extra) -> None:
-        self.given, self.extra = optimizer, extra
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Given,
+        extra: Extra,
+        rank_state: RankState | None = None,
+    ) -> None:
+        self.given, self.extra, self.rank_state = optimizer, extra, rank_state
         # FSDP2 replaces a module's parameters while they are gathered; these objects are the
         # sharded ones.
         self._names = ParamNames(model)
@@ -130,11 +128,20 @@ class TrainingState:
         yield from self.model_tensors()
         for one in self.optimizers:
             yield from one.tensors()
+        if self.rank_state is not None:
+            yield from self.rank_state.tensors()
 
     @property
-    def has_optimizer_state(self) -> bool:
-        """Whether all optimizers already have state."""
-        return all(one.optimizer.state for one in self.optimizers)
+    def has_full_size(self) -> bool:
+        """Whether all optimizers already have state, and the size of the ranks' own is known."""
+        own = self.rank_state is None or self.rank_state.has_room
+        return own and all(one.optimizer.state for one in self.optimizers)
+
+    def collect(self, step: int) -> None:
+        """Reads the state of this rank's own objects, to be staged with `step`. Collective among
+        the ranks with this shard."""
+        if self.rank_state is not None:
+            self.rank_state.collect(step)
 
     def addresses(self) -> list[int]:
         """Addresses of all tensors, in the order of `tensors`: a cheap check whether one has
@@ -146,7 +153,8 @@ class TrainingState:
                 out.append(address_of(buffer))
         for one in self.optimizers:
             out += one.addresses()
-        return out
+        own = self.rank_state.tensors() if self.rank_state is not None else ()
+        return [*out, *(address_of(held.local) for held in own)]
 
     def _box(self, name: str, parameter: Tensor) -> Box:
         """As box_of, cached: it is slow for a DTensor, and does not change for a parameter."""
@@ -176,13 +184,8 @@ class TrainingState:
         exported = {one.name: one.export(in_full=in_full) for one in self.optimizers}
         single = exported.get("")  # as all files were before there could be several
         of_optimizers = {"optimizers": exported} if single is None else {"optimizer": single}
-        return {**of_optimizers, "user": self._user_extra()}
-
-    def _user_extra(self) -> Any:
-        if self.extra is None:
-            return {}
-        source = self.extra.state_dict() if isinstance(self.extra, Stateful) else self.extra
-        return packed(source, "extra", "register tensors as buffers of the model")
+        own = {} if self.rank_state is None else {EXTRA_KEY: self.rank_state.describe()}
+        return {**of_optimizers, **export_user(self.extra), **own}
 
     # -- import ---------------------------------------------------------------------------------
     def expect_optimizers(self, extra: Mapping[str, Any]) -> None:
@@ -220,12 +223,9 @@ class TrainingState:
             saved = stored.get(one.name, {})
             renamed = self._names.renamed(saved.get("scalars", {}))
             one.restore_numbers(saved, renamed, self._elsewhere)
-        user = unpack(extra.get("user", {}))
-        if isinstance(self.extra, Stateful):
-            if user:
-                self.extra.load_state_dict(user)
-        elif self.extra is not None:
-            self.extra.update(user)
+        import_user(self.extra, extra)
+        if self.rank_state is not None:
+            self.rank_state.load(extra)
 
     def entries_by_name(
         self, stored: Mapping[str, Entry], extra: Mapping[str, Any]
@@ -241,6 +241,8 @@ class TrainingState:
             if entry.name.startswith(MODEL):
                 name = entry.name.removeprefix(MODEL)
                 name = MODEL + renamed.get(name, name)
+            elif entry.name.startswith(RANK):
+                name = entry.name
             else:
                 prefix = next((p for p in prefixes if entry.name.startswith(p)), OPTIMIZER)
                 name, _, key = entry.name.removeprefix(prefix).rpartition(".")

@@ -13,6 +13,9 @@ Under Holdfast the job recovers in about a second and loses no finished step. Un
 a single process, the same script runs with the same process groups and mesh, without checkpoints.
 """
 
-from .core import Session, init, leave
+from holdfast.workers.checkpoint.rank_state import PerRank
 
-__all__ = ["Session", "init", "leave"]
+from .core import Session, init, leave
+from .reporting import phase, preemption, report
+
+__all__ = ["PerRank", "Session", "init", "leave", "phase", "preemption", "report"]

@@ -32,6 +32,9 @@ _BUFFER_WAIT_S = 1.0
 """A worker that waits longer for a buffer reports phase `save`, so that it does not count as a
 hang."""
 
+_TRAINS_S = 30.0
+"""A worker that begins no collectives has imported what it needs after so long."""
+
 
 class AgentGone(HoldfastError):
     """The agent has closed the connection: this worker has lost its node."""
@@ -70,6 +73,10 @@ class AgentChannel:
         self._buffer_thread: BufferThread | None = None
         self._no_buffer = ""
         """Why the agent gives none."""
+        self._pulsing = self._of_script = False
+        self._wants_notice = False
+        self._notice: tuple[worker_protocol.StopNotice, float] | None = None
+        self._imported: Callable[[], tuple[str, ...]] | None = None
         self.phase: WorkerPhase = "start"
 
     # -- reports ------------------------------------------------------------------------------
@@ -84,29 +91,50 @@ class AgentChannel:
         self.phase = phase
         self.send(worker_protocol.PhaseChanged(phase=phase))
 
-    def start_pulse(self) -> None:
-        """Start the thread that sends a Pulse every limits.PULSE_INTERVAL_S."""
+    def start_pulse(
+        self, imported: Callable[[], tuple[str, ...]] | None = None, *, of_script: bool = False
+    ) -> None:
+        """Start the thread that sends a Pulse every limits.PULSE_INTERVAL_S, unless it runs.
+        `imported`: the modules to report once the worker trains."""
+        if self._pulsing:
+            return
+        self._pulsing, self._imported, self._of_script = True, imported, of_script
         threading.Thread(target=self._send_pulses, name="holdfast-pulse", daemon=True).start()
 
     def stop_pulse(self) -> None:
         self._ended.set()
 
     def _send_pulses(self) -> None:
-        pulse = worker_protocol.Pulse()
+        began_s = time.monotonic()
         try:
             while not self._ended.is_set():
+                count = inspection.num_collectives()
                 with contextlib.suppress(MemoryError):  # the training thread reports it
-                    self.send(pulse)
+                    self.send(worker_protocol.Pulse(collectives=count))
+                wait_s = limits.PULSE_INTERVAL_S
+                if count >= limits.BEGUN_COLLECTIVES or time.monotonic() - began_s > _TRAINS_S:
+                    self._report_imports()
+                elif self._of_script:
+                    wait_s = limits.FIRST_PULSES_S
                 if self._inspection is None:
-                    self._ended.wait(limits.PULSE_INTERVAL_S)
-                elif select.select([self._inspection], [], [], limits.PULSE_INTERVAL_S)[0]:
+                    self._ended.wait(wait_s)
+                elif select.select([self._inspection], [], [], wait_s)[0]:
                     self._inspect(self._inspection)
         except AgentGone:
             return  # the training thread reports the closed socket
 
+    def _report_imports(self) -> None:
+        if self._imported is not None:
+            modules, self._imported = self._imported(), None
+            self.send(worker_protocol.ImportsReported(modules=modules))
+
     def _inspect(self, asked: socket.socket) -> None:
         """Report why the main thread makes no progress. Several requests get one answer."""
-        if not asked.recv(64):
+        try:
+            request = asked.recv(64)
+        except OSError:  # this process is about to end
+            request = b""
+        if not request:
             self._inspection = None  # the agent has ended
             return
         self.send(worker_protocol.StackReport(text=inspection.main_stack()))
@@ -199,6 +227,16 @@ class AgentChannel:
         }
         return hold
 
+    def stop_notice(self) -> tuple[worker_protocol.StopNotice, float] | None:
+        """The notice of a planned stop, and when it came (time.monotonic); asked for by the first
+        call."""
+        if not self._wants_notice:
+            self._wants_notice = True
+            self.send(worker_protocol.StopNoticeWanted())
+        while self._receive(timeout_s=0):
+            pass
+        return self._notice
+
     def hold(self) -> None:
         """Wait for the planned stop: steps trained until then would be lost. At most HOLD_S,
         because the stop may have been cancelled, or the controller may be down."""
@@ -253,6 +291,8 @@ class AgentChannel:
                 self._requested_steps[message.step] = message.hold
             case worker_protocol.SetStagingInterval():
                 self._intervals.append(message)
+            case worker_protocol.StopNotice():
+                self._notice = (message, time.monotonic())
             case worker_protocol.Buffer():
                 assert fd is not None
                 if self._buffer_thread is not None:
@@ -272,3 +312,22 @@ class AgentChannel:
                 self._answers.append(message)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
+
+
+_of_process: list[tuple[worker_transport.Attached, AgentChannel]] = []
+
+
+def of_process() -> AgentChannel | None:
+    """The channel of this worker, which the session and `report` share; None outside Holdfast."""
+    attached = worker_transport.attached
+    if attached is None:
+        return None
+    if not _of_process or _of_process[0][0] is not attached:
+        channel = AgentChannel(
+            attached.link,
+            inspection_socket=attached.inspection,
+            stage_every_steps=attached.assign.stage_every_steps,
+            has_twins=attached.assign.twins > 1,
+        )
+        _of_process[:] = [(attached, channel)]
+    return _of_process[0][1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers import worker_protocol, worker_transport
 from holdfast.workers.checkpoint.given_optimizers import Given
 from holdfast.workers.checkpoint.placement import expect_mesh
+from holdfast.workers.checkpoint.rank_state import EXTRA_KEY, RankState
 from holdfast.workers.checkpoint.restore import restore
 from holdfast.workers.checkpoint.shard_sources import CheckpointFiles, ShardSource
 from holdfast.workers.checkpoint.stage import Stager
@@ -33,14 +34,13 @@ from holdfast.workers.checkpoint.state import Extra, StagePart, TrainingState
 from holdfast.workers.checkpoint.upload import CudaUpload, Uploader
 from holdfast.workers.training.data import mix
 
-from . import numa
-from .agent_channel import AgentChannel
+from . import agent_channel, numa, reporting
 from .distributed import Meshes, RankEnv, expect_on, join, pick_device, rank_env
 from .loss import LossReport
+from .measures import PeakMemory, SentBytes
 from .shards import Shards
+from .twins import TwinGroup
 from .work_time import WorkMeter
-
-_PHASES: tuple[WorkerPhase, ...] = ("build", "compile", "train", "evaluate", "save")
 
 
 class Session:
@@ -59,16 +59,7 @@ class Session:
         """Sizes of the mesh's axes, and the coordinates of each rank."""
         self.meshes = Meshes(shape, device.type)
         self.generation = attached.assign.membership.generation if attached else 1
-        self._channel = (
-            AgentChannel(
-                attached.link,
-                inspection_socket=attached.inspection,
-                stage_every_steps=attached.assign.stage_every_steps,
-                has_twins=attached.assign.twins > 1,
-            )
-            if attached
-            else None
-        )
+        self._channel = agent_channel.of_process()
         self._restore = attached.assign.membership.restore if attached else None
         self._checkpoint_path = attached.assign.checkpoint_path if attached else ""
         self.directory = working_directory(attached) if attached else "."
@@ -76,9 +67,14 @@ class Session:
         self._checkpoint = attached.job.spec.checkpoint if attached else None
         self._stager: Stager | None = None
         self._state: TrainingState | None = None
+        self._twins: TwinGroup | None = None
+        """Of ranks with state of their own, which they exchange."""
         self._last_step, self._last_staged = -1, -1
         self._stall_s = 0.0
         self._loss = LossReport(device.type)
+        self._memory = PeakMemory(device)
+        # gloo's sends, of a pipeline, are not recorded.
+        self._sent = SentBytes(complete=device.type == "cuda" or shape.pipeline == 1)
         self._reported: worker_protocol.Progress | None = None
         self._step_began = time.perf_counter()
         # On a GPU the host's time shows nothing of the device's.
@@ -112,6 +108,11 @@ class Session:
     def restoring(self) -> bool:
         """Whether restore() will fill the model; if so, initial values need not be computed."""
         return self._restore is not None
+
+    @property
+    def next_step(self) -> int:
+        """The step that follows the last one. It is known before `restore`."""
+        return (self._restore.step if self._restore and not self._state else self._last_step) + 1
 
     def seed(self, seed: int, step: int) -> None:
         """Seeds `random` and torch (all devices) from (seed, step, data_parallel_rank).
@@ -173,20 +174,33 @@ class Session:
         return Shards(model, self.device, self.world_size, self.shape.pipeline)
 
     # -- the loop -----------------------------------------------------------------------------
-    def restore(self, model: nn.Module, optimizer: Given, extra: Extra = None) -> int:
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: Given,
+        extra: Extra = None,
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        start: int = 0,
+    ) -> int:
         """Fills model, optimizer and extra from the newest checkpoint; returns the next step.
 
-        Returns 0 and changes nothing if there is no checkpoint. Call it once, after the model is
-        sharded and the optimizer made. The mesh may differ from that of the checkpoint.
+        Returns `start` and changes nothing if there is no checkpoint; a script that has read
+        another one gives the step that follows it. Call it once, after the model is sharded and
+        the optimizer made. The mesh may differ from that of the checkpoint.
 
         `optimizer` is one, or a list, tuple or dict of all that step parameters of the model. In
         wrappers with `.optimizer` or `.optimizers`, such as those of accelerate and torchtitan, the
-        optimizers inside are taken. `extra` is a dict of JSON values, or an object with state_dict
-        and load_state_dict; it is stored with every checkpoint.
+        optimizers inside are taken. `extra` is an object with state_dict and load_state_dict, or a
+        dict of JSON values and of such objects by name; it is stored with every checkpoint, and the
+        same on all ranks. `per_rank` are objects whose state differs from rank to rank, by name: a
+        data loader with state_dict, a generator of torch, numpy or random, or one of them in a
+        PerRank, which says what happens when the number of ranks changes.
 
-        Raises UserError for a wrong call, for optimizers whose state no checkpoint would have, and
-        for a model that is sharded otherwise than the mesh of the job; WrongModel or WrongOptimizer
-        if names, shapes or groups differ from the checkpoint;
+        Raises UserError for a wrong call, for optimizers whose state no checkpoint would have, for
+        a model that is sharded otherwise than the mesh of the job, and for `per_rank` state of
+        another number of ranks; WrongModel or WrongOptimizer if names, shapes or groups differ from
+        the checkpoint;
         DamagedCheckpoint and UnreadableCheckpoint if it cannot be read.
         """
         if self._state is not None:
@@ -198,7 +212,11 @@ class Session:
             )
         expect_on(self.device, ((name, p.device) for name, p in model.named_parameters()))
         self._enter("restore")
-        self._state = TrainingState(model, optimizer, extra)
+        own = RankState(per_rank, self.rank, self.shape) if per_rank else None
+        self._state = TrainingState(model, optimizer, extra, own)
+        if own is not None and self._channel is not None and self.shape.replicate > 1:
+            self._twins = TwinGroup((self.rank, *self.shape.twins(self.rank)))
+            own.join(self._twins)
         if self._channel is not None:
             self._expect_mesh(self._state)
         if self.shape.pipeline > 1:
@@ -207,6 +225,8 @@ class Session:
         if source is not None:
             self._load(source, self._state)
             self._last_step = self._last_staged = source.step
+        else:
+            self._last_step = start - 1
         if self._channel is not None:
             self._stager = Stager(
                 self._state,
@@ -218,6 +238,7 @@ class Session:
             )
             self._stager.prepare()
         self._enter("train")
+        self._say_whether_due()
         self._begin_step()
         return self._last_step + 1
 
@@ -228,14 +249,15 @@ class Session:
         loss: float | Tensor | None = None,
         tokens: int = 0,
         flops: float = 0.0,
+        total_steps: int = 0,
     ) -> None:
         """Reports that step `step` is finished, and stages the state if it is due.
 
         Call it once after every optimizer step, with consecutive numbers from the result of
         restore. `loss` (a number or a scalar tensor) is shown in status and metrics, that of a
         tensor on a GPU with the next step, so that the host does not wait for the device; `tokens`
-        and `flops` (model FLOPs) are those of the global batch of this step. Raises UserError for a
-        wrong number.
+        and `flops` (model FLOPs) are those of the global batch of this step; `total_steps` is how
+        many the script will train. Raises UserError for a wrong number.
         """
         if self._state is None:
             raise UserError(
@@ -251,16 +273,19 @@ class Session:
         now = time.perf_counter()
         step_s = now - self._step_began
         work_s = self._work.end() if self._work is not None else 0.0
-        hold = self._stage_requested(step)
-        if hold is not None or self._is_due(step):
+        if self._channel is not None:
+            self._sent.end()
+        due, hold = self._due(step) if self._twins is None else self._twins.agreed()
+        if due:
             self.save()
         if hold and self._stager is not None:
             self._stager.finish()  # the agent must get the shard before the report of the step
-        self._report(step, loss, tokens, flops, step_s, work_s)
+        self._report(step, loss, tokens, flops, total_steps, step_s, work_s)
         self._begin_step(now)
         if hold and self._channel is not None:
             self._channel.hold()
             self._begin_step()
+        self._say_whether_due()
 
     def save(self) -> None:
         """Stages the state of the last finished step now, regardless of the interval.
@@ -281,14 +306,11 @@ class Session:
 
         `name` is build, compile, train, evaluate or save. Raises UserError for another one.
         """
-        if name not in _PHASES:
-            raise UserError(f"session.phase: got {name!r}; expected one of {', '.join(_PHASES)}")
-        before = self._channel.phase if self._channel else "train"
         began = time.perf_counter()
-        self._enter(name)
-        yield
-        self._enter(before)
+        with reporting.phase(name):
+            yield
         self._begin_step(self._step_began + time.perf_counter() - began)
+        self._sent.skip()  # what is sent in a phase is not of the step
 
     def tick(self) -> None:
         """Reports progress within a long step or phase, such as a finished micro-batch."""
@@ -312,6 +334,7 @@ class Session:
     def _begin_step(self, at_s: float | None = None) -> None:
         """What was done since the last step, such as staging, is not work of the next one."""
         self._step_began = time.perf_counter() if at_s is None else at_s
+        self._sent.begin()
         if self._work is not None:
             self._work.begin()
 
@@ -332,6 +355,16 @@ class Session:
         found: list[Any] = [None] * self.shape.pipeline
         dist.all_gather_object(found, part, group=self.meshes.axis("pipeline").get_group())
         return found
+
+    def _due(self, step: int) -> tuple[bool, bool]:
+        """Whether to stage this step, and whether a planned stop follows it."""
+        hold = self._stage_requested(step)
+        return hold is not None or self._is_due(step), bool(hold)
+
+    def _say_whether_due(self) -> None:
+        if self._twins is not None:
+            due, hold = self._due(self._last_step + 1)
+            self._twins.say(due=due, hold=hold)
 
     def _stage_requested(self, step: int) -> bool | None:
         """Whether a planned stop follows this step; None: the agent has not requested the step. It
@@ -376,6 +409,13 @@ class Session:
             upload=Uploader(CudaUpload()) if self.device.type == "cuda" else None,
         )
         state.import_extra(extra)
+        if EXTRA_KEY in extra and state.rank_state is None and self.rank == 0:
+            names = ", ".join(map(repr, extra[EXTRA_KEY]["names"]))
+            print(
+                f"holdfast: the checkpoint has state of single ranks ({names}), and the script "
+                "gives no per_rank: it is not restored",
+                file=sys.stderr,
+            )
 
     def _from_memory(self, shard: int) -> ShardSource:
         assert self._channel is not None
@@ -393,12 +433,12 @@ class Session:
         loss: float | Tensor | None,
         tokens: int,
         flops: float,
+        total_steps: int,
         step_s: float,
         work_s: float,
     ) -> None:
         if self._channel is None:
             return
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         self._reported = worker_protocol.Progress(
             step=step,
             loss=self._loss.swap(loss),
@@ -409,8 +449,10 @@ class Session:
             copy_s=self._stager.copy_s if self._stager else 0.0,
             staging_s=self._stager.staging_s if self._stager else 0.0,
             copies_thrown_away=self._stager.num_thrown_away if self._stager else 0,
-            device_memory_peak_bytes=peak,
+            device_memory_peak_bytes=self._memory.read(),
+            sent_bytes=self._sent.num_bytes,
             flops_per_step=flops,
+            total_steps=total_steps,
         )
         self._channel.send(self._reported)
 

@@ -7,6 +7,7 @@ stopped or native code holds the interpreter lock; the missing answer shows that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -33,12 +34,26 @@ def main_stack() -> str:
     return "\n".join(lines)[: limits.MAX_STACK_BYTES]
 
 
+def num_collectives() -> int:
+    """Collectives that this process has begun, in all its process groups: 5 us, without a lock. 0
+    without torch and without groups."""
+    native = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(native, "_world", None)  # None also while the script imports torch
+    groups = list(world.pg_map) if world is not None else []
+    total = 0
+    for group in groups:
+        # A group without a backend for any device has no number.
+        with contextlib.suppress(RuntimeError):
+            total += int(group._get_sequence_number_for_group())
+    return total
+
+
 def collectives() -> tuple[GroupProgress, ...]:
     """From torch's flight recorder; empty without torch, without process groups, and where this
     version of torch has no recorder for the backend."""
     if "torch.distributed" not in sys.modules:
         return ()
-    dump = _recorder()
+    dump = recorder()
     if dump is None:
         return ()
     try:
@@ -48,7 +63,8 @@ def collectives() -> tuple[GroupProgress, ...]:
         return ()
 
 
-def _recorder() -> Callable[[], Any] | None:
+def recorder() -> Callable[[], Any] | None:
+    """Dumps torch's flight recorder as JSON; None: this torch has none."""
     native = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(native, name, None)

@@ -57,7 +57,7 @@ _COLUMNS = (
     ("Nodes", "string", ".status.nodes.summary", "Nodes that train, of those requested.", 0),
     ("World", "integer", ".status.worldSize", "Number of workers of the current generation.", 0),
     ("Step", "integer", ".status.step", "Last step that all ranks have finished.", 0),
-    ("Restarts", "integer", ".status.restarts", "Restarts charged to a budget.", 0),
+    ("Restarts", "integer", ".status.restarts", "How often all workers were started again.", 0),
     (
         "Goodput",
         "string",
@@ -66,7 +66,7 @@ _COLUMNS = (
         0,
     ),
     ("Age", "date", ".metadata.creationTimestamp", "", 0),
-    ("Strategy", "string", ".status.strategy", "DDP, FSDP2 or HSDP.", 1),
+    ("Strategy", "string", ".status.strategy", "DDP, FSDP2 or HSDP; empty: a script's own.", 1),
     ("Checkpoint", "integer", ".status.lastCheckpoint.step", "Newest step in storage.", 1),
     ("Reason", "string", ".status.reason", "Why the job is in this phase.", 1),
 )
@@ -232,7 +232,7 @@ class _Converter:
                 "maxLength": MAX_WORD,
             }
             return _with_bounds(made, choices)
-        return _untyped(choices)
+        return _word_or_list(choices) if "array" in kinds else _untyped(choices)
 
 
 def _open(path: str) -> Node:
@@ -270,6 +270,15 @@ def _untyped(choices: list[Node]) -> Node:
         made |= _NO_TEXT
     made |= {} if "boolean" in kinds else _NO_BOOLEAN
     return {**made, **_NO_LIST, **_NO_MAP}
+
+
+def _word_or_list(choices: list[Node]) -> Node:
+    """One of some words, or a list, whose elements the operator checks."""
+    words = [word for choice in choices for word in choice.get("enum", ())]
+    made: Node = {"x-kubernetes-preserve-unknown-fields": True, **_NO_MAP, **_NO_NUMBER}
+    length = next(choice["maxItems"] for choice in choices if choice["type"] == "array")
+    bounds = {"minItems": 1, "maxItems": length, "maxLength": MAX_WORD}
+    return {**made, **_NO_BOOLEAN, **bounds, "pattern": f"^({'|'.join(words)})$"}
 
 
 def _with_bounds(made: Node, choices: list[Node]) -> Node:

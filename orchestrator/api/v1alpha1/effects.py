@@ -24,6 +24,9 @@ def without_effect(job: TrainingJob) -> list[Problem]:
     """Every such field with the fix."""
     recipe = job.spec.entrypoint.recipe
     found = list(_of_a_script(job) if recipe is None else _of_a_recipe(job))
+    found += _of_the_guard(job)
+    found += _of_packages(job)
+    found += _of_elasticity(job)
     if job.spec.recovery.gpu_standbys and job.spec.resources.gpu not in ("auto", 1):
         got = f"true with resources.gpu {job.spec.resources.gpu}"
         fix = "set spec.resources.gpu: 1, or remove the field"
@@ -36,6 +39,15 @@ def without_effect(job: TrainingJob) -> list[Problem]:
 
 
 def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
+    program = job.spec.entrypoint.program
+    if program.python or program.words or program.runner:
+        what = program.python or " ".join(program.runner) or program.words[0]
+        expected = "it for scripts and modules of Holdfast's own Python"
+        fix = f"{what} imports and starts everything itself; remove the field"
+        if job.spec.preload:
+            yield Problem("spec.preload", f"modules for {what}", expected, fix)
+        if job.spec.recovery.gpu_standbys:
+            yield Problem("spec.recovery.gpuStandbys", f"true with {what}", expected, fix)
     for name in RECIPE_ONLY:
         field = Parallelism.model_fields[name]
         value = getattr(job.spec.parallelism, name)
@@ -47,6 +59,57 @@ def _of_a_script(job: TrainingJob) -> Iterator[Problem]:
                 "your own loop decides this, where it calls fully_shard or torch.autocast; remove "
                 "the field",
             )
+
+
+def _of_packages(job: TrainingJob) -> Iterator[Problem]:
+    if job.spec.environment is None:
+        return
+    entry, where = job.spec.entrypoint, "spec.environment"
+    if entry.recipe is not None:
+        yield Problem(where, "packages for a recipe", "them for a script", "remove the field")
+        return
+    program = entry.program
+    if other := program.python or " ".join(program.runner):
+        expected = "them for scripts and modules of Holdfast's own Python"
+        fix = f"install them into the environment of {other}, and remove the field"
+        yield Problem(where, f"packages with {other}", expected, fix)
+
+
+def _of_elasticity(job: TrainingJob) -> Iterator[Problem]:
+    nodes, workers, allowed = job.spec.nodes, job.spec.workers_per_node, job.spec.elasticity
+    low, full, where = nodes.min * workers, nodes.max * workers, "spec.elasticity"
+    if allowed == "fixed" and 1 < nodes.min < nodes.max:
+        fix = f"set nodes.min: {nodes.max}, or elasticity: any"
+        yield Problem("spec.nodes.min", f"{nodes.min} with elasticity: fixed", str(nodes.max), fix)
+    if isinstance(allowed, str):
+        return
+    expected = (
+        f"sizes from {low} (nodes.min {nodes.min} x workersPerNode {workers}) to {full} "
+        f"(nodes.max {nodes.max} x {workers})"
+    )
+    for size in allowed:
+        if not low <= size <= full:
+            yield Problem(where, f"{size} workers", expected, "remove it, or change nodes")
+    if max(allowed) < full:
+        fix = f"add {full}, or set nodes.max: {max(allowed) // workers}"
+        got = f"at most {max(allowed)} workers"
+        yield Problem(where, got, f"the full size of {full} among them", fix)
+
+
+def _of_the_guard(job: TrainingJob) -> Iterator[Problem]:
+    checkpoint = job.spec.checkpoint
+    is_recipe = job.spec.entrypoint.recipe is not None
+    expected = "it for scripts, modules and commands"
+    fix = "a recipe has no checkpoints of its own; remove the field"
+    if is_recipe and checkpoint.guard != "auto":
+        yield Problem("spec.checkpoint.guard", f"{checkpoint.guard} for a recipe", expected, fix)
+    if is_recipe and checkpoint.guard_directories:
+        got = "directories for a recipe"
+        yield Problem("spec.checkpoint.guardDirectories", got, expected, fix)
+    elif checkpoint.guard == "never" and checkpoint.guard_directories:
+        got = "directories with guard: never"
+        fix = "remove one of the two"
+        yield Problem("spec.checkpoint.guardDirectories", got, "them with guard: auto", fix)
 
 
 def _of_a_recipe(job: TrainingJob) -> Iterator[Problem]:

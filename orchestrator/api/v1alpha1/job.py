@@ -12,12 +12,26 @@ from pydantic import ConfigDict, Field, model_validator
 
 from holdfast.orchestrator import limits
 
+from . import command_sizes
 from .backends import Kubernetes, Ray
-from .base import RESOURCE_PATTERN, Part, Seconds
+from .base import RESOURCE_PATTERN, Count, Part, Seconds
 from .mesh_checks import MESH_CHECKS
 from .parallelism import Parallelism
 from .resilience import Checkpoint, Recovery
-from .workload import MODULE_PATTERN, Entrypoint, Fabric, Nodes, Resources
+from .workload import (
+    LINE_PATTERN,
+    MODULE_PATTERN,
+    Entrypoint,
+    Fabric,
+    Nodes,
+    PythonPackages,
+    Resources,
+)
+
+Elasticity = (
+    Literal["any", "fixed"]
+    | Annotated[tuple[Count, ...], Field(min_length=1, max_length=limits.MAX_SIZES)]
+)
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "TrainingJob"
@@ -31,10 +45,14 @@ Namespace = Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
 # A domain, a slash and a name, as batch/v1 requires of spec.managedBy.
 MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
 
+CODE_PATTERN = r"^[0-9a-f]{64}$"
+
 PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, beginning and ending with no dash",
     RESOURCE_PATTERN: "a name such as nvidia.com/gpu: letters, digits, dashes, dots, one slash",
     MODULE_PATTERN: "a module's full name, such as package.train: as `python -m` takes it",
+    LINE_PATTERN: "one line",
+    CODE_PATTERN: "64 hexadecimal digits, as `holdfast run --kubernetes` writes them",
     MANAGER_PATTERN: "a domain, a slash and a name, such as example.com/dispatcher",
 }
 """Pattern -> what it means, for error messages."""
@@ -63,7 +81,17 @@ def redacted_document(document: dict[str, Any]) -> dict[str, Any]:
     if not spec.get("env"):
         return document
     env = {name: redacted(name, value) for name, value in spec["env"].items()}
-    return {**document, "spec": {**spec, "env": env}}
+    entry = spec.get("entrypoint", {})
+    if entry.get("command"):
+        entry = {**entry, "command": _redacted_command(entry["command"], env)}
+    return {**document, "spec": {**spec, "env": env, "entrypoint": entry}}
+
+
+def _redacted_command(line: str, env: dict[str, str]) -> str:
+    """The line without the values of hidden variables, which stand before the program."""
+    for name in (name for name, value in env.items() if value == HIDDEN):
+        line = re.sub(rf"\b{name}=(\"[^\"]*\"|'[^']*'|\S+)", f"{name}={HIDDEN}", line)
+    return line
 
 
 def _problem_of_variable(name: str, value: str) -> str:
@@ -121,6 +149,11 @@ class JobSpec(Part):
     nodes: Nodes = Nodes()
     workers_per_node: int = Field(default=1, ge=1, le=64)
     """Worker processes on each node; with GPUs, one per GPU."""
+    elasticity: Elasticity = "any"
+    """World sizes that the job may train with, in workers. any: each that the mesh allows, from
+    nodes.min to nodes.max. fixed: nodes.max x workersPerNode only; the job waits for that many. A
+    list such as [8, 16, 32]: these, the largest of which is the full size. A script that fails at a
+    new size only goes back to one that worked, see docs/user/script.md."""
     resources: Resources = Resources()
     image: str | None = None
     """Container image of the nodes, on Kubernetes. Default: the operator's
@@ -128,13 +161,23 @@ class JobSpec(Part):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every worker. They override those of the fabric profile; ranks and
     addresses cannot be overridden."""
+    environment: PythonPackages | None = None
+    """Python packages for the workers of a script, see docs/user/script.md."""
     preload: Annotated[tuple[ModuleName, ...], Field(max_length=64)] = ()
     """Installed modules that are imported once per node, before workers are forked, such as
     transformers: a recovery does not wait for their import. One that starts threads or opens CUDA
     when it is imported is imported by each standby instead, which the node's log says. Modules
     beside the script cannot be named."""
+    learn_preload: bool = True
+    """Whether the standbys of a script also import the installed modules that its workers imported
+    when they first ran: a restart then does not wait for the import of a large library. They are
+    remembered on the node, for this job's name and entrypoint."""
     working_directory: str = "."
     """Working directory of the workers; relative to the spec file."""
+    code: str | None = Field(default=None, pattern=CODE_PATTERN)
+    """SHA-256 of the code that was uploaded for the job, on Kubernetes: workers run in a copy of
+    it, see docs/user/script.md. `holdfast run --kubernetes` sets it, and `--again` changes it while
+    the job runs. Default: the files of the image."""
     parallelism: Parallelism = Parallelism()
     fabric: Fabric = Fabric()
     checkpoint: Checkpoint = Checkpoint()
@@ -165,6 +208,19 @@ class JobSpec(Part):
     local job is deleted by the first `holdfast run` after that. Default: never."""
 
     @model_validator(mode="after")
+    def _check_command(self) -> JobSpec:
+        """Variables before a command become the job's; its sizes must be the job's."""
+        for name, value in self.entrypoint.program.env.items():
+            if self.env.setdefault(name, value) != value:
+                raise ValueError(
+                    f"entrypoint.command: got {name} with another value than spec.env has; "
+                    f"expected one of them; remove it from the command"
+                )
+        if problem := command_sizes.problem(self):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _check_env(self) -> JobSpec:
         for name, value in self.env.items():
             if problem := _problem_of_variable(name, value):
@@ -175,6 +231,17 @@ class JobSpec(Part):
                 f"env: got {total} bytes in all; expected at most {limits.MAX_ENVIRONMENT_BYTES}; "
                 f"write long texts to files that the nodes have, and their paths here"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_elasticity(self) -> JobSpec:
+        sizes = () if isinstance(self.elasticity, str) else self.elasticity
+        for size in sizes:
+            if size % self.workers_per_node:
+                raise ValueError(
+                    f"elasticity: got {size} workers; expected multiples of workersPerNode "
+                    f"({self.workers_per_node}): nodes are used whole"
+                )
         return self
 
     @model_validator(mode="after")

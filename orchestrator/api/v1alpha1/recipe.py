@@ -171,8 +171,9 @@ class Pretrain(Part):
     global_batch: int = Field(default=8, ge=1, le=limits.MAX_COUNT)
     """Samples of one step over all ranks; the same at any world size."""
     micro_batch: AutoOrCount = "auto"
-    """Samples of one forward pass on one rank. auto: all samples of the rank in one pass; with a
-    pipeline one sample, as more micro-batches leave its ranks idle for a smaller part of a step."""
+    """Samples of one forward pass on one rank. auto: all samples of the rank in one pass, or in as
+    few passes as fit where the memory of the devices is known; with a pipeline one sample, as more
+    micro-batches leave its ranks idle for a smaller part of a step."""
     seed: int = Field(default=0, ge=-limits.MAX_SEED, le=limits.MAX_SEED)
     """Seed of the initial weights and of the order of samples."""
     evaluate_every_steps: int = Field(default=0, ge=0, le=limits.MAX_COUNT)
@@ -212,10 +213,11 @@ class Pretrain(Part):
             )
         return self
 
-    def samples_per_pass(self, share: int, pipeline: int) -> int:
-        """Samples of one forward pass, of a rank that has `share` of them in a step."""
+    def samples_per_pass(self, share: int, pipeline: int, chosen: int = 0) -> int:
+        """Samples of one forward pass, of a rank that has `share` of them in a step. `chosen`: what
+        auto is by the memory of the devices; 0: that is not known."""
         if self.micro_batch == "auto":
-            return share if pipeline == 1 else 1
+            return min(chosen, share) if chosen else share if pipeline == 1 else 1
         return min(self.micro_batch, share)
 
 

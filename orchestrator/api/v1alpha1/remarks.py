@@ -13,7 +13,23 @@ from .job import TrainingJob
 def remarks(job: TrainingJob) -> list[str]:
     resources = job.spec.resources
     num_gpus = None if resources.gpu == "auto" else resources.num_gpus
-    return [*_gpus(job), *variables.remarks(job.spec.env, num_gpus)]
+    return [*_command(job), *_gpus(job), *variables.remarks(job.spec.env, num_gpus)]
+
+
+def _command(job: TrainingJob) -> Iterator[str]:
+    program = job.spec.entrypoint.program
+    if not job.spec.entrypoint.command:
+        return
+    if program.launcher:
+        yield (
+            f"spec.entrypoint.command: {program.launcher} is not started; each worker runs "
+            f"{program}, and Holdfast gives ranks and addresses, restarts workers and keeps logs"
+        )
+    if program.replaced:
+        options = ", ".join(program.replaced)
+        yield f"spec.entrypoint.command: {options}: not used; the spec and Holdfast decide this"
+    if program.words:
+        yield f"spec.entrypoint.command: each rank runs {program}: it is no Python file"
 
 
 def _gpus(job: TrainingJob) -> Iterator[str]:

@@ -78,6 +78,13 @@ class Checkpoint(Part):
     memory: MemoryTier = MemoryTier()
     storage: StorageTier = StorageTier()
     retention: Retention = Retention()
+    guard: Literal["auto", "never"] = "auto"
+    """auto: before the workers of a script are started again, checkpoints that the script itself
+    wrote and that are incomplete are renamed, so that it takes the newest complete one. See
+    docs/user/script.md. never: nothing is looked at."""
+    guard_directories: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    """Where the script keeps its own checkpoints, relative to workingDirectory. Default: what its
+    arguments name, and the working directory, three folders deep."""
 
     @property
     def staging_interval(self) -> int:

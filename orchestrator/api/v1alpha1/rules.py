@@ -38,7 +38,7 @@ class Rule:
         return f"{_text(self.message)}.format([{values}])"
 
 
-MUTABLE = ("nodes", "recovery", "suspend", "ttlSecondsAfterFinished")
+MUTABLE = ("nodes", "code", "elasticity", "recovery", "suspend", "ttlSecondsAfterFinished")
 """Fields of the spec that a running job follows (core/requests.py). A change of any other field
 would reach the workers of one generation and not those of another, or have no effect."""
 
@@ -54,7 +54,7 @@ def _text(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-_KINDS = ("script", "module", "recipe")
+_KINDS = ("script", "module", "command", "recipe")
 _GIVEN = "[" + ", ".join(f"has(self.{kind})" for kind in _KINDS) + "].filter(given, given)"
 _RESERVED = " || ".join(
     [
@@ -68,7 +68,7 @@ _WELL_FORMED = "name.matches('^[A-Za-z_][A-Za-z0-9_]*$')"
 def _entrypoints_given() -> str:
     """CEL: the kinds of entrypoint that the spec has, in words."""
     expression = "'none of them'"
-    for count in (1, 2, 3):
+    for count in range(1, len(_KINDS) + 1):
         for kinds in itertools.combinations(_KINDS, count):
             given = " && ".join(f"has(self.{kind})" for kind in kinds)
             expression = f"{given} ? {_text(' and '.join(kinds))} : {expression}"
@@ -96,7 +96,7 @@ CHECKS = (
         "one-entrypoint",
         "spec.entrypoint",
         f"size({_GIVEN}) == 1",
-        "spec.entrypoint: got %s; expected exactly one of script, module, recipe",
+        "spec.entrypoint: got %s; expected exactly one of script, module, command, recipe",
         (_entrypoints_given(),),
     ),
     Rule(
@@ -105,6 +105,20 @@ CHECKS = (
         "!has(self.recipe) || !has(self.args) || size(self.args) == 0",
         "spec.entrypoint: got args beside a recipe; expected recipe.config instead",
         field=".args",
+    ),
+    Rule(
+        "no-args-beside-a-command",
+        "spec.entrypoint",
+        "!has(self.command) || !has(self.args) || size(self.args) == 0",
+        "spec.entrypoint: got args beside a command; expected them in the command",
+        field=".args",
+    ),
+    Rule(
+        "no-python-beside-a-recipe",
+        "spec.entrypoint",
+        "!has(self.recipe) || !has(self.python)",
+        "spec.entrypoint: got python beside a recipe; expected it for scripts and modules only",
+        field=".python",
     ),
     Rule(
         "a-node-at-least",

@@ -112,6 +112,8 @@ class IncidentStatus(_Written):
     """Number of the next incident, if it came before all ranks had finished a step."""
     no_steps: bool | None = None
     """true: the workers report no steps, so the number of lost steps is unknown."""
+    inferred: bool | None = None
+    """true: they report no steps, and begin collectives again."""
     traceback: str | None = None
     """Traceback of the error, shortened."""
 
@@ -161,9 +163,9 @@ class TrainingJobStatus(_Written):
     loss: float | None = None
     """Training loss of the last step."""
     restarts: Count | None = None
-    """Restarts that were charged to a budget; a resize is not."""
+    """How often all workers were started again: after failures, resizes and suspends."""
     restarts_by_class: dict[str, int] = Field(default_factory=dict)
-    """Restarts by failure class."""
+    """Restarts that were charged to a budget, by failure class; a resize is not."""
     goodput: str | None = None
     """Share of the time since the first launch in which new steps were trained, such as 98.2%."""
     ledger: dict[str, float] = Field(default_factory=dict)

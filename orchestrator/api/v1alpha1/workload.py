@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from holdfast.orchestrator import limits
 
+from . import command_line
 from .base import Auto, Part, Quantity
+from .command_line import Program
 from .recipe import Recipe
 
+LINE_PATTERN = r"^[^\r\n]*$"
 # Anything that `python -m` can find, also a file with a dash in its name; nothing relative.
+RequirementLine = Annotated[str, Field(min_length=1, max_length=1024, pattern=LINE_PATTERN)]
 MODULE_PATTERN = r"^[^./\s]+(\.[^./\s]+)*$"
 
 
@@ -49,25 +54,81 @@ class Resources(Part):
 
 
 class Entrypoint(Part):
-    """What each worker runs: exactly one of script, module and recipe."""
+    """What each worker runs: exactly one of script, module, command and recipe."""
 
     script: str | None = Field(default=None, min_length=1)
     """Path of a Python file, relative to workingDirectory; runs as torchrun would run it."""
     module: str | None = Field(default=None, pattern=MODULE_PATTERN)
     """Full name of a Python module; runs as `python -m` would run it."""
+    command: str | None = Field(default=None, min_length=1, max_length=limits.MAX_COMMAND_CHARS)
+    """A line as in a terminal, without a shell: `torchrun`, `accelerate launch`, `deepspeed` and
+    `uv run` are recognised, and each worker runs the script that they would start; any other
+    program runs once per rank, with torchrun's variables. Variables before the program belong to
+    spec.env."""
     recipe: Recipe | None = None
     """A training loop that is part of Holdfast."""
     args: tuple[str, ...] = ()
     """Command line arguments of the script or module."""
+    python: str | None = Field(default=None, min_length=1)
+    """Interpreter of the script or module: its path or name, or the directory of a virtual or conda
+    environment, relative to workingDirectory. Default: the Python that Holdfast runs in, which is
+    forked after its imports; any other starts again in each recovery."""
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> Entrypoint:
-        given = [n for n in ("script", "module", "recipe") if getattr(self, n) is not None]
+        kinds = ("script", "module", "command", "recipe")
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) if given else "none of them"
-            raise ValueError(f"got {found}; expected exactly one of script, module, recipe")
+            names = " and ".join(given) if given else "none of them"
+            raise ValueError(f"got {names}; expected exactly one of {', '.join(kinds)}")
         if self.recipe and self.args:
             raise ValueError("got args beside a recipe; expected recipe.config instead")
+        if self.command and self.args:
+            raise ValueError("got args beside a command; expected them in the command")
+        if self.recipe and self.python:
+            raise ValueError("got python beside a recipe; expected it for scripts and modules only")
+        if self.command is not None:
+            found = command_line.read(self.command)
+            other = found.python or " ".join(found.runner[:2])
+            if self.python and other:
+                raise ValueError(
+                    f"python: got {self.python} beside {other} in the command; expected one of both"
+                )
+        return self
+
+    @property
+    def program(self) -> Program:
+        """What each worker starts. Nothing for a recipe."""
+        if self.command is None:
+            script, module = self.script, self.module
+            return Program(script, module, args=self.args, python=self.python or "")
+        found = command_line.read(self.command)
+        return replace(found, python=self.python) if self.python else found
+
+    @property
+    def script_field(self) -> str:
+        """The field that names the script."""
+        return "spec.entrypoint.script" if self.command is None else "spec.entrypoint.command"
+
+
+class PythonPackages(Part):
+    """Python packages that the script needs beside those of Holdfast's own Python. Each node
+    installs them once, by uv or pip, into an environment that jobs with the same requirements
+    share."""
+
+    requirements: Annotated[tuple[RequirementLine, ...], Field(max_length=limits.MAX_PACKAGES)] = ()
+    """Lines as in a requirements file, such as `tiktoken==0.9` or `-e ./lib`, its options included.
+    Paths are relative to workingDirectory."""
+    file: str | None = Field(default=None, min_length=1)
+    """A requirements file, relative to workingDirectory."""
+
+    @model_validator(mode="after")
+    def _check_any(self) -> PythonPackages:
+        if not self.requirements and self.file is None:
+            raise ValueError(
+                "environment: got neither requirements nor file; expected one of them, or both; "
+                "remove the field where nothing is to be installed"
+            )
         return self
 
 

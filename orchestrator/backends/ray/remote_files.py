@@ -24,9 +24,10 @@ class LogFilter(NamedTuple):
 
     rank: int | None
     generation: int | None
-    """None: the newest."""
+    """None: the newest, or with `every` each of them."""
     node: str | None
     """This node's agent, instead of workers."""
+    every: bool = False
 
 
 def fetch_logs(
@@ -112,8 +113,11 @@ def matching(root: Path, wanted: LogFilter) -> set[Path]:
         return {root / f"agent-{wanted.node}.log"}
     generations = _numbered(root, r"gen-(\d+)")
     number = max(generations, default=0) if wanted.generation is None else wanted.generation
-    ranks = _numbered(generations[number], r"rank-(\d+)\.log") if number in generations else {}
-    return {path for rank, path in ranks.items() if wanted.rank in (None, rank)}
+    chosen = {one for one in generations if one == number}
+    if wanted.every and wanted.generation is None:
+        chosen = set(generations)
+    ranks = [_numbered(generations[one], r"rank-(\d+)\.log") for one in chosen]
+    return {path for of in ranks for rank, path in of.items() if wanted.rank in (None, rank)}
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:

@@ -213,7 +213,9 @@ def verify(
             typer.echo(f"damaged: {problem}")
         files, tensors = plural(body["num_files"], "file"), plural(body["num_tensors"], "tensor")
         what = "is intact" if body["ok"] else "is damaged: do not use it"
-        typer.echo(f"{where} {what}: {files}, {tensors}, {size(body['num_bytes'])} read")
+        own = body["num_rank_states"]
+        ranks = f", state of {plural(own, 'rank')} of its own" if own else ""
+        typer.echo(f"{where} {what}: {files}, {tensors}{ranks}, {size(body['num_bytes'])} read")
         if body["num_unchecked"]:
             old = plural(body["num_unchecked"], "file")
             typer.echo(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.orchestrator.core.transitions import TERMINAL
 
+from ...errors import Problem, UserError
 from ..options import JobArgument, JsonOption, Target, with_target
 from ..output import columns, count, date, print_json, state_text, stderr, stdout
+
+if TYPE_CHECKING:
+    from ...runtime.observe.view import JobView
+    from ..targets.base import LogSelector
 
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")]
 
@@ -120,19 +125,48 @@ def logs(
     generation: Annotated[
         int | None,
         typer.Option(
-            "--generation", "-g", help="Generation of the workers.", show_default="newest"
+            "--generation",
+            "-g",
+            help="Generation of the workers.",
+            show_default="all, one after the other; with --follow the newest",
         ),
     ] = None,
     node: Annotated[
         str | None, typer.Option("--node", help="Log of this node's agent instead of the workers.")
     ] = None,
+    failed: Annotated[
+        bool,
+        typer.Option("--failed", help="The worker that ended the last generation that failed."),
+    ] = False,
     *,
     target: Target,
 ) -> None:
-    """Print stdout and stderr of the workers, each line with its rank.
+    """Print stdout and stderr of the workers, each line with its rank, of every generation from the
+    oldest on. Of a progress bar, the last state of each line is printed.
 
-    Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --node node-1`
+    Examples: `holdfast logs my-job -f --rank 0`, `holdfast logs my-job --failed`
     """
     from ..targets.base import LogSelector
 
-    target.find(job).print_logs(LogSelector(rank, generation, node), follow=follow)
+    found, wanted = target.find(job), LogSelector(rank, generation, node)
+    if failed:
+        if follow or wanted != LogSelector():
+            got, expected = "--failed with another option", "it alone: it chooses the log"
+            raise UserError(str(Problem("--failed", got, expected)))
+        wanted = _of_failure(found.view())
+    found.print_logs(wanted, follow=follow)
+
+
+def _of_failure(view: JobView) -> LogSelector:
+    """The log of the newest failure's culprit; of all its workers if no rank is one. Raises
+    UserError if the job has not failed."""
+    from ..render import incident_title
+    from ..targets.base import LogSelector
+
+    failures = ("user", "infrastructure", "hang")
+    newest = next((one for one in reversed(view.incidents) if one.failure_class in failures), None)
+    if newest is None:
+        raise UserError(str(Problem("--failed", view.name, "a job with a failure; it had none")))
+    generation, title = newest.generation_before, incident_title(newest)
+    stderr().print(f"generation {generation}: {title}", style="yellow", soft_wrap=True)
+    return LogSelector(newest.culprit_rank, generation)

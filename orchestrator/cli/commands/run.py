@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..options import Target, with_target
 from ..output import print_json, stderr, stdout
+from ..script_job import (
+    EnvOption,
+    GpusOption,
+    NameOption,
+    NodesOption,
+    PythonOption,
+    SaveOption,
+    WordsArgument,
+    WorkersOption,
+    asked,
+    spec_file,
+)
+
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FILE",
+        help="A TrainingJob in YAML, or a training script in Python. The line of a launcher "
+        "comes after --.",
+    ),
+]
+AgainOption = Annotated[
+    str | None,
+    typer.Option(
+        "--again",
+        metavar="JOB",
+        help="Restart the workers of a running job with its edited code, on the nodes that it has, "
+        "from its last checkpoint.",
+    ),
+]
+AGAIN_S = 120.0
+"""A first step of the new code is waited for so long. The job does not depend on it."""
+AGAIN_LOOK_S = 0.1
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -18,9 +52,15 @@ def register(app: typer.Typer, panel: str) -> None:
 
 
 def run(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A TrainingJob in YAML.")
-    ] = None,
+    file: RunArgument = None,
+    words: WordsArgument = None,
+    nodes: NodesOption = None,
+    workers: WorkersOption = None,
+    gpus: GpusOption = None,
+    name: NameOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    save: SaveOption = None,
     attach: Annotated[
         str | None,
         typer.Option(
@@ -29,6 +69,15 @@ def run(
             help="Take over a job whose controller died; in a cluster, watch it again.",
         ),
     ] = None,
+    lines: Annotated[
+        bool | None,
+        typer.Option(
+            "--logs/--no-logs",
+            help="Show what rank 0 prints, too; not with --kubernetes.",
+            show_default="of a script on this machine",
+        ),
+    ] = None,
+    again: AgainOption = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print nothing while the job runs, then the report as JSON."),
@@ -43,26 +92,59 @@ def run(
     terminal, the agents keep training for spec.recovery.controllerAbsenceSeconds (15 minutes);
     `--attach` takes the job over.
 
+    With --again, exit once the new code has finished a step, and 1 if the job has ended before. On
+    Kubernetes the directory of FILE is uploaded, without FILE the current one.
+
     With --kubernetes or --ray the job is created in a cluster and watched. It runs there without
     this process: Ctrl-C (also 130) leaves it running, and `--attach` watches it again.
 
+    A script needs no spec: the one that is made of the options is printed, and --save keeps it.
+
     Examples: `holdfast run examples/stdlib-bytes.yaml`,
-    `holdfast run --attach stdlib-bytes`
+    `holdfast run --attach stdlib-bytes`,
+    `holdfast run --again my-job`,
+    `holdfast run train.py --nodes 2 --workers 2 -- --lr 3e-4`,
+    `holdfast run -- torchrun --nproc_per_node 2 train.py`
     """
-    raise typer.Exit(_run(file, attach, target, as_json))
+    wanted = asked(
+        None if again is not None else file, words, save,
+        nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
+    )  # fmt: skip
+    if again is not None:
+        raise typer.Exit(_run_again(target, again, file, attach, as_json))
+    if wanted is None or attach is not None:
+        raise typer.Exit(_run(file, attach, target, as_json, lines))
+    show = (stderr() if as_json else stdout()).print
+    with spec_file(
+        wanted, save, target.free_name, partial(show, markup=False, soft_wrap=True)
+    ) as made:
+        here = Path.cwd() if save is None else None
+        raise typer.Exit(_run(made, None, target, as_json, lines, here))
 
 
-def _run(file: Path | None, attach: str | None, target: Target, as_json: bool) -> int:
-    """The exit code."""
+def _run(
+    file: Path | None,
+    attach: str | None,
+    target: Target,
+    as_json: bool,
+    lines: bool | None,
+    directory: Path | None = None,
+) -> int:
+    """The exit code. `directory`: of the spec, where it is not that of the file."""
     from ..display import SilentDisplay, make_display
     from ..report import print_report
 
     if file is not None and attach is not None:
         raise UserError("FILE: got FILE and --attach JOB; expected only one of them")
     if file is None and attach is None:
-        raise UserError("FILE: got nothing; expected a TrainingJob in YAML, or --attach JOB")
+        raise UserError(
+            "FILE: got nothing; expected a TrainingJob in YAML, a script, or --attach JOB"
+        )
+    if lines and as_json:
+        raise UserError(str(Problem("--logs", "--logs and --json", "only one of them")))
     console = stderr() if as_json else stdout()
-    done = target.run(file, attach, SilentDisplay(console) if as_json else make_display(console))
+    display = SilentDisplay(console) if as_json else make_display(console, lines)
+    done = target.run(file, attach, display, directory)
     if done.view is not None:
         if as_json:
             print_json(done.view)
@@ -70,3 +152,42 @@ def _run(file: Path | None, attach: str | None, target: Target, as_json: bool) -
             can_read = target.can_read(done.view.checkpoint_path)
             print_report(console, done.view, command=target.command, can_read=can_read)
     return done.exit_code
+
+
+def _run_again(
+    target: Target, name: str, file: Path | None, attach: str | None, as_json: bool
+) -> int:
+    """Request a generation with new code and wait for its first step. The exit code."""
+    import time
+
+    from holdfast.orchestrator.core.transitions import TERMINAL
+
+    if attach is not None:
+        raise UserError("--again: got it with --attach; expected only one of them")
+    begin = time.monotonic()
+    job = target.find(name)
+    before = job.view().generation
+    directory = None
+    if file is not None:
+        directory = file if file.is_dir() else file.absolute().parent
+    answer = job.again(directory)
+    if not as_json:
+        typer.echo(f"job {name}: {answer.detail}")
+    view = job.view()
+    while not (view.generation > before and view.state == "running"):
+        if view.state in TERMINAL:
+            raise HoldfastError(f"job {name}: has {view.state} ({view.reason})")
+        if time.monotonic() - begin > AGAIN_S or view.state in ("suspended", "suspending"):
+            text = f"job {name}: no step of the new code yet: {view.state} ({view.reason})"
+            typer.echo(f"{text}; watch it with `{target.command('status', name)}`", err=True)
+            return 0
+        time.sleep(AGAIN_LOOK_S)
+        view = target.find(name).view()
+    seconds = time.monotonic() - begin
+    if as_json:
+        print_json({"job": name, "generation": view.generation, "seconds": round(seconds, 3)})
+    else:
+        step = f", step {view.step}" if view.step >= 0 else ""
+        text = f"generation {view.generation} runs the new code after {seconds:.1f} s{step}"
+        typer.echo(f"job {name}: {text}")
+    return 0

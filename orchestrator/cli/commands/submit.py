@@ -7,8 +7,18 @@ from typing import Annotated
 
 import typer
 
-from ..options import FileArgument, JsonOption, ray_address
+from ..options import JsonOption, ray_address
 from ..output import print_json
+from ..script_job import (
+    EnvOption,
+    GpusOption,
+    NameOption,
+    NodesOption,
+    PythonOption,
+    WordsArgument,
+    WorkersOption,
+    asked,
+)
 
 
 def register(app: typer.Typer, panel: str) -> None:
@@ -16,7 +26,14 @@ def register(app: typer.Typer, panel: str) -> None:
 
 
 def submit(
-    file: FileArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A TrainingJob in YAML, or a training script in Python.",
+            show_default=False,
+        ),
+    ],
     ray: Annotated[
         str,
         typer.Option(
@@ -34,6 +51,13 @@ def submit(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print its output until it ends.")
     ] = False,
+    words: WordsArgument = None,
+    nodes: NodesOption = None,
+    workers: WorkersOption = None,
+    gpus: GpusOption = None,
+    name: NameOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job to a Ray cluster. It appears in `ray job list` and in Ray's dashboard.
@@ -42,12 +66,19 @@ def submit(
     cancels the job. With --follow the exit code is that of `holdfast run`; otherwise it is 0 once
     the job is submitted.
 
-    Example: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`
+    A script needs no spec: the current directory is uploaded with it.
+
+    Examples: `holdfast submit examples/stdlib-bytes.yaml --ray http://head:8265`,
+    `holdfast submit train.py --nodes 2 --workers 2 -- --lr 3e-4`
     """
     from ..targets.ray.jobs_api import submit as submit_job
 
     address = ray_address(ray)
-    submitted = submit_job(file, address, runtime_env, attach=follow)
+    wanted = asked(
+        file, words,
+        nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
+    )  # fmt: skip
+    submitted = submit_job(file, address, runtime_env, attach=follow, without_spec=wanted)
     for note in submitted.remarks:
         typer.echo(f"note: {note}", err=True)
     if submitted.exit_code is not None:
@@ -55,10 +86,10 @@ def submit(
     if as_json:
         print_json({"ray_job": submitted.ray_job, "job": submitted.job})
         return
-    name, log = submitted.job, f"ray job logs -f {submitted.ray_job}"
+    job, log = submitted.job, f"ray job logs -f {submitted.ray_job}"
     if "://" in address:
         log += f" --address {address}"
     typer.echo(
-        f"submitted as Ray job {submitted.ray_job}; go on with `holdfast status {name} --ray "
+        f"submitted as Ray job {submitted.ray_job}; go on with `holdfast status {job} --ray "
         f"{address}`, see its log with `{log}`"
     )

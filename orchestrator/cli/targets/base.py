@@ -5,6 +5,8 @@ Every method raises HoldfastError, and UserError for what a target cannot do at 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Container
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +42,12 @@ class RunResult(NamedTuple):
     exit_code: int
 
 
+def first_free(wanted: str, used: Container[str]) -> str:
+    """`wanted`, or the first of `wanted-2`, `wanted-3` ... that is not in use."""
+    numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([wanted], numbered) if name not in used)
+
+
 class TargetJob(Protocol):
     """One existing job."""
 
@@ -53,7 +61,13 @@ class TargetJob(Protocol):
         ...
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        """resize, suspend, resume, cancel, chaos or checkpoint; see runtime/control_api.py."""
+        """resize, suspend, resume, cancel, chaos, checkpoint, stacks or profile; see
+        runtime/control_api.py."""
+        ...
+
+    def again(self, directory: Path | None) -> Response:
+        """Request a new generation with newly edited code. `directory`: where that is, as the user
+        has named it."""
         ...
 
     def print_events(self, *, follow: bool, as_json: bool) -> None: ...
@@ -106,6 +120,17 @@ class Target(Protocol):
         """Wraps a command: turns the loss of the target into an error message."""
         ...
 
-    def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
-        """Start the job in `file`, or attach to an existing one, and show it until it ends."""
+    def free_name(self, wanted: str) -> str:
+        """A name for the job of a run without a spec."""
+        ...
+
+    def run(
+        self,
+        file: Path | None,
+        attach: str | None,
+        display: Display,
+        directory: Path | None = None,
+    ) -> RunResult:
+        """Start the job in `file`, or attach to an existing one, and show it until it ends.
+        `directory`: of the spec; None: that of `file`."""
         ...

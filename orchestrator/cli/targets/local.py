@@ -17,7 +17,7 @@ from holdfast.orchestrator.runtime.observe.view import JobView
 from ..display import Display
 from ..output import plural, stderr, without_controller
 from ..report import local_command
-from .base import LogSelector, Response, RunResult
+from .base import LogSelector, Response, RunResult, first_free
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
@@ -64,6 +64,23 @@ class LocalJob:
 
         reply = ask(self._directory, verb, **arguments)
         return Response(reply.detail, reply.body)
+
+    def again(self, directory: Path | None) -> Response:
+        if directory is not None:
+            expected = "nothing: a job of this machine reads its files where they are"
+            raise UserError(str(Problem("FILE", str(directory), expected)))
+        view, job = self.view(), self._directory.job()
+        if view.state in TERMINAL:
+            fix = (
+                f"`holdfast delete {self.name} --keep-checkpoints DIRECTORY`, then `holdfast run` "
+                f"with that directory as spec.checkpoint.path, goes on from its checkpoint"
+            )
+            raise UserError(str(Problem("job", view.state, "a job that has not ended", fix)))
+        if job.spec.entrypoint.recipe is not None:
+            got = f"job {self.name}, which runs a recipe"
+            raise UserError(str(Problem("--again", got, "one that runs code of yours")))
+        check_code(job, Path(self._directory.spec_directory))
+        return self.request("again")
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
         from holdfast.orchestrator.hosts.local.file_journal import JournalReader, Snapshot
@@ -190,25 +207,36 @@ class LocalTarget:
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
+    def free_name(self, wanted: str) -> str:
+        used = {directory.name for directory in self._home.list()}
+        return first_free(wanted, used)
+
+    def run(
+        self,
+        file: Path | None,
+        attach: str | None,
+        display: Display,
+        directory: Path | None = None,
+    ) -> RunResult:
         from holdfast.orchestrator.hosts.local.service import attach_job, run_job
 
         if attach is not None:
-            directory = self._home.find(attach)
-            with display:
-                done = attach_job(directory, display.show, display.note)
+            found = self._home.find(attach)
+            with display, _lines(found.job(), found, display):
+                done = attach_job(found, display.show, display.note)
         else:
             assert file is not None
-            job, notes = self._load(file)
-            with display:
+            job, notes = self._load(file, directory)
+            with display, _lines(job, self._home.directory(job.name), display):
                 for note in notes:
                     display.note(note)
-                done = run_job(job, self._home, file.absolute().parent, display.show, display.note)
+                home = directory or file.absolute().parent
+                done = run_job(job, self._home, home, display.show, display.note)
         if done.interrupted:
             return RunResult(done.view, 130)
         return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
 
-    def _load(self, file: Path) -> tuple[TrainingJob, list[str]]:
+    def _load(self, file: Path, directory: Path | None) -> tuple[TrainingJob, list[str]]:
         """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
         for the user. Raises UserError."""
         from holdfast.orchestrator.api.v1alpha1.remarks import remarks
@@ -217,14 +245,27 @@ class LocalTarget:
         from holdfast.orchestrator.planner.gpus import resolve
         from holdfast.orchestrator.runtime.clock import Clock
 
-        from ..preflight import load_checked
+        from ..job_checks import load_checked
 
-        job = load_checked(file)
+        job = load_checked(file, directory)
         job, why = resolve(job, found_here(job))
         _check_size(job)
+        _check_memory(job)
         for name in expire(self._home, Clock().now_ns()):
             stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
         return job, [*filter(None, [why]), *remarks(job)]
+
+
+def _lines(
+    job: TrainingJob, directory: JobDirectory, display: Display
+) -> AbstractContextManager[object]:
+    """Shows what rank 0 prints inside of the context, if it is wanted."""
+    from ..rank_lines import RankLines
+
+    wanted = display.wants_lines
+    if wanted is None:
+        wanted = job.spec.entrypoint.recipe is None
+    return RankLines(directory, display.line) if wanted else nullcontext()
 
 
 def read_view(directory: JobDirectory) -> JobView:
@@ -242,6 +283,28 @@ def read_view(directory: JobDirectory) -> JobView:
         view.controller_alive = False
         return view
     return msgspec.convert(body.get("view", body), JobView)
+
+
+def check_code(job: TrainingJob, spec_directory: Path) -> None:
+    """Raises SpecError for edited code that cannot start: the job goes on with the old one."""
+    from holdfast.orchestrator.protocol import files
+
+    from .. import entrypoint_checks
+
+    work = files.resolve(spec_directory, job.spec.working_directory)
+    if problems := list(entrypoint_checks.problems(job, work)):
+        raise SpecError(problems)
+
+
+def _check_memory(job: TrainingJob) -> None:
+    """Raises SpecError for a recipe that certainly runs out of this machine's GPU memory."""
+    from holdfast.orchestrator.planner.advice import refused_as_wanted
+    from holdfast.orchestrator.planner.choose import memory_on
+
+    from ..job_checks import local_facts
+
+    if problem := refused_as_wanted(job, memory_on(job, [local_facts(job.spec.workers_per_node)])):
+        raise SpecError([problem])
 
 
 def _check_size(job: TrainingJob) -> None:

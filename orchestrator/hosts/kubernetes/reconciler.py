@@ -40,9 +40,11 @@ from holdfast.orchestrator.protocol.tls import server_context_from_pem
 from holdfast.orchestrator.runtime.agent_server import AgentServer
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+from holdfast.orchestrator.runtime.observe import incident_traces
 from holdfast.orchestrator.runtime.observe.view import JobPhase, JobView
 
 from . import storage_access
+from .code_store import ClusterCodeStore
 from .configmap_journal import COMPACT_AT_BYTES, open_journal
 from .gpus import GpuFinder
 from .job_storage import JobStorage
@@ -118,6 +120,7 @@ class JobReconciler:
         self._spec_sync: SpecSync | None = None
         self._keys: TlsKeyPair | None = None
         self._storage = JobStorage(self.owner, context, self._report)
+        self._code = ClusterCodeStore(context.cluster, self.owner)
         self._checked_kubernetes: Kubernetes | None = None
         """Of the spec that the API server has accepted, or with which the job was started."""
         self._secret_checked = False
@@ -250,6 +253,8 @@ class JobReconciler:
             # The backend needs the pods; waiting here keeps the storage from being blamed for it.
             await self._context.shared.pod_informer.synced()
             # Outside of `starting`: storage that does not answer must not hold up other jobs.
+            if fresh and job.spec.code is not None:
+                await self._code.uploaded(job.spec.code)
             await self._storage.prepare(runtime, path, fresh=fresh)
             await runtime.begin(journal)
         except BaseException:
@@ -330,7 +335,9 @@ class JobReconciler:
 
     async def _run_controller(self, runtime: JobRuntime) -> None:
         """Until the controller ends; meanwhile edits of the object become requests to it."""
-        self._spec_sync = SpecSync(self.owner, self._context.cluster, runtime, self.events)
+        self._spec_sync = SpecSync(
+            self.owner, self._context.cluster, runtime, self.events, self._code
+        )
         running = asyncio.create_task(runtime.run())
         syncing = asyncio.create_task(self._follow_spec(self._spec_sync))
         try:
@@ -338,6 +345,7 @@ class JobReconciler:
         finally:
             running.cancel()  # a cancelled reconciler must end without delay
             syncing.cancel()
+            self._spec_sync.close()
             await asyncio.wait([syncing, running])
         if not syncing.cancelled() and syncing.exception() is not None:
             raise syncing.exception() or AssertionError
@@ -396,6 +404,8 @@ class JobReconciler:
             controller_absence_s=None,  # another operator takes over
             on_change=self._on_change,
             on_note=lambda text: self.events.record("Warning", "Note", text),
+            traces=incident_traces.of_environment(self.owner.key),
+            code=self._code,
         )
 
     async def _check_pod(self, job: TrainingJob) -> None:

@@ -1,6 +1,6 @@
-"""Turns edits of a running TrainingJob object into requests to its controller: size, suspend, and
-the annotations for cancel, chaos, checkpoint and resume. The controller decides whether it grants
-one.
+"""Turns edits of a running TrainingJob object into requests to its controller: size, code, suspend,
+and the annotations for cancel, chaos, checkpoint, resume and questions. The controller decides
+whether it grants one.
 
 Spec and state are compared whenever the object changes, so an edit that was made while no operator
 ran is applied by the next one. The other annotations are removed before they are carried
@@ -9,31 +9,44 @@ out: an operator that ends in between drops a fault injection instead of repeati
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import zlib
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
-from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.errors import HoldfastError, UserError
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import JOBS
 from holdfast.orchestrator.kube.event_recorder import EventRecorder
 from holdfast.orchestrator.kube.names import Owner
+from holdfast.orchestrator.runtime.code_sender import CodeMissing
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
 
+from .code_store import ClusterCodeStore
 from .status import ConditionState
 
 CHAOS_ARGUMENTS = ("rank", "node", "hold_s", "by")
 BY_SPEC = "the spec"
+QUESTIONS = ("stacks", "profile")
+MAX_ANSWER_CHARS = 240_000
+"""Of a question's answer in an annotation: the API server takes 256 KiB of them."""
 
 
 class SpecSync:
     """Of one running job."""
 
     def __init__(
-        self, owner: Owner, cluster: KubeClient, runtime: JobRuntime, events: EventRecorder
+        self,
+        owner: Owner,
+        cluster: KubeClient,
+        runtime: JobRuntime,
+        events: EventRecorder,
+        code: ClusterCodeStore,
     ) -> None:
-        self._owner, self._cluster = owner, cluster
+        self._owner, self._cluster, self._code = owner, cluster, code
         self._runtime, self._events = runtime, events
         self._refused_generation = 0
         self._adjusted_generation = 0
@@ -42,6 +55,7 @@ class SpecSync:
         self._handled_version = 0
         """Resource version of the object without the annotation that was carried out last. Older
         versions may still hold it. Resource versions of one kind are ordered integers."""
+        self._answering: set[asyncio.Task[None]] = set()
         self.refusal = ""
         """Why the current spec is not applied; empty: it is."""
 
@@ -64,11 +78,13 @@ class SpecSync:
             ):
                 self._adjusted_generation = generation
                 await self._request_spec("adjust", generation, **_adjustable(job))
+            if job.spec.code != state.job.spec.code:
+                await self._request_code(generation, job.spec.code)
             if job.spec.suspend and state.intent == "run":
                 await self._request_spec("suspend", generation)
             elif not job.spec.suspend and state.intent == "suspend" and state.hold is None:
                 await self._request_spec("resume", generation)
-        for name in (names.CHAOS, names.CHECKPOINT, names.RESUME):
+        for name in (names.CHAOS, names.CHECKPOINT, names.RESUME, names.INSPECT):
             if name in annotations and _version(document) > self._handled_version:
                 await self._carry_out(name, annotations[name])
 
@@ -88,6 +104,11 @@ class SpecSync:
         if name == names.CHECKPOINT:
             await self._request("checkpoint", by=text)
             return
+        if name == names.INSPECT:  # a profile takes a while, and edits of the spec must not wait
+            task = asyncio.get_running_loop().create_task(self._answer(text))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            return
         try:
             wanted = json.loads(text)
             if name == names.RESUME:
@@ -104,6 +125,46 @@ class SpecSync:
             self._events.record("Warning", "Refused", text, {names.REQUEST: verb})
             return
         await self._request("chaos", kind=kind, **given)
+
+    async def _answer(self, text: str) -> None:
+        """A question: its answer is an annotation of an Event that names the question's id."""
+        try:
+            asked = json.loads(text)
+            verb, arguments = asked["verb"], dict(asked.get("arguments") or {})
+            if verb not in QUESTIONS:
+                raise ValueError(verb)
+            by, number = str(asked.get("by", "")), str(asked.get("id", ""))
+        except (ValueError, AttributeError, TypeError, KeyError):
+            example = '{"verb": "stacks", "arguments": {"ranks": [0]}, "by": "me", "id": "1"}'
+            problem = f"annotation {names.INSPECT}: got {text!r}; expected JSON such as {example}"
+            self._events.record("Warning", "Refused", problem, {names.REQUEST: "inspect"})
+            return
+        annotations = {names.REQUEST: number}
+        try:
+            reply = await self._runtime.control.perform(verb, arguments)
+            annotations[names.ANSWER] = _packed(reply.body)
+        except HoldfastError as error:
+            self._events.record("Warning", "Refused", f"{verb}: {error}", annotations)
+            return
+        # With the id, which makes the message unlike that of any other Event: it would be counted.
+        detail = f"{verb}: {reply.detail} (requested by {by}, {number})"
+        self._events.record("Normal", verb.capitalize(), detail, annotations)
+
+    def close(self) -> None:
+        """Answer no question any more."""
+        for task in self._answering:
+            task.cancel()
+
+    async def _request_code(self, generation: int, code: str | None) -> None:
+        """Training goes on with the old code until the new one is there."""
+        if code is not None:
+            try:
+                await self._code.part(code, 0)
+            except CodeMissing as error:
+                self._refused_generation, self.refusal = generation, f"spec.code: {error}"
+                self._events.record("Warning", "Refused", self.refusal, {names.REQUEST: "again"})
+                return
+        await self._request_spec("again", generation, code=code or "")
 
     async def _request_spec(self, verb: str, generation: int, **arguments: Any) -> None:
         """A request of the spec is not repeated when it was refused."""
@@ -127,6 +188,18 @@ class SpecSync:
         return ""
 
 
+def _packed(body: Document) -> str:
+    """Raises UserError for an answer that no Event can have."""
+    text = base64.b64encode(zlib.compress(json.dumps(body).encode(), 9)).decode()
+    if len(text) > MAX_ANSWER_CHARS:
+        raise UserError(
+            f"answer: got {len(text)} bytes, compressed; expected at most {MAX_ANSWER_CHARS}, as "
+            f"it is part of an Event; ask for fewer ranks with --rank, or for a profile with lower "
+            f"--seconds or --rate"
+        )
+    return text
+
+
 def suspended_before_start(document: Document) -> ConditionState:
     """The condition of a job with spec.suspend that was never started."""
     annotations = document["metadata"].get("annotations") or {}
@@ -139,8 +212,13 @@ def suspended_before_start(document: Document) -> ConditionState:
 def _adjustable(job: TrainingJob) -> Document:
     """What a running job follows besides its size; the CRD refuses changes of anything else."""
     recovery = job.spec.recovery.model_dump(mode="json", by_alias=True)
-    nodes = job.spec.nodes
-    return {"min_nodes": nodes.min, "spares": nodes.spares, "recovery": recovery}
+    nodes, elasticity = job.spec.nodes, job.spec.elasticity
+    return {
+        "min_nodes": nodes.min,
+        "spares": nodes.spares,
+        "recovery": recovery,
+        "elasticity": elasticity if isinstance(elasticity, str) else list(elasticity),
+    }
 
 
 def _version(document: Document) -> int:

@@ -171,13 +171,14 @@ class StatusWriter:
 
 
 # -- Events ----------------------------------------------------------------------------------
-PLANNED = ("resize", "suspend", "cancel", "finish", "deadline")
+PLANNED = ("resize", "new-code", "suspend", "cancel", "finish", "deadline")
 _INCIDENT_REASONS = {
     "user": "UserError",
     "infrastructure": "InfrastructureFailure",
     "preemption": "Preemption",
     "hang": "Hang",
     "resize": "Resize",
+    "new-code": "NewCode",
     "suspend": "Suspend",
 }
 _PHASES = ("pending", "suspended", *TERMINAL)
@@ -206,7 +207,8 @@ def new_events(before: JobView | None, after: JobView) -> list[EventDraft]:
             found.append(_closed(one))
     if after.generation > before.generation:
         workers = f"{after.world_size} workers" if after.world_size != 1 else "1 worker"
-        text = f"generation {after.generation}: {workers}, {after.mesh or 'no mesh'}"
+        mesh = f", {after.mesh}" if after.mesh else ""
+        text = f"generation {after.generation}: {workers}{mesh}"
         found.append(EventDraft("Normal", "GenerationStarted", text))
     if after.storage_problem and after.storage_problem != before.storage_problem:
         found.append(EventDraft("Warning", "CheckpointFailed", after.storage_problem))
@@ -243,7 +245,7 @@ def _closed(one: Incident) -> EventDraft:
     text = f"incident {one.number} is over: {one.decision or 'training goes on'}"
     least = "at least " * one.steps_lost_at_least
     lost = f"{least}{one.steps_lost} steps lost" if one.steps_lost else "no finished step lost"
-    if least and not one.steps_lost:
+    if one.steps_lost is None or (least and not one.steps_lost):
         lost = "the number of lost steps is unknown"
     text += f"; {one.seconds['total']:.2f} s, {lost}"
     return EventDraft("Normal", "Recovered", text, {names.INCIDENT: str(one.number)})

@@ -55,9 +55,14 @@ class JobDirectory:
         return self.path.name
 
     @property
+    def home(self) -> Path:
+        """Of all jobs of the user."""
+        return self.path.parent.parent
+
+    @property
     def home_cache(self) -> Path:
         """Of all jobs of the home directory."""
-        return self.path.parent.parent / CACHE
+        return self.home / CACHE
 
     @property
     def journal(self) -> Path:

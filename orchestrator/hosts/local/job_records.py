@@ -5,6 +5,7 @@ The last view of a job comes from its journal: its newest snapshot and the recor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from holdfast.orchestrator.runtime.job_loop import JobLoop
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 
+from . import measurements
 from .file_journal import JournalReader, Snapshot
 from .job_directory import Home, JobDirectory, NameTaken
+
+log = logging.getLogger("holdfast")
 
 
 def replay(
@@ -36,6 +40,7 @@ def read_view(directory: JobDirectory) -> JobView:
     """
     job = directory.job()
     projection = _project(job, directory)
+    projection.use_measurements(measurements.read(directory.home, log.warning))
     path = directory.checkpoint_path(job)
     view = projection.view(projection.now_ns, live=False, checkpoint_path=path)
     view.job_id = view.job_id or directory.job_id

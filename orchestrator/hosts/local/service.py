@@ -34,9 +34,11 @@ from holdfast.orchestrator.runtime.checkpoint_store.async_store import (
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment, own_options
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+from holdfast.orchestrator.runtime.observe import incident_traces
 from holdfast.orchestrator.runtime.observe.prometheus import MetricsServer
 from holdfast.orchestrator.runtime.observe.view import JobView
 
+from . import measurements
 from .file_journal import FileJournal
 from .job_directory import Home, JobDirectory
 from .job_records import create_job
@@ -178,6 +180,8 @@ class LocalJobHost:
             storage=ThreadedCheckpointStore(lambda: storage, SerialExecutor()),
             on_change=self._dirty.set,
             on_note=self._on_note,
+            measurements=measurements.read(directory.home, log.warning),
+            traces=incident_traces.of_environment(job.name),
         )
 
     def view(self, *, live: bool = True) -> JobView:

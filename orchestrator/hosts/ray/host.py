@@ -38,9 +38,11 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import (
 from holdfast.orchestrator.runtime.checkpoint_store.store import CheckpointStore
 from holdfast.orchestrator.runtime.control_api import WATCH_INTERVAL_S, view_body
 from holdfast.orchestrator.runtime.job_runtime import JobRuntime
+from holdfast.orchestrator.runtime.observe import incident_traces
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from .actor import ControllerOrder
+from .code_store import KeyValueCodeStore
 from .gcs_journal import open_journal
 from .metrics import RayMetrics
 from .uploaded_requests import UploadedRequests
@@ -111,6 +113,8 @@ class RayHost:
             tls_name=names.tls(order.job_id),
             tls_context=tls.server_context_from_pem(order.certificate, order.key),
             on_note=log.warning,
+            traces=incident_traces.of_environment(job.name),
+            code=KeyValueCodeStore(self._store),
         )
         self._view_file = ViewFile(self._logs.parent, job.name, self._timing.view_file_s)
         self._requests = UploadedRequests(

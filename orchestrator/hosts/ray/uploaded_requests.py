@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from cryptography.fernet import Fernet
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.backends.ray import names
 from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
 from holdfast.orchestrator.core.journal import JournalError, encode_record
@@ -31,7 +32,7 @@ from . import gcs_journal
 
 JOURNAL = "journal"
 """The verb that is answered with the job's journal."""
-ANSWER_KEPT_S = 120.0
+ANSWER_KEPT_S = 120.0 + limits.MAX_PROFILE_S
 """Longer than a command waits for it."""
 
 Perform = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from holdfast.orchestrator.core.context import SECOND_NS
-from holdfast.orchestrator.core.events import AnyEvent, StepCompleted
+from holdfast.orchestrator.core.events import AnyEvent, CollectivesBegun, StepCompleted
 from holdfast.orchestrator.core.state import JobState
 from holdfast.orchestrator.core.transitions import TERMINAL, JobPhase
 
@@ -62,8 +62,12 @@ class TimeAccounting:
         self._elapse(now_ns)
         if state.generation != self._totals.generation:
             self._begin(state)
+        if isinstance(event, CollectivesBegun) and event.generation == state.generation:
+            self._not_training(state, 0)
         if isinstance(event, StepCompleted):
             if event.generation == state.generation:
+                if not self._totals.reported and event.counted_by in ("script", "posted"):
+                    self._first_of_script(event, state)
                 self._progress(event, state.stage_every_steps)
             else:
                 # The last report of an interrupted generation: steps after it are trained again.
@@ -102,6 +106,21 @@ class TimeAccounting:
             self._totals.open_ns = 0
         self._totals.step_s = event.step_s or self._totals.step_s
         self._totals.reported = True
+
+    def _first_of_script(self, event: StepCompleted, state: JobState) -> None:
+        """A script counts as running before its first step: that time was not training. It begins
+        after a step of its own."""
+        if event.began_after is not None:
+            self._totals.step = event.began_after
+        self._not_training(state, int((event.first_ago_s + event.step_s) * SECOND_NS))
+
+    def _not_training(self, state: JobState, trained_ns: int) -> None:
+        """Of the time that its workers run, a script has trained for so long."""
+        totals = self._totals
+        cause: LedgerCause = "recovering" if state.num_incidents else "starting"
+        before_ns = max(totals.open_ns - trained_ns, -totals.ns[cause])
+        totals.ns[cause] += before_ns
+        totals.open_ns -= before_ns
 
     def _assign(self, last: int) -> None:
         """A report that came after the end of its generation: a part of the time that was counted

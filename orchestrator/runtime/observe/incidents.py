@@ -20,7 +20,8 @@ KINDS = (
     ("infrastructure", "worker"), ("infrastructure", "node"),
     ("preemption", "worker"), ("preemption", "node"),
     ("hang", "worker"), ("hang", "node"),
-    ("resize", "job"), ("suspend", "job"), ("cancel", "job"), ("deadline", "job"),
+    ("resize", "job"), ("new-code", "job"), ("suspend", "job"), ("cancel", "job"),
+    ("deadline", "job"),
 )  # fmt: skip
 """The possible pairs of (class, what was lost): a user error is always that of a worker, and a
 planned interruption is one of the whole job."""
@@ -65,7 +66,8 @@ class IncidentCounter:
         now = IncidentCounter(self.through, dict(self.counts), dict(self.phases), self.steps_lost)
         if state.incidents and state.incidents[-1].number > self.through:
             now._count(state.incidents[-1], no_steps=no_steps)
-        view.num_incidents, view.steps_lost = state.num_incidents, now.steps_lost
+        view.num_incidents = state.num_incidents
+        view.steps_lost = None if no_steps and state.num_incidents else now.steps_lost
         view.incident_counts = [
             IncidentCount(failure_class=name, scope=scope, count=count)
             for (name, scope), count in sorted(now.counts.items())
@@ -110,6 +112,7 @@ def incident(record: IncidentRecord, *, no_steps: bool) -> Incident:
         steps_lost_at_least=record.at_least and lost is not None,
         seconds=_seconds(record, no_steps=no_steps),
         no_steps=no_steps,
+        inferred=no_steps and record.first_step_ns is not None,
         traceback=record.traceback,
         stacks={str(rank): text for rank, text in record.stacks.items()},
     )
@@ -129,7 +132,8 @@ def _seconds(record: IncidentRecord, *, no_steps: bool) -> dict[str, float]:
         if end_ns is not None:
             seconds[phase] = max(0, end_ns - at_ns) / SECOND_NS
             at_ns = max(at_ns, end_ns)
-    over_ns = record.started_ns if no_steps else record.first_step_ns
+    unseen = no_steps and not record.shows_progress and record.first_step_ns is None
+    over_ns = record.started_ns if unseen else record.first_step_ns
     if over_ns is not None:
         seconds["total"] = (over_ns - record.at_ns) / SECOND_NS
     return seconds

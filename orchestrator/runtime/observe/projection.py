@@ -7,11 +7,12 @@ neither the time accounting nor the incidents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.catalogue.load import device_as_reported
 from holdfast.orchestrator.core.actions import AnyAction, CommitManifest
 from holdfast.orchestrator.core.checkpoints import in_memory
 from holdfast.orchestrator.core.context import SECOND_NS
@@ -27,33 +28,23 @@ from holdfast.orchestrator.core.events import (
 from holdfast.orchestrator.core.host_memory import running
 from holdfast.orchestrator.core.staging_interval import describe
 from holdfast.orchestrator.core.state import JobState, NodeRecord
-from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
+from holdfast.orchestrator.planner.calibration import CalibrationEntry
+from holdfast.orchestrator.protocol.facts import (
+    StepReport,
+    WorkerBeat,
+    counting,
+    largest,
+    report_fields,
+)
 from holdfast.orchestrator.protocol.host_memory import describe as describe_memory
 
 from .goodput import TimeAccounting, TimeTotals
 from .incidents import IncidentCounter, incident_views
+from .planned import PlannedFigures
 from .view import CheckpointView, HostMemoryView, JobView, NodeView, RefusedCheckpoint, WorkerView
 
 SKIPPED_LIMIT = 3
 """So many checkpoints in a row, skipped because an older one was being written, are a problem."""
-PEAK_FLOPS = (
-    ("B200", 2.25e15),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("V100", 125e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
-)
-"""Dense bfloat16 FLOP/s of devices, for the MFU; the first entry whose name is part of the device's
-name counts. Source: the vendors' data sheets, without sparsity (half of a figure with sparsity).
-V100: float16, it has no bfloat16. A device that is not in the table has no MFU."""
 
 
 class NodeBeat(NamedTuple):
@@ -96,6 +87,11 @@ class JobProjection:
         self._accounting = TimeAccounting(self.memory.accounts)
         self._state = state
         self._beats: dict[str, NodeBeat] = {}
+        self._planned = PlannedFigures(job)
+
+    def use_measurements(self, entries: Sequence[CalibrationEntry]) -> None:
+        """Predict with the user's measurements of `holdfast plan --calibrate`."""
+        self._planned = PlannedFigures(self._job, entries)
 
     @property
     def now_ns(self) -> int:
@@ -143,6 +139,14 @@ class JobProjection:
         """A script that has not reported a step and may never do so."""
         return self._job.spec.entrypoint.recipe is None and self.memory.first_step_ns is None
 
+    @property
+    def _uses_mesh(self) -> bool:
+        """The mesh is that of the workers: a recipe uses it, and a script whose steps the session
+        counts. Any other script chooses its parallelism itself, unseen by Holdfast."""
+        progress = self.memory.progress
+        counts = progress is not None and progress.counted_by in ("session", "")
+        return self._job.spec.entrypoint.recipe is not None or counts
+
     def _advance(self, now_ns: int, event: StepCompleted, state: JobState) -> None:
         kept = self.memory
         restore = state.membership.restore if state.membership else None
@@ -188,7 +192,6 @@ class JobProjection:
             return JobView(name=self._job.name, now_ns=now_ns, checkpoint_path=checkpoint_path)
         kept = self.memory
         until = kept.finished_ns or now_ns
-        recipe = self._job.spec.entrypoint.recipe
         view = JobView(
             name=self._job.name,
             job_id=state.job_id,
@@ -200,11 +203,9 @@ class JobProjection:
             generation=state.generation,
             world_size=state.membership.world_size if state.membership else 0,
             gpus_per_worker=state.job.spec.resources.num_gpus,
-            mesh=state.mesh.describe() if state.mesh else "",
-            strategy=state.mesh.strategy if state.mesh else "",
             restarts={str(name): count for name, count in state.restarts.items()},
-            step=state.step,
-            total_steps=recipe.config.steps if recipe else None,
+            relaunches=max(0, state.generation - 1),
+            step=self._last_step(state),
             hold=state.hold.text if state.hold is not None else "",
             checkpoint_path=checkpoint_path,
             incidents=incident_views(state, no_steps=self._no_steps),
@@ -216,6 +217,9 @@ class JobProjection:
         )
         view.tokens_total, view.commits = kept.tokens_total, kept.commits
         view.durable_s = kept.durable_s
+        view.planned = self._planned.of(state)
+        if state.mesh is not None and self._uses_mesh:
+            view.mesh, view.strategy = state.mesh.describe(), state.mesh.strategy
         self._fill_checkpoints(view, state)
         view.storage_problem = kept.storage_problem
         view.storage_failures = kept.storage_failures
@@ -233,6 +237,13 @@ class JobProjection:
         view.copied_step = min(steps, default=-1)
         view.copies = copies if view.copied_step >= 0 else ""
         return view
+
+    def _last_step(self, state: JobState) -> int:
+        """Of a script that has not reported since its restart, the last one before it."""
+        before = self.memory.progress
+        if state.step < 0 and before is not None and state.counted_by in ("script", "posted"):
+            return before.step
+        return state.step
 
     def _fill_checkpoints(self, view: JobView, state: JobState) -> None:
         catalog = state.catalog
@@ -267,13 +278,15 @@ class JobProjection:
         numbers = report_fields(self.memory.progress or StepReport())
         workers = [worker for beat in heartbeats for worker in beat.workers]
         if workers:
-            view.step = max(view.step, min(worker.step for worker in workers))
+            view.step = max(view.step, min(worker.step for worker in counting(workers)))
             workers.sort(key=lambda worker: (-worker.step, worker.rank))
             newest = largest(workers)
             del newest["step_s"]  # the event has the median over several steps
             peak = "device_memory_peak_bytes"
             newest[peak] = max(newest[peak], numbers[peak])
             numbers |= {name: value for name, value in newest.items() if value}
+        if (recipe := self._job.spec.entrypoint.recipe) is not None:
+            numbers["total_steps"] = recipe.config.steps
         for name, value in numbers.items():
             setattr(view, name, value)
         if view.step_s > 0:
@@ -313,12 +326,13 @@ def _host_memory(state: JobState) -> HostMemoryView | None:
 
 
 def _peak(state: JobState) -> float:
-    """FLOP/s of one worker's device; 0: unknown."""
+    """FLOP/s of one worker's device in bfloat16, or in float16 where it has no bfloat16; 0: the
+    device is not in the catalogue, so its job has no MFU."""
     node = state.nodes.get(state.members[0]) if state.members else None
-    if node is None or not node.facts.gpus:
+    device = device_as_reported(node.facts.gpus[0].name) if node and node.facts.gpus else None
+    if device is None:
         return 0.0
-    name = node.facts.gpus[0].name.replace("-", " ")
-    return next((peak for part, peak in PEAK_FLOPS if part in name), 0.0)
+    return device.flops.get("bfloat16") or device.flops.get("float16", 0.0)
 
 
 # -- nodes and workers -------------------------------------------------------------------------
@@ -361,7 +375,7 @@ def _worker(state: JobState, rank: int, local_rank: int, beat: WorkerBeat | None
     view.state = "running" if running else "starting"
     view.step = state.step
     if beat is not None:
-        # A script that does not use holdfast.session has neither phases nor a pulse.
+        # A script need not report steps or phases; in an interpreter of its own it has no pulse.
         reports = beat.ticks > 0
         view.phase, view.step = beat.phase if reports else "", beat.step
         view.state = "running" if beat.phase == "train" or running else "starting"

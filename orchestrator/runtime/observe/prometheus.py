@@ -129,6 +129,22 @@ def _rank_steps(view: JobView) -> Iterator[Sample]:
             yield {"node": node.name, "rank": str(worker.rank)}, float(worker.step)
 
 
+def _planned(view: JobView, name: str) -> list[Sample]:
+    return _one(getattr(view.planned, name)) if view.planned is not None else []
+
+
+def _plan_errors(view: JobView) -> Iterator[Sample]:
+    plan = view.planned
+    if plan is None:
+        return
+    if view.device_memory_peak_bytes:
+        yield {"of": "memory"}, plan.device_memory_bytes / view.device_memory_peak_bytes - 1
+    if plan.step_s is not None and view.step_s:
+        yield {"of": "step"}, plan.step_s / view.step_s - 1
+    if plan.sent_bytes and view.sent_bytes:
+        yield {"of": "sent"}, plan.sent_bytes / view.sent_bytes - 1
+
+
 @functools.cache  # the version is looked up in files
 def build_labels() -> dict[str, str]:
     """Of holdfast_build_info."""
@@ -162,8 +178,25 @@ METRICS: tuple[Family, ...] = (
          lambda v: _one(v.tokens_total)),
     Family("holdfast_model_flops_utilization_ratio", "gauge",
          "MFU, 0 to 1, where the peak of the device is known.", lambda v: _one(v.mfu)),
-    Family("holdfast_device_memory_peak_bytes", "gauge", "Most memory used on any device.",
+    Family("holdfast_device_memory_peak_bytes", "gauge",
+         "Most memory used on any device; of a job on CPUs, what any worker grew by.",
          lambda v: _one(v.device_memory_peak_bytes or None)),
+    Family("holdfast_planned_device_memory_bytes", "gauge",
+         "Peak of a worker's device as the planner predicts it.",
+         lambda v: _planned(v, "device_memory_bytes")),
+    Family("holdfast_planned_step_seconds", "gauge",
+         "Time of a step as the planner predicts it, where the device is in the catalogue.",
+         lambda v: _planned(v, "step_s")),
+    Family("holdfast_sent_bytes", "gauge",
+         "Bytes that a rank sends in the collectives of a step, where they are known.",
+         lambda v: _one(v.sent_bytes or None)),
+    Family("holdfast_planned_sent_bytes", "gauge",
+         "Bytes that one rank sends in a step, as the planner predicts it.",
+         lambda v: _planned(v, "sent_bytes")),
+    Family("holdfast_plan_error_ratio", "gauge",
+         "Predicted over measured, less 1: of the peak memory of a device, of the time of a step, "
+         "and of the bytes sent in it.",
+         _plan_errors, ("of",)),
     Family("holdfast_goodput_ratio", "gauge",
          "Productive time over time since the first launch, 0 to 1.", lambda v: _one(v.goodput)),
     # No counter: what training time has bought is known only when steps are reported, and a

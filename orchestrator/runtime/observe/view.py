@@ -71,8 +71,10 @@ class Incident(msgspec.Struct, kw_only=True):
     overtaken_by: int | None = None
     """Number of the next incident, if it began before all ranks had finished a step."""
     no_steps: bool = False
-    """The workers report no steps (a script that does not use the session): the incident is over
-    when all of them run again, and the number of lost steps is unknown."""
+    """The script reports no steps: the incident is over when all ranks begin collectives again, or
+    all workers run if they begin none, and the number of lost steps is unknown."""
+    inferred: bool = False
+    """It reports no steps, and its ranks begin collectives again."""
     traceback: str = ""
     stacks: dict[str, str] = {}
 
@@ -128,6 +130,17 @@ class RefusedCheckpoint(msgspec.Struct, kw_only=True):
     """What a reader found."""
 
 
+class PlannedView(msgspec.Struct, kw_only=True):
+    """What the planner predicts of the running mesh."""
+
+    device_memory_bytes: int
+    """Peak of torch's tensors on one worker's device."""
+    sent_bytes: int
+    """By one rank in a step."""
+    step_s: float | None = None
+    """None: the device is not in the catalogue."""
+
+
 class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: ignore[misc]
     """The numbers of StepReport are those of the newest step."""
 
@@ -144,15 +157,19 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     gpus_per_worker: int = 0
     """0: the job trains on the CPU."""
     mesh: str = ""
+    """Empty: not known. A script that does not use the session chooses its parallelism itself."""
     strategy: str = ""
     restarts: dict[str, int] = {}
-    """By failure class."""
+    """Those that were charged to a budget, by failure class."""
+    relaunches: int = 0
+    """How often all workers were started again: after failures, resizes and suspends."""
     step: int = -1
     """Last step finished by all ranks; -1: none."""
-    total_steps: int | None = None
     tokens_per_s: float = 0.0
     mfu: float | None = None
     """None where the peak FLOP/s of the device is unknown."""
+    planned: PlannedView | None = None
+    """None: a script or a module, or nothing has been launched."""
     tokens_total: int = 0
     """Trained so far; steps that were trained twice count twice."""
     first_step_s: float | None = None
@@ -194,8 +211,8 @@ class JobView(StepReport, msgspec.Struct, kw_only=True, frozen=False):  # type: 
     incident_counts: list[IncidentCount] = []
     recovery: dict[str, PhaseTotal] = {}
     """By phase, and total."""
-    steps_lost: int = 0
-    """Finished steps that had to be trained again."""
+    steps_lost: int | None = 0
+    """Finished steps that had to be trained again; None: not known, the script reports none."""
     ledger: dict[str, float] = {}
     goodput: float = 0.0
     """productive / time since the first launch, 0 to 1."""

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.orchestrator.protocol import cgroup, tls
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol import tls
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.manifest import directory_name, shard_file_name
 from holdfast.orchestrator.protocol.mesh import Mesh
-from holdfast.workers.agent.linux import cgroup
 from holdfast.workers.agent.pool import preload
 from tests.unit.runtime.certificates import make
 

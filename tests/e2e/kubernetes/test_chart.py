@@ -290,7 +290,7 @@ POLICY = [
     (
         {"metadata": {"annotations": {"holdfast.dev/cancle": "me"}}},
         "metadata.annotations: got holdfast.dev/cancle; expected one of holdfast.dev/cancel, "
-        "holdfast.dev/chaos, holdfast.dev/checkpoint, holdfast.dev/resume",
+        "holdfast.dev/chaos, holdfast.dev/checkpoint, holdfast.dev/inspect, holdfast.dev/resume",
     ),
     (
         {"metadata": {"annotations": {"holdfast.dev/chaos": '{"kind": "burn"}'}}},

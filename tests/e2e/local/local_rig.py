@@ -67,7 +67,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in CACHES}
 
 
-def _short(home: Path) -> Path:
+def short(home: Path) -> Path:
     """A link to the new directory `home`: pytest's directories may be too long for the path of a
     Unix socket below them."""
     home.mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ class Job:
     def __init__(self, place: Path, document: dict[str, Any]) -> None:
         self.place = place
         self.name = str(document["metadata"]["name"])
-        self.home = _short(place / "home")
+        self.home = short(place / "home")
         self.file = place / "job.yaml"
         self.file.write_text(yaml.safe_dump(document))
         self.directory: JobDirectory = Home(self.home).directory(self.name)

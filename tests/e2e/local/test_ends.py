@@ -60,7 +60,7 @@ def test_a_finished_job_succeeds_and_its_last_step_is_in_storage(make: Make) -> 
     ("text", "error"),
     [
         ("raise ValueError('no such luck')\n", "ValueError: no such luck"),
-        ("def train(:\n", "SyntaxError: invalid syntax"),
+        ("exec('def train(:')\n", "SyntaxError: invalid syntax"),
     ],
 )
 def test_a_script_that_raises_at_once_fails_the_job_with_its_traceback(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.orchestrator.cli.render import fact_lines
-from holdfast.workers.agent.linux import cgroup
+from holdfast.orchestrator.protocol import cgroup
 
 from .local_rig import Job, spec
 
@@ -66,7 +66,8 @@ def limited(num_bytes: int) -> Iterator[Group]:
     ("nodes", "mebibytes", "given_up"),
     [
         pytest.param(1, 1024, ("buffers", "memory-tier"), id="one agent in 1 GiB"),
-        pytest.param(2, 2048, ("copies", "buffers"), id="two agents in 2 GiB"),
+        # Standbys that have started when it is planned leave less: 64 MiB more for each agent.
+        pytest.param(2, 2176, ("copies", "buffers"), id="two agents in 2 GiB"),
     ],
 )
 def test_a_job_trains_with_what_its_memory_holds_and_says_what_it_gave_up(

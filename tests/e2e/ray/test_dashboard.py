@@ -23,7 +23,8 @@ PAUSE_S = 0.5
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
     browser.program()  # first: it skips before a cluster is started
-    job = Submitted(tmp_path_factory.mktemp("ray"), NAME, 1_000_000)
+    size = {"min": 2, "max": 2}  # the first generation has all ranks
+    job = Submitted(tmp_path_factory.mktemp("ray"), NAME, 1_000_000, nodes=size)
     try:
         job.running()
         yield job

@@ -76,6 +76,18 @@ def test_checkpoints_are_saved_listed_verified_and_exported(
     use_checkpoints(job, job.cluster.dashboard if http else job.cluster.address, tmp_path)
 
 
+@pytest.mark.parametrize("http", [False, True], ids=["address", "http"])
+def test_stacks_and_a_profile_come_from_the_nodes(job: Job, tmp_path: Path, http: bool) -> None:
+    job.running()
+    address = job.cluster.dashboard if http else job.cluster.address
+    found = json.loads(ask(job, "stacks", NAME, "--json", address=address))
+    ranks = sorted(rank for entry in found["stacks"] for rank in entry["ranks"])
+    assert ranks == list(range(found["world_size"])), found
+    flames = tmp_path / "flames.svg"
+    ask(job, "profile", NAME, "--seconds", "1", "--idle", "-o", str(flames), address=address)
+    assert "<svg" in flames.read_text()
+
+
 def test_logs_are_followed_while_they_are_written(job: Job) -> None:
     job.running()
     follower = started("logs", NAME, "-f", "--rank", "0", "--ray", job.cluster.address)
@@ -85,6 +97,16 @@ def test_logs_are_followed_while_they_are_written(job: Job) -> None:
     finally:
         follower.kill()
         follower.wait()
+
+
+def test_a_command_that_watches_shows_what_rank_0_prints(job: Job) -> None:
+    job.running()
+    watcher = started("run", "--attach", NAME, "--logs", "--ray", job.cluster.address)
+    try:
+        says(watcher, r"\[rank 0\] step ")
+    finally:
+        watcher.kill()
+        watcher.wait()
 
 
 def test_reading_logs_of_other_machines_does_not_fill_rays_list_of_tasks(

@@ -75,7 +75,10 @@ WRONG = (
     Wrong(
         "one-entrypoint",
         {"entrypoint": {"script": "train.py", "module": "train"}},
-        ("spec.entrypoint: got script and module; expected exactly one of script, module, recipe",),
+        (
+            "spec.entrypoint: got script and module; expected exactly one of script, module, "
+            "command, recipe",
+        ),
         id="two",
     ),
     Wrong("one-entrypoint", {"entrypoint": {}}, ("got none of them; expected exactly one",)),
@@ -83,6 +86,16 @@ WRONG = (
         "no-args-beside-a-recipe",
         {"entrypoint": {"recipe": {"name": "pretrain"}, "args": ["-v"]}},
         ("spec.entrypoint: got args beside a recipe; expected recipe.config instead",),
+    ),
+    Wrong(
+        "no-args-beside-a-command",
+        {"entrypoint": {"command": "torchrun train.py", "args": ["-v"]}},
+        ("spec.entrypoint: got args beside a command; expected them in the command",),
+    ),
+    Wrong(
+        "no-python-beside-a-recipe",
+        {"entrypoint": {"recipe": {"name": "pretrain"}, "python": "/opt/venv"}},
+        ("spec.entrypoint: got python beside a recipe; expected it for scripts and modules only",),
     ),
     Wrong(
         "min-at-most-max",
@@ -300,7 +313,9 @@ CHANGES = (
     _fixed("resources", {"gpu": 1}),
     _fixed("image", "other:1"),
     _fixed("env", {"A": "2"}, script(env={"A": "1"})),
+    _fixed("environment", {"requirements": ["b"]}, script(environment={"requirements": ["a"]})),
     _fixed("preload", ["json"], script()),
+    _fixed("learnPreload", False, script()),
     _fixed("workingDirectory", "elsewhere"),
     _fixed("parallelism", {"offload": "cpu"}),
     _fixed("fabric", {"profile": "ib"}),

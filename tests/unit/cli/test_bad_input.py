@@ -34,6 +34,31 @@ CASES = [
         id="a path among the modules to preload",
     ),
     pytest.param(
+        SCRIPT + "  elasticity: some\n",
+        ["spec.elasticity: got 'some'; expected any or fixed"],
+        id="a word for the sizes",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: 4}\n  workersPerNode: 2\n  elasticity: [3, 8]\n",
+        ["spec.elasticity: got 3 workers; expected multiples of workersPerNode (2)"],
+        id="a part of a node",
+    ),
+    pytest.param(
+        SCRIPT + "  nodes: {max: 4}\n  elasticity: [2, 8]\n",
+        ["spec.elasticity: got 8 workers; expected sizes from 1", "to 4 (nodes.max 4 x 1)"],
+        id="a size that the nodes cannot have",
+    ),
+    pytest.param(
+        RECIPE % "" + "  checkpoint: {guard: never}\n",
+        ["spec.checkpoint.guard: got never for a recipe", "remove the field"],
+        id="a guard of checkpoints that a recipe does not write",
+    ),
+    pytest.param(
+        SCRIPT + "  checkpoint: {guard: never, guardDirectories: [out]}\n",
+        ["spec.checkpoint.guardDirectories: got directories with guard: never"],
+        id="directories for a guard that is off",
+    ),
+    pytest.param(
         SCRIPT + "  nodes: {max: many}\n",
         ["spec.nodes.max: got 'many'; expected a valid integer"],
         id="a wrong type",
@@ -378,4 +403,4 @@ def test_a_checkpoint_path_that_can_be_written_is_left_as_it_was(
 def test_validate_describes_a_valid_spec(write: Write, holdfast: Holdfast) -> None:
     result = holdfast("validate", write(SCRIPT + "  nodes: {max: 2}\n  workersPerNode: 2\n"))
     assert result.code == 0
-    assert "2 nodes x 2 workers, HSDP: replicate 2 x shard 2" in result.out
+    assert "2 nodes x 2 workers; with the session, HSDP: replicate 2 x shard 2" in result.out

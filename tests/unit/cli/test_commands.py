@@ -95,9 +95,9 @@ def test_the_plan_is_the_same_in_text_and_json(
     write: Callable[[str], Path], holdfast: Holdfast
 ) -> None:
     path = write(JOB)
-    text = holdfast("plan", path)
+    text = holdfast("plan", path, "--explain", "--environment")
     assert text.code == 0
-    for part in ("HSDP on 2 nodes", "16 P / S", "MASTER_ADDR", "all-reduce of gradients", "why: "):
+    for part in ("HSDP on 2 nodes", "8 P / S", "MASTER_ADDR", "all-reduce of gradients", "why: "):
         assert part in text.out
     plan = json.loads(holdfast("plan", "--json", path).out)
     assert plan["mesh"]["replicate"] == 2
@@ -110,8 +110,10 @@ def test_a_plan_for_fewer_nodes_and_a_known_device(
     write: Callable[[str], Path], holdfast: Holdfast
 ) -> None:
     result = holdfast("plan", write(JOB), "--nodes", "1", "--device-memory", "8Gi")
-    assert "FSDP on 1 node" in result.out
+    assert "DDP on 1 node" in result.out
     assert "of 8.0 GiB" in result.out
+    result = holdfast("plan", write(JOB), "--nodes", "1", "--device-memory", "64Mi")
+    assert "FSDP on 1 node" in result.out
 
 
 def test_a_plan_for_too_few_nodes_says_how_many_it_takes(
@@ -127,6 +129,12 @@ def test_a_device_memory_without_meaning(write: Callable[[str], Path], holdfast:
     result = holdfast("plan", write(JOB), "--device-memory", "lots")
     assert result.code == 2
     assert "--device-memory: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
+
+
+def test_a_main_memory_without_meaning(write: Callable[[str], Path], holdfast: Holdfast) -> None:
+    result = holdfast("plan", write(JOB), "--host-memory", "lots")
+    assert result.code == 2
+    assert "--host-memory: got lots; expected a quantity such as 2, 500m or 4Gi" in result.err
 
 
 def test_the_schema_is_valid_json_and_closed(holdfast: Holdfast, tmp_path: Path) -> None:

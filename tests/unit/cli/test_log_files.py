@@ -9,7 +9,9 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.cli.log_files import PART_BYTES, LogTail, follow_files, print_files
+from holdfast.orchestrator.cli.targets.local import LocalJob
 from holdfast.orchestrator.hosts.local.job_directory import Home, JobDirectory
+from holdfast.orchestrator.runtime.observe.view import Incident, JobView
 
 from .conftest import Holdfast
 from .test_client import JOB
@@ -29,13 +31,25 @@ def directory(tmp_path: Path, holdfast: Holdfast) -> JobDirectory:
 
 
 @pytest.mark.usefixtures("directory")
-def test_without_options_all_workers_of_the_newest_generation(holdfast: Holdfast) -> None:
+def test_without_options_all_workers_of_every_generation(holdfast: Holdfast) -> None:
     assert holdfast("logs", "demo").out.splitlines() == [
-        "[0] generation 2",
-        "[0] last words of 0",
-        "[1] generation 2",
-        "[1] last words of 1",
+        line
+        for generation in (1, 2)
+        for line in (
+            f"== generation {generation} ==",
+            f"[0] generation {generation}",
+            "[0] last words of 0",
+            f"[1] generation {generation}",
+            "[1] last words of 1",
+        )
     ]
+
+
+def test_a_rank_of_one_generation_has_no_heading(
+    directory: JobDirectory, holdfast: Holdfast
+) -> None:
+    directory.rank_log(1, 1).unlink()
+    assert holdfast("logs", "demo", "--rank", "1").out == "generation 2\nlast words of 1\n"
 
 
 @pytest.mark.usefixtures("directory")
@@ -83,7 +97,7 @@ def test_a_log_is_read_in_parts(
     assert "".join(text for part in parts for text in part) == (
         lines.replace("\n", "") + long + "end"
     )
-    print_files(directory, 0, None, None)
+    print_files(directory, 0, 2, None)
     assert capsys.readouterr().out.startswith(lines)
 
 
@@ -119,3 +133,30 @@ def test_a_rotated_log_is_followed_without_losing_lines(tmp_path: Path) -> None:
     log.with_name("rank-00000.log.1").write_text("one\ntwo\nthree\n")
     log.write_text("four\n")
     assert list(tail.parts()) == [["three"], ["four"]]
+
+
+def test_of_a_progress_bar_the_last_state_is_printed(tmp_path: Path) -> None:
+    log = tmp_path / "rank-00000.log"
+    log.write_bytes(b"start\r\n10%|#   |\r50%|##  |\r100%|####|\nend\n")
+    assert list(LogTail(log, "[0] ").parts()) == [["[0] start", "[0] 100%|####|", "[0] end"]]
+
+
+def test_the_log_of_the_worker_that_failed(
+    directory: JobDirectory, holdfast: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incidents: list[Incident] = []
+    view = JobView(name="demo", incidents=incidents)
+    monkeypatch.setattr(LocalJob, "view", lambda self: view)
+    none = holdfast("logs", "demo", "--failed")
+    assert none.code == 2
+    assert "--failed: got demo; expected a job with a failure; it had none" in none.err
+    fields = {"at_ns": 0, "world_size_before": 2}
+    incidents += [
+        Incident(number=1, failure_class="user", title="worker 1 failed", culprit_rank=1,
+                 generation_before=1, **fields),
+        Incident(number=2, failure_class="resize", title="resize", generation_before=2, **fields),
+    ]  # fmt: skip
+    found = holdfast("logs", "demo", "--failed")
+    assert found.out == "generation 1\nlast words of 1\n"
+    assert "generation 1: worker 1 failed" in found.err
+    assert "expected it alone" in holdfast("logs", "demo", "--failed", "-f").err

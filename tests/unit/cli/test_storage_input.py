@@ -68,7 +68,7 @@ def test_a_file_url_is_a_directory_relative_to_the_spec_like_any_other(tmp_path:
 
 def test_the_plan_shows_settings_but_no_secrets(holdfast: Holdfast, write: Write) -> None:
     env = "  env: {AWS_ENDPOINT_URL: 'http://store', AWS_SECRET_ACCESS_KEY: swordfish}\n"
-    for more in ((), ("--json",)):
+    for more in (("--environment",), ("--json",)):
         result = holdfast("plan", write(SPEC + env), *more)
         assert result.code == 0
         assert "http://store" in result.out and "AWS_SECRET_ACCESS_KEY" in result.out

@@ -17,6 +17,7 @@ from holdfast.orchestrator.core.hang_limits import (
     condition,
     describe,
 )
+from holdfast.orchestrator.core.hang_suspects import Suspects
 from holdfast.orchestrator.protocol.facts import Stack, WorkerBeat
 
 from .harness import SECOND
@@ -32,8 +33,8 @@ def test_the_rank_that_came_last_is_suspected_before_the_quickest_and_its_lead_p
         known = watch.monitor._current.ranks[rank]
         known.moved_ns += round(late_s * SECOND)
     suspects = watch.monitor._suspects(watch.job.now_ns + 8 * SECOND)
-    assert [rank for rank, _why in suspects] == [2, 0, 3, 1]
-    assert watch.monitor._basis(suspects) == "none"
+    assert suspects.ranks == (2, 0, 3, 1)
+    assert suspects.basis == "none"
 
 
 def test_the_basis_of_a_suspicion_is_what_distinguishes_the_rank() -> None:
@@ -41,15 +42,19 @@ def test_the_basis_of_a_suspicion_is_what_distinguishes_the_rank() -> None:
     watch.train(10)
     watch.job.now_ns += SECOND
     watch.beat(10, node="b")
-    basis = watch.monitor._basis
-    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "behind"
+
+    def basis() -> str:
+        return watch.monitor._suspects(watch.job.now_ns).basis
+
+    assert basis() == "behind"
     watch.beat(10, node="a", stale=(1,))
-    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "no-pulse"
+    assert basis() == "no-pulse"
     watch.beat(10, stale=(0, 1, 2, 3))
-    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "none", "a starved machine"
+    assert basis() == "none", "a starved machine"
     watch.beat(10, stopped=(3,))
-    assert basis(watch.monitor._suspects(watch.job.now_ns)) == "stopped"
-    assert basis([]) == "none" and basis([(9, "")]) == "unreported"
+    assert basis() == "stopped"
+    assert Suspects.find(0, 0, (), {}, {}).basis == "none"
+    assert Suspects.find(0, 1, (), {}, {}).basis == "unreported"
 
 
 @pytest.mark.parametrize(

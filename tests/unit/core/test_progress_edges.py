@@ -22,6 +22,7 @@ from holdfast.orchestrator.core.events import (
     Tick,
 )
 from holdfast.orchestrator.core.hang_limits import PULSE_STALE_S
+from holdfast.orchestrator.core.hang_suspects import Suspects
 from holdfast.orchestrator.core.progress_monitor import (
     BIG_JOB_RANKS,
     STARVED_MEMORY_S,
@@ -310,8 +311,8 @@ def test_a_hang_without_any_answer_has_no_empty_part_in_its_evidence() -> None:
     assert _of(watch, HangSuspected)[0].evidence == (
         "rank 0 is at step 9 (phase train), 3.5 s ago; all ranks had finished step 9"
     )
-    assert watch.monitor._why([]) == "no rank has reported"
-    assert watch.monitor._why([(9, "rank 9 has never reported")]) == "rank 9 has never reported"
+    assert Suspects.find(0, 0, (), {}, {}).why == "no rank has reported"
+    assert Suspects.find(0, 10, range(9), {}, {}).why == "rank 9 has never reported"
 
 
 def test_a_hang_that_is_not_applied_yet_is_not_reported_again() -> None:
@@ -380,14 +381,16 @@ def test_a_pulse_is_stale_beyond_its_limit_only() -> None:
     watch.job.now_ns += SECOND
     _pulses(watch, PULSE_STALE_S, 0.1, PULSE_STALE_S + 0.1, 0.1)
     suspects = watch.monitor._suspects(watch.job.now_ns)
-    assert [rank for rank, _why in suspects] == [2, 0, 1, 3]
-    assert suspects[1][1] == "rank 0 is at step 10 (phase train), 0.0 s ago"
-    assert watch.monitor._basis(suspects) == "no-pulse"
-    assert watch.monitor._basis(suspects[1:]) == "none", "its pulse is just in time"
+    assert suspects.ranks == (2, 0, 1, 3)
+    assert suspects.basis == "no-pulse"
+    _pulses(watch, PULSE_STALE_S, 0.1, PULSE_STALE_S, 0.1)
+    suspects = watch.monitor._suspects(watch.job.now_ns)
+    assert suspects.basis == "none", "its pulse is just in time"
+    assert suspects.why == "rank 0 is at step 10 (phase train), 0.0 s ago"
     stale = PULSE_STALE_S + 0.1
     _pulses(watch, stale, stale, stale, PULSE_STALE_S)
     suspects = watch.monitor._suspects(watch.job.now_ns)
-    assert watch.monitor._basis(suspects) == "no-pulse", "one of them has a pulse"
+    assert suspects.basis == "no-pulse", "one of them has a pulse"
 
 
 def test_ranks_that_do_nothing_are_suspected_before_those_that_wait_for_their_peers() -> None:
@@ -395,4 +398,4 @@ def test_ranks_that_do_nothing_are_suspected_before_those_that_wait_for_their_pe
     watch.train(10)
     watch.inspect(rank3="nothing", rank1="reads", rank2="")
     suspects = watch.monitor._suspects(watch.job.now_ns)
-    assert [rank for rank, _why in suspects] == [3, 1, 2, 0]
+    assert suspects.ranks == (3, 1, 2, 0)

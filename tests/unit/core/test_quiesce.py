@@ -360,3 +360,26 @@ def test_a_cancel_waits_for_the_step_that_a_resize_requested() -> None:
     assert job.state.quiesce is not None and not job.of(StopGroup)
     ask(job, "cancel")
     assert len(job.of(StopGroup)) == 2, "a second one does not"
+
+
+@pytest.mark.parametrize(
+    "counted_by, grace_s, after_step",
+    [
+        ("script", 30.0, 30 + 2 + 10),  # at 0.4 s a step
+        ("script", 4.0, -1),  # it would come too late
+        ("session", 30.0, -1),  # its state is in memory
+        ("posted", 30.0, -1),  # its steps are not exact
+    ],
+)
+def test_a_script_with_its_own_checkpoints_gets_a_step_to_save_after(
+    counted_by: Any, grace_s: float, after_step: int
+) -> None:
+    recovery = {"terminationGraceSeconds": grace_s}
+    job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=True, recovery=recovery))
+    job.started("a", "b")
+    job.wait(PACE_S)
+    job.apply(
+        StepCompleted(generation=job.state.generation, step=30, step_s=0.4, counted_by=counted_by)
+    )
+    ask(job, "suspend")
+    assert [stop.after_step for stop in job.of(StopGroup)] == [after_step] * 2

@@ -553,3 +553,16 @@ def test_a_failed_launch_without_a_detail_says_so_and_a_late_failure_does_not_co
     assert not job.fail(launch, "late"), "it was sent again under another id"
     job.fail(again, "")
     assert job.one_reason(StopGroup) == "a could not start its workers: no detail given"
+
+
+@pytest.mark.parametrize("script, grace_s", [(True, limits.SAVE_GRACE_S), (False, 0.0)])
+def test_survivors_of_a_script_may_end_a_save(script: bool, grace_s: float) -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=script)).started()
+    job.exits(0, signal=9)
+    assert {stop.save_grace_s for stop in job.of(StopGroup)} == {grace_s}
+
+
+def test_in_a_hang_no_save_is_waited_for() -> None:
+    job = Transcript(spec({"min": 1, "max": 2}, shard="auto", script=True)).started()
+    job.apply(HangDetected(generation=1, ranks=(0,), evidence="rank 0 is stopped"))
+    assert {stop.save_grace_s for stop in job.of(StopGroup)} == {0.0}

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.planner.memory import device_terms
+from holdfast.orchestrator.planner.terms import Term
+from holdfast.orchestrator.planner.traffic import Collective, collectives
+from holdfast.orchestrator.planner.workload import ParallelLayout, Workload, layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import NodeFacts
+from holdfast.orchestrator.protocol.mesh import Mesh
 
 
 def make_job(
@@ -31,3 +36,19 @@ def make_job(
 
 
 FACTS = NodeFacts(hostname="a", address="127.0.0.1", data_port=1, slots=8, cpus=8)
+
+
+def planned(job: TrainingJob, mesh: Mesh) -> tuple[Workload, ParallelLayout]:
+    """What the estimates of a recipe's job take."""
+    work = workload_of(job)
+    assert work is not None
+    return work, layout_of(job, mesh)
+
+
+def device_rows(job: TrainingJob, mesh: Mesh) -> dict[str, Term]:
+    """Terms of a rank's device by what they are; of two with the same name the last."""
+    return {term.what: term for term in device_terms(*planned(job, mesh))}
+
+
+def traffic_rows(job: TrainingJob, mesh: Mesh) -> list[Collective]:
+    return list(collectives(*planned(job, mesh)))

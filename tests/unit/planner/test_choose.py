@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.orchestrator.errors import SpecError
 from holdfast.orchestrator.planner import choose_mesh, num_nodes_used
+from holdfast.orchestrator.planner.memory import USABLE, WorkerMemory, device_bytes
 from holdfast.orchestrator.protocol.mesh import Mesh
 
-from .builders import make_job
+from .builders import make_job, planned
 
 GIB = 2**30
 BIG = {"model": {"dim": 1024, "numLayers": 24, "numHeads": 16, "vocabSize": 32000}}
@@ -62,8 +64,8 @@ def test_over_the_world_the_other_axes_must_divide_the_workers() -> None:
 
 def test_over_the_world_a_size_that_cannot_hold_the_states_has_no_mesh() -> None:
     job = make_job(nodes=(1, 4), recipe=BIG, parallelism={"shard": "world"})
-    assert mesh_of(choose_mesh(job, 4, device_memory_bytes=2 * GIB)) == Mesh(shard=8)
-    assert choose_mesh(job, 1, device_memory_bytes=2 * GIB) is None
+    assert mesh_of(choose_mesh(job, 4, WorkerMemory(2 * GIB))) == Mesh(shard=8)
+    assert choose_mesh(job, 1, WorkerMemory(2 * GIB)) is None
 
 
 def test_more_nodes_than_the_maximum_change_nothing() -> None:
@@ -77,17 +79,35 @@ def test_a_fixed_replicate_sets_the_shard_size_for_all_sizes() -> None:
     assert mesh_of(choose_mesh(job, 3)) == Mesh(replicate=3, shard=2)
 
 
-def test_a_known_memory_makes_shard_groups_as_large_as_needed() -> None:
+@pytest.mark.parametrize(
+    ("gib", "shard", "why"),
+    [
+        (64, 1, "one worker holds a full copy"),
+        (4, 2, "the 2 workers of a node share one copy"),
+        (3, 4, "4 workers share one copy"),
+        (1, 8, "the whole world, and still"),
+    ],
+)
+def test_a_known_memory_gives_the_fewest_ranks_per_copy_that_fit(
+    gib: int, shard: int, why: str
+) -> None:
     job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
-    small = mesh_of(choose_mesh(job, 4, device_memory_bytes=64 * GIB))
-    large = mesh_of(choose_mesh(job, 4, device_memory_bytes=4 * GIB))
-    assert small.shard == 2
-    assert large.shard > 2
+    mesh, reason = choose_mesh(job, 4, WorkerMemory(gib * GIB)) or (None, "")
+    assert mesh == Mesh(replicate=8 // shard, shard=shard)
+    assert why in reason
+
+    def needs(shard: int) -> int:
+        return device_bytes(*planned(job, Mesh(replicate=8 // shard, shard=shard)))
+
+    if shard < 8:
+        assert needs(shard) <= USABLE * gib * GIB
+    if shard > 1:
+        assert needs(shard // 2) > USABLE * gib * GIB
 
 
 def test_auto_falls_back_to_one_group_of_the_remaining_workers() -> None:
     job = make_job(nodes=(1, 4), workers=2, recipe=BIG)
-    memory = 4 * GIB
+    memory = WorkerMemory(4 * GIB)
     group = mesh_of(choose_mesh(job, 4, memory)).num_shards
     nodes = group // 2 - 1
     chosen = choose_mesh(job, nodes, memory)
@@ -96,8 +116,8 @@ def test_auto_falls_back_to_one_group_of_the_remaining_workers() -> None:
 
 def test_a_size_that_cannot_hold_the_states_is_refused() -> None:
     job = make_job(nodes=(1, 8), workers=1, recipe=BIG)
-    assert choose_mesh(job, 8, device_memory_bytes=5 * GIB) is not None
-    assert choose_mesh(job, 1, device_memory_bytes=5 * GIB) is None
+    assert choose_mesh(job, 8, WorkerMemory(5 * GIB)) is not None
+    assert choose_mesh(job, 1, WorkerMemory(5 * GIB)) is None
 
 
 def test_the_memory_of_a_cpu_worker_is_that_of_the_spec() -> None:

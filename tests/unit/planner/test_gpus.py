@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from holdfast.orchestrator.errors import SpecError
-from holdfast.orchestrator.planner.choose import smallest_device
+from holdfast.orchestrator.planner.choose import memory_on
 from holdfast.orchestrator.planner.gpus import GpusFound, TooFewGpus, is_auto, resolve, with_gpus
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
 
@@ -82,4 +82,4 @@ def test_a_journal_from_before_auto_means_the_cpu() -> None:
 def test_memory_is_counted_for_all_gpus_of_a_worker() -> None:
     gpus = (Gpu("H100", 80 * 2**30),) * 8
     node = NodeFacts(hostname="a", address="10.0.0.1", data_port=1, slots=4, gpus=gpus)
-    assert smallest_device(job(resources={"gpu": 2}), [node]) == 160 * 2**30
+    assert memory_on(job(resources={"gpu": 2}), [node]).device == 160 * 2**30

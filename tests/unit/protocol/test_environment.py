@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
@@ -232,3 +233,15 @@ def test_each_worker_sees_its_own_part_of_a_gpu(named: str) -> None:
     assert got["CUDA_VISIBLE_DEVICES"] == "MIG-b"
     whole = environment(make_job(resources={"gpu": 1}), make_facts(visible_devices=("0", "1")))
     assert "CUDA_VISIBLE_DEVICES" not in whole
+
+
+def test_a_tracker_continues_one_run_over_restarts() -> None:
+    job = make_job(entrypoint={"script": "train.py"})
+    first = msgspec.structs.replace(SEAT, rank=0)
+    got = worker_environment(job, MEMBERSHIP, first, 0, make_facts(), job_id="6f52e481")
+    assert (got["WANDB_RUN_ID"], got["WANDB_RESUME"]) == ("6f52e481", "allow")
+    own = make_job(entrypoint={"script": "train.py"}, env={"WANDB_RUN_ID": "mine"})
+    env = worker_environment(own, MEMBERSHIP, first, 0, make_facts(), job_id="6f52e481")
+    assert env["WANDB_RUN_ID"] == "mine"
+    other = worker_environment(job, MEMBERSHIP, SEAT, 1, make_facts(), job_id="6f52e481")
+    assert SEAT.rank > 0 and "WANDB_RUN_ID" not in other

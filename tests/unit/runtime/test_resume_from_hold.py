@@ -15,6 +15,7 @@ from holdfast.orchestrator.protocol import messages as wire
 from holdfast.orchestrator.protocol.facts import ShardFile
 from holdfast.orchestrator.runtime.control_api import ControlApi
 from holdfast.orchestrator.runtime.driver import Driver
+from holdfast.orchestrator.runtime.inquiries import Inquiries
 from holdfast.orchestrator.runtime.notifier import ChangeNotifier
 from holdfast.orchestrator.runtime.observe.view import JobView
 from tests.unit.core.harness import Transcript
@@ -49,7 +50,7 @@ class Held:
         api = ControlApi(
             cast(Driver, CoreDriver(self.job)), cast(Backend, None), {},
             lambda: JobView(name="j"), ChangeNotifier(), lambda: cast(wire.Welcome, None),
-            self._list,
+            self._list, Inquiries({}),
         )  # fmt: skip
         return asyncio.run(api.perform("resume", arguments))
 

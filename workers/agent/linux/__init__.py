@@ -1,1 +1,1 @@
-"""Linux interfaces: processes, cgroups, hardware inventory."""
+"""Linux interfaces: processes, hardware inventory."""

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.orchestrator.protocol import cgroup
 from holdfast.orchestrator.protocol.environment import VISIBLE_DEVICES, chosen_cache
 from holdfast.orchestrator.protocol.facts import Gpu, NetworkInterface, NodeFacts
-from holdfast.orchestrator.protocol.hardware import query_gpus, rdma_devices
-
-from . import cgroup
+from holdfast.orchestrator.protocol.hardware import (
+    cpus,
+    memory_bytes,
+    processor,
+    query_gpus,
+    rdma_devices,
+)
 
 SYS_NET = Path("/sys/class/net")
 LINK_TYPES = ("1", "32")
@@ -36,6 +41,7 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
         data_port=data_port,
         slots=slots,
         cpus=cpus(),
+        processor=processor(),
         memory_bytes=memory_bytes(),
         gpus=found,
         visible_devices=visible_devices(os.environ.get(VISIBLE_DEVICES), found),
@@ -49,21 +55,8 @@ def node_facts(*, slots: int, address: str, data_port: int, failure_domain: str)
     )
 
 
-def cpus() -> int:
-    """Cores that this process may use at once, whole ones of a CPU quota."""
-    quota = cgroup.cpu_limit(cgroup.find("cpu"))
-    cores = len(os.sched_getaffinity(0))
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def memory_bytes() -> int:
-    limit = cgroup.memory_limit_bytes(cgroup.find("memory"))
-    total = psutil.virtual_memory().total
-    return total if limit is None else min(total, limit)
-
-
 def available_bytes() -> int:
-    """Of memory_bytes(): what is free now, or could be."""
+    """Of hardware.memory_bytes(): what is free now, or could be."""
     left = cgroup.memory_available_bytes(cgroup.find("memory"))
     available = psutil.virtual_memory().available
     return available if left is None else min(available, left)

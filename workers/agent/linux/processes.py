@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
+_PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,6 +31,13 @@ def adopt_orphans() -> None:
 def name_process(name: str) -> None:
     """Set the name that ps and pkill show: `hf-` and at most 12 more characters."""
     _prctl(_PR_SET_NAME, f"hf-{name}".encode())
+
+
+def allow_reading_by(pid: int) -> None:
+    """Let this process and its descendants read our memory where the kernel allows that to
+    ancestors only (kernel.yama.ptrace_scope 1, as on Ubuntu). Without Yama it is allowed anyway."""
+    with contextlib.suppress(OSError):
+        _prctl(_PR_SET_PTRACER, pid)
 
 
 def _prctl(option: int, value: int | bytes) -> None:

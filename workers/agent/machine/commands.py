@@ -66,6 +66,8 @@ class Fork(CommandBase, frozen=True):
     stage_every_steps: int = 0
     twins: tuple[int, ...] = ()
     """Local ranks of this launch with the same shard index, its own included."""
+    code: str = ""
+    """The archive in whose files it runs; empty: in those of the node."""
 
 
 class RefillStandbys(CommandBase, frozen=True):

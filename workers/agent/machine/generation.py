@@ -5,8 +5,11 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec.structs import replace
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import (
@@ -19,6 +22,7 @@ from holdfast.orchestrator.protocol.facts import (
     report_fields,
 )
 from holdfast.orchestrator.protocol.messages import (
+    Inspected,
     Launched,
     LaunchWorkers,
     ShardStaged,
@@ -30,8 +34,13 @@ from holdfast.workers import worker_protocol
 
 from . import commands
 from .commands import Command
+from .script_progress import SECOND_NS as SECOND_NS
+from .script_progress import ScriptProgress
 
-SECOND_NS = 1_000_000_000
+MAX_INSPECTED_BYTES = 4096
+"""Of one stack in Inspected: the innermost 40 frames."""
+LOOK_AT_SAVES_S = 0.5
+"""Workers that end a save are asked so often whether they wait for a peer that is gone."""
 SIGKILL, SIGTERM, SIGSTOP = 9, 15, 19
 """Linux numbers. The signal module does IO, which a pure machine must not import."""
 
@@ -52,11 +61,16 @@ class Worker:
     pulse_ns: int = 0
     idle_s: float = 0.0
     """As of the last measurement."""
-    last: worker_protocol.Progress | None = None
+    last: worker_protocol.Progress | worker_protocol.Reported | None = None
+    script: ScriptProgress = field(default_factory=ScriptProgress)
+    collectives: int = 0
+    collectives_ns: int = 0
+    """When that number was last seen to grow."""
     failed: worker_protocol.Failed | None = None
     finished: bool = False
     signals: set[int] = field(default_factory=set)
-    """Signals that the controller ordered."""
+    """Signals that the controller ordered; SIGTERM may have come as a StopNotice."""
+    wants_notice: bool = False
 
     def received(self, now_ns: int, message: worker_protocol.FromWorker) -> None:
         """Record a message of the worker as pulse and, unless it is only a Pulse, as progress."""
@@ -66,12 +80,24 @@ class Worker:
                 self.phase = message.phase
             case worker_protocol.Progress():
                 self.step, self.last, self.phase = message.step, message, "train"
+                self.script.source = "session"
+            case worker_protocol.Reported():
+                found = self.script.received(now_ns, message)
+                if found is not None:
+                    self.step, self.last, self.phase = found.step, found, "train"
             case worker_protocol.Failed():
                 self.failed = message
             case worker_protocol.Finished():
                 self.finished = True
                 self.phase = "finish"
             case worker_protocol.Pulse():
+                if message.collectives != self.collectives:
+                    self.collectives, self.collectives_ns = message.collectives, now_ns
+                return
+            case worker_protocol.ImportsReported():
+                return
+            case worker_protocol.StopNoticeWanted():
+                self.wants_notice = True
                 return
             case _:
                 pass
@@ -88,8 +114,13 @@ class Worker:
             quiet_s=(now_ns - max(self.progress_ns, self.since_ns)) / SECOND_NS,
             pulse_age_s=(now_ns - max(self.pulse_ns, self.since_ns)) / SECOND_NS,
             stopped=stopped,
-            work_s=last.work_s,
+            work_s=getattr(last, "work_s", 0.0),
             idle_s=self.idle_s,
+            counted_by=self.script.source,
+            began_after=self.script.began_after,
+            began_s=self.script.began_s(now_ns),
+            collectives=self.collectives,
+            collectives_age_s=(now_ns - max(self.collectives_ns, self.since_ns)) / SECOND_NS,
             **report_fields(last),
         )
 
@@ -132,11 +163,15 @@ class Worker:
 
 @dataclass
 class Stopping:
-    """A stop in progress. Without grace: kill at once. Else: SIGTERM, the grace, SIGKILL."""
+    """A stop in progress. Without grace: kill at once, but for workers that end a save. Else:
+    SIGTERM or StopNotice, the grace, SIGKILL."""
 
     action_ids: list[int]
     grace_s: float
-    stage: Literal["begin", "stacks", "term", "kill"] = "begin"
+    save_grace_s: float = 0.0
+    after_step: int = -1
+    saves_until_ns: int = 0
+    stage: Literal["begin", "stacks", "save", "term", "kill"] = "begin"
     deadline_ns: int | None = None
     stacks: tuple[Stack, ...] = ()
 
@@ -199,7 +234,15 @@ class Generation:
             worker.idle_s = idle_s.get(rank, 0.0)
 
     def min_step(self) -> int:
-        return min((worker.step for worker in self.workers.values()), default=-1)
+        """Of all workers; of a script, of those that report steps."""
+        workers = self.workers.values()
+        reporting = [w for w in workers if w.script.source in ("script", "posted")]
+        return min((worker.step for worker in reporting or workers), default=-1)
+
+    def communicates(self) -> bool:
+        """All workers of a script that reports nothing have begun collectives."""
+        workers = self.workers.values()
+        return all(w.ticks == 0 and w.collectives >= limits.BEGUN_COLLECTIVES for w in workers)
 
     def twins(self) -> dict[int, tuple[int, ...]]:
         """Shard index -> the local ranks that hold it, in ascending order."""
@@ -211,7 +254,9 @@ class Generation:
     # -- stop ---------------------------------------------------------------------------------
     def begin_stop(self, now_ns: int, message: StopWorkers, stack_limit_s: float) -> list[Command]:
         """The first StopWorkers of this generation."""
-        stop = self.stop = Stopping([message.action_id], message.grace_s)
+        stop = self.stop = Stopping(
+            [message.action_id], message.grace_s, message.save_grace_s, message.after_step
+        )
         if not (message.stacks and self.alive):
             return self.continue_stop(now_ns, stop)
         stop.stage, stop.deadline_ns = "stacks", now_ns + int(stack_limit_s * SECOND_NS)
@@ -219,21 +264,64 @@ class Generation:
         return [commands.TakeStacks(self.generation, ranks)]
 
     def continue_stop(self, now_ns: int, stop: Stopping) -> list[Command]:
-        """The next stage: SIGTERM, then SIGKILL."""
+        """The next stage: SIGTERM or a notice, then SIGKILL."""
+        if stop.grace_s <= 0 and stop.save_grace_s > 0 and stop.stage in ("begin", "save"):
+            return self._wait_for_saves(now_ns, stop)
         if stop.grace_s <= 0 or stop.stage == "term":
             return self.kill_all()
         stop.stage, stop.deadline_ns = "term", now_ns + int(stop.grace_s * SECOND_NS)
-        return self._signal_all(SIGTERM)
+        noticed = [w for w in self.alive if w.wants_notice and w.step < stop.after_step]
+        others = [w for w in self.alive if w not in noticed]
+        for worker in noticed:
+            worker.signals.add(SIGTERM)
+        notice = worker_protocol.StopNotice(after_step=stop.after_step, grace_s=stop.grace_s)
+        out = [commands.ToRank(self.generation, w.seat.rank, notice) for w in noticed]
+        return [*out, *self._signal(others, SIGTERM)]
+
+    def _wait_for_saves(self, now_ns: int, stop: Stopping) -> list[Command]:
+        """Kill all but the workers in a declared save, and look what those do."""
+        if stop.stage == "begin":
+            stop.saves_until_ns = now_ns + int(stop.save_grace_s * SECOND_NS)
+        saving = tuple(worker.seat.rank for worker in self.alive if worker.phase == "save")
+        if not saving or now_ns >= stop.saves_until_ns:
+            return self.kill_all()
+        stop.stage = "save"
+        out = self.no_longer_saves()
+        stop.deadline_ns = min(stop.saves_until_ns, now_ns + int(LOOK_AT_SAVES_S * SECOND_NS))
+        return [*out, commands.InspectWorkers(self.generation, saving)]
+
+    def no_longer_saves(self, ranks: Iterable[int] = ()) -> list[Command]:
+        """In a stop that waits for saves: kill workers that are in none, and `ranks`, which wait
+        for their peers."""
+        if self.stop is None or self.stop.stage != "save":
+            return []
+        chosen = frozenset(ranks)
+        over = [w for w in self.alive if w.phase != "save" or w.seat.rank in chosen]
+        return self._signal([w for w in over if SIGKILL not in w.signals], SIGKILL)
 
     def kill_all(self) -> list[Command]:
         stop = self.stop = self.stop or Stopping([], 0.0)
         stop.stage, stop.deadline_ns = "kill", None
-        return self._signal_all(SIGKILL)
+        return self._signal(self.alive, SIGKILL)
 
-    def _signal_all(self, signal: int) -> list[Command]:
-        for worker in self.alive:
+    def _signal(self, workers: list[Worker], signal: int) -> list[Command]:
+        for worker in workers:
             worker.signals.add(signal)
-        return [commands.Kill(self.generation, worker.seat.rank, signal) for worker in self.alive]
+        return [commands.Kill(self.generation, worker.seat.rank, signal) for worker in workers]
+
+
+def inspected(
+    group: Generation | None, generation: int, stacks: tuple[Stack, ...]
+) -> list[Command]:
+    """What inspected workers do: for the controller, or for a stop that waits for their saves.
+    Texts of ranks that wait for their peers show the same collective, so they stay here."""
+    if group is not None and group.generation == generation and group.stop is not None:
+        return group.no_longer_saves(stack.rank for stack in stacks if stack.in_collective)
+    short = tuple(
+        replace(stack, text="" if stack.in_collective else stack.text[:MAX_INSPECTED_BYTES])
+        for stack in stacks
+    )
+    return [commands.Send(Inspected(generation=generation, stacks=short))]
 
 
 def launched(action_id: int, generation: int, *, ok: bool, detail: str) -> Command:

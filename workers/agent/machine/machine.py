@@ -28,6 +28,7 @@ from .generation import (
     Generation,
     Worker,
     exit_report,
+    inspected,
     launched,
     stage_result,
 )
@@ -38,8 +39,6 @@ from .preemption import Preemption
 RESENT = m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
-MAX_INSPECTED_BYTES = 4096
-"""Of one stack in Inspected: the innermost 40 frames."""
 
 
 class AgentMachine:
@@ -48,14 +47,11 @@ class AgentMachine:
     def __init__(
         self, *, job: str, node: str, token: str, slots: int, timing: MachineTiming | None = None
     ) -> None:
-        self.job = job
-        self.node = node
-        self.slots = slots
+        self.job, self.node, self.slots = job, node, slots
         self.tiers = CheckpointTiers()
         self.group: Generation | None = None
         self.welcome: m.Welcome | None = None
-        self._timing = timing or MachineTiming()
-        self._token = token
+        self._timing, self._token = timing or MachineTiming(), token
         self._fence = 0
         """The highest generation that may not be launched (again)."""
         self._waiting: m.LaunchWorkers | None = None
@@ -147,7 +143,7 @@ class AgentMachine:
                 self.tiers.memory.measured(given)
                 return []
             case inputs.WorkersInspected():
-                return self._inspected(given)
+                return inspected(self.group, given.generation, given.stacks)
             case inputs.StacksTaken():
                 return self._stacks_taken(now_ns, given)
             case inputs.PortOffered():
@@ -332,7 +328,9 @@ class AgentMachine:
         for seat in message.seats:
             # A packet holds the sources of one shard; this machine keeps those of all of them.
             for_rank = membership.with_sources_of([seat.shard])
-            out.append(commands.Fork(for_rank, message.node_rank, seat, every, twins[seat.shard]))
+            shared = twins[seat.shard]
+            fork = commands.Fork(for_rank, message.node_rank, seat, every, shared, message.code)
+            out.append(fork)
         return [*out, commands.OfferPort()]
 
     def _forked(self, given: inputs.WorkerForked) -> list[Command]:
@@ -382,7 +380,9 @@ class AgentMachine:
         message = given.message
         worker.received(now_ns, message)
         match message:
-            case worker_protocol.Progress():
+            case worker_protocol.PhaseChanged():
+                return group.no_longer_saves()
+            case worker_protocol.Progress() | worker_protocol.Reported() | worker_protocol.Pulse():
                 return self._advanced(now_ns, group)
             case worker_protocol.BufferRequest():
                 return self.tiers.request(group, worker.seat, message)
@@ -394,13 +394,16 @@ class AgentMachine:
                 return self.tiers.fetch(group, given.rank, message.shard)
             case worker_protocol.Finished():
                 return self.tiers.finished(group, worker.seat)
+            case worker_protocol.ImportsReported():  # it trains: standbys can be made ready for it
+                self._schedule_refill(now_ns, self._timing.refill_delay_s)
+                return []
             case _:
                 return []
 
     def _advanced(self, now_ns: int, group: Generation) -> list[Command]:
         """The first step of a generation ends its recovery, so it is reported at once. Later steps
-        are in the regular heartbeats."""
-        if group.advanced or group.min_step() <= group.after_step:
+        are in the regular heartbeats. Of a script that reports none its collectives count."""
+        if group.advanced or (group.min_step() <= group.after_step and not group.communicates()):
             return []
         group.advanced = True
         self._schedule_refill(now_ns, self._timing.refill_delay_s)
@@ -430,16 +433,6 @@ class AgentMachine:
             return []
         ranks = tuple(worker.seat.rank for worker in group.alive)
         return [commands.InspectWorkers(group.generation, ranks)]
-
-    def _inspected(self, given: inputs.WorkersInspected) -> list[Command]:
-        """Texts of ranks that wait for their peers show the same collective, so they stay here."""
-        stacks = tuple(
-            msgspec.structs.replace(
-                stack, text="" if stack.in_collective else stack.text[:MAX_INSPECTED_BYTES]
-            )
-            for stack in given.stacks
-        )
-        return [commands.Send(m.Inspected(generation=given.generation, stacks=stacks))]
 
     # -- a requested step ---------------------------------------------------------------------
     def _request_stage(self, group: Generation | None, message: m.Stage) -> list[Command]:

@@ -1,5 +1,5 @@
-"""Messages between agent and forkserver: msgpack packets with file descriptors on a SOCK_SEQPACKET
-socket pair."""
+"""Messages between agent and forkserver, and between forkserver and import template: msgpack
+packets with file descriptors on a SOCK_SEQPACKET socket pair."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
     worker: int
     local_rank: int = -1
     """That a standby will probably get; -1: unknown."""
+    modules: tuple[str, ...] = ()
+    """That workers of this script imported. A template forks it with them, or a standby imports
+    them while it waits."""
 
 
 class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):
@@ -57,11 +60,27 @@ class ProcessEnded(ForkMessage, frozen=True, kw_only=True, tag="ended"):
     signal: int | None
 
 
+class ImportsReady(ForkMessage, frozen=True, kw_only=True, tag="ready"):
+    """An import template has imported its modules, and forks from now on."""
+
+
+class ImportLeftOut(ForkMessage, frozen=True, kw_only=True, tag="left-out"):
+    """An import template must not fork any more, and ends."""
+
+    modules: tuple[str, ...]
+    """That the next template does not import. The first one is what was imported, the others are
+    what it imported."""
+    problem: str
+
+
 ToForkserver = ConfigureForkserver | ForkWorker | SignalWorker
 FromForkserver = Forked | NotForked | ProcessEnded
+FromTemplate = ImportsReady | ImportLeftOut | Forked | NotForked
+
+Packet = ToForkserver | FromForkserver | FromTemplate
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(ToForkserver | FromForkserver)
+_DECODER = msgspec.msgpack.Decoder(Packet)
 
 
 def send(link: socket.socket, message: ForkMessage, fds: tuple[int, ...] = ()) -> None:
@@ -78,7 +97,7 @@ def decode_configure(data: bytes) -> ConfigureForkserver:
     return msgspec.msgpack.decode(data, type=ConfigureForkserver)
 
 
-def receive(link: socket.socket) -> tuple[ToForkserver | FromForkserver | None, list[int]]:
+def receive(link: socket.socket) -> tuple[Packet | None, list[int]]:
     """The next message and its descriptors; (None, []) when the peer has closed."""
     data, fds = packets.receive(link, _MAX_FDS)
     return (_DECODER.decode(data) if data else None), fds

@@ -12,13 +12,19 @@ import selectors
 import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
 from holdfast.orchestrator.protocol import python_command
 
 from ..linux import output, processes
-from . import fork_protocol, preload, user_modules, worker_main
+from . import entrypoint, fork_protocol, preload, user_modules, worker_main
+from .import_template import ImportTemplate
+
+IMPORT_TIME_S = 120.0
+"""A template that imports longer is ended; each standby imports the modules itself then."""
 
 
 def start() -> tuple[int, socket.socket]:
@@ -47,11 +53,20 @@ class Forkserver:
         """`configured`: of the forkserver that this one replaces, see _start_again."""
         self._link = link
         self._configured = configured
+        self._agent = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, int] = {}
         """Worker number -> pid."""
         self._job: TrainingJob | None = None
         self._directory = "."
+        self._inherited = frozenset(sys.modules)
+        self._template: ImportTemplate | None = None
+        self._template_due_s = 0.0
+        self._left_out: frozenset[str] = frozenset()
+        """Modules that no template imports."""
+        self._templates_failed = False
+        self._signals: dict[int, list[int]] = {}
+        """Number of a worker that waits for the template -> the signals that it gets."""
 
     def serve(self) -> NoReturn:
         os.setpgid(0, 0)  # Ctrl-C in the terminal is for the command line only
@@ -62,11 +77,15 @@ class Forkserver:
         if self._configured:
             self._configure(fork_protocol.decode_configure(self._configured))
         while True:
-            for event, _mask in self._selector.select():
-                if event.data is None:
+            for event, _mask in self._selector.select(self._wait_s()):
+                if event.fileobj is self._link:
                     self._on_request()
-                else:
+                elif event.data is not None:
                     self._reap(*event.data)
+                elif self._template is not None and event.fileobj is self._template.link:
+                    self._on_template(self._template)
+            if self._wait_s() == 0:
+                self._template_failed(f"it imports for {IMPORT_TIME_S:g} s")
 
     # -- requests -----------------------------------------------------------------------------
     def _on_request(self) -> None:
@@ -79,14 +98,26 @@ class Forkserver:
                 job = self._configure(message)
                 if first and (problem := user_modules.import_before_fork(job)):
                     self._start_again(message, problem)
+                self._inherited = frozenset(sys.modules)
             case fork_protocol.ForkWorker():
-                self._fork(message, *fds)
+                self._on_fork(message, fds)
             case fork_protocol.SignalWorker():
-                pid = self._workers.get(message.worker)
-                if pid is not None:
+                if message.worker in self._signals:
+                    self._signals[message.worker].append(message.signal)
+                elif (pid := self._workers.get(message.worker)) is not None:
                     _signal_group(pid, message.signal)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
+
+    def _on_fork(self, message: fork_protocol.ForkWorker, fds: list[int]) -> None:
+        template = self._template_for(message)
+        if template is None:
+            self._fork(message, fds)
+        elif template.ready:
+            self._fork_from(template, message, fds)
+        else:
+            self._signals[message.worker] = []
+            template.waiting.append((message, fds))
 
     def _configure(self, message: fork_protocol.ConfigureForkserver) -> TrainingJob:
         job = self._job = job_from_mapping(message.spec)
@@ -110,10 +141,7 @@ class Forkserver:
         environment = {**os.environ, **preload.SINGLE_THREADED}
         os.execve(command[0], [*command, *arguments], environment)
 
-    def _fork(
-        self, request: fork_protocol.ForkWorker, wire_fd: int, stack_fd: int, asked_fd: int
-    ) -> None:
-        worker = request.worker
+    def _fork(self, request: fork_protocol.ForkWorker, fds: Sequence[int]) -> None:
         assert self._job is not None, "Configure comes before the first fork"
         assert preload.num_threads() == 1, "a library has started a thread in the forkserver"
         output.flush()  # after the fork both processes would write what is buffered
@@ -121,27 +149,123 @@ class Forkserver:
         try:
             pid = os.fork()
         except OSError as error:
-            for fd in (wire_fd, stack_fd, asked_fd):
+            for fd in fds:
                 os.close(fd)
             detail = f"fork: {error.strerror}"
-            fork_protocol.send(self._link, fork_protocol.NotForked(worker=worker, detail=detail))
+            self._not_forked(fork_protocol.NotForked(worker=request.worker, detail=detail))
             return
         if pid == 0:
             try:
                 processes.die_with(server)
-                processes.name_process("standby")
-                os.setsid()
-                _close_all_but(wire_fd, stack_fd, asked_fd)
-                worker_main.run(
-                    wire_fd, stack_fd, asked_fd, self._job, self._directory, request.local_rank
-                )
+                self._run_worker(request, fds)
             finally:
                 os._exit(1)
-        for fd in (wire_fd, stack_fd, asked_fd):
+        for fd in fds:
             os.close(fd)
-        self._workers[worker] = pid
-        self._watch(pid, worker)
-        fork_protocol.send(self._link, fork_protocol.Forked(worker=worker, pid=pid))
+        self._forked(fork_protocol.Forked(worker=request.worker, pid=pid))
+
+    def _run_worker(self, request: fork_protocol.ForkWorker, fds: Sequence[int]) -> NoReturn:
+        """In the new process."""
+        assert self._job is not None
+        processes.name_process("standby")
+        processes.allow_reading_by(self._agent)
+        os.setsid()
+        _close_all_but(*fds)
+        worker_main.run(
+            entrypoint.Descriptors(*fds), self._job, self._directory, request, self._inherited
+        )
+
+    def _forked(self, message: fork_protocol.Forked) -> None:
+        self._workers[message.worker] = message.pid
+        self._watch(message.pid, message.worker)
+        fork_protocol.send(self._link, message)
+        for number in self._signals.pop(message.worker, ()):
+            _signal_group(message.pid, number)
+
+    def _not_forked(self, message: fork_protocol.NotForked) -> None:
+        self._signals.pop(message.worker, None)
+        fork_protocol.send(self._link, message)
+
+    # -- the template -------------------------------------------------------------------------
+    def _template_for(self, request: fork_protocol.ForkWorker) -> ImportTemplate | None:
+        """A worker that has a rank already does not wait for a template that still imports."""
+        if not request.modules or self._templates_failed:
+            return None
+        template, standby = self._template, request.local_rank >= 0
+        if standby and (template is None or not template.serves(request.modules)):
+            template = self._start_template(request.modules)
+        return template if template is not None and (standby or template.ready) else None
+
+    def _start_template(self, modules: Sequence[str]) -> ImportTemplate:
+        assert self._job is not None, "Configure comes before the first fork"
+        waiting = self._end_template()
+        template = ImportTemplate(self._job, modules, self._left_out, self._run_worker)
+        self._template, self._template_due_s = template, time.monotonic() + IMPORT_TIME_S
+        self._selector.register(template.link, selectors.EVENT_READ, None)
+        template.waiting = waiting
+        return template
+
+    def _end_template(self) -> list[tuple[fork_protocol.ForkWorker, list[int]]]:
+        """The requests that waited for it."""
+        template, self._template = self._template, None
+        if template is None:
+            return []
+        self._selector.unregister(template.link)
+        template.kill()
+        self._watch(template.pid, -1)
+        return template.waiting
+
+    def _fork_from(
+        self, template: ImportTemplate, request: fork_protocol.ForkWorker, fds: list[int]
+    ) -> None:
+        try:
+            answer = template.fork(request, fds)
+        except OSError as error:
+            template.waiting.insert(0, (request, fds))
+            self._template_failed(str(error))
+            return
+        for fd in fds:
+            os.close(fd)
+        if isinstance(answer, fork_protocol.Forked):
+            self._forked(answer)
+        else:
+            self._not_forked(answer)
+
+    def _on_template(self, template: ImportTemplate) -> None:
+        try:
+            message, _fds = fork_protocol.receive(template.link)
+        except ConnectionResetError:
+            message = None
+        match message:
+            case fork_protocol.ImportsReady():
+                template.ready = True
+                while template.waiting and template is self._template:
+                    self._fork_from(template, *template.waiting.pop(0))
+            case fork_protocol.ImportLeftOut():
+                self._left_out |= set(message.modules)
+                print(
+                    f"learned imports: the import of {message.modules[0]} {message.problem}, and "
+                    "such a process must not fork; each standby imports it itself",
+                    file=sys.stderr,
+                )
+                self._start_template(template.modules)
+            case None:
+                self._template_failed("it ended")
+            case _:
+                raise AssertionError(f"the template sent {type(message).__name__}")
+
+    def _template_failed(self, why: str) -> None:
+        """Do without one; the standbys import by themselves."""
+        print(f"learned imports: {why}; each standby imports them itself", file=sys.stderr)
+        self._templates_failed = True
+        for request, fds in self._end_template():
+            self._fork(request, fds)
+
+    def _wait_s(self) -> float | None:
+        """Until the template's time is up; None: no limit."""
+        if self._template is None or self._template.ready:
+            return None
+        return max(0.0, self._template_due_s - time.monotonic())
 
     # -- exits --------------------------------------------------------------------------------
     def _watch(self, pid: int, worker: int) -> None:
@@ -167,6 +291,8 @@ class Forkserver:
     def _end_orphans(self) -> None:
         """Kill processes that a worker left in other process groups: they are our children now."""
         known = set(self._workers.values())
+        if self._template is not None:
+            known.add(self._template.pid)
         known |= {key.data[0] for key in self._selector.get_map().values() if key.data}
         for pid in processes.children():
             if pid not in known:
@@ -176,6 +302,8 @@ class Forkserver:
 
     def _end(self) -> NoReturn:
         """The agent has closed the socket: end all workers."""
+        if self._template is not None:
+            self._template.kill()
         for pid in self._workers.values():
             _signal_group(pid, signal.SIGKILL)
         for pid in self._workers.values():

@@ -84,6 +84,12 @@ def in_collective(text: str) -> bool:
     return waits_for_peers(activity(text))
 
 
+def in_one_form(frame: str) -> str:
+    """`function (file:line)`, of a frame that faulthandler or py-spy has written."""
+    found = _FAULTHANDLER.search(frame) or _PY_SPY.search(frame)
+    return f"{found['name']} ({found['file']}:{found['line']})" if found else frame
+
+
 def main_frames(text: str) -> list[str]:
     """Innermost first. faulthandler calls the main thread `Current thread` (the signal goes there)
     and prints it last; py-spy calls it `MainThread`."""

@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.protocol.facts import Stack, StackActivity
+from holdfast.orchestrator.protocol.rank_stacks import RankStacks, spans_of
 
 from ..linux import processes
-from . import stack_activity
+from . import py_spy, stack_activity
 from .stack_activity import Inspection
 
 FAULTHANDLER_TIMEOUT_S = 0.4
@@ -29,6 +27,11 @@ INSPECTION_TIMEOUT_S = 0.7
 CLASSIFY_TIMEOUT_S = 0.2
 UNABLE = ("T", "t", "D", "Z", "")
 """States in which a process answers nothing."""
+SHOWN_TIMEOUT_S = 6.0
+"""For py-spy, where a user waits and no recovery does."""
+MAX_SPIES = 8
+"""At the same time, for a user."""
+STATES = {"T": "stopped", "t": "stopped", "D": "blocked in the kernel", "Z": "ended", "": "ended"}
 
 Ask = Callable[[int, float], Awaitable[Inspection]]
 """(rank, timeout) -> what its pulse thread reports."""
@@ -48,6 +51,39 @@ async def inspect(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[Stack,
     pulse threads are asked, and a worker that does not answer has no text."""
     jobs = [_inspect_one(rank, pid, ask) for rank, (pid, _fd) in workers.items()]
     return tuple(await asyncio.gather(*jobs))
+
+
+async def show(workers: dict[int, tuple[int, int]], ask: Ask) -> tuple[RankStacks, ...]:
+    """Stacks of ranks that go on, for a user: of a rank whose pulse thread does not answer, py-spy
+    reads it without a signal."""
+    few = asyncio.Semaphore(MAX_SPIES)
+    jobs = [_show_one(rank, pid, ask, few) for rank, (pid, _fd) in workers.items()]
+    return tuple(await asyncio.gather(*jobs))
+
+
+async def _show_one(rank: int, pid: int, ask: Ask, few: asyncio.Semaphore) -> RankStacks:
+    state = processes.state_of(pid)
+    answer = Inspection() if state in UNABLE else await ask(rank, INSPECTION_TIMEOUT_S)
+    text, problem = answer.text, ""
+    if not text and state not in ("Z", ""):
+        dump = ("dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
+        try:
+            async with few:
+                out = await py_spy.run(*dump, timeout_s=SHOWN_TIMEOUT_S)
+            text = out.decode(errors="replace")
+        except py_spy.SpyError as error:
+            problem = str(error)
+    state = processes.state_of(pid)
+    shown = await _stack(rank, text, state, answer)
+    frames = tuple(map(stack_activity.in_one_form, stack_activity.main_frames(shown.text)))
+    return RankStacks(
+        ranks=(rank,),
+        frames=frames,
+        activity=shown.activity,
+        state=STATES.get(state, ""),
+        problem="" if frames else problem or "its main thread runs no Python",
+        collectives=spans_of(answer.groups),
+    )
 
 
 async def _take_one(rank: int, pid: int, stack_fd: int, ask: Ask) -> Stack:
@@ -102,25 +138,14 @@ async def _from_faulthandler(pid: int, stack_fd: int) -> str:
 
 
 async def _from_py_spy(pid: int) -> str:
-    """py-spy reads the memory of the process. --nonblocking: it never leaves the process paused."""
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else shutil.which("py-spy")
-    if tool is None:
-        return ""
-    spy = await asyncio.create_subprocess_exec(
-        tool, "dump", "--nonblocking", "--pid", str(pid),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
     try:
-        async with asyncio.timeout(limits.STACK_TIMEOUT_S - FAULTHANDLER_TIMEOUT_S):
-            out, _ = await spy.communicate()
-    except TimeoutError:
-        spy.kill()
-        await spy.wait()
+        found = await py_spy.run(
+            "dump", "--nonblocking", "--pid", str(pid),
+            timeout_s=limits.STACK_TIMEOUT_S - FAULTHANDLER_TIMEOUT_S,
+        )  # fmt: skip
+    except py_spy.SpyError:
         return ""
-    return out.decode(errors="replace") if spy.returncode == 0 else ""
+    return found.decode(errors="replace")
 
 
 def shorten(text: str) -> str:

@@ -7,15 +7,22 @@ starts again without it, and each standby imports the modules itself.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import os
 import sys
+import sysconfig
+from collections.abc import Sequence
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import Problem, UserError
 
 from ..process import process_env
 from . import preload
+
+MAX_NAMES_BYTES = 100_000
+"""Of the names in one message: about 3,000 modules."""
 
 
 def import_before_fork(job: TrainingJob) -> str:
@@ -26,17 +33,44 @@ def import_before_fork(job: TrainingJob) -> str:
     process_env.adopt(job.spec.env)  # libraries read it when they are imported
     for name in job.spec.preload:
         import_quietly(name)
-        if problem := _cannot_fork():
+        if problem := cannot_fork():
             return f"the import of {name} {problem}"
     gc.collect()
     gc.freeze()
     return ""
 
 
-def import_after_fork(job: TrainingJob) -> None:
-    """In a standby, while it waits for a rank."""
+def import_after_fork(job: TrainingJob, learned: Sequence[str] = ()) -> None:
+    """In a standby, while it waits for a rank. `learned`: what workers of the script imported; the
+    script imports by itself what cannot be imported here."""
+    if job.spec.preload or learned:
+        process_env.adopt(job.spec.env)  # libraries read it when they are imported
     for name in job.spec.preload:
         import_quietly(name)
+    for name in learned:
+        import_if_possible(name)
+
+
+def import_if_possible(name: str) -> None:
+    """The script reports what cannot be imported, if it needs it."""
+    with contextlib.suppress(Exception, SystemExit):
+        importlib.import_module(name)
+
+
+def installed_since(before: frozenset[str]) -> tuple[str, ...]:
+    """The installed modules among those imported since, in their order. Not those of the standard
+    library, which are quick, nor the user's own, which may be edited before the next start."""
+    places = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+    found, size = [], 0
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        if name in before or not origin.startswith(places):
+            continue
+        size += len(name)
+        if size > MAX_NAMES_BYTES:
+            break
+        found.append(name)
+    return tuple(found)
 
 
 def import_quietly(name: str) -> None:
@@ -59,7 +93,8 @@ def expect_imported(job: TrainingJob) -> None:
             raise UserError(str(problem)) from None
 
 
-def _cannot_fork() -> str:
+def cannot_fork() -> str:
+    """Why this process must not fork, "" if it may."""
     if (threads := preload.num_threads()) > 1:
         return f"started {threads - 1} threads"
     torch = sys.modules.get("torch")

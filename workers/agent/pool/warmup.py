@@ -67,7 +67,9 @@ def warm(job: TrainingJob, directory: str = ".") -> None:
 
 def calls_session(job: TrainingJob, directory: str) -> bool:
     """Whether the entry file itself imports holdfast.session. The file is parsed, not run."""
-    entry = job.spec.entrypoint
+    entry = job.spec.entrypoint.program
+    if entry.is_foreign:
+        return False
     name = entry.script or (entry.module or "").replace(".", "/") + ".py"
     try:
         tree = ast.parse(files.resolve(directory, job.spec.working_directory, name).read_bytes())

@@ -12,7 +12,6 @@ import faulthandler
 import importlib
 import importlib.util
 import os
-import re
 import runpy
 import select
 import signal
@@ -20,12 +19,14 @@ import socket
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.command_line import Program
 from holdfast.orchestrator.errors import Problem, UserError
 from holdfast.orchestrator.protocol import files
 from holdfast.workers import worker_protocol, worker_transport
@@ -33,48 +34,47 @@ from holdfast.workers import worker_protocol, worker_transport
 from ..linux import output as streams
 from ..linux import processes
 from ..process import process_env
-from . import gpu_context, user_modules
+from . import entrypoint, fork_protocol, gpu_context, user_modules
+from .failures import encodable, is_out_of_memory, is_secondary, text_of
 
 _PACKAGE = __file__.removesuffix("workers/agent/pool/worker_main.py")
-_PEER_GONE = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
-    r"|remote peer|Socket closed|Connection was likely closed|Timed out waiting|recvValue failed"
-    r"|failed to recv|NCCL communicator was aborted|ncclRemoteError|ncclSystemError"
-    r"|Connection refused|Connection timed out|wait timeout|unexpected EOF",
-    re.IGNORECASE,
-)
-_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
 _RESERVE_BYTES = 2 * 2**20
 """Freed when the entrypoint has failed: a report of a failure for lack of memory needs some."""
-_TORCH_DISTRIBUTED = re.compile(r"gloo|nccl|c10d|TCPStore|ProcessGroup|Watchdog", re.IGNORECASE)
-_NETWORK_ERRORS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistQueueEmptyError"}
 
 
 def run(
-    wire_fd: int, stack_fd: int, asked_fd: int, job: TrainingJob, directory: str, local_rank: int
+    descriptors: entrypoint.Descriptors,
+    job: TrainingJob,
+    directory: str,
+    request: fork_protocol.ForkWorker,
+    inherited: frozenset[str],
 ) -> NoReturn:
-    """Everything from the fork to the end of the process."""
-    link = socket.socket(fileno=wire_fd)
+    """Everything from the fork to the end of the process. `inherited`: the modules that every
+    worker has; the others are those of the script."""
+    link = socket.socket(fileno=descriptors.wire)
     code = 1
     reserve: list[bytearray] = []
     try:
         _reset_signals()
-        faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=descriptors.stack, all_threads=True)
         if not select.select([link], [], [], 0)[0]:  # a standby: Assign has not come yet
-            gpu_context.open_context(job, local_rank)
-            user_modules.import_after_fork(job)
+            gpu_context.open_context(job, request.local_rank)
+            user_modules.import_after_fork(job, request.modules)
             _warm(job, directory)
         assign, output = worker_transport.receive(link)
         if assign is None:  # the agent has ended, or does not need this standby
             os._exit(0)
         assert isinstance(assign, worker_protocol.Assign)
-        _set_up(assign, job, wire_fd, output)
+        _set_up(assign, job, descriptors.wire, output)
         worker_transport.attached = worker_transport.Attached(
-            link=link, assign=assign, job=job, inspection=socket.socket(fileno=asked_fd)
+            link=link, assign=assign, job=job, inspection=socket.socket(fileno=descriptors.asked)
         )
         reserve.append(bytearray(_RESERVE_BYTES))
+        program = entrypoint.prepare(job, descriptors, assign.packages)
+        if job.spec.entrypoint.recipe is None:
+            _start_pulse(job, inherited)
         user_modules.expect_imported(job)
-        _run_entrypoint(job)
+        _run_entrypoint(job, program)
         code = _leave(0)
     except SystemExit as error:
         code = _leave(_exit_code(error))
@@ -111,6 +111,8 @@ def _set_up(
     _open_streams(assign.log_file, output)
     process_env.adopt(assign.environment)
     os.environ[worker_transport.AGENT_FD] = str(wire_fd)
+    if assign.problem:
+        raise UserError(assign.problem)
     if problem := enter_directory(assign, job):
         raise UserError(str(problem))
     if "torch" in sys.modules:
@@ -146,26 +148,27 @@ def _open_streams(log_file: str, output: int | None) -> None:
 def enter_directory(assign: worker_protocol.Assign, job: TrainingJob) -> Problem | None:
     """Enter the working directory. Returns the problem if this node lacks it or the script."""
     entry, written = job.spec.entrypoint, job.spec.working_directory
+    script = entry.program.script
     try:
         directory = files.resolve(assign.spec_directory, written)
         os.chdir(directory)
-        if entry.script is not None:
-            files.resolve(directory, entry.script).stat()
+        if script is not None:
+            files.resolve(directory, script).stat()
         return None
     except OSError as error:
         why = f"{error.filename}: {error.strerror} on this node"
     if entry.recipe is not None and Path(written) == Path():
         _enter_logs(assign, why)
         return None
-    if entry.script is None:
+    if script is None:
         got, expected = f"{written} ({why})", "a directory of every node"
         return Problem("spec.workingDirectory", got, expected)
-    got, expected = f"{entry.script} ({why})", "a file of every node"
+    got, expected = f"{script} ({why})", "a file of every node"
     fix = (
-        "on Kubernetes it has to be in the image; on Ray, `holdfast submit` takes along what lies "
-        "beside the spec file"
+        "`holdfast run --kubernetes`, and on Ray `holdfast submit`, upload what lies beside the "
+        "spec file; other jobs on Kubernetes have the files of their image"
     )
-    return Problem("spec.entrypoint.script", got, expected, fix)
+    return Problem(entry.script_field, got, expected, fix)
 
 
 def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
@@ -175,21 +178,32 @@ def _enter_logs(assign: worker_protocol.Assign, why: str) -> None:
     print(f"not in the spec's directory ({why}), but in {logs.resolve()}", file=sys.stderr)
 
 
+def _start_pulse(job: TrainingJob, inherited: frozenset[str]) -> None:
+    """A thread that shows, also of a script without the session, whether the interpreter runs and
+    whether the rank begins collectives, and that reports its stack."""
+    from holdfast.workers.session import agent_channel  # with torch, which the forkserver has
+
+    channel = agent_channel.of_process()
+    assert channel is not None
+    learn = partial(user_modules.installed_since, inherited) if job.spec.learn_preload else None
+    channel.start_pulse(learn, of_script=True)
+
+
 # -- the entrypoint ---------------------------------------------------------------------------
-def _run_entrypoint(job: TrainingJob) -> None:
-    entry = job.spec.entrypoint
-    if entry.recipe is not None:
-        importlib.import_module(f"holdfast.workers.training.recipes.{entry.recipe.name}").main(job)
-    elif entry.script is not None:
-        script = str(files.resolve(Path.cwd(), entry.script).resolve())
-        sys.argv = [entry.script, *entry.args]
+def _run_entrypoint(job: TrainingJob, program: Program) -> None:
+    recipe = job.spec.entrypoint.recipe
+    if recipe is not None:
+        importlib.import_module(f"holdfast.workers.training.recipes.{recipe.name}").main(job)
+    elif program.script is not None:
+        script = str(files.resolve(Path.cwd(), program.script).resolve())
+        sys.argv = [program.script, *program.args]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
     else:
-        assert entry.module is not None
-        sys.argv = [entry.module, *entry.args]
+        assert program.module is not None
+        sys.argv = [program.module, *program.args]
         sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(entry.module, run_name="__main__", alter_sys=True)
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 
 # -- the end ----------------------------------------------------------------------------------
@@ -230,34 +244,14 @@ def _report_failure(link: socket.socket, error: BaseException) -> None:
 def failure_report(error: BaseException) -> worker_protocol.Failed:
     """The message about `error`. An exception of any kind has one: half of a surrogate pair, which
     UTF-8 cannot hold, is escaped, and a failing `__str__` is named."""
-    text = _encodable("".join(traceback.format_exception(error))).encode()
+    text = encodable("".join(traceback.format_exception(error))).encode()
     return worker_protocol.Failed(
-        error_type=_encodable(type(error).__qualname__),
-        message=_encodable(text_of(error))[: limits.MAX_TRACEBACK_BYTES // 4],
+        error_type=encodable(type(error).__qualname__),
+        message=encodable(text_of(error))[: limits.MAX_TRACEBACK_BYTES // 4],
         traceback=text[-limits.MAX_TRACEBACK_BYTES :].decode(errors="replace"),
         secondary=is_secondary(error),
         out_of_memory=is_out_of_memory(error),
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Host or device memory ran out: the same step may fit on another machine or mesh."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & {"MemoryError", "OutOfMemoryError"}:
-        return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(text_of(error)))
-
-
-def _encodable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
-
-
-def text_of(error: BaseException) -> str:
-    """The text of an exception whose `__str__` may fail."""
-    try:
-        return str(error)
-    except BaseException as second:
-        return f"<no text: __str__ raised {type(second).__name__}>"
 
 
 def _without_launcher(begin: TracebackType | None) -> TracebackType | None:
@@ -284,18 +278,3 @@ def script_part(begin: TracebackType | None) -> TracebackType | None:
 
 def _is_ours(begin: TracebackType | None) -> bool:
     return begin is not None and begin.tb_frame.f_code.co_filename == __file__
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether the error reports the loss of a peer or of the network: not the root cause."""
-    seen: BaseException | None = error
-    while seen is not None:
-        kind, message = type(seen).__name__, text_of(seen)
-        if kind in _NETWORK_ERRORS:
-            # DistBackendError is also raised for wrong use; its text then names no peer.
-            if kind != "DistBackendError" or _PEER_GONE.search(message):
-                return True
-        elif isinstance(seen, RuntimeError) and _PEER_GONE.search(message):
-            return bool(_TORCH_DISTRIBUTED.search(message))
-        seen = seen.__cause__
-    return False

@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
-from holdfast.orchestrator.protocol import python_command
+from holdfast.orchestrator.protocol import cgroup, python_command
 from holdfast.workers import worker_protocol, worker_transport
 
-from ..linux import cgroup, processes
+from ..linux import processes
 from ..machine import inputs
 from ..machine.inputs import Input
 from . import fork_protocol, last_output, preload
+from .learned_imports import LearnedImports
 from .stack_activity import Inspection
 
 OOM_KILLS_S = 2.0
@@ -74,6 +75,7 @@ class WorkerPool:
         """Kills of the kernel that were attributed to workers."""
         self._cold: subprocess.Popen[bytes] | None = None
         self._collecting: asyncio.Task[None] | None = None
+        self.imports = LearnedImports()
         self.printed: Callable[[int], str] = lambda rank: ""
         """The last output of a rank without a log file."""
 
@@ -98,7 +100,10 @@ class WorkerPool:
     def assign(self, assign: worker_protocol.Assign, output: int | None) -> None:
         """Send Assign and `output` to a standby, or to a new worker."""
         seat = (assign.membership.generation, assign.seat.rank)
-        standbys = (p for p in self._processes.values() if p.seat is None)
+        standbys = [p for p in self._processes.values() if p.seat is None]
+        if self.imports.known():
+            # One that is not forked yet may wait for a template that imports for seconds.
+            standbys = [p for p in standbys if p.pid]
         # Standbys that are already forked come first: they may be warm; then the one that may have
         # opened the rank's GPU.
         wanted = assign.seat.local_rank
@@ -165,7 +170,9 @@ class WorkerPool:
         asked.setblocking(False)
         process = WorkerProcess(self._next, ours, stack_fd, asked, local_rank=local_rank)
         self._processes[process.number] = process
-        fork = fork_protocol.ForkWorker(worker=process.number, local_rank=local_rank)
+        fork = fork_protocol.ForkWorker(
+            worker=process.number, local_rank=local_rank, modules=self.imports.known()
+        )
         self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
         asks.close()
@@ -312,6 +319,10 @@ class WorkerPool:
             elif isinstance(message, worker_protocol.CollectivesReport):
                 if process.answer is not None and not process.answer.done():
                     process.answer.set_result(Inspection(process.stack_text, message.groups))
+            elif isinstance(message, worker_protocol.ImportsReported):
+                self.imports.learned(message.modules)
+                if process.seat is not None:
+                    self._give(inputs.FromRank(*process.seat, message))
             elif process.seat is not None and isinstance(message, worker_protocol.FromWorker):
                 self._give(inputs.FromRank(*process.seat, message))
 

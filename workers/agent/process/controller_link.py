@@ -25,7 +25,7 @@ class ControllerLink:
         self,
         connector: Connector,
         on_up: Callable[[str], None],
-        on_message: Callable[[m.ToAgent], None],
+        on_message: Callable[[m.ToAgent | m.Question | m.CodePart], None],
         on_down: Callable[[], None],
     ) -> None:
         self._connector = connector
@@ -77,13 +77,15 @@ class ControllerLink:
         self._on_down()
         return welcomed
 
-    async def _read(self, reader: asyncio.StreamReader, welcomed: bool) -> m.ToAgent | None:
+    async def _read(
+        self, reader: asyncio.StreamReader, welcomed: bool
+    ) -> m.ToAgent | m.Question | m.CodePart | None:
         """The next message; None: the connection is over."""
         try:
             async with asyncio.timeout(None if welcomed else WELCOME_TIMEOUT_S):
                 length = frame_length(await reader.readexactly(HEADER_BYTES))
             message = m.decode(await reader.readexactly(length))
-            if isinstance(message, m.ToAgent):
+            if isinstance(message, m.ToAgent | m.Question | m.CodePart):
                 return message
             self._note(f"controller: {type(message).__name__} is not for agents; closing")
         except asyncio.IncompleteReadError:

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.protocol import hardware
 from holdfast.orchestrator.protocol import messages as m
-from holdfast.orchestrator.protocol.environment import worker_environment
+from holdfast.orchestrator.protocol.environment import PROGRESS_URL, worker_environment
 from holdfast.orchestrator.protocol.facts import NodeFacts, StagedShard
 from holdfast.orchestrator.protocol.messages import Endpoint
 from holdfast.workers import worker_protocol
@@ -47,6 +48,10 @@ from ..storage.shared_fetches import Fetched, SharedFetches
 from . import process_env
 from .connect import Connector, endpoint_in
 from .controller_link import ControllerLink, ReservedPort
+from .guarded_starts import GuardedStarts, StartSetting
+from .progress_server import ProgressServer
+from .questions import answer
+from .uploaded_code import UploadedCode
 
 R = TypeVar("R")
 Kind = Literal["upload", "push", "fetch", "touch"]
@@ -142,7 +147,7 @@ class AgentProcess:
         self._link = ControllerLink(
             Connector(where, self._credentials.client, options.tls_name),
             self._on_link,
-            lambda message: self._give(inputs.Received(message)),
+            self._received,
             lambda: self._give(inputs.LinkDown()),
         )
         self._ports = ReservedPort()
@@ -156,6 +161,10 @@ class AgentProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter = ActivityMeter()
         self._log_forwarder: LogForwarder | None = None
+        self._code = UploadedCode(self._link.send)
+        self._starts = GuardedStarts(self._start, self._give, self._link.send, self._code)
+        self._progress: ProgressServer | None = None
+        """Of a script."""
         self._rank_logs: set[Path] = set()
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
@@ -170,6 +179,7 @@ class AgentProcess:
         finally:
             if self._log_forwarder is not None:
                 self._log_forwarder.finish()
+            self._code.close()
 
     def _on_sigterm(self) -> None:
         grace_s = self._options.grace_s
@@ -207,8 +217,16 @@ class AgentProcess:
             self._busy = False
         self._set_timer()
 
+    def _received(self, message: m.ToAgent | m.Question | m.CodePart) -> None:
+        if isinstance(message, m.CodePart):
+            self._code.received(message)
+        elif isinstance(message, m.Question):
+            self._spawn(answer(message, self._workers, self._link.send))
+        else:
+            self._give(inputs.Received(message))
+
     def _memory_measured(self) -> Input:
-        limit, available = inventory.memory_bytes(), inventory.available_bytes()
+        limit, available = hardware.memory_bytes(), inventory.available_bytes()
         on_cpu = self._job is not None and not self._job.spec.resources.num_gpus
         return inputs.MemoryMeasured(limit, available, self._memory.allocated_bytes, on_cpu)
 
@@ -286,15 +304,14 @@ class AgentProcess:
     def _command_workers(self, command: WorkerCommand) -> None:
         match command:
             case commands.Fork():
-                try:
-                    self._fork(command)
-                except OSError as error:  # no directory for logs, or no descriptor is left
-                    seat = (command.membership.generation, command.seat.rank)
-                    self._give(inputs.ForkFailed(*seat, str(error)))
+                welcome, job = self._machine.welcome, self._job
+                assert welcome is not None and job is not None
+                self._starts.begin(command, job, welcome)
             case commands.RefillStandbys():
                 self._workers.refill(command.count)
             case commands.Kill():
-                self._workers.kill(command.generation, command.rank, command.signal)
+                if not self._starts.dropped(command.generation, command.rank):
+                    self._workers.kill(command.generation, command.rank, command.signal)
             case commands.TakeStacks():
                 self._spawn(self._take_stacks(command))
             case commands.InspectWorkers():
@@ -307,10 +324,29 @@ class AgentProcess:
         welcome = self._machine.welcome
         assert welcome is not None
         self._job = job_from_mapping(welcome.spec)
+        if self._job.spec.entrypoint.recipe is None:
+            try:
+                self._progress = ProgressServer(self._posted)
+            except OSError as error:
+                print(f"frameworks cannot post their progress: {error}", file=sys.stderr)
         process_env.adopt(self._job.spec.env)
+        if self._facts is not None and self._facts.cache_directory:
+            self._starts.cache = self._facts.cache_directory
+            self._workers.imports.keep_in(self._facts.cache_directory, self._job)
         self._workers.configure(welcome.spec, welcome.spec_directory)
 
-    def _fork(self, fork: commands.Fork) -> None:
+    def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
+        """In a thread of the progress server."""
+        self._loop.call_soon_threadsafe(self._give, inputs.FromRank(*seat, report))
+
+    def _start(self, fork: commands.Fork, setting: StartSetting) -> None:
+        try:
+            self._fork(fork, setting)
+        except OSError as error:  # no directory for logs, or no descriptor is left
+            seat = (fork.membership.generation, fork.seat.rank)
+            self._give(inputs.ForkFailed(*seat, str(error)))
+
+    def _fork(self, fork: commands.Fork, setting: StartSetting) -> None:
         welcome, job, facts = self._machine.welcome, self._job, self._facts
         self._fetches.begin(fork.membership.generation)
         assert welcome is not None and job is not None and facts is not None
@@ -318,8 +354,18 @@ class AgentProcess:
         if welcome.log_directory != TO_OUTPUT:
             logs = self._log_directory(welcome.log_directory, fork.membership.generation)
         environment = worker_environment(
-            job, fork.membership, fork.seat, fork.node_rank, facts, log_directory=logs
+            job,
+            fork.membership,
+            fork.seat,
+            fork.node_rank,
+            facts,
+            log_directory=logs,
+            job_id=welcome.job_id,
         )
+        environment |= setting.environment
+        if self._progress is not None and PROGRESS_URL not in environment:
+            seat = (fork.membership.generation, fork.seat.rank)
+            environment |= self._progress.environment(*seat)
         assign = worker_protocol.Assign(
             membership=fork.membership,
             seat=fork.seat,
@@ -327,7 +373,9 @@ class AgentProcess:
             environment=environment,
             checkpoint_path=welcome.checkpoint_path,
             node=self._options.node,
-            spec_directory=welcome.spec_directory,
+            spec_directory=setting.directory,
+            packages=setting.packages,
+            problem=setting.problem,
             stage_every_steps=fork.stage_every_steps,
             twins=len(fork.twins),
             log_file=f"{logs}/rank-{fork.seat.rank:05d}.log" if logs else "",

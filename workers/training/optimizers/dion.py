@@ -102,13 +102,16 @@ class Dion(torch.optim.Optimizer):
 
 
 def _orthonormal(left: Tensor, whole: DTensor | None) -> Tensor:
-    """Cholesky QR of a matrix whose rows are divided; twice, it is orthonormal to rounding.
+    """Cholesky QR of a matrix whose rows are divided; twice, it is orthonormal to rounding. The
+    Gram matrix has the square of its condition number: in float32 a gradient of lower rank, as of a
+    few tokens, would make it indefinite.
     Source: Fukaya et al., "CholeskyQR2", 2014."""
-    gram = _sum_of_parts(left.T @ left, whole)
-    gram.diagonal().add_(_JITTER * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
+    wide = left.double()
+    gram = _sum_of_parts(wide.T @ wide, whole)
+    gram.diagonal().add_(_JITTER * gram.diagonal().mean() + torch.finfo(left.dtype).tiny)
     factor = torch.linalg.cholesky(gram)
-    orthonormal: Tensor = torch.linalg.solve_triangular(factor, left.T, upper=False).T
-    return orthonormal
+    orthonormal: Tensor = torch.linalg.solve_triangular(factor, wide.T, upper=False).T
+    return orthonormal.to(left.dtype)
 
 
 def _sum_of_parts(local: Tensor, whole: DTensor | None) -> Tensor:

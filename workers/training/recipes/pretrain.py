@@ -18,6 +18,7 @@ from torch import Tensor
 from holdfast import session
 from holdfast.orchestrator.api.v1alpha1 import Pretrain, TrainingJob, load_job
 from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.workers import worker_transport
 from holdfast.workers.training.data import BatchShare, Dataset, MicroBatch, share
 from holdfast.workers.training.loss import token_losses
 from holdfast.workers.training.models.transformer import (
@@ -152,7 +153,9 @@ def train_step(trainer: Trainer, step: int) -> tuple[float, float]:
 
 def _samples_per_pass(config: Pretrain, s: session.Session) -> int:
     part = share(0, config.global_batch, 0, s.data_parallel_size)
-    return config.samples_per_pass(len(part.indices), s.shape.pipeline)
+    attached = worker_transport.attached
+    chosen = attached.assign.membership.micro_batch if attached else 0
+    return config.samples_per_pass(len(part.indices), s.shape.pipeline, chosen)
 
 
 def micro_batches(part: BatchShare, size: int) -> list[BatchShare]:

@@ -5,20 +5,24 @@ request becomes. The operator decides whether it grants a request.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import secrets
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
-from holdfast.orchestrator.cli.client import user
+from holdfast.orchestrator.cli import job_code
+from holdfast.orchestrator.cli.client import extra_s, user
 from holdfast.orchestrator.cli.output import duration
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.rank_assignment import check_resize
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, SpecError, UserError
+from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import EVENTS, JOBS, PODS, ApiError, Conflict, Forbidden
@@ -27,6 +31,7 @@ from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
 from ..base import LogSelector, Response
+from . import code_upload
 from .resource_view import nodes_of, operator_absence, status_written_ns, view_of_object
 from .session import ClusterSession, annotation_of, events_selector, follow_job
 
@@ -100,11 +105,34 @@ class KubernetesJob:
             case _:
                 annotated = _AnnotatedRequest(self._session, self._document, verb, arguments)
                 return self._session.run(annotated.perform)
+        return self._with_absence(response)
+
+    def _with_absence(self, response: Response) -> Response:
+        """The response, which also names the absence of an operator."""
         absence = operator_absence(self._document, Clock().now_ns())
         if absence is None:
             return response
         text = f"{response.detail}, as soon as an operator runs again ({absence.what})"
         return Response(text, response.body)
+
+    def again(self, directory: Path | None) -> Response:
+        state = self._object_view().state
+        if state in TERMINAL:
+            fix = f"remove it with {self._session.hint('delete', self.name)}, and run it again"
+            raise UserError(str(Problem("job", state, "a job that has not ended", fix)))
+        code = job_code.edited(job_from_resource(self._document), directory or Path.cwd())
+
+        async def act(cluster: KubeClient, namespace: str) -> None:
+            before = str(self._document["spec"].get("code") or "")
+            owner = owner_of(self._document)
+            await code_upload.upload(cluster, owner, code)
+            body = {"spec": {"code": code.name}}
+            await cluster.patch(JOBS, self._namespace, self.name, body)
+            await code_upload.delete_others(cluster, owner, (before, code.name))
+
+        self._session.run(act)
+        detail = f"{job_code.describe(code)}; a new generation starts with it"
+        return self._with_absence(Response(detail, {"code": code.name}))
 
     def _resize(self, nodes: int) -> Response:
         before = int(self._document["spec"].get("nodes", {}).get("max", 1))
@@ -195,7 +223,10 @@ class KubernetesJob:
 
 
 # -- requests as annotations -----------------------------------------------------------------
-ANNOTATIONS = {"chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME}
+ANNOTATIONS = {
+    "chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME,
+    "stacks": names.INSPECT, "profile": names.INSPECT,
+}  # fmt: skip
 ACCEPT_TIMEOUT_S = 20.0
 """A running operator removes the annotation within a second; a standby replica that has to take
 over first, within its lease."""
@@ -209,9 +240,9 @@ class NoOperator(HoldfastError):
 
 
 class _AnnotatedRequest:
-    """A fault injection, a checkpoint, or the resume of a job that holds: an annotation that the
-    operator removes. Its answer is an Event with annotations of its own. A request that no operator
-    accepts is withdrawn, so that it does not surprise a user much later."""
+    """A fault injection, a checkpoint, the resume of a job that holds, or a question: an annotation
+    that the operator removes. Its answer is an Event with annotations of its own. A request that no
+    operator accepts is withdrawn, so that it does not surprise a user much later."""
 
     def __init__(
         self, session: ClusterSession, document: Document, verb: str, arguments: dict[str, Any]
@@ -223,9 +254,16 @@ class _AnnotatedRequest:
         self._name: str = metadata["name"]
         self._selector = events_selector(document)
         self._annotation = ANNOTATIONS[verb]
-        self._value = user() or "a user"
-        if verb != "checkpoint":
-            self._value = json.dumps({**arguments, "by": self._value, "id": secrets.token_hex(4)})
+        by, number = user() or "a user", secrets.token_hex(4)
+        self._value = by
+        self._asks = self._annotation == names.INSPECT
+        self._answers = number if self._asks else verb
+        """What the annotation of its answer says."""
+        if self._asks:
+            given = {"verb": verb, "arguments": arguments, "by": by, "id": number}
+            self._value = json.dumps(given)
+        elif verb != "checkpoint":
+            self._value = json.dumps({**arguments, "by": by, "id": number})
 
     async def perform(self, cluster: KubeClient, namespace: str) -> Response:
         """Raises UserError when the operator refuses, NoOperator when none accepts the request."""
@@ -246,11 +284,18 @@ class _AnnotatedRequest:
                 ) from None
         body = {key: value for key, value in self._arguments.items() if key != "kind"}
         answer = await self._answer(cluster, version)
+        if answer is None and self._asks:
+            raise HoldfastError(
+                f"job {self._name}: {self._verb}: the operator has accepted the question and has "
+                f"not answered; it answers with an Event, which this user may have no right to list"
+            )
         if answer is None:
             return Response("the operator has accepted the request; see `kubectl describe`", body)
         text = str(answer.get("message", "")).removeprefix(f"{self._verb}: ")
         if answer.get("reason") == "Refused":
             raise UserError(f"job {self._name}: {text}")
+        if (packed := annotation_of(answer, names.ANSWER)) is not None:
+            return Response(text, json.loads(zlib.decompress(base64.b64decode(packed))))
         step = annotation_of(answer, names.STEP)
         if step is not None:
             body["step"] = int(step)
@@ -293,10 +338,10 @@ class _AnnotatedRequest:
         if not version:
             return None
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S + extra_s(self._verb, self._arguments)):
                 watch = cluster.watch(EVENTS, version, self._key[0], fields=self._selector)
                 async for kind, event in watch:
-                    answers = annotation_of(event, names.REQUEST) == self._verb
+                    answers = annotation_of(event, names.REQUEST) == self._answers
                     if answers and kind in ("ADDED", "MODIFIED"):
                         return event
         except (TimeoutError, ApiError):

@@ -1,5 +1,6 @@
 """Finds, lists, creates and watches jobs of a Kubernetes cluster: TrainingJob objects in a
-namespace. Commands only use the API server, so users need rights on TrainingJobs and no others.
+namespace. Commands only use the API server, so users need rights on TrainingJobs and, where code is
+uploaded, on ConfigMaps.
 
 `run` creates the object and never changes an existing one: a name that is in use by mistake must
 not change another user's job. An existing object with the same spec is watched instead.
@@ -8,17 +9,19 @@ not change another user's job. An existing object with the same spec is watched 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
+from holdfast.orchestrator.cli import job_code
+from holdfast.orchestrator.cli.code_files import Code
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import Problem, SpecError, UserError
-from holdfast.orchestrator.hosts.kubernetes.spec import template_problems
+from holdfast.orchestrator.hosts.kubernetes.spec import owner_of, template_problems
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
     JOBS,
@@ -32,7 +35,8 @@ from holdfast.orchestrator.kube.errors import (
 from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import JobView
 
-from ..base import RunResult
+from ..base import RunResult, first_free
+from . import code_upload
 from .job import KubernetesJob, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
 from .session import ClusterSession, follow_job
@@ -85,15 +89,36 @@ class KubernetesTarget:
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def free_name(self, wanted: str) -> str:
+        async def act(cluster: KubeClient, namespace: str) -> set[str]:
+            found, _version = await cluster.list_all(JOBS, namespace)
+            return {one["metadata"]["name"] for one in found}
+
+        used = self._session.run(act)
+        return first_free(wanted, used)
+
     # -- run -----------------------------------------------------------------------------------
-    def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
-        job = load_job(file) if file is not None else None
+    def run(
+        self,
+        file: Path | None,
+        attach: str | None,
+        display: Display,
+        directory: Path | None = None,
+    ) -> RunResult:
+        if display.wants_lines:
+            fix = f"use {self._session.hint('logs', 'JOB', '-f', '--rank', '0')}"
+            got, expected = "--logs with --kubernetes", "it on this machine or with --ray"
+            raise UserError(str(Problem("--logs", got, expected, fix)))
+        job = code = None
+        if file is not None:
+            home = directory or file.absolute().parent
+            job, code = job_code.with_code(load_job(file), home, str(file))
         name = job.name if job is not None else str(attach)
         watcher = _Watcher(self._session, display)
 
         async def act(cluster: KubeClient, namespace: str) -> JobView:
             if job is not None:
-                document = await self._create(cluster, namespace, job, display)
+                document = await self._create(cluster, namespace, job, code, display)
             else:
                 document = await _get(cluster, namespace, name, self._session)
             watcher.started = True
@@ -113,7 +138,12 @@ class KubernetesTarget:
         return RunResult(view, 0 if view.state == "succeeded" else 1)
 
     async def _create(
-        self, cluster: KubeClient, namespace: str, job: TrainingJob, display: Display
+        self,
+        cluster: KubeClient,
+        namespace: str,
+        job: TrainingJob,
+        code: Code | None,
+        display: Display,
     ) -> Document:
         """The object of a new job, or of one with the same spec. Raises UserError."""
         if problems := template_problems(job):
@@ -123,7 +153,9 @@ class KubernetesTarget:
         body["metadata"]["namespace"] = namespace
         try:
             created = await cluster.create(JOBS, namespace, body)
-            for note in remarks(job):
+            if code is not None:
+                await self._upload(cluster, created, code)
+            for note in [*job_code.notes(job, code), *remarks(job)]:
                 display.note(note)
             return created
         except NotFound:
@@ -138,6 +170,16 @@ class KubernetesTarget:
             display.note(f"job {job.name}: already runs in namespace {namespace}; watching it")
             return existing
         raise UserError(str(self._name_in_use(namespace, job.name, state)))
+
+    async def _upload(self, cluster: KubeClient, created: Document, code: Code) -> None:
+        """A job without its code is removed again. Raises ApiError."""
+        owner = owner_of(created)
+        try:
+            await code_upload.upload(cluster, owner, code)
+        except BaseException:
+            with suppress(ApiError):
+                await cluster.delete(JOBS, owner.namespace, owner.name, uid=owner.uid)
+            raise
 
     def _namespace(self, chosen: str, job: TrainingJob) -> str:
         """The namespace of the file, if it has one. Raises UserError when --namespace differs."""
@@ -156,7 +198,8 @@ class KubernetesTarget:
             fix = f"remove it with {self._session.hint('delete', name)}"
         else:
             fix = (
-                f"watch it with {self._session.hint('run', '--attach', name)}, change it with "
+                f"watch it with {self._session.hint('run', '--attach', name)}, give it edited code "
+                f"with {self._session.hint('run', '--again', name)}, change its spec with "
                 f"{self._session.kubectl_hint('apply', '-f', 'FILE')}"
             )
         return Problem(

@@ -22,7 +22,7 @@ from cryptography.fernet import Fernet
 from holdfast.orchestrator.backends.ray import actors, names
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter, matching
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, StateApi
-from holdfast.orchestrator.cli.client import RequestRefused
+from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import print_files
 from holdfast.orchestrator.core.context import SECOND_NS
@@ -38,7 +38,10 @@ from ..base import LogSelector, Response, RunResult
 from ..tempdir import scratch
 from .jobs_api import forward, requester
 
-COMMANDS = ("status", "report", "logs", "events", "resize", "suspend", "resume", "cancel", "chaos")
+COMMANDS = (
+    "status", "report", "logs", "events", "resize", "suspend", "resume", "cancel", "chaos",
+    "stacks", "profile",
+)  # fmt: skip
 POLL_S = 0.2
 """Between two looks for an answer."""
 AGAIN_S = 3.0
@@ -106,7 +109,16 @@ class DashboardTarget:
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
+    def free_name(self, wanted: str) -> str:
+        raise AssertionError("`run` is refused for a dashboard's address")
+
+    def run(
+        self,
+        file: Path | None,
+        attach: str | None,
+        display: Display,
+        directory: Path | None = None,
+    ) -> RunResult:
         self._inside()
 
 
@@ -171,7 +183,8 @@ class DashboardJob:
             taken |= now_taken
             if answer is not None:
                 return self._response(answer)
-            if now_s - sent_s > (actors.ANSWER_S if taken else TAKEN_S):
+            answer_s = actors.ANSWER_S + extra_s(verb, arguments)
+            if now_s - sent_s > (answer_s if taken else TAKEN_S):
                 raise HoldfastError(
                     f"job {self.name}: its controller has not answered; it may still carry the "
                     f"request out; `holdfast events` shows whether it has"
@@ -198,6 +211,9 @@ class DashboardJob:
         except Exception:  # of Ray, of requests: no such file, or an error as its text
             return False, None
 
+    def again(self, directory: Path | None) -> Response:
+        self._inside()
+
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
             self._inside()
@@ -205,7 +221,7 @@ class DashboardJob:
         with scratch("holdfast-logs-") as place:
             copy = JobDirectory(place / self.name)
             try:
-                complete = self._fetch(copy.logs, LogFilter(*wanted))
+                complete = self._fetch(copy.logs, LogFilter(*wanted, every=True))
             except Exception as error:  # of Ray, of requests, of a file that is gone
                 why = _failed(f"logs of job {self.name} cannot be read", error)
                 complete = False

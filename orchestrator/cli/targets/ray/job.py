@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,20 @@ import msgspec
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray import actors, kv, remote_files
 from holdfast.orchestrator.backends.ray.backend import end_without_controller
-from holdfast.orchestrator.cli.client import RequestRefused
+from holdfast.orchestrator.cli import job_code
+from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.output import without_controller
 from holdfast.orchestrator.core.context import SECOND_NS
 from holdfast.orchestrator.core.journal import JournalError
 from holdfast.orchestrator.core.transitions import TERMINAL
-from holdfast.orchestrator.errors import HoldfastError, UserError
+from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.hosts.local.job_records import replay
 from holdfast.orchestrator.hosts.ray import actor, gcs_journal
 from holdfast.orchestrator.hosts.ray.actor import ControllerOrder
+from holdfast.orchestrator.hosts.ray.code_store import KeyValueCodeStore
 from holdfast.orchestrator.hosts.ray.host import checkpoint_path
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.checkpoint_store.options import job_environment
@@ -40,6 +42,7 @@ from ..tempdir import scratch
 from .jobs_api import requester
 
 FOLLOW_INTERVAL_S = 0.5
+LINES_INTERVAL_S = 2.0
 END_RECORD_S = 30.0
 """From a job's last view to its end record."""
 
@@ -107,7 +110,7 @@ class RayJob:
     def request(self, verb: str, **arguments: Any) -> Response:
         arguments.setdefault("by", requester())
         try:
-            answer = self._ask("perform", verb, arguments)
+            answer = self._ask("perform", verb, arguments, extra_s=extra_s(verb, arguments))
         except actors.ControllerActorGone as error:
             if (ended := self.ended) is None:
                 if verb != "cancel":
@@ -188,6 +191,17 @@ class RayJob:
         )
 
     # -- events and logs -----------------------------------------------------------------------
+    def again(self, directory: Path | None) -> Response:
+        if (ended := self.ended) is not None:
+            got, expected = str(ended["view"]["state"]), "a job that has not ended"
+            raise UserError(str(Problem("job", got, expected, "submit it again")))
+        code = job_code.edited(self._job, directory or Path.cwd())
+        codes = KeyValueCodeStore(self._store)
+        codes.upload(code.name, code.archive)
+        answer = self.request("again", code=code.name)
+        codes.delete_others(code.name, str(answer.body.get("before", "")))
+        return Response(f"{job_code.describe(code)}; {answer.detail}", {"code": code.name})
+
     def print_events(self, *, follow: bool, as_json: bool) -> None:
         from holdfast.orchestrator.cli.event_format import EventFormatter
         from holdfast.orchestrator.cli.output import stdout
@@ -220,13 +234,34 @@ class RayJob:
         from holdfast.orchestrator.cli.log_files import follow_files, print_files
 
         with scratch("holdfast-logs-") as place:
-            copy = _LogCopy(place / self.name, self, remote_files.LogFilter(*wanted))
+            copy = _LogCopy(
+                place / self.name, self, remote_files.LogFilter(*wanted, every=not follow)
+            )
             while copy.fetch():
                 continue
             if follow:
                 follow_files(copy, *wanted, FOLLOW_INTERVAL_S)
             else:
                 print_files(copy, *wanted)
+
+    @contextmanager
+    def lines_of_rank_0(self, display: Display) -> Iterator[None]:
+        """Shows them inside of the context, if it is wanted: each look is a task on every Ray
+        node."""
+        if not display.wants_lines:
+            yield
+            return
+        from holdfast.orchestrator.cli.rank_lines import RankLines
+
+        with scratch("holdfast-logs-") as place:
+            copy = _LogCopy(place / self.name, self, remote_files.LogFilter(0, None, None))
+
+            def refresh() -> None:
+                with suppress(Exception):  # of Ray: the next look tries again
+                    copy.fetch()
+
+            with RankLines(copy, display.line, refresh, LINES_INTERVAL_S):
+                yield
 
     # -- checkpoints and the end ---------------------------------------------------------------
     @contextmanager
@@ -277,13 +312,14 @@ class RayJob:
         self._store.clear()
         return [f"its checkpoints stay in {path}, its logs in Ray's log directories"]
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, extra_s: float = 0.0) -> Any:
         # Looked up once: that is a round trip to the head.
         self._actor = self._actor or actor.find(self.name)
         if self._actor is None:
             raise actors.ControllerActorGone(f"job {self.name}: there is no controller")
         try:
-            return actors.ask(self._actor, method, *arguments, timeout_s=self._answer_s)
+            timeout_s = self._answer_s + extra_s
+            return actors.ask(self._actor, method, *arguments, timeout_s=timeout_s)
         except actors.ControllerActorGone:
             self._actor = None
             raise

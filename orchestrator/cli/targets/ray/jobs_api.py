@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.orchestrator.api.v1alpha1 import TrainingJob, load_job
+from holdfast.orchestrator.api.v1alpha1 import Parallelism, TrainingJob, job_from_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.remarks import remarks
 from holdfast.orchestrator.backends.ray import jobs_api
 from holdfast.orchestrator.backends.ray.jobs_page import OWNER
 from holdfast.orchestrator.cli.client import user
-from holdfast.orchestrator.cli.preflight import check_submission
+from holdfast.orchestrator.cli.job_checks import check_submission
+from holdfast.orchestrator.cli.script_job import ScriptRun
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 
 from ..tempdir import on_sigterm, scratch
@@ -43,23 +44,41 @@ class Submitted(NamedTuple):
     """What the user should know about the spec."""
 
 
-def submit(file: Path, address: str, runtime_env: Path | None, *, attach: bool) -> Submitted:
-    """Submit a job."""
+def submit(
+    file: Path,
+    address: str,
+    runtime_env: Path | None,
+    *,
+    attach: bool,
+    without_spec: ScriptRun | None = None,
+) -> Submitted:
+    """Submit a job: the spec in `file`, or a run without one, whose spec is made in the cluster."""
     wanted = _runtime_env(runtime_env)
     own = wanted.get("working_dir")
-    job = load_job(file)
-    check_submission(job, file.absolute().parent, str(file), ships=not own)
+    if without_spec is None:
+        job, directory = load_job(file), file.absolute().parent
+    else:
+        title = without_spec.name or f"{without_spec.title()}-{secrets.token_hex(2)}"
+        job = job_from_mapping(without_spec.document(title), without_spec.source)
+        directory = Path.cwd()
+    check_submission(job, directory, str(file), ships=not own)
     with scratch("holdfast-submit-") as place:
-        if own:
+        if own and (without_spec is None or without_spec.is_script):
             name = _name_in(own, file)
+        elif own:
+            name = str(file)
         else:
-            wanted["working_dir"], name = _shipped(job, file, place)
+            wanted["working_dir"], name = _shipped(job, file, directory, place)
         api = jobs_api.JobsApi(address)
         if (running := api.running(OWNER, job.name)) is not None:
             got = f"{job.name}, which Ray job {running} is running"
             fix = f"end it with `ray job stop {running}`, or choose another metadata.name"
             raise UserError(str(Problem("metadata.name", got, "a name that is free", fix)))
         entrypoint = f"{PROGRAM} run {shlex.quote(name)} --ray auto"
+        if without_spec is not None:
+            options = shlex.join([*without_spec.options(job.name), "--ray", "auto"])
+            words = shlex.join([name if own else str(file), *without_spec.words])
+            entrypoint = f"{PROGRAM} run {options} -- {words}"
         name = f"holdfast-{job.name}-{secrets.token_hex(3)}"
         submitted = api.submit(name, entrypoint, wanted, metadata(job) | {"state": "submitted"})
     if not attach:
@@ -71,11 +90,12 @@ def submit(file: Path, address: str, runtime_env: Path | None, *, attach: bool) 
     return Submitted(submitted, job.name, _code(outcome), [])
 
 
-def _shipped(job: TrainingJob, file: Path, place: Path) -> tuple[str, str]:
-    """(The directory to upload, the spec's name in it); `place` is an empty directory."""
+def _shipped(job: TrainingJob, file: Path, directory: Path, place: Path) -> tuple[str, str]:
+    """(The directory to upload, the spec's name in it). `directory` is that of the spec, or of a
+    script without one; `place` is empty."""
     # A recipe needs only the spec; a script may need every file beside the spec.
     if job.spec.entrypoint.recipe is None:
-        return str(file.absolute().parent), file.name
+        return str(directory), file.name
     shutil.copy(file, place / FILE_NAME)
     return str(place), FILE_NAME
 
@@ -97,21 +117,26 @@ def _name_in(own: Any, file: Path) -> str:
 def metadata(job: TrainingJob) -> dict[str, str]:
     """What the dashboard's Jobs page shows of it; its driver updates it (StatusPublisher)."""
     spec, recipe = job.spec, job.spec.entrypoint.recipe
-    mesh, nodes = spec.parallelism, spec.nodes
+    nodes, mesh = spec.nodes, dict[str, str]()
     if recipe is not None:
         sizes = recipe.config.model
         what = f"{recipe.name}, {sizes.num_layers} layers of {sizes.dim}"
+        mesh = {"mesh": _axes(spec.parallelism)}  # a script may choose another
     else:
-        what = str(spec.entrypoint.script or spec.entrypoint.module)
-    axes = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
-    inner = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        what = str(spec.entrypoint.program)
     return {
         "job_name": job.name,  # the key that the dashboard has a column for
         OWNER: job.name,
         "model": what,
-        "mesh": ", ".join([f"replicate {mesh.replicate}", f"shard {mesh.shard}", *inner]),
+        **mesh,
         "nodes": f"{nodes.min} to {nodes.max} of {spec.workers_per_node} workers",
     }
+
+
+def _axes(wanted: Parallelism) -> str:
+    axes = {"pipeline": wanted.pipeline, "context": wanted.context, "tensor": wanted.tensor}
+    inner = [f"{name} {size}" for name, size in axes.items() if size > 1]
+    return ", ".join([f"replicate {wanted.replicate}", f"shard {wanted.shard}", *inner])
 
 
 def requester() -> str:
@@ -183,6 +208,10 @@ def _expect_possible(words: list[str], address: str) -> None:
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)
+    elif words[:1] == ["profile"]:
+        got = f"{address} with `profile`, which would write its file in the cluster"
+        expected = "a running job whose controller can be reached through the dashboard"
+        problem = Problem("--ray", got, expected, "run it with --ray auto on a Ray node")
     elif _confirms(words) and not {"--yes", "-y"} & set(words):
         expected = f"it with --ray {address}: a command in the cluster cannot ask for confirmation"
         problem = Problem("--yes", "nothing", expected)

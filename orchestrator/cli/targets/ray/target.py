@@ -28,8 +28,8 @@ from holdfast.orchestrator.cli.display import (
     SilentDisplay,
     progress_line,
 )
+from holdfast.orchestrator.cli.job_checks import check, check_submission
 from holdfast.orchestrator.cli.output import date, plural, stderr
-from holdfast.orchestrator.cli.preflight import check, check_submission
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
 from holdfast.orchestrator.hosts.ray import actor
@@ -102,25 +102,35 @@ class RayTarget:
                 f"jobs go on without this command, and `{self.command('status')}` finds them again"
             ) from None
 
+    def free_name(self, wanted: str) -> str:
+        # Without looking: nothing connects before the driver of a submitted job has forked.
+        return f"{wanted}-{secrets.token_hex(2)}"
+
     # -- run -----------------------------------------------------------------------------------
-    def run(self, file: Path | None, attach: str | None, display: Display) -> RunResult:
+    def run(
+        self,
+        file: Path | None,
+        attach: str | None,
+        display: Display,
+        directory: Path | None = None,
+    ) -> RunResult:
         if file is not None:
             # Read before the fork and before connecting: Ray deletes the job's working_dir with its
             # first driver, and several Ray nodes of one machine replace it one after the other.
-            directory, text = file.absolute().parent, read_job_file(file)
+            home, text = directory or file.absolute().parent, read_job_file(file)
             # Nothing else before the fork: libraries of storage start threads, which it would lose.
             job_id, num_killed = secrets.token_hex(8), fork_driver() if submission_id() else 0
             if num_killed:
                 os.chdir("/")
                 job = parse_job(text, str(file))  # checked by the first driver
             else:
-                job = self._checked(text, file)
+                job = self._checked(text, file, home)
             name, shown = job.name, metadata(job)
             cluster.connect(self._address, shown)
             if num_killed and self._created(name, job_id):
                 self._revive(self.find(name), display)
             else:
-                self._start(job, directory, job_id, display)
+                self._start(job, home, job_id, display)
         else:
             assert attach is not None
             name, shown = attach, {}
@@ -135,7 +145,8 @@ class RayTarget:
                 raise KeyboardInterrupt
             found.request("cancel", by="SIGTERM")
 
-        with display, on_sigterm(stop), HeadMonitor(display, found.order, watch_again):
+        head = HeadMonitor(display, found.order, watch_again)
+        with display, on_sigterm(stop), head, found.lines_of_rank_0(display):
             accept_stop()
             try:
                 view = found.watch(display)
@@ -179,9 +190,9 @@ class RayTarget:
         """Whether this machine is outside the cluster."""
         return self._address.startswith(cluster.CLIENT)
 
-    def _checked(self, text: str, file: Path) -> TrainingJob:
+    def _checked(self, text: str, file: Path, directory: Path) -> TrainingJob:
         """Raises SpecError, also for what cannot work on the machine that will run it."""
-        job, directory = parse_job(text, str(file)), file.absolute().parent
+        job = parse_job(text, str(file))
         if self._outside:
             check_submission(job, directory, str(file), ships=False)
         else:
@@ -240,14 +251,15 @@ class RayTarget:
 def _expect_script(job: TrainingJob, directory: Path) -> None:
     """Raises UserError when no Ray node has the script at its path here. A node that lacks it while
     others have it fails at its start."""
-    script = job.spec.entrypoint.script
+    script = job.spec.entrypoint.program.script
     if script is None:
         return
     path = str(files.resolve(directory, job.spec.working_directory, script).resolve())
     if remote_files.on_no_node(path):
         got = f"{script} ({path} is on no Ray node of the cluster)"
         fix = "`holdfast submit FILE --ray http://HEAD:8265` uploads the files beside FILE"
-        problem = Problem("spec.entrypoint.script", got, "a file that the nodes have", fix)
+        field = job.spec.entrypoint.script_field
+        problem = Problem(field, got, "a file that the nodes have", fix)
         raise UserError(str(problem))
 
 
@@ -256,6 +268,7 @@ class StatusPublisher:
 
     def __init__(self, display: Display, entry: JobsPageEntry) -> None:
         self._display, self._entry = display, entry
+        self.wants_lines = display.wants_lines
         self._metadata: dict[str, str] = {}
         self._written_ns = 0
 
@@ -269,6 +282,9 @@ class StatusPublisher:
 
     def note(self, text: str) -> None:
         self._display.note(text)
+
+    def line(self, text: str) -> None:
+        self._display.line(text)
 
     def __enter__(self) -> Self:
         self._display.__enter__()

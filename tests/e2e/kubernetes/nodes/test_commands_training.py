@@ -87,6 +87,8 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     assert status["incidents"][0]["rehearsal"] and status["incidents"][0]["culprit_rank"] == 3
     written(tmp_path / "run", "incident 1 resolved: next step after ")
     assert "incident 1" in holdfast("events", "broken").out
+    asked = holdfast.json("stacks", "broken")
+    assert sorted(rank for one in asked["stacks"] for rank in one["ranks"]) == [0, 1, 2, 3], asked
 
     wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")
     assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err

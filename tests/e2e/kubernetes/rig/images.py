@@ -17,6 +17,7 @@ import shlex
 import sys
 import sysconfig
 import tarfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,13 @@ class Layer:
         self._tar.addfile(entry, io.BytesIO(content))
 
     def package(self, source: Path, place: str) -> None:
-        """Add the modules of a package and their bytecode, as pip installs them.
+        """Add the modules of a package, their bytecode and its data, as pip installs them.
 
         Bytecode contains the time and size of its source, so both keep their times.
         """
-        for path in sorted(source.rglob("*.py*")):
-            if path.suffix in (".py", ".pyc"):
+        data = package_data()
+        for path in sorted(source.rglob("*")):
+            if path.suffix in (".py", ".pyc") or path.resolve() in data:
                 inside = f"{place}/{path.relative_to(source)}"
                 self.directory(str(Path(inside).parent))
                 self.file(inside, path.read_bytes(), changed_s=path.stat().st_mtime)
@@ -97,6 +99,17 @@ class Layer:
     def finish(self) -> bytes:
         self._tar.close()
         return self._bytes.getvalue()
+
+
+def package_data() -> set[Path]:
+    """The files that pyproject.toml lists for pip beside the modules."""
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return {
+        path.resolve()
+        for package, patterns in listed["package-data"].items()
+        for pattern in patterns
+        for path in REPOSITORY.joinpath(*package.split(".")).glob(pattern)
+    }
 
 
 def write_archive(path: Path, reference: str, layer: bytes, config: dict[str, Any]) -> None:

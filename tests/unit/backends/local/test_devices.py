@@ -15,7 +15,7 @@ import yaml
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
 from holdfast.orchestrator.backends.base import NoRoom
 from holdfast.orchestrator.backends.local import LocalBackend, LocalPaths, devices, node_limit
-from holdfast.orchestrator.cli.preflight import local_facts
+from holdfast.orchestrator.cli.job_checks import local_facts
 from holdfast.orchestrator.cli.targets.local import _check_size
 from holdfast.orchestrator.errors import SpecError
 from holdfast.orchestrator.planner.plan import make_plan

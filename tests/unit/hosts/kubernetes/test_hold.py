@@ -71,7 +71,7 @@ class Recorder:
         }
         owner: Any = SimpleNamespace(namespace="team", name="j")
         this: Any = self
-        sync = SpecSync(owner, this, this, this)
+        sync = SpecSync(owner, this, this, this, this)
         asyncio.run(sync.apply(document, self.job))
 
 

@@ -148,7 +148,7 @@ def everything(view: JobView) -> JobView:
     """As a job on GPUs that reports every value."""
     return msgspec.structs.replace(
         view, loss=1.0, step_s=0.5, tokens_per_s=1.0, mfu=0.5, device_memory_peak_bytes=1,
-        durable_s=1.0, first_step_s=1.0,
+        sent_bytes=1, durable_s=1.0, first_step_s=1.0,
         nodes=[msgspec.structs.replace(node, heartbeat_age_s=0.1) for node in view.nodes],
         checkpoints=[CheckpointView(step=1, generation=1, num_bytes=1, committed_ns=1)],
     )  # fmt: skip

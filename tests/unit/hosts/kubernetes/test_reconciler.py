@@ -191,7 +191,12 @@ def test_the_kept_fields_of_a_status_exist() -> None:
 # -- requests ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("annotation", "value", "request_name"),
-    [(names.CHECKPOINT, "ann", "checkpoint"), (names.CHAOS, "no JSON", "chaos")],
+    [
+        (names.CHECKPOINT, "ann", "checkpoint"),
+        (names.CHAOS, "no JSON", "chaos"),
+        (names.INSPECT, '{"verb": "resize", "id": "7"}', "inspect"),
+        (names.INSPECT, '{"verb": "stacks", "arguments": {}, "by": "ann", "id": "7"}', "7"),
+    ],
 )
 def test_the_event_that_answers_an_annotation_names_the_request(
     annotation: str, value: str, request_name: str, tmp_path: Path

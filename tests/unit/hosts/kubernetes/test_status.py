@@ -46,6 +46,7 @@ def view() -> JobView:
         mesh="replicate 2 x shard 2",
         strategy="HSDP",
         restarts={"infrastructure": 1},
+        relaunches=1,
         step=7,
         total_steps=100,
         loss=float("nan"),
@@ -198,7 +199,7 @@ def test_the_command_line_reads_the_status_that_the_operator_writes() -> None:
     found = view_of(document, NOW)
     for name in (
         "name", "job_id", "state", "reason", "generation", "world_size", "mesh", "step",
-        "total_steps", "restarts", "memory_step", "checkpoint_path",
+        "total_steps", "restarts", "relaunches", "memory_step", "checkpoint_path",
     ):  # fmt: skip
         assert getattr(found, name) == getattr(view(), name), name
     assert found.checkpoints == view().checkpoints

@@ -96,8 +96,10 @@ class OldReplay:
 
 
 def comparable_state(state: JobState) -> Any:
-    """Without the fields of launches that were added since: a replay decides them again."""
+    """Without the fields of launches that were added since: a replay decides them again. An old
+    snapshot does not know which sizes have worked; the next step of the job shows it."""
     found = without_sentences(state)
+    del found["sizes"]
     for launch in found["launch_actions"].values():
         for added in ("own_shards", "stage_every_steps", "nodes_on_machine"):
             del launch[added]

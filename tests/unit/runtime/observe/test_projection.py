@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.core.actions import LaunchGroup
 from holdfast.orchestrator.core.events import CancelRequested, HeartbeatReceived, StepCompleted
 from holdfast.orchestrator.hosts.local.job_records import replay
-from holdfast.orchestrator.protocol.facts import StepReport, WorkerBeat, largest, report_fields
+from holdfast.orchestrator.protocol.facts import (
+    Gpu,
+    StepReport,
+    WorkerBeat,
+    largest,
+    report_fields,
+)
 from holdfast.orchestrator.runtime.observe.projection import JobProjection
 from holdfast.orchestrator.runtime.observe.view import JobView
 from holdfast.workers import worker_protocol
@@ -50,6 +59,34 @@ def test_lost_steps_of_a_script_that_reports_none_are_unknown() -> None:
     assert "before it reported a step" in incident.evidence
 
 
+@pytest.mark.parametrize(
+    ("counted_by", "mesh"), [("", "HSDP"), ("session", "HSDP"), ("script", ""), ("posted", "")]
+)
+def test_a_script_has_the_mesh_only_if_the_session_counts_its_steps(
+    counted_by: str, mesh: str
+) -> None:
+    transcript = core.Transcript(core.spec(script=True)).started(step=None)
+    before = view_of(transcript)
+    assert (before.mesh, before.strategy) == ("", "")
+    transcript.apply(StepCompleted(generation=1, step=3, step_s=0.4, counted_by=counted_by))
+    after = view_of(transcript)
+    assert (bool(after.mesh), after.strategy) == (bool(mesh), mesh)
+
+
+def test_a_recipe_has_its_mesh_from_the_launch_on() -> None:
+    assert view_of(core.Transcript().started(step=None)).strategy == "HSDP"
+
+
+def test_restarts_count_also_where_no_budget_is_charged() -> None:
+    transcript = core.Transcript(core.spec(script=True)).started(step=None)
+    assert view_of(transcript).relaunches == 0
+    transcript.exits(3, signal=9)
+    transcript.all_stopped()
+    transcript.succeed(LaunchGroup)
+    view = view_of(transcript)
+    assert (view.generation, view.relaunches) == (2, 1)
+
+
 def test_a_script_without_a_pulse_is_not_suspect() -> None:
     transcript = core.Transcript(core.spec(script=True)).started(step=None)
     projection = projected(transcript)
@@ -83,13 +120,15 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
         staging_s=0.3,
         copies_thrown_away=2,
         device_memory_peak_bytes=7,
+        sent_bytes=9,
         flops_per_step=3.0,
+        total_steps=400,
     )
     assert all(value != default for value, default in zip(*_fields(numbers), strict=True))
     progress = worker_protocol.Progress(step=4, **report_fields(numbers))
     beat = WorkerBeat(rank=0, step=4, **report_fields(progress))
     event = StepCompleted(generation=1, step=4, **largest([beat]))
-    transcript = core.Transcript().started(step=None)
+    transcript = core.Transcript(core.spec(script=True)).started(step=None)
     projection = JobProjection(transcript.state.job)
     projection.observe(transcript.now_ns, event, transcript.apply(event), transcript.state)
     assert report_fields(projection.view(transcript.now_ns)) == report_fields(numbers)
@@ -97,3 +136,29 @@ def test_every_number_of_a_step_report_reaches_the_view_without_further_code() -
 
 def _fields(numbers: StepReport) -> tuple[list[object], list[object]]:
     return list(report_fields(numbers).values()), list(report_fields(StepReport()).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("Some other GPU", None),
+    ],
+)
+def test_mfu_is_the_share_of_the_peak_of_the_device_that_the_agent_reports(
+    name: str, peak: float | None
+) -> None:
+    transcript = core.Transcript().started(step=None)
+    state = transcript.state
+    for node in state.nodes.values():
+        gpus = (Gpu(name=name, memory_bytes=1),) * 2
+        node.facts = msgspec.structs.replace(node.facts, gpus=gpus)
+    projection = JobProjection(state.job)
+    event = StepCompleted(generation=1, step=4, step_s=0.5, flops_per_step=1e15)
+    projection.observe(transcript.now_ns, event, transcript.apply(event), state)
+    view = projection.view(transcript.now_ns)
+    assert view.world_size == 4
+    assert view.mfu == (None if peak is None else pytest.approx(1e15 / 0.5 / (4 * peak)))

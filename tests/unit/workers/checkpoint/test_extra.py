@@ -194,3 +194,55 @@ def test_headers_are_standard_json() -> None:
     header = msgspec.json.decode(file[8 : 8 + int.from_bytes(file[:8], "little")])
     inner = msgspec.json.decode(header["__metadata__"]["holdfast"])
     assert unpack(inner["extra"]["user"]) == {"best": math.inf}
+
+
+class Counted:
+    """An object with state."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_several_objects_and_values_are_restored_by_name() -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    file = staged_alone(model, optimizer, {"ema": Counted(3), "best": 0.5, "stage": Counted(4)})
+    extra = {"best": 9.0, "stage": Counted(), "ema": Counted()}
+    restore_alone(file, model, optimizer, extra)
+    assert (extra["ema"].count, extra["stage"].count, extra["best"]) == (3, 4, 0.5)
+
+
+def test_objects_without_a_counterpart_are_named_and_others_restored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    file = staged_alone(model, optimizer, {"ema": Counted(3), "old": Counted(4)})
+    extra: dict[str, Any] = {"ema": Counted(), "new": Counted(7)}
+    restore_alone(file, model, optimizer, extra)
+    assert (extra["ema"].count, extra["new"].count, list(extra)) == (3, 7, ["ema", "new"])
+    said = capsys.readouterr().err
+    assert "the checkpoint has no state of 'new'; it stays as the script made it" in said
+    assert "the checkpoint has state of 'old', which the script does not give" in said
+
+
+def test_one_object_is_not_taken_for_several_nor_several_for_one() -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    one = staged_alone(model, optimizer, Counted(3))
+    with pytest.raises(UserError, match="got 'ema' by name in `extra`; expected one object"):
+        restore_alone(one, model, optimizer, {"ema": Counted()})
+    several = staged_alone(model, optimizer, {"ema": Counted(3)})
+    with pytest.raises(UserError, match=r"expected 'ema' by name.*extra=\{'ema': ema, ...\}"):
+        restore_alone(several, model, optimizer, Counted())
+
+
+def test_a_value_without_a_form_is_named_with_its_object() -> None:
+    model, optimizer, _ = made(SCHEDULES["step"])
+    wrong = Counted()
+    wrong.count = torch.zeros(2)  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"extra\['ema'\]: got Tensor; expected numbers"):
+        staged_alone(model, optimizer, {"ema": wrong})

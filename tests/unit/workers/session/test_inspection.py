@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable
 
 import pytest
@@ -40,13 +42,13 @@ def test_a_dump_that_cannot_be_read_is_no_evidence(
     def broken() -> str:
         raise RuntimeError("the recorder is off")
 
-    monkeypatch.setattr(inspection, "_recorder", lambda: broken)
+    monkeypatch.setattr(inspection, "recorder", lambda: broken)
     assert inspection.collectives() == ()
     assert "the recorder is off" in capsys.readouterr().err
 
 
 def test_a_torch_without_a_recorder_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "_recorder", lambda: None)
+    monkeypatch.setattr(inspection, "recorder", lambda: None)
     assert inspection.collectives() == ()
 
 
@@ -82,6 +84,9 @@ def _rank(rank: int, port: int, answers: socket.socket, wait: Callable[[], objec
         blocked.start()
         while inspection.collectives()[0].sequence < 3:
             os.sched_yield()
+    # The recorder learns of an end a moment after the caller.
+    while rank == 1 and not inspection.collectives()[0].done:
+        os.sched_yield()
     (group,) = inspection.collectives()
     answers.send(f"{group.sequence} {group.done} {group.operation}".encode())
     wait()
@@ -110,3 +115,11 @@ def test_the_flight_recorder_of_gloo_shows_who_has_not_arrived() -> None:
         for end in ends:
             end.close()
     assert shown == ["3 False gloo:all_reduce", "2 True gloo:all_reduce"]
+
+
+def test_no_collectives_are_counted_while_the_script_imports_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = types.ModuleType("torch.distributed.distributed_c10d")
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", begun)
+    assert inspection.num_collectives() == 0

@@ -72,6 +72,14 @@ def test_a_loop_runs_without_an_agent(alone: Session) -> None:
     assert alone.mesh.mesh_dim_names == ("replicate", "shard")
 
 
+def test_a_script_that_has_read_another_checkpoint_begins_after_it(alone: Session) -> None:
+    model, optimizer = build()
+    assert alone.next_step == 0
+    assert alone.restore(model, optimizer, start=5) == alone.next_step == 5
+    alone.step(5, total_steps=10)
+    assert alone.next_step == 6
+
+
 def test_random_numbers_depend_on_seed_step_and_rank_only(alone: Session) -> None:
     alone.seed(1, 2)
     first = torch.rand(3)

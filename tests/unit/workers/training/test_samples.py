@@ -44,6 +44,12 @@ def test_every_rank_has_the_same_number_of_micro_batches() -> None:
     assert Pretrain(micro_batch=4).samples_per_pass(3, pipeline=2) == 3
 
 
+def test_the_micro_batch_that_a_launch_chose_holds_for_auto_only() -> None:
+    assert Pretrain().samples_per_pass(16, pipeline=1, chosen=6) == 6
+    assert Pretrain().samples_per_pass(4, pipeline=1, chosen=6) == 4
+    assert Pretrain(micro_batch=2).samples_per_pass(16, pipeline=1, chosen=6) == 2
+
+
 def test_mixed_numbers_are_spread_and_order_counts() -> None:
     values = {mix(a, b) for a in range(50) for b in range(50)}
     assert len(values) == 2500

@@ -176,7 +176,7 @@ def test_an_uploaded_file_that_is_no_request_does_no_harm(tmp_path: Path) -> Non
     assert not controller.performed and not list(tmp_path.iterdir())
 
 
-def test_logs_of_the_newest_generation_are_read_from_the_dashboard(
+def test_logs_of_every_generation_are_read_from_the_dashboard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view, ran = published(tmp_path), list[str]()
@@ -187,7 +187,9 @@ def test_logs_of_the_newest_generation_are_read_from_the_dashboard(
         path.write_text(f"line of {generation} and {rank}\n")
     found = target(tmp_path, os.getpid(), ran).find("a")
     found.print_logs(LogSelector(), follow=False)
-    assert capsys.readouterr().out == "[0] line of 2 and 0\n[1] line of 2 and 1\n"
+    first, second = "[0] line of 1 and 0\n", "[0] line of 2 and 0\n[1] line of 2 and 1\n"
+    heads = ("== generation 1 ==\n", "== generation 2 ==\n")
+    assert capsys.readouterr().out == heads[0] + first + heads[1] + second
     found.print_logs(LogSelector(rank=1), follow=False)
     assert capsys.readouterr().out == "line of 2 and 1\n" and not ran
     with pytest.raises(UserError, match="--rank: got 7; expected one of 0, 1"):

@@ -1,21 +1,28 @@
 """Commands that run inside the cluster: who typed them, and their output through a Ray job's
-log."""
+log; and what is submitted for a script without a spec."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from holdfast.orchestrator.cli import script_job
+from holdfast.orchestrator.cli.options import complete
+from holdfast.orchestrator.cli.targets.ray import jobs_api
 from holdfast.orchestrator.cli.targets.ray.jobs_api import (
     BY,
     MAX_BY_CHARS,
+    PROGRAM,
     requester,
     shell_command,
     split_output,
 )
+from holdfast.orchestrator.errors import SpecError
 
 ODD = "ada; $(exit 1) 'x'\x1b[2J\nroot"
 BOTH = """
@@ -76,3 +83,41 @@ def test_a_command_that_follows_mixes_both_streams() -> None:
 
 def test_the_output_of_a_killed_command_is_stdout() -> None:
     assert split_output("half a li") == ("half a li", "")
+
+
+class FakeApi:
+    """The Jobs API of a cluster: it keeps what is submitted."""
+
+    submitted: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, address: str) -> None:
+        assert address == "auto"
+
+    def running(self, _owner: str, _name: str) -> None:
+        return None
+
+    def submit(
+        self, name: str, entrypoint: str, runtime_env: dict[str, Any], _metadata: dict[str, str]
+    ) -> str:
+        self.submitted.append((entrypoint, runtime_env))
+        return name
+
+
+def test_a_script_without_a_spec_is_run_with_the_same_options_in_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs_api.jobs_api, "JobsApi", FakeApi)
+    file = Path("train.py")
+    run = script_job.asked(file, ["--lr", "1 2"], nodes=2, env=["A=b c"])
+    done = jobs_api.submit(file, "auto", None, attach=False, without_spec=run)
+    ((entrypoint, runtime_env),) = FakeApi.submitted
+    assert runtime_env == {"working_dir": str(tmp_path)}
+    words = shlex.split(entrypoint.removeprefix(f"{PROGRAM} "))
+    assert words == ["run", "--nodes=2", f"--name={done.job}", "--env=A=b c", "--ray", "auto",
+                     "--", "train.py", "--lr", "1 2"]  # fmt: skip
+    assert complete(words) == words
+    (tmp_path / "train.py").write_text("def f(:")
+    with pytest.raises(SpecError, match=r"got train\.py \(line 1: "):
+        jobs_api.submit(file, "auto", None, attach=False, without_spec=run)

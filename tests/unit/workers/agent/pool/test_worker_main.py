@@ -8,14 +8,10 @@ import pytest
 
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers.agent.pool.failures import is_out_of_memory, is_secondary
 from holdfast.workers.agent.pool.stack_activity import in_collective
 from holdfast.workers.agent.pool.stacks import shorten
-from holdfast.workers.agent.pool.worker_main import (
-    failure_report,
-    is_out_of_memory,
-    is_secondary,
-    script_part,
-)
+from holdfast.workers.agent.pool.worker_main import failure_report, script_part
 from holdfast.workers.session.distributed import rank_env
 
 

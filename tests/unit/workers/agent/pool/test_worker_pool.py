@@ -60,6 +60,26 @@ def test_a_standby_is_kept_for_each_local_rank_and_given_to_that_rank() -> None:
     assert asyncio.run(scene()) == ([0, 1, 2, 0, 2], {2: 2, 0: 0})
 
 
+def test_a_rank_does_not_wait_for_a_standby_whose_libraries_are_still_imported() -> None:
+    async def scene() -> list[int]:
+        ours, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pool = WorkerPool(asyncio.get_running_loop(), lambda given: None)
+        pool.attach(ours)
+        pool.imports.learned(("transformers",))
+        pool.refill(1)
+        pool.assign(ASSIGN, None)
+        asked = []
+        for _ in range(2):
+            request, fds = fork_protocol.receive(server)
+            assert isinstance(request, fork_protocol.ForkWorker)
+            asked.append(request.local_rank)
+            for fd in fds:
+                os.close(fd)
+        return asked
+
+    assert asyncio.run(scene()) == [0, -1]
+
+
 def test_messages_of_a_worker_come_before_its_exit_even_if_it_never_read_its_socket() -> None:
     """The kernel reports the unread Assign as ECONNRESET ahead of the worker's own messages."""
 

@@ -123,3 +123,19 @@ def test_a_matrix_without_gradients_does_not_move() -> None:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert torch.equal(parameter.detach(), before)
+
+
+@pytest.mark.parametrize("gradient_rank", [1, 3])
+def test_a_gradient_of_lower_rank_than_the_update_trains(gradient_rank: int) -> None:
+    parameter, optimizer = one_matrix(0.25, 704, 256)
+    for step in range(3):
+        before = parameter.detach().clone()
+        parts = torch.randn(704, gradient_rank), torch.randn(gradient_rank, 256)
+        parameter.grad = parts[0] @ parts[1] * 10.0**-step
+        optimizer.step()
+        update = before - parameter.detach()
+        assert torch.isfinite(update).all()
+        largest = torch.linalg.svd(parameter.grad, full_matrices=False)
+        u, vh = largest.U[:, :gradient_rank], largest.Vh[:gradient_rank]
+        along = (u.T @ update @ vh.T).diagonal() / (0.2 * 704**0.5)
+        assert (along > (0.9 if step == 0 else 0.0)).all(), along  # later momentum of others counts

@@ -16,7 +16,7 @@ from holdfast.orchestrator.errors import UserError
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.models.transformer import Transformer
-from holdfast.workers.training.parallel.pipeline import Pipeline
+from holdfast.workers.training.parallel.pipeline import Pipeline, _Stage
 
 LAYERS = Model(dim=16, num_layers=8, num_heads=2)
 
@@ -83,3 +83,14 @@ def test_a_schedule_that_torch_lacks_is_refused_by_name(monkeypatch: pytest.Monk
         UserError, match=r"got zbvZeroBubble, which torch .* lacks; expected one of"
     ):
         rank(0, 2, "zbvZeroBubble")
+
+
+def test_a_rank_with_neighbouring_stages_sends_nothing_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = [SimpleNamespace(group_peer=peer) for peer in (0, 1, 1, 0)]
+    name = "_get_init_p2p_neighbors_ops"  # of torch 2.11
+    monkeypatch.setattr(pipelining.PipelineStage, name, lambda _: ops, raising=False)
+    stage = object.__new__(_Stage)
+    stage.group_rank = 1
+    assert [op.group_peer for op in stage._get_init_p2p_neighbors_ops()] == [0, 0]

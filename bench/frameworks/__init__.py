@@ -1,0 +1,1 @@
+"""Unmodified scripts of other frameworks under faults: Holdfast beside torchrun."""

@@ -1,0 +1,352 @@
+"""The faults, one after the other in one run of a script, and what the step log shows of each.
+
+A fault is caused in the middle between two checkpoints, and not before the launch has trained for
+a while, so that standbys are there and what a checkpoint loses is seen. When a job has ended for
+good, the next fault gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from holdfast.orchestrator.runtime.observe.view import Incident
+from tests.frameworks.step_log import (
+    Line,
+    Recovery,
+    productive_seconds,
+    step_seconds,
+    trained_twice,
+)
+
+from .sides import Side, UnderHoldfast
+
+START_BOUND_S = 300.0
+HANG_BOUND_S = 40.0
+CLOSED_S = 30.0
+"""Until an incident is over for Holdfast: a framework that posts its steps does so every 5 s."""
+SAVE_BOUND_S = 120.0
+DELAYS_S = 0.1
+"""A kill in the middle of a save comes after a random part of this."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One fault on one side, by the step log; `reported_*` by the report of Holdfast."""
+
+    framework: str
+    side: str
+    fault: str
+    seconds: float | None = None
+    """From the fault to the next step; None: no step within the bound."""
+    gap_s: float | None = None
+    trained_twice: int | None = None
+    world: int | None = None
+    note: str = ""
+    named_s: float | None = None
+    """Until Holdfast had opened the incident."""
+    reported_s: float | None = None
+    reported_lost: int | None = None
+    load: float = 0.0
+    """Load average of the last minute at the fault."""
+    settled_s: float = 0.0
+    """From the first step of a launch to the fault, at least."""
+    at: str = ""
+    """When the fault was caused, in UTC."""
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """A whole run: Holdfast's report beside the step log."""
+
+    framework: str
+    side: str
+    goodput: float
+    goodput_by_log: float
+    reported_lost: int | None
+    trained_twice: int
+    steps_known: bool
+    """Holdfast knew the steps of the script."""
+    step_s: float
+    seconds: float
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One framework, all sides in one run."""
+
+    framework: str
+    conditions: dict[str, str]
+    workers: int
+    """Per node."""
+    save_every: int
+    pace_s: float
+    results: list[Result]
+    accounts: list[Account]
+    remark: str = ""
+    """What a reader must know of this run."""
+
+
+@dataclass
+class Run:
+    """One job on one side; faults follow each other in it."""
+
+    side: Side
+    bound_s: float
+    settled_s: float
+    closed: list[tuple[Result, list[int]]] = field(default_factory=list)
+    """Results with the numbers of their incidents: how many steps were lost may be known later."""
+
+    def settle(self) -> list[Line]:
+        """The lines in the middle between two checkpoints. Raises TimeoutError, or RuntimeError
+        when the job has ended."""
+        every = self.side.save_every
+
+        def settled(lines: list[Line]) -> bool:
+            self._check()
+            newest = [line for line in lines if line.pid == lines[-1].pid]
+            long = time.time() - newest[0].time > self.settled_s and len(newest) > every
+            complete = newest[-1].world == 2 * self.side.workers_per_node
+            return complete and long and newest[-1].step % every == every // 2
+
+        return self.side.log.until(settled, START_BOUND_S)
+
+    def _check(self) -> None:
+        if why := self.side.over():
+            raise RuntimeError(why)
+
+    def recovery(self, before: list[Line], fault: float, bound_s: float) -> Recovery:
+        """Raises TimeoutError, or RuntimeError when the job ends instead."""
+        known = {line.pid for line in before}
+
+        def gone_on(lines: list[Line]) -> bool:
+            self._check()
+            return lines[-1].pid not in known
+
+        self.side.log.until(gone_on, bound_s)
+        return self.side.log.recovery(before, fault, 1.0)
+
+
+Cause = Callable[[Run, list[Line]], float]
+"""Returns when the fault happened, seconds since the epoch."""
+
+
+def kill_worker(run: Run, _: list[Line]) -> float:
+    os.kill(run.side.workers()[1], signal.SIGKILL)
+    return time.time()
+
+
+def replace_node(run: Run, _: list[Line]) -> float:
+    return run.side.lose_node(replaced=True)
+
+
+def shrink(run: Run, _: list[Line]) -> float:
+    return run.side.lose_node(replaced=False)
+
+
+def grow(run: Run, before: list[Line]) -> float:
+    run.side.grow()
+    return before[-1].time
+
+
+def hang(run: Run, _: list[Line]) -> float:
+    """One rank stops; it goes on when the bound is over."""
+    os.kill(run.side.workers()[1], signal.SIGSTOP)
+    return time.time()
+
+
+def let_go_on(run: Run) -> None:
+    with contextlib.suppress(KeyError, psutil.NoSuchProcess):
+        psutil.Process(run.side.workers()[1]).send_signal(signal.SIGCONT)
+
+
+def suspend(run: Run, _: list[Line]) -> float:
+    """What counts is the time after `resume`."""
+    run.side.suspend()
+    asked = time.time()
+    run.side.resume()
+    return asked
+
+
+class KillInSave:
+    """SIGKILL of one rank while rank 0 writes a checkpoint: rank 0 itself and a survivor's peer by
+    turns, after a random time, most often a short one, from the first change of the directory."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._rank = 1
+
+    def __call__(self, run: Run, _: list[Line]) -> float:
+        self._rank = 1 - self._rank
+        victim = run.side.workers()[self._rank]
+        place = run.side.checkpoints
+        delay_s = DELAYS_S * self._random.random() ** 3  # most saves take a few milliseconds
+        before, deadline = _entries(place), time.monotonic() + SAVE_BOUND_S
+        while _entries(place) == before:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no save began in {place} within {SAVE_BOUND_S:g} s")
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        with contextlib.suppress(ProcessLookupError):  # a launch in between
+            os.kill(victim, signal.SIGKILL)
+        return time.time()
+
+
+def _entries(place: Path) -> dict[str, int]:
+    """Names with the time of their last change."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(place) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found[entry.name] = entry.stat().st_mtime_ns if entry.is_file() else 0
+    return found
+
+
+SHRINK = "node killed, shrink"
+FAULTS: dict[str, Cause] = {
+    "worker killed": kill_worker,
+    "node killed, replaced": replace_node,
+    SHRINK: shrink,
+    "grow": grow,
+    "hang": hang,
+    "suspend, resume": suspend,
+}
+SAVE = "killed in a save"
+
+
+def measure(
+    measured: Measured,
+    build: Callable[[], Side],
+    wanted: list[tuple[str, Cause]],
+    bound_s: float,
+    settled_s: float,
+) -> Iterator[None]:
+    """All faults on one side, in order; `measured` has one more at each turn."""
+    run: Run | None = None
+    grows = "grow" in [fault for fault, _ in wanted]
+    try:
+        for fault, cause in wanted:
+            if run is None and fault == "grow":
+                continue  # it did not shrink
+            if run is None:
+                run = Run(build(), bound_s, settled_s)
+                run.side.start()
+            result, ok = _one(run, fault, cause)
+            measured.results.append(result)
+            print(_line(result), flush=True)
+            yield
+            if not ok:
+                measured.accounts += _close(run, measured.results)
+                run = None
+            elif fault == SHRINK and not grows:
+                run.side.grow()
+        if run is not None:
+            measured.accounts += _close(run, measured.results)
+            run = None
+        yield
+    finally:
+        if run is not None:
+            run.side.stop()
+
+
+def causes(faults: list[str], kill_points: int) -> list[tuple[str, Cause]]:
+    """In the order of the table; of the kills in a save as many as `kill_points`."""
+    in_save: Cause = KillInSave(seed=0)
+    several = [(SAVE, in_save)] * (kill_points if SAVE in faults else 0)
+    return [(one, FAULTS[one]) for one in FAULTS if one in faults] + several
+
+
+def _one(run: Run, fault: str, cause: Cause) -> tuple[Result, bool]:
+    """The result, and whether the job can be used for another fault."""
+    side = run.side
+    result = Result(
+        framework=side.framework.name, side=side.name, fault=fault, settled_s=run.settled_s
+    )
+    bound_s = min(run.bound_s, HANG_BOUND_S) if fault == "hang" else run.bound_s
+    try:
+        if fault == "grow":
+            before = side.log.until(
+                lambda lines: lines[-1].world == side.workers_per_node, START_BOUND_S
+            )
+        else:
+            before = run.settle()
+        result.load = os.getloadavg()[0]
+        result.at = time.strftime("%H:%M", time.gmtime())
+        at = cause(run, before)
+        seen = run.recovery(before, at, bound_s)
+    except TimeoutError as error:
+        result.note = f"no step within {bound_s:g} s" if result.load else f"did not start: {error}"
+        if fault == "hang":
+            let_go_on(run)
+            return result, True
+        return result, False
+    except RuntimeError as error:
+        result.note = str(error)
+        return result, False
+    # Holdfast grows by itself, so there is no moment from which to count.
+    result.seconds = None if fault == "grow" else seen.seconds
+    result.gap_s, result.trained_twice, result.world = seen.gap_s, seen.trained_twice, seen.world
+    _claims(run, result, at)
+    return result, True
+
+
+def _claims(run: Run, result: Result, fault: float) -> None:
+    """What Holdfast reports of the incident that followed, when it has closed it."""
+    side = run.side
+    if not isinstance(side, UnderHoldfast):
+        return
+    deadline = time.monotonic() + CLOSED_S
+    found: list[Incident] = []
+    while time.monotonic() < deadline and not (found and "total" in found[-1].seconds):
+        time.sleep(0.5)
+        found = [one for one in side.view().incidents if one.at_ns / 1e9 > fault - 1.0]
+    if found:
+        result.named_s = found[0].at_ns / 1e9 - fault
+        result.reported_s = sum(one.seconds.get("total", 0.0) for one in found)
+        run.closed.append((result, [one.number for one in found]))
+
+
+def _close(run: Run, results: list[Result]) -> list[Account]:
+    """End the run; what its report says of the whole."""
+    side, accounts = run.side, []
+    try:
+        if isinstance(side, UnderHoldfast) and not side.over():
+            view, lines = side.view(), side.log.lines()
+            for result, numbers in run.closed:
+                lost = [one.steps_lost for one in view.incidents if one.number in numbers]
+                known = [count for count in lost if count is not None]
+                result.reported_lost = sum(known) if known else None
+            productive = view.ledger.get("productive", 0.0)
+            known_s = productive / view.goodput if view.goodput else 0.0
+            by_log = productive_seconds(lines, view.now_ns / 1e9)
+            accounts.append(Account(
+                framework=side.framework.name, side=side.name, goodput=view.goodput,
+                goodput_by_log=by_log / known_s if known_s else 0.0,
+                reported_lost=view.steps_lost, trained_twice=trained_twice(lines),
+                steps_known=view.step >= 0, step_s=step_seconds(lines), seconds=known_s,
+            ))  # fmt: skip
+    finally:
+        side.stop()
+        if results[-1].note:
+            print(f"  kept for a look: {side.place}", flush=True)
+        else:
+            shutil.rmtree(side.place, ignore_errors=True)
+    return accounts
+
+
+def _line(result: Result) -> str:
+    shown = result.gap_s if result.seconds is None else result.seconds
+    seconds = "-" if shown is None else f"{shown:.2f} s"
+    said = "-" if result.reported_s is None else f"{result.reported_s:.2f} s"
+    return (
+        f"{result.framework:17} {result.side:24} {result.fault:22} {seconds:>9}  twice "
+        f"{result.trained_twice}  reported {said}  load "
+        f"{result.load:.1f}  {result.note}"
+    )

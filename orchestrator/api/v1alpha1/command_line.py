@@ -1,0 +1,309 @@
+"""Reads `entrypoint.command`: what a worker starts when a user gives the line of a shell.
+
+No shell runs the line. A launcher (launchers.py) is not started: what it would start is. The result
+follows from the text alone; whether files exist is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+
+from . import launchers
+from .launchers import CommandRefused, Size
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each worker starts: a script, a module, or the words of another program."""
+
+    script: str | None = None
+    module: str | None = None
+    words: tuple[str, ...] = ()
+    """Of a program that is not run by Holdfast's Python."""
+    args: tuple[str, ...] = ()
+    """Of the script or module."""
+    python: str = ""
+    """Interpreter, or directory of an environment; "": the one of the workers."""
+    runner: tuple[str, ...] = ()
+    """Words that run a command in an environment, such as `uv run`; python follows them."""
+    env: dict[str, str] = field(default_factory=dict)
+    launcher: str = ""
+    launcher_args: tuple[str, ...] = ()
+    """For accelerate's own code, which turns them into variables."""
+    local_rank_option: str = ""
+    """The option with which the launcher gives the script its local rank; "": none."""
+    sizes: tuple[Size, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """Options of the launcher that Holdfast replaces."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program than the forked worker runs: no warm start."""
+        return bool(self.words or self.python or self.runner)
+
+    def __str__(self) -> str:
+        return self.script or self.module or shlex.join(self.words)
+
+
+IN_A_SCRIPT = "put the line into a shell script and write `command: bash run.sh`"
+
+_OPERATORS = {
+    "|": ("a pipeline", "its exit code hides that the first program failed; remove it: `holdfast "
+          "logs` has each rank's output"),
+    ">": ("a redirection", "all ranks would write one file; remove it: `holdfast logs` has each "
+          "rank's output"),
+    "<": ("a redirection", IN_A_SCRIPT),
+    "&": ("a command in the background", IN_A_SCRIPT),
+    "&&": ("several commands", "for `cd DIRECTORY` write spec.workingDirectory, for `export` "
+           f"spec.env; otherwise {IN_A_SCRIPT}"),
+    "||": ("several commands", IN_A_SCRIPT),
+    ";": ("several commands", "for `cd DIRECTORY` write spec.workingDirectory, for `export` "
+          f"spec.env; otherwise {IN_A_SCRIPT}"),
+    "(": ("a subshell", IN_A_SCRIPT),
+    ")": ("a subshell", IN_A_SCRIPT),
+}  # fmt: skip
+
+_STARTS_RANKS = "Holdfast starts the ranks; write the line that it would start on one of them"
+_NOT_STARTED = {
+    **dict.fromkeys(("srun", "sbatch", "salloc", "mpirun", "mpiexec", "orterun", "horovodrun",
+                     "jsrun", "aprun", "pdsh", "ssh", "torchx", "sky"), _STARTS_RANKS),
+    **dict.fromkeys(("docker", "podman", "kubectl"),
+                    "its processes would not end with the worker; write the line that runs inside, "
+                    "and spec.image on Kubernetes"),
+    **dict.fromkeys(("ray",), "use `holdfast submit --ray`; write the line of the training script"),
+    **dict.fromkeys(("sudo", "su"), "the worker could not be ended; remove it"),
+    **dict.fromkeys(("cd", "export", "source", ".", "exec", "eval", "set", "ulimit", "module",
+                     "if", "for", "while", "time"),
+                    f"a shell would do this; for `cd` write spec.workingDirectory, for `export` "
+                    f"spec.env; otherwise {IN_A_SCRIPT}"),
+    **dict.fromkeys(("jupyter", "ipython", "papermill"),
+                    "write a Python file (`jupyter nbconvert --to script`)"),
+    **dict.fromkeys(("llamafactory-cli", "swift", "axolotl", "tune", "colossalai", "composer",
+                     "fabric", "lightning"),
+                    "it may start workers itself; write the script or module that it starts"),
+}  # fmt: skip
+"""First word -> why it is not started, and what to write."""
+
+_LAUNCHERS = {"torchrun": "torchrun", "accelerate-launch": "accelerate launch",
+              "deepspeed": "deepspeed", "deepspeed.pt": "deepspeed", "ds": "deepspeed"}  # fmt: skip
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_ANYWHERE = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "accelerate launch",
+             "torch.distributed.run", "torch.distributed.launch")  # fmt: skip
+"""Launchers that are refused also behind another program: each rank would start ranks."""
+
+_UV_VALUES = {
+    "--extra", "--no-extra", "--group", "--no-group", "--only-group", "--no-editable-package",
+    "--env-file", "--package", "--python-platform", "--index", "--default-index", "-i",
+    "--index-url", "--extra-index-url", "-f", "--find-links", "--index-strategy",
+    "--keyring-provider", "-P", "--upgrade-package", "--upgrade-group", "--resolution",
+    "--prerelease", "--prerelease-package", "--fork-strategy", "--exclude-newer",
+    "--exclude-newer-package", "--no-sources-package", "--reinstall-package", "--link-mode", "-C",
+    "--config-setting", "--config-settings-package", "--no-build-isolation-package",
+    "--no-build-package", "--no-binary-package", "--cache-dir", "--refresh-package", "-p",
+    "--python", "--color", "--allow-insecure-host", "--directory", "--project", "--config-file",
+}  # fmt: skip
+"""Options of `uv run` with a value, of uv 0.13."""
+_UV_TEMPORARY = ("-w", "--with", "--with-editable", "--with-requirements", "--isolated", "-s",
+                 "--script", "--gui-script")  # fmt: skip
+"""With these uv makes an environment for one command, so uv itself is started."""
+_CONDA_VALUES = {"-n", "--name", "-p", "--prefix", "--cwd", "-a", "--attach", "-r", "--root-prefix"}
+_RUNNERS: dict[str, set[str]] = {
+    "uv": _UV_VALUES,
+    **dict.fromkeys(("conda", "mamba", "micromamba"), _CONDA_VALUES),
+    "poetry": set(),
+    "pipenv": set(),
+    "pdm": set(),
+    "pixi": set(),
+}
+"""First word, before `run` -> options with a value."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"python(\d(\.\d+)?t?)?")
+_HARMLESS = ("-u",)
+"""Options of Python without effect here: a worker's output is written line by line."""
+
+
+def is_known(word: str) -> bool:
+    """Whether a line that begins with this word is a command that is recognised, or refused by its
+    name."""
+    name = PurePosixPath(word).name
+    return bool(
+        name in _LAUNCHERS
+        or name in _RUNNERS
+        or name in _NOT_STARTED
+        or name == "accelerate"
+        or _PYTHON.fullmatch(name)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def read(line: str) -> Program:
+    """What each worker starts for a command. Raises CommandRefused."""
+    words = _split(line)
+    env: dict[str, str] = {}
+    words = _without_variables(words, env)
+    if not words:
+        raise CommandRefused(
+            "no program", "the program and its arguments", "variables go into spec.env"
+        )
+    return replace(_read(words), env=env)
+
+
+def _split(line: str) -> list[str]:
+    text = re.sub(r"\\\r?\n", " ", line).strip()
+    if "\n" in text:
+        raise CommandRefused(
+            "several lines", "one command", f"end a line with \\ to go on; {IN_A_SCRIPT}"
+        )
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise CommandRefused(f"a line with {str(error).lower()}", "quotes in pairs") from None
+    bare = re.sub(r"'[^']*'", "''", text)
+    if found := re.search(r"\$\(|`|\$[\w{]+\}?", bare):
+        raise CommandRefused(
+            f"{found[0]}, which a shell would replace",
+            "the value itself: no shell reads the line",
+            f"ranks and sizes are in the environment, see WORLD_SIZE; otherwise {IN_A_SCRIPT}",
+        )
+    outside = re.sub(r'"(\\.|[^"\\])*"', '""', bare)
+    outside = re.sub(r"\\.", "", outside)
+    for operator in re.findall(r"&&|\|\||[|&;<>()]", outside):
+        what, fix = _OPERATORS[operator]
+        raise CommandRefused(f"{what} ({operator})", "one command", fix)
+    if found := re.search(r"(^|\s|=)~|[*?]", outside):
+        raise CommandRefused(
+            f"{found[0].strip()}, which a shell would replace",
+            "names in full: no shell reads the line",
+            f"quote it if it is meant so; otherwise {IN_A_SCRIPT}",
+        )
+    return words
+
+
+def _without_variables(words: list[str], env: dict[str, str]) -> list[str]:
+    """The words after `A=B` and `env A=B`; the variables go into `env`."""
+    if words and words[0] == "env":
+        words = words[1:]
+        if words and words[0].startswith("-"):
+            got, fix = f"env with {words[0]}", "write variables in spec.env"
+            raise CommandRefused(got, "env with variables only", fix)
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        env[match[1]] = match[2]
+        words = words[1:]
+    return _without_variables(words, env) if words[:1] == ["env"] else words
+
+
+def _read(words: list[str]) -> Program:
+    """A command without variables before it."""
+    name, rest = PurePosixPath(words[0]).name, words[1:]
+    if fix := _NOT_STARTED.get(name):
+        raise CommandRefused(words[0], "a program that is one rank", fix)
+    if name in _RUNNERS and rest[:1] == ["run"]:
+        return _in_environment(words)
+    if _PYTHON.fullmatch(name):
+        return _python(words)
+    beside = str(PurePosixPath(words[0]).with_name("python")) if "/" in words[0] else ""
+    if name in _LAUNCHERS:
+        return replace(_launched(_LAUNCHERS[name], rest), python=beside)
+    if name == "accelerate" and rest[:1] == ["launch"]:
+        return replace(_launched("accelerate launch", rest[1:]), python=beside)
+    if name == "accelerate":
+        raise CommandRefused(" ".join(words[:2]), "accelerate launch", "write the script itself")
+    if words[0].endswith(".py"):
+        return Program(script=words[0], args=tuple(rest))
+    return _plain(words)
+
+
+def _plain(words: list[str]) -> Program:
+    inner = [part for word in words for part in word.split()]
+    for first, second in itertools.pairwise([*inner, ""]):
+        name = PurePosixPath(first).name
+        if name in _ANYWHERE or f"{name} {second}" in _ANYWHERE:
+            raise CommandRefused(
+                f"{name} behind {words[0]}",
+                "the launcher first, or none",
+                "each rank would start ranks; write the line that runs on one rank",
+            )
+    return Program(words=tuple(words))
+
+
+def _python(words: list[str]) -> Program:
+    name, rest = words[0], words[1:]
+    python = "" if name in ("python", "python3") else name
+    while rest and rest[0] in _HARMLESS:
+        rest = rest[1:]
+    if not rest or rest == ["-"]:
+        raise CommandRefused(f"{name} without a script", "a script, or -m and a module")
+    if rest[0] == "-m" and len(rest) > 1:
+        module, args = rest[1], rest[2:]
+        if launcher := _LAUNCHER_MODULES.get(module):
+            return replace(_launched(launcher, args), python=python)
+        if module in ("accelerate.commands.accelerate_cli", "accelerate") and args[:1] == [
+            "launch"
+        ]:
+            return replace(_launched("accelerate launch", args[1:]), python=python)
+        return Program(module=module, args=tuple(args), python=python)
+    if rest[0].startswith("-"):  # an option that only a new interpreter can follow
+        return _plain(words)
+    return Program(script=rest[0], args=tuple(rest[1:]), python=python)
+
+
+def _launched(launcher: str, words: list[str]) -> Program:
+    found = launchers.read(launcher, words)
+    common = Program(
+        launcher=launcher,
+        launcher_args=found.kept,
+        sizes=found.sizes,
+        replaced=found.replaced,
+    )
+    if found.is_program:
+        return replace(common, words=(found.word, *found.args))
+    local_rank = launchers.LOCAL_RANK[launcher] if found.passes_local_rank else ""
+    if found.is_module:
+        return replace(common, module=found.word, args=found.args, local_rank_option=local_rank)
+    return replace(common, script=found.word, args=found.args, local_rank_option=local_rank)
+
+
+def _in_environment(words: list[str]) -> Program:
+    """`uv run`, `conda run -n NAME` and others."""
+    values, name = _RUNNERS[PurePosixPath(words[0]).name], " ".join(words[:2])
+    at, module = 2, False
+    while at < len(words) and words[at].startswith("-"):
+        option = words[at]
+        if option in _UV_TEMPORARY or option.startswith("--with"):
+            return _plain(words)
+        if option in ("-m", "--module") and words[0].endswith("uv"):
+            module = True
+        at += 1
+        if option == "--":
+            break
+        if option in values:
+            at += 1
+    inner = words[at:]
+    if not inner or inner == ["-"]:
+        raise CommandRefused(f"{name} without a program", "the script that it runs")
+    runner = tuple(word for word in words[:at] if word not in ("-m", "--module", "--"))
+    if module:
+        return Program(module=inner[0], args=tuple(inner[1:]), runner=runner)
+    found = _read(inner)
+    if found.words and not found.launcher:
+        return _plain(words)
+    if found.python or found.runner:
+        raise CommandRefused(
+            f"{name} before {inner[0]}",
+            "one of both",
+            f"an interpreter with a path or version is not the one of {name}",
+        )
+    return replace(found, runner=runner)

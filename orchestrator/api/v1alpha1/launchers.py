@@ -1,0 +1,312 @@
+"""The launchers of other systems: their options, and what becomes of each when Holdfast starts the
+script that the launcher would start.
+
+Sources: torch/distributed/run.py of torch 2.11 to 2.15; accelerate/commands/launch.py of accelerate
+1.15; deepspeed/launcher/runner.py and launch.py of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, NoReturn
+
+from holdfast.orchestrator.errors import Problem
+
+FIELD = "command"
+"""Relative to the entrypoint, as its validator names a field."""
+
+SizeOf = Literal["nodes", "workers", "world", "restarts"]
+Use = Literal[
+    "nodes",  # compared with spec.nodes
+    "workers",  # compared with spec.workersPerNode
+    "world",  # compared with the product of both
+    "restarts",  # compared with spec.recovery.budgets
+    "module",  # the word is a module
+    "program",  # the word is a program and no Python file
+    "plain",  # changes nothing here
+    "replaced",  # Holdfast does this itself
+    "kept",  # handed on to accelerate's own code
+    "no-local-rank",
+    "refused",
+]
+
+
+class CommandRefused(ValueError):
+    """A command that Holdfast does not start; the text has the form `got; expected; fix`."""
+
+    def __init__(self, got: str, expected: str, fix: str = "") -> None:
+        super().__init__(str(Problem(FIELD, got, expected, fix)))
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of processes or restarts that a launcher's option gives."""
+
+    of: SizeOf
+    option: str
+    """As written."""
+    least: int
+    most: int
+
+
+class Option(NamedTuple):
+    names: tuple[str, ...]
+    use: Use
+    has_value: bool = True
+    fix: str = ""
+    """Of a refused one."""
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """What a launcher's line would start."""
+
+    word: str
+    """A script, a module or a program."""
+    args: tuple[str, ...]
+    is_module: bool
+    is_program: bool
+    passes_local_rank: bool
+    sizes: tuple[Size, ...]
+    replaced: tuple[str, ...]
+    """Options that Holdfast replaces."""
+    kept: tuple[str, ...]
+
+
+def _options(
+    use: Use, *names: str, has_value: bool = True, fix: str = "", dashed: bool = True
+) -> list[Option]:
+    """One option for each name; `a/b` are two spellings. With `dashed`, also with _ for -."""
+    found = []
+    for name in names:
+        spellings = [f"-{n}" if len(n) == 1 else f"--{n}" for n in name.split("/")]
+        if dashed:
+            spellings += ["--" + s[2:].replace("-", "_") for s in spellings if "-" in s[2:]]
+        found.append(Option(tuple(spellings), use, has_value, fix))
+    return found
+
+
+TORCHRUN = (
+    *_options("nodes", "nnodes"),
+    *_options("workers", "nproc-per-node"),
+    *_options("restarts", "max-restarts"),
+    *_options("module", "module/m", has_value=False),
+    *_options("program", "no-python", has_value=False),
+    *_options("plain", "run-path", has_value=False),
+    *_options("replaced", "standalone", has_value=False),
+    *_options(
+        "replaced", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank",
+        "master-addr", "master-port", "local-addr", "monitor-interval", "start-method",
+        "event-log-handler", "role", "signals-to-handle", "shutdown-timeout",
+        "log-dir", "redirects/r", "tee/t", "log-line-prefix-template", "local-ranks-filter",
+        "duplicate-stdout-filters", "duplicate-stderr-filters",
+    ),
+    *_options("refused", "logs-specs", fix="remove it: `holdfast logs` shows each rank's output"),
+    *_options("refused", "numa-binding", fix="remove it; the session binds a rank to its GPU's "
+              "cores"),
+    *_options("refused", "virtual-local-rank", has_value=False,
+              fix="remove it; LOCAL_RANK is the worker's number on its node"),
+)  # fmt: skip
+
+ACCELERATE = (
+    *_options("world", "num-processes"),
+    *_options("nodes", "num-machines"),
+    *_options("restarts", "max-restarts"),
+    *_options("module", "module/m", has_value=False),
+    *_options("program", "no-python", has_value=False),
+    *_options("plain", "quiet/q", "same-network", has_value=False),
+    *_options(
+        "replaced", "machine-rank", "main-process-ip", "main-process-port", "tee/t", "log-dir",
+        "role", "rdzv-backend", "rdzv-conf", "monitor-interval", "main-training-function",
+        "deepspeed-hostfile", "deepspeed-multinode-launcher", "mpirun-hostfile",
+    ),
+    *_options("refused", "gpu-ids", fix="write spec.env.CUDA_VISIBLE_DEVICES instead"),
+    *_options("refused", "num-cpu-threads-per-process", fix="write spec.env.OMP_NUM_THREADS or "
+              "spec.resources.cpu instead"),
+    *_options("refused", "deepspeed-exclusion-filter", "deepspeed-inclusion-filter",
+              fix="remove it: Holdfast chooses the nodes"),
+    *_options("refused", "tpu", "tpu-cluster", "no-tpu-cluster", "tpu-use-sudo", has_value=False,
+              fix="Holdfast trains on GPUs and CPUs only"),
+    *_options("refused", "vm", "env", "aws-access-key-id", "aws-secret-access-key",
+              fix="remove it; variables belong into spec.env"),
+    *_options(
+        "kept", "cpu", "multi-gpu", "enable-cpu-affinity", "dynamo-use-fullgraph",
+        "dynamo-use-dynamic", "dynamo-use-regional-compilation", "use-deepspeed", "use-fsdp",
+        "use-parallelism-config", "use-megatron-lm", "downcast-bf16", "debug",
+        "fp8-use-autocast-during-eval", has_value=False,
+    ),
+    *_options(
+        "kept", "config-file", "mixed-precision", "dynamo-backend", "dynamo-mode",
+        "deepspeed-config-file", "zero-stage", "offload-optimizer-device", "offload-param-device",
+        "offload-optimizer-nvme-path", "offload-param-nvme-path", "gradient-accumulation-steps",
+        "gradient-clipping", "zero3-init-flag", "zero3-save-16bit-model",
+        "deepspeed-moe-layer-cls-names",
+        *(
+            f"fsdp-{name}" for name in (
+                "version", "offload-params", "min-num-params", "sharding-strategy",
+                "reshard-after-forward", "auto-wrap-policy", "transformer-layer-cls-to-wrap",
+                "backward-prefetch", "state-dict-type", "forward-prefetch", "use-orig-params",
+                "cpu-ram-efficient-loading", "sync-module-states", "activation-checkpointing",
+                "activation-checkpointing-offload",
+            )
+        ),
+        *(
+            f"megatron-lm-{name}" for name in (
+                "tp-degree", "use-custom-fsdp", "no-load-optim", "eod-mask-loss",
+                "overlap-cpu-optimizer-d2h-h2d", "no-save-optim", "optimizer-cpu-offload",
+                "use-precision-aware-optimizer", "decoder-last-pipeline-num-layers", "pp-degree",
+                "num-micro-batches", "sequence-parallelism", "recompute-activations",
+                "use-distributed-optimizer", "gradient-clipping", "recompute-granularity",
+                "recompute-method", "recompute-num-layers", "attention-backend",
+                "expert-model-parallel-size", "context-parallel-size", "attention-dropout",
+                "hidden-dropout", "attention-softmax-in-fp32", "expert-tensor-parallel-size",
+                "calculate-per-token-loss", "use-rotary-position-embeddings",
+            )
+        ),
+        *(
+            f"fp8-{name}" for name in (
+                "backend", "margin", "interval", "format", "amax-history-len",
+                "amax-compute-algo", "override-linear-precision", "opt-level",
+                "enable-fsdp-float8-all-gather", "pad-inner-dim",
+            )
+        ),
+        *(
+            f"parallelism-config-{name}" for name in (
+                "dp-replicate-size", "dp-shard-size", "tp-size", "cp-size", "cp-backend",
+                "cp-comm-strategy", "sp-size", "sp-backend", "sp-seq-length",
+                "sp-seq-length-is-variable", "sp-attn-implementation",
+            )
+        ),
+    ),
+)  # fmt: skip
+
+DEEPSPEED = (
+    *_options("nodes", "num_nodes", dashed=False),
+    *_options("workers", "num_gpus/num_accelerators", dashed=False),
+    *_options("module", "module", has_value=False),
+    *_options("program", "no_python", has_value=False, dashed=False),
+    *_options("no-local-rank", "no_local_rank", has_value=False, dashed=False),
+    *_options("plain", "no_ssh", "no_ssh_check", "force_multi", "quiet/q", has_value=False,
+              dashed=False),
+    *_options("replaced", "master_port", "master_addr", "node_rank", "launcher", "launcher_args",
+              "ssh_port", "log_level", "enable_each_rank_log", "hostfile/H", dashed=False),
+    *_options("replaced", "save_pid", has_value=False, dashed=False),
+    *_options("refused", "include/i", "exclude/e", dashed=False,
+              fix="remove it: Holdfast chooses the nodes; for GPUs of a node write "
+              "spec.env.CUDA_VISIBLE_DEVICES"),
+    *_options("refused", "autotuning", dashed=False, fix="tune with DeepSpeed first"),
+    *_options("refused", "bind_cores_to_rank", has_value=False, dashed=False,
+              fix="remove it; spec.resources.cpu sets the number of threads"),
+    *_options("refused", "bind_core_list", dashed=False,
+              fix="remove it; spec.resources.cpu sets the number of threads"),
+    *_options("refused", "venv_script", dashed=False,
+              fix="write entrypoint.python: DIRECTORY_OF_THE_VENV instead"),
+)  # fmt: skip
+
+LAUNCH = (
+    *TORCHRUN,
+    *_options("no-local-rank", "use-env", has_value=False),
+)
+"""torch.distributed.launch: it passes --local-rank to the script, unless --use-env is given."""
+
+NAMES = {
+    "torchrun": TORCHRUN,
+    "accelerate launch": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+    "torch.distributed.launch": LAUNCH,
+}
+LOCAL_RANK = {"deepspeed": "--local_rank", "torch.distributed.launch": "--local-rank"}
+"""Launcher -> the option with which it gives a script its local rank."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, launcher: str) -> None:
+        super().__init__(prog=launcher, add_help=False, argument_default=argparse.SUPPRESS)
+        self._launcher = launcher
+
+    def error(self, message: str) -> NoReturn:
+        if "required: script" in message:
+            raise CommandRefused(f"{self._launcher} without a script", "the script that it starts")
+        raise CommandRefused(
+            f"{self._launcher} with {message}",
+            "options of it that Holdfast knows",
+            "write entrypoint.script and args, and variables in spec.env",
+        )
+
+
+def read(launcher: str, words: list[str]) -> LaunchLine:
+    """What `launcher WORDS` would start. Raises CommandRefused."""
+    options = {f"option{number}": option for number, option in enumerate(NAMES[launcher])}
+    parser = _Parser(launcher)
+    for dest, option in options.items():
+        if option.has_value:
+            parser.add_argument(*option.names, dest=dest)
+        else:
+            parser.add_argument(*option.names, dest=dest, action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"the unknown option {unknown[0]}")
+    given = [(option, vars(found)[dest]) for dest, option in options.items() if dest in vars(found)]
+    own = words[: len(words) - len(found.args) - 1]
+    return _launched(launcher, found.script, tuple(found.args), given, own)
+
+
+def _launched(
+    launcher: str,
+    word: str,
+    args: tuple[str, ...],
+    given: list[tuple[Option, str]],
+    own: list[str],
+) -> LaunchLine:
+    """`own`: the words of the line that are the launcher's."""
+    sizes, replaced, kept = [], [], []
+    spelt = {option.partition("=")[0] for option in own}
+    for option, value in given:
+        name = next((name for name in option.names if name in spelt), option.names[0])
+        written = f"{name}={value}" if option.has_value else name
+        match option.use:
+            case "nodes" | "workers" | "world" | "restarts":
+                size = _size(option.use, written, value)
+                if size is None:
+                    replaced.append(written)
+                else:
+                    sizes.append(size)
+            case "replaced":
+                replaced.append(written)
+            case "kept":
+                kept += [option.names[0], value] if option.has_value else [option.names[0]]
+            case "refused":
+                raise CommandRefused(f"{launcher} with {written}", "it without", option.fix)
+            case _:
+                pass
+    uses = {option.use for option, _value in given}
+    return LaunchLine(
+        word=word,
+        args=args,
+        is_module="module" in uses,
+        is_program="program" in uses,
+        passes_local_rank=launcher in LOCAL_RANK and "no-local-rank" not in uses,
+        sizes=tuple(sizes),
+        replaced=tuple(replaced),
+        kept=tuple(kept),
+    )
+
+
+_MACHINE_DECIDES = ("auto", "gpu", "cpu", "xpu", "-1")
+"""Values with which torchrun and deepspeed count the devices of the machine."""
+
+
+def _size(of: SizeOf, written: str, value: str) -> Size | None:
+    """None: the launcher would count devices."""
+    if of == "workers" and value in _MACHINE_DECIDES:
+        return None
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", value)
+    if match is None or (match[2] and of != "nodes"):
+        expected = "a number" if of != "nodes" else "a number, or MIN:MAX"
+        raise CommandRefused(written, expected, "or remove the option: the spec has the sizes")
+    least = int(match[1])
+    return Size(of, written, least, int(match[2] or least))

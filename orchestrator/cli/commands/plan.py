@@ -1,0 +1,424 @@
+"""`holdfast plan`: what a job or a model needs, and how long a step takes, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.errors import Problem, UserError
+
+from ..options import HomeOption, JsonOption
+from ..output import print_json, stdout
+
+if TYPE_CHECKING:
+    from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+    from holdfast.orchestrator.catalogue.load import Catalogue
+    from holdfast.orchestrator.catalogue.types import Device
+    from holdfast.orchestrator.planner.plan import Plan
+    from holdfast.orchestrator.planner.step_time import Hardware
+
+DEFAULT_NETWORK = "infiniband-400"
+TOKENS_PER_STEP = 4 * 2**20
+"""Of a model without a job: as Llama 3 405B began (Llama Team 2024, section 3.4.1)."""
+DOES_NOT_FIT = 2
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    app.command(rich_help_panel=panel)(plan)
+
+
+JobArgument = Annotated[
+    Path | None, typer.Argument(help="Job file, JSON or YAML; or use --model.", metavar="JOB")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|CONFIG.JSON",
+        help="Plan a model without a job: a name of the catalogue such as llama3-70b, or a "
+        "config.json of Hugging Face.",
+    ),
+]
+DevicesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--devices",
+        "-d",
+        metavar="COUNTxDEVICE",
+        help="On these devices, such as 64xH100-80. Several times: compare them.",
+        show_default="those of this machine",
+    ),
+]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--network",
+        help="Link between nodes, a name of the catalogue.",
+        show_default=f"{DEFAULT_NETWORK}; of a job on this machine's devices by its fabric",
+    ),
+]
+NodesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        min=1,
+        max=limits.MAX_NODES,
+        help="Plan a job for this number of nodes; may exceed nodes.max, as after a resize.",
+        show_default="nodes.max",
+    ),
+]
+SequenceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence",
+        min=1,
+        max=limits.MAX_COUNT,
+        help="With --model: tokens of a sample.",
+        show_default="8192, or the model's longest",
+    ),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        max=limits.MAX_COUNT,
+        help="With --model: samples of a step.",
+        show_default="4 Mi tokens",
+    ),
+]
+ByOption = Annotated[
+    str, typer.Option("--by", help="With --model: rank by tokens (per second) or price.")
+]
+ClaimedOption = Annotated[
+    float | None,
+    typer.Option(
+        "--claimed",
+        metavar="TOKENS/S",
+        help="With --model: check a claimed throughput; more than the devices can "
+        "compute is refused.",
+    ),
+]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        metavar="QUANTITY",
+        help="Memory of one worker's device, such as 80Gi, where --devices does not say it.",
+    ),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="QUANTITY",
+        help="Main memory of a node, such as 2Ti, which offloaded states may take.",
+        show_default="that of this machine; with --devices or --model 240Gi for each device",
+    ),
+]
+CatalogueOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--catalogue",
+        envvar="HOLDFAST_CATALOGUE",
+        help="YAML file with devices, links and models of your own.",
+        show_default="~/.config/holdfast/catalogue.yaml",
+    ),
+]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Show formula, numbers and source of every figure.")
+]
+EnvironmentOption = Annotated[
+    bool, typer.Option("--environment", help="Show ranks and the environment of rank 0 too.")
+]
+SvgOption = Annotated[
+    Path | None,
+    typer.Option("--svg", metavar="FILE", help="Draw memory and the step into this file."),
+]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="With --model: write the job that is best."),
+]
+CalibrateOption = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Train a block of the job 20 times on this machine first, and plan with what it took, "
+        "now and later.",
+    ),
+]
+
+
+def plan(
+    file: JobArgument = None,
+    model: ModelOption = None,
+    devices: DevicesOption = None,
+    network: NetworkOption = None,
+    nodes: NodesOption = None,
+    sequence: SequenceOption = None,
+    batch: BatchOption = None,
+    by: ByOption = "tokens",
+    claimed: ClaimedOption = None,
+    device_memory: DeviceMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    catalogue: CatalogueOption = None,
+    explain: ExplainOption = False,
+    environment: EnvironmentOption = False,
+    svg: SvgOption = None,
+    save: SaveOption = None,
+    calibrate: CalibrateOption = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show whether a job or a model fits, what would run where, how long a step takes, and why.
+
+    No job is started. Exit code 2: it does not fit.
+
+    Examples: `holdfast plan job.yaml --devices 64xH100-80`,
+    `holdfast plan --model llama3-70b --devices 64xH100-80 --by price`
+    """
+    from holdfast.orchestrator.catalogue.load import load_catalogue
+
+    if (file is None) == (model is None):
+        got = "a job and --model" if file else "neither a job nor --model"
+        raise UserError(str(Problem("JOB", got, "one of them", "holdfast plan job.yaml")))
+    known, host = load_catalogue(catalogue), _memory("--host-memory", host_memory)
+    if model is not None:
+        _refuse_with(
+            "--model",
+            {"--nodes": nodes, "--device-memory": device_memory, "--calibrate": calibrate or None},
+        )
+        between = network or DEFAULT_NETWORK
+        made: Any = _of_model(
+            known, model, devices or [], between, sequence, batch, by, claimed, host
+        )
+    else:
+        _refuse_with(
+            "a job",
+            {"--sequence": sequence, "--batch": batch, "--save": save, "--claimed": claimed},
+        )
+        assert file is not None
+        measure, memory = (home, calibrate), (device_memory, host)
+        made = _of_job(known, file, devices or [], network, nodes, memory, measure)
+    if svg is not None:
+        _write(svg, "--svg", _picture(made))
+    if save is not None:
+        _write(save, "--save", _job_text(made))
+    if as_json:
+        print_json(made)
+    else:
+        from ..plan_text import render
+
+        console = stdout()
+        shown = render(made, explain=explain, environment=environment)
+        console.print(shown, soft_wrap=not console.is_terminal)
+    if made.fits is False:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _refuse_with(what: str, given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise UserError(str(Problem(option, f"{value} with {what}", "it without", "remove it")))
+
+
+# -- of a model ---------------------------------------------------------------------------------
+def _of_model(
+    known: Catalogue, name: str, devices: list[str], network: str,
+    sequence: int | None, batch: int | None, by: str, claimed: float | None, host: int | None,
+) -> Any:  # fmt: skip
+    from holdfast.orchestrator.catalogue.load import parse_devices
+    from holdfast.orchestrator.planner.claims import check_throughput
+    from holdfast.orchestrator.planner.model import count_parameters
+    from holdfast.orchestrator.planner.model_plan import cluster_of, plan_model
+    from holdfast.orchestrator.planner.workload import Workload
+
+    if by not in ("tokens", "price"):
+        raise UserError(str(Problem("--by", by, "tokens or price")))
+    if not devices:
+        fix = "--devices 64xH100-80"
+        raise UserError(str(Problem("--devices", "nothing with --model", "devices", fix)))
+    architecture = _architecture(known, name)
+    clusters = []
+    for text in devices:
+        count, device = parse_devices(text, known)
+        if count > device.per_node and count % device.per_node:
+            expected = f"whole nodes of {device.per_node} {device.name}"
+            low = count // device.per_node * device.per_node
+            fix = f"{low} or {low + device.per_node} of them"
+            raise UserError(str(Problem("--devices", text, expected, fix)))
+        if by == "price" and device.price is None:
+            fix = "add one to a catalogue file (--catalogue)"
+            got = f"price, and {device.name} has none"
+            raise UserError(str(Problem("--by", got, "devices with a price", fix)))
+        clusters.append(cluster_of(count, device, _hardware(known, device, network), host))
+    tokens = sequence or min(8192, architecture.max_sequence_length or 8192)
+    most = max(cluster.devices for cluster in clusters)
+    samples = batch or -(-max(TOKENS_PER_STEP // tokens, 1) // most) * most
+    work = Workload(
+        model=architecture,
+        counts=count_parameters(architecture),
+        sequence_length=tokens,
+        global_batch=samples,
+        compiled=True,
+    )
+    for cluster in clusters if claimed is not None else ():
+        try:
+            check_throughput(work, cluster.devices, cluster.hardware.device, claimed or 0.0)
+        except ValueError as error:
+            raise UserError(f"--claimed: {error}") from None
+    return plan_model(work, tuple(clusters), by)  # type: ignore[arg-type]
+
+
+def _architecture(known: Catalogue, name: str) -> Any:
+    import json
+
+    from holdfast.orchestrator.catalogue.hugging_face import architecture_of
+
+    path = Path(name)
+    if path.suffix != ".json":
+        return known.architecture(name)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        got = f"{name} ({error.strerror})"
+        raise UserError(str(Problem("--model", got, "a file that can be read"))) from None
+    except ValueError as error:
+        raise UserError(str(Problem("--model", f"{name} ({error})", "JSON"))) from None
+    return architecture_of(config, path.parent.name or path.stem)
+
+
+def _hardware(known: Catalogue, device: Device, network: str) -> Hardware:
+    from holdfast.orchestrator.planner.step_time import Hardware
+
+    return Hardware(device, known.link(device.link), known.link(network))
+
+
+# -- of a job -----------------------------------------------------------------------------------
+def _of_job(
+    known: Catalogue, file: Path, devices: list[str], network: str | None,
+    nodes: int | None, given: tuple[str | None, int | None],
+    measure: tuple[Path | None, bool],
+) -> Plan:  # fmt: skip
+    """`given`: memory of a device as it is written, and bytes of a node's main memory; `measure`:
+    the directory of measurements, and whether to measure now."""
+    import msgspec
+
+    from holdfast.orchestrator.api.v1alpha1 import load_job
+    from holdfast.orchestrator.core.rank_assignment import check_resize, resized
+    from holdfast.orchestrator.planner import make_plan
+    from holdfast.orchestrator.planner.choose import memory_on
+    from holdfast.orchestrator.planner.hardware import hardware_of
+
+    from ..calibration import with_calibration
+    from ..job_checks import local_facts, with_local_gpus
+
+    if devices and measure[1]:
+        fix = "leave --devices out"
+        got = f"--devices {devices[0]} and --calibrate"
+        raise UserError(str(Problem("--calibrate", got, "the devices of this machine", fix)))
+    job, gpus = load_job(file), ""
+    memory = _memory("--device-memory", given[0])
+    facts = local_facts(job.spec.workers_per_node)
+    hardware = None
+    if devices:
+        between = network or DEFAULT_NETWORK
+        job, facts, count, hardware = _on_devices(known, job, facts, devices, between)
+        gpus = f"--devices {devices[0]}"
+        nodes = count if nodes is None else nodes
+    else:
+        job, gpus = with_local_gpus(job, str(file))
+    if given[1] is not None:
+        facts = msgspec.structs.replace(facts, memory_bytes=given[1])
+    if nodes is not None and nodes > job.spec.nodes.max:
+        known_memory = memory_on(job, [facts])
+        if memory is not None:
+            known_memory = known_memory._replace(device=memory)
+        if problem := check_resize(job, nodes, known_memory):
+            raise UserError(f"--{problem}")
+        job = resized(job, nodes)
+    if not devices:
+        hardware = hardware_of(known, job, facts, nodes or job.spec.nodes.max, network or "")
+        hardware = with_calibration(file, job, nodes, memory, facts, hardware, *measure)
+    made = make_plan(job, facts, nodes, memory, gpus=gpus, hardware=hardware)
+    if made is None:
+        low, high = job.spec.nodes.min, job.spec.nodes.max
+        expected = f"{low} to {high} nodes that hold at least one replica group"
+        raise UserError(str(Problem("--nodes", str(nodes or high), expected)))
+    return made
+
+
+def _memory(option: str, written: str | None) -> int | None:
+    from holdfast.orchestrator.api.v1alpha1.base import parse_quantity
+
+    if written is None:
+        return None
+    try:
+        return int(parse_quantity(written))
+    except ValueError as error:
+        expected = str(error).removeprefix("expected ")
+        fix = "a device's name belongs into --devices"
+        raise UserError(str(Problem(option, written, expected, fix))) from None
+
+
+def _on_devices(
+    known: Catalogue, job: TrainingJob, facts: Any, devices: list[str], network: str
+) -> tuple[TrainingJob, Any, int, Hardware]:
+    """The job, a node of such devices, how many nodes they are, and what a step is timed on."""
+    import msgspec
+
+    from holdfast.orchestrator.catalogue.load import parse_devices
+    from holdfast.orchestrator.planner.gpus import is_auto, with_gpus
+    from holdfast.orchestrator.protocol.facts import Gpu
+
+    if len(devices) > 1:
+        got = f"{len(devices)} kinds with a job"
+        raise UserError(str(Problem("--devices", got, "one kind", "compare with --model")))
+    count, device = parse_devices(devices[0], known)
+    if is_auto(job):
+        job = with_gpus(job, 1)
+    workers, each = job.spec.workers_per_node, job.spec.resources.num_gpus
+    if not each:
+        fix = "remove resources.gpu: 0, or --devices"
+        raise UserError(str(Problem("--devices", "a job on CPUs", "a job on GPUs", fix)))
+    if count % (workers * each):
+        expected = f"whole nodes of {workers} workers x {each} GPU{'s' * (each > 1)}"
+        raise UserError(str(Problem("--devices", devices[0], expected)))
+    gpu = Gpu(device.name, device.memory_bytes)
+    facts = msgspec.structs.replace(
+        facts, hostname="a node", address="10.0.0.1", gpus=(gpu,) * (workers * each),
+        slots=workers, memory_bytes=0, cpus=0,
+    )  # fmt: skip
+    return job, facts, count // (workers * each), _hardware(known, device, network)
+
+
+# -- files --------------------------------------------------------------------------------------
+def _picture(made: Any) -> str:
+    from ..plan_svg import draw
+
+    if made.estimate is None:
+        got = "a plan without figures"
+        raise UserError(str(Problem("--svg", got, "a recipe or a model that fits")))
+    return draw(made)
+
+
+def _job_text(made: Any) -> str:
+    import yaml
+
+    if made.spec is None:
+        got = "nothing that fits" if made.chosen is None else f"{made.model}"
+        expected = "a model that the recipe has: RMSNorm, SwiGLU, no biases, a head of its own"
+        raise UserError(str(Problem("--save", got, expected)))
+    return str(yaml.safe_dump(made.spec, sort_keys=False))
+
+
+def _write(path: Path, option: str, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        got = f"{path} ({error.strerror})"
+        raise UserError(str(Problem(option, got, "a file that can be written"))) from None

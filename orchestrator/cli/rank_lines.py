@@ -1,0 +1,91 @@
+"""What rank 0 prints, for the display of `holdfast run`: a thread follows its newest log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self
+
+from ..hosts.local.job_directory import JobDirectory
+from .log_files import LogTail, generations
+from .output import plural
+
+INTERVAL_S = 0.25
+BAR_INTERVAL_S = 10.0
+"""Between two states of a progress bar that has not ended its line."""
+LAST_S = 5.0
+"""For the last lines, where a cluster does not answer."""
+MAX_LINES = 200
+"""In one interval; of more, the last ones are shown."""
+
+
+class RankLines:
+    """Shows lines that are written inside of the context, also those of later generations."""
+
+    def __init__(
+        self,
+        directory: JobDirectory,
+        show: Callable[[str], None],
+        refresh: Callable[[], object] = lambda: None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`refresh` brings the files of `directory` up to date, in the thread."""
+        self._directory, self._show = directory, show
+        self._refresh, self._interval_s = refresh, interval_s
+        self._tail: LogTail | None = None
+        self._generation = 0
+        self._bar, self._bar_s = "", 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="rank-lines", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._refresh()
+        self._open()
+        if self._tail is not None:  # of a job that is attached to
+            self._tail.skip()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Shows the last lines."""
+        self._ended.set()
+        self._thread.join(LAST_S)
+
+    def _follow(self) -> None:
+        with suppress(OSError):  # as of `holdfast run FILE | head`, which trains to the end
+            while not self._ended.wait(self._interval_s):
+                self._poll()
+            self._poll(last=True)
+
+    def _poll(self, *, last: bool = False) -> None:
+        self._refresh()
+        before, tail = self._generation, self._tail
+        self._open()
+        over = last or self._generation != before
+        if tail is not None:
+            self._print(tail, over=over)
+        if self._tail is not None and self._tail is not tail:
+            self._print(self._tail, over=last)
+
+    def _open(self) -> None:
+        """Go on with the newest generation that has a log of rank 0."""
+        for number in reversed(generations(self._directory)):
+            path = self._directory.rank_log(number, 0)
+            if number <= self._generation:
+                return
+            if path.exists():
+                self._generation, self._tail = number, LogTail(path, "")
+                return
+
+    def _print(self, tail: LogTail, *, over: bool) -> None:
+        lines = [line for part in tail.parts(all=over) for line in part]
+        if (hidden := len(lines) - MAX_LINES) > 0:
+            self._show(f"({plural(hidden, 'line')} not shown; see `holdfast logs`)")
+        for line in lines[-MAX_LINES:]:
+            self._show(line)
+        self._bar_s = 0.0 if lines else self._bar_s + self._interval_s
+        bar = tail.bar
+        if bar and bar != self._bar and self._bar_s >= BAR_INTERVAL_S:
+            self._bar, self._bar_s = bar, 0.0
+            self._show(bar)

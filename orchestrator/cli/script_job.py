@@ -1,0 +1,272 @@
+"""Makes the job of `holdfast run train.py --nodes 2 -- ARGS`: a script, or the line of a launcher,
+without a spec. The options are few; everything else is written in a spec, which `--save` begins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import Problem, SpecError, UserError
+
+PANEL = "Without a spec"
+
+NodesOption = Annotated[
+    int | None,
+    typer.Option("--nodes", min=1, help="Nodes.", show_default="1", rich_help_panel=PANEL),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=1, max=64, help="Workers on each node.", show_default="1",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus", min=0, help="GPUs of each worker.", show_default="1 where there are some",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name", help="Name of the job.", show_default="from the script's", rich_help_panel=PANEL
+    ),
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env", metavar="K=V", help="A variable of the workers; can be repeated.",
+        show_default=False, rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+PythonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--python", metavar="PATH", help="Another interpreter, or an environment's directory.",
+        show_default=False, rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save", metavar="JOB.yaml", help="Write the job to a new file and run that.",
+        show_default=False, rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+WordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- ARGS]", help="Arguments of the script, after --.", show_default=False
+    ),
+]
+
+_SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+_SCRIPT_SUFFIXES = (".py", ".pyz", ".ipynb", ".sh")
+_MAX_NAME = 40
+"""Below the 52 characters of a name: a number may follow."""
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """A script or a command line, and the options that stand for a spec."""
+
+    file: Path
+    words: tuple[str, ...] = ()
+    nodes: int | None = None
+    workers: int | None = None
+    gpus: int | None = None
+    name: str = ""
+    """Empty: from the script's."""
+    env: dict[str, str] = field(default_factory=dict)
+    python: str | None = None
+
+    def title(self) -> str:
+        """A name for the job, from the script's."""
+        from pydantic import ValidationError
+
+        if self.name:
+            return self.name
+        try:
+            program = self._program()
+        except ValidationError:
+            return "job"  # the whole document is reported
+        what = program.script or program.module or (program.words or ("job",))[0]
+        stem = Path(what).stem if program.module is None else what.rpartition(".")[2]
+        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_NAME].strip("-")
+        return name or "job"
+
+    def _program(self) -> Any:
+        from ..api.v1alpha1.workload import Entrypoint
+
+        return Entrypoint.model_validate(self._entrypoint()).program
+
+    @property
+    def is_script(self) -> bool:
+        """Whether FILE is a script; otherwise the words are a command."""
+        return self.file.suffix in _SCRIPT_SUFFIXES
+
+    def _entrypoint(self) -> dict[str, Any]:
+        if self.is_script:
+            entry: dict[str, Any] = {"script": str(self.file)}
+            if self.words:
+                entry["args"] = list(self.words)
+        else:
+            name = str(self.file)
+            program = f"./{name}" if "/" not in name and self.file.is_file() else name
+            entry = {"command": shlex.join([program, *self.words])}
+        return entry | ({"python": self.python} if self.python else {})
+
+    def document(self, name: str, work: str = ".") -> dict[str, Any]:
+        """The spec; `work` is its working directory. Raises SpecError."""
+        from pydantic import ValidationError
+
+        from ..api.v1alpha1 import job_from_mapping
+
+        spec: dict[str, Any] = {"entrypoint": self._entrypoint()}
+        if work != ".":
+            spec["workingDirectory"] = work
+        try:
+            sizes = {size.of: size for size in self._program().sizes}
+        except ValidationError:
+            sizes = {}  # reported with the whole document
+        nodes = self.nodes or (sizes["nodes"].most if "nodes" in sizes else None)
+        least = sizes["nodes"].least if "nodes" in sizes and not self.nodes else 1
+        workers = self.workers
+        if workers is None and "workers" in sizes:
+            workers = sizes["workers"].most
+        elif workers is None and "world" in sizes:
+            workers = sizes["world"].most // (nodes or 1)
+        if nodes:
+            spec["nodes"] = {"min": least if least != nodes else 1, "max": nodes}
+        if workers:
+            spec["workersPerNode"] = workers
+        if self.gpus is not None:
+            spec["resources"] = {"gpu": self.gpus}
+        if self.env:
+            spec["env"] = dict(self.env)
+        if "restarts" in sizes:
+            budgets = {"infrastructure": {"restarts": sizes["restarts"].most}}
+            spec["recovery"] = {"budgets": budgets}
+        document = {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": name},
+            "spec": spec,
+        }
+        job_from_mapping(document, self.source)
+        return document
+
+    @property
+    def source(self) -> str:
+        """What a problem of the spec is reported about."""
+        return str(self.file)
+
+    def options(self, name: str) -> list[str]:
+        """The words of a command line with which this run is made again, except for FILE."""
+        given = {"--nodes": self.nodes, "--workers": self.workers, "--gpus": self.gpus,
+                 "--python": self.python, "--name": name}  # fmt: skip
+        words = [f"{key}={value}" for key, value in given.items() if value is not None]
+        return words + [f"--env={key}={value}" for key, value in self.env.items()]
+
+
+def asked(
+    file: Path | None,
+    words: list[str] | None,
+    save: Path | None = None,
+    **options: Any,
+) -> ScriptRun | None:
+    """The run without a spec that a command line asks for; None: FILE is a spec. Raises UserError
+    for options that a spec has fields for."""
+    given = {name: value for name, value in options.items() if value}
+    if options.get("gpus") == 0:
+        given["gpus"] = 0
+    if file is not None and not _is_spec(file, words):
+        run = ScriptRun(file, tuple(words or ()))
+        return _with(run, given)
+    named = [f"--{name}" for name in given] + (["--save"] if save else [])
+    if file is not None and words:
+        fix = "write spec.entrypoint.args"
+        problem = Problem("ARGS", f"{shlex.join(words)} with {file}", "them with a script", fix)
+        raise UserError(str(problem))
+    if named:
+        got = f"it with {file}" if file is not None else "it without a script"
+        fix = "a spec has fields for it: see `holdfast schema --markdown`" if file else ""
+        raise UserError(str(Problem(named[0], got, "it with a script", fix)))
+    return None
+
+
+def _with(run: ScriptRun, given: dict[str, Any]) -> ScriptRun:
+    from dataclasses import replace
+
+    variables = {}
+    for text in given.pop("env", ()):
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(str(Problem("--env", text, "NAME=VALUE")))
+        variables[name] = value
+    return replace(run, env=variables, **given)
+
+
+def _is_spec(file: Path, words: list[str] | None) -> bool:
+    from ..api.v1alpha1 import command_line
+
+    if file.suffix in _SPEC_SUFFIXES:
+        return True
+    return file.suffix not in _SCRIPT_SUFFIXES and not (
+        words or command_line.is_known(str(file)) or (file.is_file() and os.access(file, os.X_OK))
+    )
+
+
+@contextmanager
+def spec_file(
+    run: ScriptRun, save: Path | None, free_name: Callable[[str], str], show: Callable[[str], None]
+) -> Iterator[Path]:
+    """A file with the spec of a run, for as long as the command runs; its directory is the current
+    one. With `save` it stays, where its directory is. `show` gets the text for the user. Raises
+    UserError and SpecError."""
+    import yaml
+
+    from .targets.tempdir import scratch
+
+    name = run.name or free_name(run.title())
+    if save is not None:
+        work = os.path.relpath(Path.cwd(), save.absolute().parent)
+        text = yaml.safe_dump(run.document(name, work), sort_keys=False)
+        _write_new(save, text)
+        show(f"{save} written; run it again with `holdfast run {save}`")
+        yield save
+        return
+    show(yaml.safe_dump(run.document(name), sort_keys=False).rstrip())
+    show("this is the job as a spec; --save job.yaml keeps it")
+    with scratch("holdfast-run-") as place:
+        file = place / f"{name}.yaml"
+        document = run.document(name)
+        file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        try:
+            yield file
+        except SpecError as error:
+            raise SpecError(error.problems, run.source) from None
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        fix = f"run it with `holdfast run {path}`, or choose another name"
+        problem = Problem("--save", f"{path}, which exists", "a new file", fix)
+        raise UserError(str(problem)) from None
+    except OSError as error:
+        got = f"{path} ({error.strerror})"
+        raise UserError(str(Problem("--save", got, "a file that can be written"))) from None

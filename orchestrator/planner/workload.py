@@ -1,0 +1,158 @@
+"""What is planned: the work of a step, and how ranks divide it. Both are made from a job, or by a
+search; every estimate takes these two and nothing else."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ..api.v1alpha1 import TrainingJob
+from ..api.v1alpha1.parallelism import ActivationCheckpointing
+from ..catalogue.types import Architecture
+from ..protocol.mesh import Mesh
+from .model import Counts, count_parameters, of_recipe
+
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "dion"]
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of a step, the same on any mesh."""
+
+    model: Architecture
+    counts: Counts
+    sequence_length: int
+    global_batch: int
+    """Samples of a step."""
+    optimizer: OptimizerName = "adamw"
+    rank_fraction: float = 0.25
+    """Of Dion: rank of its updates / the shorter side of a matrix."""
+    in_backward: bool = False
+    """The optimizer steps each block in the backward pass."""
+    compiled: bool = False
+    width: int = 2
+    """Bytes of a parameter or activation in forward and backward."""
+    reduce_width: int = 4
+    """Bytes of a gradient element that is reduced."""
+    float8: bool = False
+    """The matrix products of the blocks are computed in 8 bits."""
+    on_gpu: bool = True
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence_length
+
+
+class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks divide the work."""
+
+    mesh: Mesh
+    workers_per_node: int
+    micro_batch: int
+    """Samples of one forward pass on one rank."""
+    num_micro_batches: int
+    """Forward passes of one step on one rank."""
+    reshard: bool | int = True
+    """As spec.parallelism.reshardAfterForward."""
+    accumulate_whole: bool = False
+    """Whole gradients stay on a rank until the last micro-batch."""
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    offload: bool = False
+    """Shards, gradients and optimizer state are in main memory."""
+    prefetch_blocks: int = 0
+    """As spec.parallelism.prefetchBlocks."""
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    chunk_tokens: int = 0
+    """Tokens whose logits exist at the same time; 0: all of a micro-batch."""
+    bucket_view: bool = True
+    """DDP's gradients are views of its buckets."""
+
+    @property
+    def fsdp(self) -> bool:
+        """FSDP2 wraps the model: it is divided, or on axes that DDP does not know."""
+        mesh = self.mesh
+        return mesh.num_fsdp_shards > 1 or mesh.tensor > 1 or mesh.pipeline > 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.pipeline * self.stages_per_rank
+
+
+class StageEnds(NamedTuple):
+    """What the stages of one rank of a pipeline have beside blocks."""
+
+    embedding: bool
+    head: bool
+
+
+WHOLE = StageEnds(embedding=True, head=True)
+
+
+def parts_of(layout: ParallelLayout) -> tuple[StageEnds, ...]:
+    """The ranks of a pipeline that may hold most: the first and the last; with a V the first has
+    both ends."""
+    if layout.mesh.pipeline == 1 or layout.schedule == "zbvZeroBubble":
+        return (WHOLE,)
+    return (StageEnds(embedding=True, head=False), StageEnds(embedding=False, head=True))
+
+
+def workload_of(job: TrainingJob) -> Workload | None:
+    """None for scripts and modules, whose model is not known."""
+    recipe = job.spec.entrypoint.recipe
+    if recipe is None:
+        return None
+    config, precision = recipe.config, job.spec.parallelism.precision
+    model = of_recipe(config.model)
+    on_gpu = job.spec.resources.num_gpus > 0
+    format_ = precision.parameters
+    if format_ == "auto":
+        format_ = "bfloat16" if on_gpu else "float32"
+    return Workload(
+        model=model,
+        counts=count_parameters(model),
+        sequence_length=config.data.sequence_length,
+        global_batch=config.global_batch,
+        optimizer=config.optimizer.name,
+        rank_fraction=config.optimizer.rank_fraction,
+        in_backward=config.optimizer.in_backward,
+        compiled=config.compile,
+        width=4 if format_ == "float32" else 2,
+        reduce_width=4 if precision.reduce == "float32" else 2,
+        float8=precision.linear == "float8",
+        on_gpu=on_gpu,
+    )
+
+
+def share_of(job: TrainingJob, mesh: Mesh) -> int:
+    """Samples of a step on one rank. Raises ValueError without a recipe."""
+    recipe = job.spec.entrypoint.recipe
+    if recipe is None:
+        raise ValueError("a job without a recipe has no layout")
+    return max(1, -(-recipe.config.global_batch // mesh.data_parallel_size))
+
+
+def layout_of(job: TrainingJob, mesh: Mesh, chosen: int = 0) -> ParallelLayout:
+    """How the ranks of this mesh divide the recipe of the job. `chosen`: samples of a forward pass
+    where microBatch is auto; 0: as without known memory (see micro_batch.fitted_layout). Raises
+    ValueError without a recipe."""
+    share, recipe = share_of(job, mesh), job.spec.entrypoint.recipe
+    assert recipe is not None
+    config, parallelism = recipe.config, job.spec.parallelism
+    micro_batch = config.samples_per_pass(share, mesh.pipeline, chosen)
+    return ParallelLayout(
+        mesh=mesh,
+        workers_per_node=job.spec.workers_per_node,
+        micro_batch=micro_batch,
+        num_micro_batches=-(-share // micro_batch),
+        reshard=parallelism.reshard_after_forward,
+        accumulate_whole=parallelism.accumulate_gradients == "whole",
+        checkpointing=parallelism.activation_checkpointing,
+        # Only FSDP2 offloads.
+        offload=parallelism.offload == "cpu" and mesh.num_fsdp_shards > 1,
+        prefetch_blocks=parallelism.prefetch_blocks,
+        schedule=parallelism.pipeline_schedule,
+        stages_per_rank=parallelism.stages_per_rank if mesh.pipeline > 1 else 1,
+        chunk_tokens=config.loss.chunk_tokens,
+        bucket_view=parallelism.ddp.gradient_as_bucket_view,
+    )

@@ -1,0 +1,352 @@
+"""FSDP1, its options and what FSDP2 does instead; numbers formats of reduction; units; order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+from .facts import FSDP2, OPTIMIZER, SHARDED, Facts
+from .flow import Binding, Function, Site
+from .report import Report, shown
+
+ANSWERS = {
+    "backward_prefetch": "FSDP2 always gathers the next block in backward; to choose how many, "
+    "call set_modules_to_backward_prefetch",
+    "forward_prefetch": "FSDP2 overlaps by itself; to gather further ahead, call "
+    "set_modules_to_forward_prefetch",
+    "limit_all_gathers": "FSDP2 needs no limit: it frees memory without waiting on the CPU",
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+    "sync_module_states": "load with StateDictOptions(full_state_dict=True, "
+    "broadcast_from_rank0=True)",
+    "device_id": "FSDP2 uses the device of the mesh: call torch.cuda.set_device(local_rank)",
+    "buffer_dtype": "FSDP2 leaves buffers alone: convert them with .to()",
+    "sharding_strategy": "FULL_SHARD is reshard_after_forward=True, SHARD_GRAD_OP is False, "
+    "HYBRID_SHARD a mesh of two dimensions",
+    "auto_wrap_policy": "call fully_shard on each block in a loop",
+    "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
+    "mixed_precision": "pass mp_policy=MixedPrecisionPolicy(...)",
+    "ignored_modules": "pass ignored_params",
+    "ignored_states": "pass ignored_params",
+    "param_init_fn": "build on torch.device('meta'), then to_empty() and initialise",
+    "process_group": "pass mesh",
+    "device_mesh": "pass mesh",
+}
+"""Option of FSDP1 -> what FSDP2 does instead (T03 to T11 of the inventory)."""
+_TO_REPORT = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params",
+              "sync_module_states", "device_id")  # fmt: skip
+_ACCELERATE_2 = {
+    "backward_prefetch": "FSDP2 always uses BACKWARD_PRE",
+    "forward_prefetch": "accelerate does not support it with FSDP2",
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+    "sync_module_states": "cpu_ram_efficient_loading broadcasts without it",
+    "sharding_strategy": "write reshard_after_forward: true for FULL_SHARD, false for "
+    "SHARD_GRAD_OP",
+    "limit_all_gathers": "FSDP2 needs no limit",
+}
+_SHARDERS = ("fully_shard", "FullyShardedDataParallel")
+_LOW = ("float16", "bfloat16", "half")
+
+
+def check(facts: Facts, report: Report) -> None:
+    for function in facts.functions:
+        for site in function.sites:
+            if handler := _HANDLERS.get(site.last):
+                handler(facts, site, report)
+        _check_order(facts, function, report)
+    _check_units(facts, report)
+    _check_tied(facts, report)
+
+
+def dtype_of(facts: Facts, function: Function, node: ast.expr | None) -> str:
+    """`float16` for torch.float16, also of a variable or a text; "" if unknown."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return {"fp16": "float16", "bf16": "bfloat16"}.get(node.value, node.value)
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = facts.project.resolve(function.module, node)
+        if name.startswith("torch."):
+            last = name.rpartition(".")[2]
+            return "float16" if last == "half" else last
+        values = [b.value for b in bindings_of(function, ast.unparse(node))]
+        if len(values) == 1 and values[0] is not node:
+            return dtype_of(facts, function, values[0])
+    return ""
+
+
+def bindings_of(function: Function, text: str) -> list[Binding]:
+    """Assignments of a name in the nearest scope that has any."""
+    scope: Function | None = function
+    while scope is not None:
+        found = [b for b in scope.bindings if ast.unparse(b.target) == text and b.place is None]
+        if found or text in scope.all_parameters:
+            return found
+        scope = scope.parent
+    return []
+
+
+def _is_torch(site: Site) -> bool:
+    return site.name.startswith("torch.")
+
+
+def _fsdp1(facts: Facts, site: Site, report: Report) -> None:
+    if not site.name.startswith("torch.distributed."):
+        return
+    module, call = site.function.module, site.call
+    what = f"{shown(call.func)}()"
+    report.add("FSDP201", module, call, what)
+    for keyword in call.keywords:
+        if keyword.arg in _TO_REPORT:
+            answer = ANSWERS[keyword.arg]
+            report.add("FSDP202", module, keyword, f"{keyword.arg} of FSDP1", fix=answer)
+    strategy = ast.unparse(site.argument("sharding_strategy", 2) or ast.Constant(""))
+    if "NO_SHARD" in strategy:
+        fix = "use DistributedDataParallel"
+        report.add("FSDP205", module, call, "ShardingStrategy.NO_SHARD", fix=fix)
+    policy = site.argument("auto_wrap_policy", 4)
+    if policy is None and not site.forwards_keywords and not _is_nested(facts, site):
+        report.add("FSDP208", module, call, f"{what} without auto_wrap_policy")
+    original = site.argument("use_orig_params")
+    is_original = isinstance(original, ast.Constant) and original.value is True
+    if facts.project.imports("peft") and not is_original and not site.forwards_keywords:
+        report.add("FSDP217", module, call, f"{what} of a model with adapters")
+
+
+def _is_nested(facts: Facts, site: Site) -> bool:
+    """Whether the project wraps parts by FSDP1 itself: several calls, or one in a loop."""
+    del facts
+    others = [s for s in site.function.sites if s.last == site.last and s is not site]
+    return (
+        bool(others)
+        or bool(site.context.loops)
+        or not isinstance(site.argument("module", 0), (ast.Name, ast.Attribute))
+    )
+
+
+def _fully_shard(facts: Facts, site: Site, report: Report) -> None:
+    del facts
+    if not _is_torch(site):
+        return
+    for keyword in site.call.keywords:
+        if keyword.arg in ANSWERS:
+            what = f"{keyword.arg} passed to fully_shard()"
+            module = site.function.module
+            report.add("FSDP204", module, keyword, what, fix=ANSWERS[keyword.arg])
+
+
+def _state_dict_type(facts: Facts, site: Site, report: Report) -> None:
+    del facts
+    if "FullyShardedDataParallel" in site.name:
+        fix = "use get_model_state_dict and set_model_state_dict"
+        report.add("FSDP205", site.function.module, site.call, f"{shown(site.call.func)}()",
+                   fix=fix)  # fmt: skip
+
+
+def _policy(facts: Facts, site: Site, report: Report) -> None:
+    if not _is_torch(site) or site.forwards_keywords:
+        return
+    function = site.function
+    param = dtype_of(facts, function, site.argument("param_dtype", 0))
+    reduce = site.argument("reduce_dtype", 1)
+    if reduce is None and param in _LOW:
+        report.add("FSDP206", function.module, site.call, f"{shown(site.call.func)}()")
+    elif dtype_of(facts, function, reduce) in _LOW:
+        report.add("FSDP207", function.module, site.call, f"reduce_dtype={shown(reduce)}"
+                   if reduce is not None else "")  # fmt: skip
+
+
+def _policy_of_fsdp1(facts: Facts, site: Site, report: Report) -> None:
+    if not site.name.startswith("torch.distributed.fsdp") or site.forwards_keywords:
+        return
+    function, module = site.function, site.function.module
+    reduce = site.argument("reduce_dtype", 1)
+    param = dtype_of(facts, function, site.argument("param_dtype", 0))
+    if dtype_of(facts, function, reduce) in _LOW:
+        report.add("FSDP207", module, site.call, f"reduce_dtype={shown(reduce or site.call)}")
+    elif reduce is None and param in _LOW:
+        what = f"{shown(site.call.func)}() without reduce_dtype"
+        report.add("FSDP207", module, site.call, what)
+    if site.argument("buffer_dtype", 2) is not None:
+        report.add("FSDP202", module, site.call, "buffer_dtype of FSDP1",
+                   fix=ANSWERS["buffer_dtype"])  # fmt: skip
+
+
+def _plugin(facts: Facts, site: Site, report: Report) -> None:
+    del facts
+    version = site.argument("fsdp_version")
+    if not site.name.startswith("accelerate") or not isinstance(version, ast.Constant):
+        return
+    if version.value == 2:
+        for keyword in site.call.keywords:
+            if keyword.arg in _ACCELERATE_2:
+                what = f"{keyword.arg} with fsdp_version=2"
+                report.add("FSDP216", site.function.module, keyword, what,
+                           fix=_ACCELERATE_2[keyword.arg])  # fmt: skip
+
+
+def removed_flags(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """(flag, answer) of the arguments of `accelerate launch` that version 2 has not."""
+    words = " ".join(arguments)
+    if not re.search(r"--fsdp[_-]version[= ]2", words):
+        return
+    for option, answer in _ACCELERATE_2.items():
+        if match := re.search(rf"--fsdp[_-]{option.replace('_', '[_-]')}(?=[= ]|$)", words):
+            yield match[0], answer
+
+
+def _four_bit(facts: Facts, site: Site, report: Report) -> None:
+    four = site.argument("load_in_4bit")
+    if not (isinstance(four, ast.Constant) and four.value is True):
+        return
+    if not facts.uses(*SHARDED) or site.forwards_keywords:
+        return
+    storage = site.argument("bnb_4bit_quant_storage")
+    if storage is None or dtype_of(facts, site.function, storage) == "uint8":
+        report.add("FSDP210", site.function.module, site.call, f"{shown(site.call.func)}()")
+    elif facts.uses(FSDP2):
+        why = "fully_shard may alter 4-bit weights that are packed as floating point numbers"
+        fix = "check the weights after sharding, or train LoRA on bfloat16 weights"
+        report.add("FSDP211", site.function.module, site.call, "4-bit weights with fully_shard",
+                   why=why, fix=fix)  # fmt: skip
+
+
+def _adapters(facts: Facts, site: Site, report: Report) -> None:
+    if not site.name.startswith("peft") or not facts.uses(FSDP2):
+        return
+    cast = site.argument("autocast_adapter_dtype")
+    if cast is None and any(_loads_low(facts, s) for f in facts.functions for s in f.sites):
+        why = "PEFT makes adapters float32 beside weights of 16 bits, and a group has one dtype"
+        report.add("FSDP211", site.function.module, site.call, f"{shown(site.call.func)}()",
+                   why=why, fix="pass autocast_adapter_dtype=False")  # fmt: skip
+
+
+def _loads_low(facts: Facts, site: Site) -> bool:
+    dtype = site.argument("torch_dtype") or site.argument("dtype")
+    return site.method == "from_pretrained" and dtype_of(facts, site.function, dtype) in _LOW
+
+
+_HANDLERS: dict[str, Callable[[Facts, Site, Report], None]] = {
+    "FullyShardedDataParallel": _fsdp1,
+    "fully_shard": _fully_shard,
+    "state_dict_type": _state_dict_type,
+    "set_state_dict_type": _state_dict_type,
+    "MixedPrecisionPolicy": _policy,
+    "MixedPrecision": _policy_of_fsdp1,
+    "FullyShardedDataParallelPlugin": _plugin,
+    "BitsAndBytesConfig": _four_bit,
+    "get_peft_model": _adapters,
+}
+
+
+def _check_order(facts: Facts, function: Function, report: Report) -> None:
+    """FSDP209: the optimizer has the parameters of a model that is sharded further down."""
+    optimizers = [
+        (site, root)
+        for site in function.sites
+        if facts.kinds(function, site.call) == {OPTIMIZER} and (root := _model_of(site))
+    ]
+    for site, root in optimizers:
+        later = [s for s, r in optimizers if r == root and s.call.lineno > site.call.lineno]
+        place = _sharded_after(facts, function, root, site)
+        if place is None or any(s.call.lineno > place.lineno for s in later):
+            continue
+        what = f"{shown(site.call.func)}() of {root}, which line {place.lineno} shards"
+        report.add("FSDP209", function.module, site.call, what)
+
+
+def _model_of(site: Site) -> str:
+    """`model` of AdamW(model.parameters())."""
+    first = site.argument("params", 0)
+    called = first.func if isinstance(first, ast.Call) else None
+    is_method = isinstance(called, ast.Attribute) and called.attr == "parameters"
+    return ast.unparse(called.value) if is_method and isinstance(called, ast.Attribute) else ""
+
+
+def _sharded_after(facts: Facts, function: Function, root: str, site: Site) -> ast.Call | None:
+    """The call that shards the very model whose parameters the optimizer has."""
+    line, guards = site.call.lineno, site.context.guards
+    for other in function.sites:
+        call = other.call
+        first = other.argument("module", 0)
+        if call.lineno <= line or first is None or ast.unparse(first) != root:
+            continue
+        if not other.name.startswith("torch.distributed.") or other.last not in _SHARDERS:
+            continue
+        keys = {(g.key[0], not g.key[1]) for g in guards}
+        if keys & {g.key for g in other.context.guards}:
+            continue  # the other branch of the same condition
+        again = [
+            b
+            for b in function.bindings
+            if ast.unparse(b.target) == root and line <= b.target.lineno < call.lineno
+        ]
+        if not again:
+            return call
+    return None
+
+
+def _check_units(facts: Facts, report: Report) -> None:
+    """FSDP208: the only call of fully_shard has the whole model."""
+    sites = [
+        site
+        for function in facts.functions
+        for site in function.sites
+        if site.last == "fully_shard" and _is_torch(site)
+    ]
+    if len(sites) != 1 or sites[0].context.loops:
+        return
+    site = sites[0]
+    inside = site.function.node
+    if not isinstance(site.argument("module", 0), ast.Name):
+        return
+    helpers = {s for f in facts.functions for s in (
+        x.call.lineno for x in f.sites if site.function in facts.targets(x))}  # fmt: skip
+    if len(helpers) > 1 or (helpers and not isinstance(inside, ast.Module) and _called_in_loop(
+        facts, site.function)):  # fmt: skip
+        return
+    report.add("FSDP208", site.function.module, site.call, f"{shown(site.call)} and nothing else")
+
+
+def _called_in_loop(facts: Facts, function: Function) -> bool:
+    return any(
+        site.context.loops and function in facts.targets(site)
+        for other in facts.functions
+        for site in other.sites
+    )
+
+
+def _check_tied(facts: Facts, report: Report) -> None:
+    """FSDP212: weights are tied, and FSDP1 synchronises states or FSDP2 shards the two apart."""
+    tied = [tie for function in facts.functions for tie in _ties(function)]
+    if not tied:
+        return
+    sharded_apart: set[str] = set()
+    for function in facts.functions:
+        for site in function.sites:
+            first = site.argument("module", 0)
+            if site.last == "fully_shard" and _is_torch(site) and first is not None:
+                sharded_apart.add(ast.unparse(first).rpartition(".")[2])
+            synced = site.argument("sync_module_states")
+            if site.last == "FullyShardedDataParallel" and isinstance(
+                synced, ast.Constant) and synced.value is True:  # fmt: skip
+                what = f"sync_module_states=True with weights tied in line {tied[0][0].lineno}"
+                report.add("FSDP212", function.module, site.call, what)
+    for node, function, one, other in tied:
+        if one and other and one != other and {one, other} <= sharded_apart:
+            what = f"{shown(node)}, and fully_shard() on each of the two"
+            report.add("FSDP212", function.module, node, what)
+
+
+def _ties(function: Function) -> Iterator[tuple[ast.expr, Function, str, str]]:
+    """(node, function, owner, owner) of `a.weight = b.weight`, and of `tie_weights()`."""
+    for binding in function.bindings:
+        target, value = binding.target, binding.value
+        if (
+            isinstance(target, ast.Attribute)
+            and isinstance(value, ast.Attribute)
+            and target.attr == value.attr == "weight"
+        ):
+            owners = [ast.unparse(n.value).rpartition(".")[2] for n in (target, value)]
+            yield target, function, owners[0], owners[1]
+    for site in function.sites:
+        if site.method == "tie_weights":
+            yield site.call, function, "", ""

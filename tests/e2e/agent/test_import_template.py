@@ -1,0 +1,210 @@
+"""Standbys of a script have its libraries from one import per node, through a real forkserver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.workers import worker_transport
+from holdfast.workers.agent.pool import fork_protocol, preload
+from tests.e2e.kubernetes.rig.waiting import until
+from tests.e2e.local.local_rig import spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+FORKSERVER = """
+import sys
+from holdfast.workers.agent.pool import forkserver
+forkserver.IMPORT_TIME_S = float(sys.argv.pop(1))
+forkserver.main(sys.argv[1:])
+"""
+NOTED = """
+import os, pathlib
+with open(pathlib.Path(__file__).with_suffix(".pids"), "a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+"""A module that notes which processes import it."""
+THREADED = NOTED + (
+    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+)
+SLOW_AT_FIRST = NOTED + (
+    "import time\n"
+    "if len(open(pathlib.Path(__file__).with_suffix('.pids')).readlines()) == 1: time.sleep(600)\n"
+)
+
+
+class Node:
+    """The agent's side of one forkserver."""
+
+    def __init__(self, place: Path, import_time_s: float) -> None:
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link.settimeout(120)
+        path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._place = place
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FORKSERVER, str(import_time_s),
+             str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **preload.SINGLE_THREADED, "PYTHONPATH": path},
+        )  # fmt: skip
+        theirs.close()
+        document = spec("learned", 1, entrypoint={"script": "train.py"}, parallelism={})
+        configure = fork_protocol.ConfigureForkserver(spec=document, directory=str(place))
+        fork_protocol.send(self.link, configure)
+        self.wires: dict[int, socket.socket] = {}
+        """Worker number -> our end; a standby ends when it is closed."""
+
+    def fork(self, worker: int, *modules: str) -> None:
+        self.wires[worker], theirs = worker_transport.pair()
+        asked, asks = worker_transport.pair()
+        stack = os.memfd_create("stack")
+        request = fork_protocol.ForkWorker(worker=worker, local_rank=worker, modules=modules)
+        fork_protocol.send(self.link, request, (theirs.fileno(), stack, asks.fileno()))
+        os.close(stack)
+        for end in (theirs, asked, asks):
+            end.close()
+
+    def answer(self) -> fork_protocol.ForkMessage:
+        message, _fds = fork_protocol.receive(self.link)
+        assert message is not None, "the forkserver has ended"
+        return message
+
+    def forked(self, *workers: int) -> list[psutil.Process]:
+        """Those processes. They are children of the forkserver."""
+        answers = [self.answer() for _ in workers]
+        assert all(isinstance(one, fork_protocol.Forked) for one in answers), answers
+        pids = {one.worker: one.pid for one in answers if isinstance(one, fork_protocol.Forked)}
+        found = [psutil.Process(pids[worker]) for worker in workers]
+        assert {one.ppid() for one in found} == {self.process.pid}
+        return found
+
+    def template(self) -> psutil.Process | None:
+        children = psutil.Process(self.process.pid).children()
+        return next((one for one in children if one.name() == "hf-imports"), None)
+
+    def imported_in(self, module: str) -> list[int]:
+        """The processes that imported it."""
+        with contextlib.suppress(FileNotFoundError):
+            return [int(pid) for pid in (self._place / f"{module}.pids").read_text().split()]
+        return []
+
+    def end(self) -> None:
+        self.link.close()
+        for wire in self.wires.values():
+            wire.close()
+        assert self.process.wait(60) == 0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name, text in {"quiet": NOTED, "threaded": THREADED, "slow": SLOW_AT_FIRST}.items():
+        (tmp_path / f"hf_{name}.py").write_text(text)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def node(place: Path, import_time_s: float = 60) -> Iterator[Node]:
+    made = Node(place, import_time_s)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_one_import_serves_all_standbys_and_the_forkserver_reports_their_ends(place: Path) -> None:
+    with node(place) as made:
+        for worker in range(3):
+            made.fork(worker, "hf_quiet")
+        first, second, third = made.forked(0, 1, 2)
+        template = made.template()
+        assert template is not None and made.imported_in("hf_quiet") == [template.pid]
+        assert os.getpgid(first.pid) == first.pid, "it can be signalled with its children"
+        made.wires.pop(0).close()
+        assert made.answer() == fork_protocol.ProcessEnded(worker=0, code=0, signal=None)
+        fork_protocol.send(made.link, fork_protocol.SignalWorker(worker=1, signal=signal.SIGKILL))
+        assert made.answer() == fork_protocol.ProcessEnded(worker=1, code=None, signal=9)
+        assert third.is_running() and not second.is_running()
+        assert made.template() == template, "no orphan was taken for it, nor it for an orphan"
+
+
+def test_workers_that_end_while_others_are_forked_take_none_of_them_along(place: Path) -> None:
+    count = 60
+    with node(place) as made:
+        for worker in range(count):
+            made.fork(worker, "hf_quiet")
+        made.forked(*range(count))
+        for worker in range(count):
+            kill = fork_protocol.SignalWorker(worker=worker, signal=signal.SIGKILL)
+            fork_protocol.send(made.link, kill)
+            made.fork(count + worker, "hf_quiet")
+        answers = [made.answer() for _ in range(2 * count)]
+        ended = {one.worker for one in answers if isinstance(one, fork_protocol.ProcessEnded)}
+        new = {one.worker: one.pid for one in answers if isinstance(one, fork_protocol.Forked)}
+        assert ended == set(range(count)) and set(new) == set(range(count, 2 * count))
+        made.fork(2 * count, "hf_quiet")
+        made.forked(2 * count)  # the forkserver goes on, and has reported no other end
+        assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in new.values())
+
+
+def test_what_starts_a_thread_is_left_to_the_standbys(place: Path) -> None:
+    (place / "hf_outer.py").write_text("import hf_threaded\n")
+    with node(place) as made:
+        for worker in range(2):
+            made.fork(worker, "hf_quiet", "hf_outer", "hf_threaded")
+        standbys = made.forked(0, 1)
+        template = made.template()
+        assert template is not None
+        until(lambda: len(made.imported_in("hf_threaded")) == 3, "both imports", timeout_s=60)
+        attempt, *by_standbys = made.imported_in("hf_threaded")
+        assert set(by_standbys) == {one.pid for one in standbys}
+        assert made.imported_in("hf_quiet") == [attempt, template.pid]
+
+
+def test_a_signal_reaches_a_worker_that_is_forked_later(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_quiet")
+        fork_protocol.send(made.link, fork_protocol.SignalWorker(worker=0, signal=signal.SIGKILL))
+        made.forked(0)
+        assert made.answer() == fork_protocol.ProcessEnded(worker=0, code=None, signal=9)
+
+
+@pytest.mark.parametrize("ending", ["killed", "too long"])
+def test_without_a_template_each_standby_imports_by_itself(place: Path, ending: str) -> None:
+    with node(place, import_time_s=60 if ending == "killed" else 1) as made:
+        made.fork(0, "hf_slow")
+        until(lambda: made.imported_in("hf_slow"), "the import to begin", timeout_s=60)
+        (pid,) = made.imported_in("hf_slow")
+        if ending == "killed":
+            os.kill(pid, signal.SIGKILL)
+        (standby,) = made.forked(0)
+        until(lambda: len(made.imported_in("hf_slow")) == 2, "the second import", timeout_s=60)
+        assert made.imported_in("hf_slow") == [pid, standby.pid]
+        until(
+            lambda: not psutil.pid_exists(pid) and made.template() is None,
+            "the template's end, which nobody waits for",
+            timeout_s=60,
+        )
+
+
+def test_more_modules_get_another_template(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_quiet")
+        made.forked(0)
+        first = made.template()
+        made.fork(1, "hf_quiet", "json.tool")
+        made.forked(1)
+        second = made.template()
+        assert first is not None and second is not None and not first.is_running()
+        assert made.imported_in("hf_quiet") == [first.pid, second.pid]
+        made.fork(2, "hf_quiet")
+        made.forked(2)
+        assert made.template() == second

@@ -1,0 +1,170 @@
+"""What a worker runs: the line of a launcher, another interpreter, a program of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import psutil
+import pytest
+
+from .local_rig import BOUND_S, Job
+
+pytestmark = pytest.mark.e2e
+
+RANKS = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("rank", dist.get_rank(), "sum", int(value), os.environ["MINE"], *sys.argv[1:], flush=True)
+dist.destroy_process_group()
+"""
+SESSION = """
+import sys, time
+import torch
+import torch.distributed as dist
+from holdfast import session
+
+s = session.init()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(s.restore(model, optimizer), 60):
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    time.sleep(0.1)
+    s.step(step, loss=1.0)
+print("python", sys.executable, flush=True)
+s.finish()
+if s.rank == 1:
+    raise LookupError("the end")
+session.leave()
+"""
+PROGRAM = """
+trap 'echo got SIGTERM; exit 0' TERM
+setsid sleep 1000 &
+echo "rank $RANK of $WORLD_SIZE"
+[ -e fail ] && exit 7
+sleep 1000 & wait
+"""
+
+
+def job(place: Path, name: str, entrypoint: dict[str, Any], **spec: Any) -> Job:
+    document = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": entrypoint,
+            "workersPerNode": 2,
+            "resources": {"cpu": 1, "gpu": 0},
+            **spec,
+        },
+    }
+    return Job(place, document)
+
+
+def log_of(job: Job, rank: int, generation: int = 1) -> str:
+    path = job.directory.path / f"logs/gen-{generation:04}/rank-{rank:05}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def writers_of(job: Job) -> dict[int, list[int]]:
+    """Rank -> processes whose output is the log of that rank."""
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            log = os.readlink(f"/proc/{process.pid}/fd/1")  # noqa: PTH115
+            match = re.fullmatch(r".*/rank-(\d+)\.log", log)
+            if match and log.startswith(str(job.directory.path.resolve())):
+                found.setdefault(int(match[1]), []).append(process.pid)
+    return found
+
+
+def test_the_line_of_a_launcher_needs_no_spec(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(dedent(RANKS))
+    one = job(tmp_path, "line", {"script": "unused.py"})
+    options = ["--home", str(one.home), "--name", "line", "--gpus", "0", "--env", "MINE=yes"]
+    line = ["torchrun", "--standalone", "--nproc_per_node=2", str(script), "a", "--lr=3"]
+    with (tmp_path / "output.log").open("ab") as output:
+        one.command = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.orchestrator.cli.main", "run", *options, "--", *line],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        assert one.wait().state == "succeeded"
+        assert log_of(one, 1) == "rank 1 sum 2 yes a --lr=3\n"
+        assert "workersPerNode: 2" in one.output()
+        assert "--standalone: not used" in one.output().replace("\n", " ")
+    finally:
+        one.end()
+
+
+def test_a_session_in_another_interpreter_loses_no_step_to_a_kill(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    root = Path(__file__).parents[3]
+    (packages / "shared.pth").write_text("\n".join([*site.getsitepackages(), str(root)]))
+    (tmp_path / "train.py").write_text(dedent(SESSION))
+    one = job(
+        tmp_path, "other", {"script": "train.py", "python": "venv"},
+        checkpoint={"memory": {"everySteps": 1}},
+    )  # fmt: skip
+    one.run()
+    try:
+        one.until(lambda view: view.step >= 5)
+        (pid,) = writers_of(one)[1]
+        one.kill(pid)
+        view = one.wait()
+        first, *_more, last = view.incidents
+        assert (first.culprit_rank, first.steps_lost) == (1, 0), first
+        assert (view.step, view.state) == (59, "failed")
+        assert "LookupError" in last.evidence and last.culprit_rank == 1
+        assert f"python {venv}/bin/python" in log_of(one, 0, view.generation)
+    finally:
+        one.end()
+
+
+def test_a_program_gets_signals_and_its_exit_code_counts(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(PROGRAM)
+    one = job(
+        tmp_path, "program", {"command": "bash run.sh"},
+        recovery={"budgets": {"user": {"restarts": 1}}},
+    )  # fmt: skip
+    one.run()
+    try:
+        one.until(lambda view: view.state == "running")
+        until(lambda: "rank 1 of 2" in log_of(one, 1))
+        before = [pid for pids in writers_of(one).values() for pid in pids]
+        assert len(before) == 6  # of each rank the program and two children
+        assert one.request("suspend").ok
+        one.until(lambda view: view.state == "suspended")
+        assert "got SIGTERM" in log_of(one, 0) and "got SIGTERM" in log_of(one, 1)
+        until(lambda: not any(map(psutil.pid_exists, before)))  # also of other sessions
+        (tmp_path / "fail").touch()
+        assert one.request("resume").ok
+        view = one.wait()
+        assert view.state == "failed"
+        assert "exit code 7" in view.incidents[-1].evidence
+        assert writers_of(one) == {}
+    finally:
+        one.end()

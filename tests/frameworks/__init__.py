@@ -1,0 +1,1 @@
+"""Training scripts of other frameworks under Holdfast, in an environment of their own."""

@@ -1,0 +1,114 @@
+"""The scripts of `scripts/`, what each needs, and the job that runs one.
+
+A script has no line about Holdfast. Its name is the name of its row in tests and tables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LOG = "steps.jsonl"
+
+
+@dataclass(frozen=True)
+class Framework:
+    name: str
+    title: str
+    script: str
+    package: str
+    """What must be installed; its version is shown beside the title."""
+    args: tuple[str, ...] = ()
+    checkpoints: str = "."
+    """Folder below `--out` in which a save begins with a new or changed entry."""
+    preload: tuple[str, ...] = ()
+    """For spec.preload: what takes long to import."""
+    resizable: bool = True
+    """Its checkpoints can be read by another number of ranks."""
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+    def words(self, out: Path, steps: int, save_every: int) -> list[str]:
+        """Arguments of the script."""
+        numbers = ["--steps", str(steps), "--save-every", str(save_every)]
+        return ["--out", str(out), *numbers, *self.args]
+
+
+HUGGING_FACE = ("transformers", "accelerate")
+FRAMEWORKS = [
+    Framework("ddp", "DDP tutorial", "ddp.py", "torch"),
+    Framework("fsdp2", "FSDP2 and DCP", "fsdp2_dcp.py", "torch"),
+    Framework("muon", "Muon, DDP", "muon.py", "torch"),
+    Framework("hf", "HF Trainer", "hf_trainer.py", "transformers", preload=HUGGING_FACE),
+    Framework("trl", "TRL SFT, LoRA", "trl_sft.py", "trl", preload=(*HUGGING_FACE, "trl", "peft")),
+    Framework(
+        "accelerate", "accelerate, DDP", "accelerate_loop.py", "accelerate",
+        checkpoints="checkpoints", preload=("accelerate",),
+    ),
+    Framework("lightning", "Lightning, DDP", "lightning_ddp.py", "lightning",
+              preload=("lightning",)),
+    Framework(
+        "zero1", "DeepSpeed ZeRO-1", "deepspeed_zero.py", "deepspeed", ("--stage", "1"),
+        preload=("deepspeed",), resizable=False,
+    ),
+    Framework(
+        "zero2", "DeepSpeed ZeRO-2", "deepspeed_zero.py", "deepspeed", ("--stage", "2"),
+        preload=("deepspeed",), resizable=False,
+    ),
+]  # fmt: skip
+
+
+def by_name(name: str) -> Framework:
+    return next(one for one in FRAMEWORKS if one.name == name)
+
+
+def environment(place: Path, pace_s: float) -> dict[str, str]:
+    """What both a worker of Holdfast and one of torchrun get."""
+    return {
+        "STEP_LOG": str(place / LOG),
+        "STEP_SECONDS": str(pace_s),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+def document(
+    framework: Framework,
+    place: Path,
+    *,
+    steps: int,
+    save_every: int = 5,
+    pace_s: float = 0.05,
+    preload: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A job of this script: 2 nodes x 2 workers, checkpoints of the script in `place`/out.
+
+    `changes` are fields of the spec, in place of these.
+    """
+    spec: dict[str, Any] = {
+        "entrypoint": {
+            "script": framework.script,
+            "args": framework.words(place / "out", steps, save_every),
+        },
+        "workingDirectory": str(SCRIPTS),
+        "nodes": {"min": 1, "max": 2},
+        "workersPerNode": 2,
+        "resources": {"cpu": 1, "gpu": 0},
+        "checkpoint": {"memory": {"everySteps": 0}},
+        "env": environment(place, pace_s),
+    }
+    if preload and framework.preload:
+        spec["preload"] = list(framework.preload)
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": framework.name},
+        "spec": {**spec, **changes},
+    }

@@ -1,0 +1,76 @@
+"""Tests that run with `--all` only (`make test-all`): on two cores most of the time of the
+end-to-end tests. Every mechanism and every backend is tested without them; they add rarer cases.
+
+A line is the beginning of test ids.
+"""
+
+LONG = (
+    # Every strategy through kills, resizes and reshards, and its variants; test_losses trains each
+    # axis and each pair of them, and tests/e2e/local has the faults with FSDP, HSDP and DDP.
+    "tests/strategies/test_elastic.py",
+    "tests/strategies/test_faults.py",
+    "tests/strategies/test_own_loops.py",
+    "tests/strategies/test_recipe.py",
+    "tests/strategies/test_variants.py",
+    # Forty faults, all copies of a shard on a node, a cache of compiled code, memory limits, a
+    # built wheel, files of the user's with our names; test_kill, test_hangs and test_hand_over
+    # have each kind of fault once.
+    "tests/e2e/local/test_adopt.py",
+    "tests/e2e/local/test_compile.py",
+    "tests/e2e/local/test_hand_over.py::test_a_controller_that_returns_in_time",
+    "tests/e2e/local/test_hand_over.py::test_a_job_without_spares_waits",
+    "tests/e2e/local/test_host_memory.py",
+    "tests/e2e/local/test_large_spec.py",
+    "tests/e2e/local/test_name_collision.py",
+    "tests/e2e/local/test_soak.py",
+    "tests/e2e/local/test_twins.py",
+    "tests/e2e/local/test_wheel.py",
+    "tests/e2e/workers/test_shards.py",
+    # Losses of nodes; test_pod_failures has pods that fail or go.
+    "tests/e2e/kubernetes/nodes/test_training.py::test_a_spare_replaces_a_node_that_loses_power",
+    "tests/e2e/kubernetes/nodes/test_training.py::test_training_continues_after_a_power_loss",
+    "tests/e2e/kubernetes/nodes/test_training.py::test_partitioned_pods_end",
+    "tests/e2e/kubernetes/nodes/test_capacity.py",
+    "tests/e2e/kubernetes/nodes/test_commands_training.py",
+    "tests/e2e/kubernetes/nodes/test_placement.py",
+    # The test cluster itself; many jobs, several operators and schedulers; a journal of a thousand
+    # pods.
+    "tests/e2e/kubernetes/nodes/test_rig.py",
+    "tests/e2e/kubernetes/test_journal_size.py",
+    "tests/e2e/kubernetes/test_native_gangs.py",
+    "tests/e2e/kubernetes/test_queued_jobs.py",
+    "tests/e2e/kubernetes/test_replicas.py",
+    "tests/e2e/kubernetes/test_scale.py",
+    "tests/e2e/kubernetes/test_stores.py",
+    "tests/e2e/kubernetes/test_two_releases.py",
+    "tests/e2e/kubernetes/test_waiting_jobs.py",
+    # Clusters of their own (autoscaler, tokens, pip), a browser, and several jobs at once.
+    # test_faults, test_verbs, test_jobs_api, test_head and the contract run a job on
+    # Ray, lose its parts, and change it.
+    "tests/e2e/ray/test_autoscaler.py",
+    "tests/e2e/ray/test_client.py",
+    "tests/e2e/ray/test_commands.py",
+    "tests/e2e/ray/test_dashboard.py",
+    "tests/e2e/ray/test_drain.py",
+    "tests/e2e/ray/test_gang.py",
+    "tests/e2e/ray/test_head.py::test_with_redis",
+    "tests/e2e/ray/test_http.py",
+    "tests/e2e/ray/test_jobs_api.py::test_a_killed_driver_is_replaced",
+    "tests/e2e/ray/test_jobs_api.py::test_a_ray_job_that_names_its_holdfast_job",
+    "tests/e2e/ray/test_jobs_api.py::test_stopping_the_ray_job_cancels_the_training_job",
+    "tests/e2e/ray/test_jobs_api.py::test_the_name_of_a_job_that_has_ended",
+    "tests/e2e/ray/test_journal.py",
+    "tests/e2e/ray/test_kills.py",
+    "tests/e2e/ray/test_metrics.py",
+    "tests/e2e/ray/test_pip.py",
+    "tests/e2e/ray/test_placement.py",
+    "tests/e2e/ray/test_placement_groups.py",
+    "tests/e2e/ray/test_python_client.py",
+    "tests/e2e/ray/test_runtime_env.py",
+    "tests/e2e/ray/test_token.py",
+    "tests/e2e/ray/test_two_jobs.py",
+    # Object storage, and one that is away for half a minute; test_restore_requests reads from it,
+    # and tests/sim/test_storage_faults.py has the outages in virtual time.
+    "tests/e2e/storage/test_s3.py",
+    "tests/e2e/storage/test_unwritable.py",
+)

@@ -1,0 +1,186 @@
+"""What a worker starts for the line of another launcher, and which lines are refused."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping, job_to_mapping, parse_job
+from holdfast.orchestrator.api.v1alpha1.command_line import Program, read
+from holdfast.orchestrator.api.v1alpha1.job import redacted_document
+from holdfast.orchestrator.api.v1alpha1.launchers import TORCHRUN, CommandRefused
+from holdfast.orchestrator.api.v1alpha1.remarks import remarks
+from holdfast.orchestrator.errors import SpecError
+
+STARTED = {
+    "torchrun --nproc_per_node 2 train.py a --lr 3": {"script": "train.py",
+                                                      "args": ("a", "--lr", "3")},
+    "torchrun --standalone -m pkg.train x": {"module": "pkg.train", "args": ("x",)},
+    "python -m torch.distributed.run --nnodes=2 train.py": {"script": "train.py"},
+    "torchrun --no-python ./train x": {"words": ("./train", "x")},
+    "/venv/bin/torchrun train.py": {"script": "train.py", "python": "/venv/bin/python"},
+    "accelerate launch --config_file f.yaml --mixed_precision=bf16 train.py --config_file mine": {
+        "script": "train.py", "args": ("--config_file", "mine"),
+        "launcher_args": ("--config-file", "f.yaml", "--mixed-precision", "bf16"),
+    },
+    "deepspeed --num_gpus=2 train.py --deepspeed ds.json": {
+        "script": "train.py", "args": ("--deepspeed", "ds.json"),
+        "local_rank_option": "--local_rank",
+    },
+    "deepspeed --no_local_rank train.py": {"script": "train.py", "local_rank_option": ""},
+    "python -u train.py a": {"script": "train.py", "args": ("a",), "python": ""},
+    "python -m pkg.train": {"module": "pkg.train"},
+    "python3.12 train.py": {"script": "train.py", "python": "python3.12"},
+    "python -O train.py": {"words": ("python", "-O", "train.py")},
+    "A=1 env B='x y' torchrun train.py": {"script": "train.py", "env": {"A": "1", "B": "x y"}},
+    "uv run --project p -p 3.12 train.py a": {
+        "script": "train.py", "args": ("a",),
+        "runner": ("uv", "run", "--project", "p", "-p", "3.12"),
+    },
+    "uv run torchrun --nproc-per-node=2 train.py": {"script": "train.py", "runner": ("uv", "run")},
+    "uv run -m pkg.train": {"module": "pkg.train", "runner": ("uv", "run")},
+    "uv run --with x train.py": {"words": ("uv", "run", "--with", "x", "train.py")},
+    "conda run -n env python train.py": {
+        "script": "train.py", "runner": ("conda", "run", "-n", "env"),
+    },
+    "bash run.sh '$HOME' \"*.txt\"": {"words": ("bash", "run.sh", "$HOME", "*.txt")},
+    "torchrun \\\n  --nproc_per_node 2 \\\n  train.py\n": {"script": "train.py"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", STARTED)
+def test_a_worker_starts_what_the_launcher_would_start(line: str) -> None:
+    program = read(line)
+    assert {name: getattr(program, name) for name in STARTED[line]} == STARTED[line]
+    if "words" not in STARTED[line]:
+        assert not program.words
+
+
+REFUSED = {
+    "srun python train.py": ("srun", "write the line that it would start on one of them"),
+    "mpirun -np 2 python train.py": ("mpirun", "Holdfast starts the ranks"),
+    "docker run x": ("docker", "would not end with the worker"),
+    "nohup torchrun train.py": ("torchrun behind nohup", "each rank would start ranks"),
+    'bash -c "accelerate launch train.py"': ("accelerate behind bash", "each rank"),
+    "python train.py | tee log": ("a pipeline (|)", "holdfast logs"),
+    "python train.py > log 2>&1": ("a redirection (>)", "holdfast logs"),
+    "cd src && python train.py": ("several commands (&&)", "write spec.workingDirectory"),
+    "cd src": ("cd", "write spec.workingDirectory"),
+    "pip install x\npython train.py": ("several lines", "bash run.sh"),
+    "python train.py --data $DATA": ("$DATA, which a shell would replace", "no shell reads"),
+    'python train.py "$(date)"': ("$(, which a shell would replace", "no shell reads"),
+    "python train.py *.txt": ("*, which a shell would replace", "names in full"),
+    "python train.py ~/data": ("~, which a shell would replace", "names in full"),
+    "python train.py 'abc": ("a line with no closing quotation", "quotes in pairs"),
+    "torchrun": ("torchrun without a script", "the script that it starts"),
+    "torchrun --nproc_per_node=2 --new-option train.py": ("--new-option", "entrypoint.script"),
+    "torchrun --nproc_per_node=two train.py": ("--nproc_per_node=two", "a number"),
+    "torchrun --virtual-local-rank train.py": ("--virtual-local-rank", "remove it"),
+    "accelerate launch --gpu_ids 0,1 train.py": ("--gpu_ids=0,1", "spec.env.CUDA_VISIBLE_DEVICES"),
+    "accelerate test": ("accelerate test", "accelerate launch"),
+    "deepspeed --include h:0 train.py": ("--include=h:0", "Holdfast chooses the nodes"),
+    "python": ("python without a script", "-m and a module"),
+    "uv run python3.12 train.py": ("uv run before python3.12", "one of both"),
+    "A=B": ("no program", "the program and its arguments"),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_line_that_cannot_be_kept_is_refused_with_what_to_write(line: str) -> None:
+    with pytest.raises(CommandRefused) as refused:
+        read(line)
+    text = str(refused.value)
+    assert text.startswith("command: got ") and "; expected " in text
+    for part in REFUSED[line]:
+        assert part in text
+
+
+def test_the_options_of_torchrun_are_those_of_this_torch() -> None:
+    ours = {name: option.has_value for option in TORCHRUN for name in option.names}
+    theirs = {
+        name: action.nargs != 0 and type(action).__name__ != "check_env"
+        for action in get_args_parser()._actions
+        if not isinstance(action, argparse._HelpAction)
+        for name in action.option_strings
+    }
+    theirs.pop("--print-completion", None)
+    theirs.pop("--print_completion", None)
+    assert {name: ours.get(name) for name in theirs} == theirs
+
+
+def job(command: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "demo"},
+        "spec": {"entrypoint": {"command": command}, **spec},
+    }
+
+
+SIZES = [
+    pytest.param("torchrun --nproc_per_node=8 train.py", {"workersPerNode": 2},
+                 "--nproc_per_node=8 with spec.workersPerNode 2", "write spec.workersPerNode: 8",
+                 id="workers"),
+    pytest.param("torchrun --nnodes=4 train.py", {"nodes": {"max": 2}},
+                 "--nnodes=4 with spec.nodes {min: 1, max: 2}", "spec.nodes: {min: 1, max: 4}",
+                 id="nodes"),
+    pytest.param("torchrun --nnodes=2:4 train.py", {"nodes": {"min": 1, "max": 4}},
+                 "--nnodes=2:4", "spec.nodes: {min: 2, max: 4}", id="a range of nodes"),
+    pytest.param("accelerate launch --num_processes 4 train.py",
+                 {"nodes": {"max": 2}, "workersPerNode": 1},
+                 "--num_processes=4 with 2 workers", "write spec.workersPerNode: 2", id="world"),
+    pytest.param("torchrun --max-restarts=3 train.py", {},
+                 "--max-restarts=3 with spec.recovery.budgets.infrastructure.restarts",
+                 "write spec.recovery.budgets.infrastructure.restarts: 3", id="restarts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "spec", "got", "fix"), SIZES)
+def test_other_sizes_than_those_of_the_spec_are_refused(
+    line: str, spec: dict[str, Any], got: str, fix: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        job_from_mapping(job(line, **spec))
+    (problem,) = refused.value.problems
+    assert problem.field == "spec.entrypoint.command"
+    assert got in problem.got and fix in problem.fix
+
+
+def test_equal_sizes_are_accepted_and_what_is_replaced_is_said() -> None:
+    line = "torchrun --nproc_per_node=2 --nnodes=1:2 --rdzv_endpoint=h:1 train.py"
+    found = job_from_mapping(job(line, nodes={"min": 1, "max": 2}, workersPerNode=2))
+    said = "\n".join(remarks(found))
+    assert "torchrun is not started; each worker runs train.py" in said
+    assert "--rdzv_endpoint=h:1: not used" in said
+
+
+def test_variables_before_a_command_are_variables_of_the_job() -> None:
+    found = job_from_mapping(job("HF_TOKEN=abc A=1 torchrun train.py", env={"B": "2"}))
+    assert found.spec.env == {"HF_TOKEN": "abc", "A": "1", "B": "2"}
+    assert job_from_mapping(job_to_mapping(found)) == found
+    assert "abc" not in str(redacted_document(job_to_mapping(found)))
+    with pytest.raises(SpecError, match="got A with another value than"):
+        job_from_mapping(job("A=1 torchrun train.py", env={"A": "2"}))
+    with pytest.raises(SpecError, match="got a variable that Holdfast sets"):
+        job_from_mapping(job("RANK=1 python train.py"))
+
+
+def test_what_another_program_would_ignore_is_refused() -> None:
+    text = str(job("bash run.sh", preload=["numpy"])).replace("'", '"')
+    with pytest.raises(SpecError, match="got modules for bash"):
+        parse_job(text)
+
+
+def test_python_is_named_once() -> None:
+    document = job("/venv/bin/python train.py")
+    document["spec"]["entrypoint"]["python"] = "/other"
+    with pytest.raises(SpecError, match="got /other beside /venv/bin/python in the command"):
+        job_from_mapping(document)
+    document = job("torchrun train.py")
+    document["spec"]["entrypoint"]["python"] = "venv"
+    assert job_from_mapping(document).spec.entrypoint.program == Program(
+        script="train.py", launcher="torchrun", python="venv"
+    )

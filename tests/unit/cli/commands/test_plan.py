@@ -1,0 +1,330 @@
+"""`holdfast plan`: of a model without a job, of a job on named devices, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import load_job
+
+from ..conftest import Holdfast
+
+Write = Callable[[str], Path]
+
+SEVENTY = """
+apiVersion: holdfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: llama}
+spec:
+  entrypoint:
+    recipe:
+      name: pretrain
+      config:
+        globalBatch: 64
+        model: {dim: 8192, numLayers: 80, numHeads: 64, numKvHeads: 8, ffnDim: 28672,
+                vocabSize: 128256}
+        data: {sequenceLength: 4096}
+  nodes: {max: 1}
+  workersPerNode: 8
+  resources: {gpu: 1}
+"""
+MODEL = ("--model", "llama3-8b", "--devices", "8xH100-80")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--model", "llama3-70x", "--devices", "8xH100"), ("'llama3-70x'", "llama3-70b")),
+        (("--model", "llama3-8b", "--devices", "8xH100-81"), ("'H100-81'", "H100-80")),
+        (
+            ("--model", "llama3-8b", "--devices", "65xH100-80"),
+            ("--devices: got 65xH100-80", "whole nodes of 8", "64 or 72"),
+        ),
+        (("--model", "llama3-8b", "--devices", "H100-80"), ("'H100-80'", "write 1xH100-80")),
+        (("--model", "llama3-8b", "--devices", "0xH100-80"), ("'0xH100-80'", "one device or more")),
+        (("--model", "llama3-8b"), ("--devices: got nothing with --model", "64xH100-80")),
+        ((*MODEL, "--by", "luck"), ("--by: got luck", "tokens or price")),
+        (
+            ("--model", "llama3-8b", "--devices", "8xH100-PCIe", "--by", "price"),
+            ("H100-PCIe has none", "--catalogue"),
+        ),
+        ((*MODEL, "--network", "infiniband-401"), ("'infiniband-401'", "infiniband-400")),
+        ((*MODEL, "--nodes", "2"), ("--nodes: got 2 with --model", "remove it")),
+        ((*MODEL, "--device-memory", "80Gi"), ("--device-memory: got 80Gi with --model",)),
+        (("--model", "absent/config.json", "--devices", "8xH100"), ("--model: got absent",)),
+        ((), ("neither a job nor --model", "holdfast plan job.yaml")),
+    ],
+)
+def test_a_wrong_option_has_one_message_and_exit_code_two(
+    arguments: tuple[str, ...], parts: tuple[str, ...], holdfast: Holdfast
+) -> None:
+    result = holdfast("plan", *arguments)
+    assert result.code == 2
+    assert result.out == ""
+    for part in parts:
+        assert part in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_model_and_a_job_at_once_are_refused(write: Write, holdfast: Holdfast) -> None:
+    result = holdfast("plan", write(SEVENTY), *MODEL)
+    assert result.code == 2
+    assert "got a job and --model; expected one of them" in result.err
+    for option, value in (("--sequence", "10"), ("--batch", "10"), ("--save", "job.yaml")):
+        result = holdfast("plan", write(SEVENTY), option, value)
+        assert result.code == 2
+        assert f"{option}: got {value} with a job" in result.err
+
+
+@pytest.mark.parametrize("lacking", ["hidden_size", "num_hidden_layers", "intermediate_size"])
+def test_a_configuration_that_lacks_a_field_names_it(
+    lacking: str, tmp_path: Path, holdfast: Holdfast
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({name: at for name, at in CONFIG.items() if name != lacking}))
+    result = holdfast("plan", "--model", path, "--devices", "8xH100-80")
+    assert result.code == 2
+    assert lacking in result.err
+
+
+def test_a_configuration_that_is_not_json_is_refused(tmp_path: Path, holdfast: Holdfast) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{hidden_size: 1")
+    result = holdfast("plan", "--model", path, "--devices", "8xH100-80")
+    assert result.code == 2
+    assert "--model: got" in result.err and "expected JSON" in result.err
+
+
+def test_a_configuration_of_hugging_face_is_planned(tmp_path: Path, holdfast: Holdfast) -> None:
+    (tmp_path / "tiny").mkdir()
+    path = tmp_path / "tiny" / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    result = holdfast("plan", "--model", path, "--devices", "8xH100-80", "--json")
+    assert result.code == 0
+    made = json.loads(result.out)
+    assert made["parameters"] == 1_100_048_384  # TinyLlama's
+    assert made["sequence_length"] == 2048  # the longest that it has
+
+
+def test_a_catalogue_with_a_wrong_unit_names_the_field(tmp_path: Path, holdfast: Holdfast) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("devices:\n  H100-80:\n    memory_bandwidth: 3350GiB\n")
+    result = holdfast("plan", *MODEL, "--catalogue", path)
+    assert result.code == 2
+    assert "devices.H100-80.memory_bandwidth" in result.err and "3350GiB" in result.err
+    assert "mine.yaml" in result.err
+
+
+def test_a_catalogue_of_the_user_changes_the_plan(tmp_path: Path, holdfast: Holdfast) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "devices:\n  H100-80:\n    price: {per_hour: 1.00USD/h, date: 2026-11-25}\n"
+        "    memory: 40GiB\n"
+    )
+    (usual, mine) = (
+        json.loads(holdfast("plan", *MODEL, "--json", *more).out)
+        for more in ((), ("--catalogue", str(path)))
+    )
+    assert mine["device_memory_bytes"] == 40 * 2**30 < usual["device_memory_bytes"]
+    per_day = mine["estimate"]["time"]["dollars_per_day"]
+    assert per_day == pytest.approx(8 * 24 * 1.00)
+
+
+def test_the_plan_of_a_model_is_the_same_in_text_and_json(holdfast: Holdfast) -> None:
+    text, made = holdfast("plan", *MODEL), json.loads(holdfast("plan", *MODEL, "--json").out)
+    assert text.code == 0
+    assert text.out.startswith(made["verdict"])
+    assert made["fits"] is True
+    chosen = made["chosen"]
+    assert made["alternatives"][0] == chosen
+    assert chosen["why"] == "" and all(one["why"] for one in made["alternatives"][1:])
+    assert chosen["peak_bytes"] == made["estimate"]["peak_bytes"]
+    assert chosen["peak_bytes"] <= 0.8 * made["device_memory_bytes"]
+    time = made["estimate"]["time"]
+    assert chosen["tokens_per_s"] == pytest.approx(time["tokens_per_s"])
+    assert 0.2 < time["mfu"] < 0.7
+    assert time["seconds"] == pytest.approx(sum(row["seconds"] for row in time["rows"]))
+    assert time["exposed_seconds"] == pytest.approx(
+        sum(row["seconds"] for row in time["rows"] if row["exposed"])
+    )
+    assert max(made["estimate"]["phases"].values()) == made["estimate"]["peak_bytes"]
+    for part in ("Strategies that fit", f"{chosen['tokens_per_s']:,.0f}", "price: $"):
+        assert part in text.out
+
+
+def test_explain_shows_formula_and_source_of_every_figure(holdfast: Holdfast) -> None:
+    made = json.loads(holdfast("plan", *MODEL, "--json").out)["estimate"]
+    result = holdfast("plan", *MODEL, "--explain")
+    assert result.code == 0
+    shown = " ".join(result.out.split())
+    for row in (*made["memory"], *made["traffic"], *made["time"]["rows"]):
+        assert row["formula"] and row["source"]
+        assert " ".join(row["formula"].split()) in shown, row["what"]
+
+
+def test_devices_are_compared_by_price(holdfast: Holdfast) -> None:
+    more = ("--devices", "8xMI300X", "--by", "price", "--json")
+    made = json.loads(holdfast("plan", *MODEL, *more).out)
+    assert {one["device"] for one in made["alternatives"]} == {"H100-80", "MI300X"}
+    prices = [one["dollars_per_billion_tokens"] for one in made["alternatives"]]
+    assert made["chosen"]["device"] == "MI300X"
+    assert prices[0] == min(prices)
+
+
+def test_a_model_that_does_not_fit_names_the_fewest_devices(holdfast: Holdfast) -> None:
+    result = holdfast("plan", "--model", "llama3-405b", "--devices", "2xH100-80")
+    assert result.code == 2
+    assert result.out.startswith("does not fit: llama3-405b")
+    assert "the fewest on which it fits: " in result.out
+
+
+def test_the_saved_job_is_valid_and_is_the_one_that_was_planned(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    path = tmp_path / "job.yaml"
+    result = holdfast("plan", *MODEL, "--save", path, "--json")
+    assert result.code == 0
+    assert holdfast("validate", path).code == 0
+    made = json.loads(result.out)
+    again = json.loads(holdfast("plan", path, "--devices", "8xH100-80", "--json").out)
+    assert again["mesh"] == made["chosen"]["mesh"]
+    for figure in ("micro_batch", "num_micro_batches", "peak_bytes", "flops_per_step"):
+        assert again["estimate"][figure] == made["estimate"][figure], figure
+    seconds = (one["estimate"]["time"]["seconds"] for one in (again, made))
+    assert next(seconds) == pytest.approx(next(seconds))
+    assert load_job(path).spec.workers_per_node == 8
+
+
+def test_a_model_that_the_recipe_does_not_have_cannot_be_saved(
+    tmp_path: Path, holdfast: Holdfast
+) -> None:
+    path = tmp_path / "job.yaml"
+    result = holdfast("plan", "--model", "gpt3-13b", "--devices", "8xH100-80", "--save", path)
+    assert result.code == 2
+    assert "--save: got gpt3-13b" in result.err and "RMSNorm" in result.err
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, holdfast: Holdfast) -> None:
+    for option in ("--save", "--svg"):
+        result = holdfast("plan", *MODEL, option, tmp_path / "absent" / "file")
+        assert result.code == 2
+        assert f"{option}: got {tmp_path}" in result.err
+
+
+def _texts(path: Path) -> str:
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    return " ".join(" ".join(element.itertext()) for element in root.iter())
+
+
+def test_the_picture_is_well_formed_and_has_the_figures(tmp_path: Path, holdfast: Holdfast) -> None:
+    path = tmp_path / "plan.svg"
+    result = holdfast("plan", *MODEL, "--svg", path, "--json")
+    assert result.code == 0
+    made, text = json.loads(result.out)["estimate"], _texts(path)
+    assert f"{made['peak_bytes'] / 2**30:.1f}" in text
+    for phase in made["phases"]:
+        assert phase in text
+    for row in made["time"]["rows"]:
+        if row["seconds"] > 0.02 * made["time"]["seconds"]:
+            assert row["what"] in text
+
+
+def test_a_script_has_no_picture(write: Write, tmp_path: Path, holdfast: Holdfast) -> None:
+    script = SEVENTY[: SEVENTY.index("  entrypoint")] + "  entrypoint: {script: train.py}\n"
+    result = holdfast("plan", write(script), "--svg", tmp_path / "plan.svg")
+    assert result.code == 2
+    assert "--svg: got a plan without figures" in result.err
+
+
+def test_a_job_that_does_not_fit_has_three_ways_and_exit_code_two(
+    write: Write, holdfast: Holdfast
+) -> None:
+    file = write(SEVENTY)
+    result = holdfast("plan", file, "--devices", "8xH100-80")
+    assert result.code == 2
+    assert result.out.startswith("llama: does not fit: ")
+    assert result.out.count("\nfits with ") == 3
+    made: dict[str, Any] = json.loads(holdfast("plan", file, "--devices", "8xH100", "--json").out)
+    assert made["fits"] is False and len(made["ways"]) == 3
+    for way in made["ways"]:
+        assert way["num_bytes"] <= 0.8 * made["device_memory_bytes"]
+        assert way["step_ratio"] > 0
+
+
+def test_a_job_on_named_devices_is_timed(write: Write, holdfast: Holdfast) -> None:
+    file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 16}"))
+    result = holdfast("plan", file, "--devices", "128xH100-80", "--json")
+    made = json.loads(result.out)
+    assert made["num_nodes"] == 16
+    assert made["estimate"]["time"]["device"] == "H100-80"
+    result = holdfast("plan", file, "--devices", "12xH100-80")
+    assert result.code == 2
+    assert "--devices: got 12xH100-80; expected whole nodes of 8 workers x 1 GPU" in result.err
+    result = holdfast("plan", file, "--devices", "8xH100-80", "--devices", "8xH200")
+    assert result.code == 2
+    assert "2 kinds with a job" in result.err
+
+
+OFFLOADED = """
+apiVersion: holdfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: offloaded}
+spec:
+  entrypoint:
+    recipe:
+      name: pretrain
+      config:
+        globalBatch: 8
+        model: {dim: 4096, numLayers: 32, numHeads: 32, vocabSize: 128256}
+        data: {sequenceLength: 1024}
+  nodes: {max: 1}
+  workersPerNode: 8
+  parallelism: {shard: 8, offload: cpu, activationCheckpointing: {mode: full}}
+  resources: {gpu: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "fits", "said"),
+    [
+        ((), True, "240 GiB of main memory per worker, assumed"),
+        (("--host-memory", "2Ti"), True, "229.4 GiB of main memory per worker, of what its node"),
+        (("--host-memory", "64Gi"), False, "do not fit into 6.2 GiB of main memory per worker"),
+    ],
+)
+def test_offload_is_planned_with_the_main_memory_of_a_node(
+    more: tuple[str, ...], fits: bool, said: str, tmp_path: Path, holdfast: Holdfast
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(OFFLOADED)
+    result = holdfast("plan", path, "--devices", "8xH100-80", *more)
+    assert result.code == (0 if fits else 2), result.out
+    assert said in " ".join(result.out.split())
+
+
+def test_a_model_is_offloaded_only_into_main_memory_that_holds_it(holdfast: Holdfast) -> None:
+    big = ("plan", "--model", "llama3-8b", "--devices", "1xRTX-4090", "--json")
+    few = ("plan", "--model", "llama3-70b", "--devices", "8xH100-80", "--json")
+    assert json.loads(holdfast(*big).out)["offload_memory"] == ""
+    roomy = json.loads(holdfast(*few, "--host-memory", "4Ti").out)
+    tight = json.loads(holdfast(*few, "--host-memory", "256Gi").out)
+    assert roomy["fits"] and roomy["offload_memory"].startswith("459.8 GiB of main memory")
+    assert tight["fits"] is False

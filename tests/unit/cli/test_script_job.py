@@ -1,0 +1,187 @@
+"""`holdfast run train.py --nodes 2 -- ARGS`: the spec that is made, and what is refused before the
+start."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.orchestrator.cli import script_job
+from holdfast.orchestrator.cli.options import complete
+from holdfast.orchestrator.cli.script_job import ScriptRun
+from holdfast.orchestrator.cli.targets.local import LocalTarget
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.hosts.local.job_directory import Home
+
+from .conftest import Holdfast
+
+FILES = {
+    "train.py": "print('hello')\n",
+    "broken.py": "def f(:\n",
+    "nul.py": "x = 1\0\n",
+    "train.ipynb": '{"cells": []}',
+    "run.sh": "#!/bin/bash\ntorchrun --nproc_per_node=2 \\\n  train.py\n",
+    "train": "#!/usr/bin/env perl\nprint 1;\n",
+    "plain.yaml": "num_processes: 8\nnum_machines: 1\n",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def spec_of(line: str, **options: Any) -> dict[str, Any]:
+    file, *words = shlex.split(line)
+    found = script_job.asked(Path(file), words, **options)
+    assert found is not None
+    made: dict[str, Any] = found.document("demo")["spec"]
+    return made
+
+
+def test_the_options_become_fields_of_a_spec() -> None:
+    assert spec_of("train.py --lr 3", nodes=2, workers=4, gpus=0, env=["A=b=c"], python="venv") == {
+        "entrypoint": {"script": "train.py", "args": ["--lr", "3"], "python": "venv"},
+        "nodes": {"min": 1, "max": 2},
+        "workersPerNode": 4,
+        "resources": {"gpu": 0},
+        "env": {"A": "b=c"},
+    }
+    assert spec_of("train.py") == {"entrypoint": {"script": "train.py"}}
+
+
+def test_a_launchers_line_gives_the_sizes() -> None:
+    line = "torchrun --nnodes=2:4 --nproc_per_node=8 --max-restarts=3 train.py 'a b'"
+    assert spec_of(line) == {
+        "entrypoint": {"command": line},
+        "nodes": {"min": 2, "max": 4},
+        "workersPerNode": 8,
+        "recovery": {"budgets": {"infrastructure": {"restarts": 3}}},
+    }
+    line = "accelerate launch --num_processes 8 train.py"
+    assert spec_of(line, nodes=2)["workersPerNode"] == 4
+
+
+def test_the_name_comes_from_the_script() -> None:
+    titles = {"src/Train_GPT-2.py": "train-gpt-2", "-.py": "job", "x" * 60 + ".py": "x" * 40}
+    for file, title in titles.items():
+        assert ScriptRun(Path(file)).title() == title
+    assert ScriptRun(Path("torchrun"), ("-m", "pkg.fine_tune")).title() == "fine-tune"
+    assert ScriptRun(Path("train.py"), name="mine").title() == "mine"
+
+
+def test_a_name_that_is_used_gets_a_number(tmp_path: Path) -> None:
+    target = LocalTarget(tmp_path)
+    assert target.free_name("train") == "train"
+    for name in ("train", "train-2"):
+        directory = Home(tmp_path).directory(name).path
+        directory.mkdir(parents=True)
+        (directory / "job.json").write_text("{}")
+    assert target.free_name("train") == "train-3"
+
+
+def test_a_saved_spec_is_found_from_its_own_directory(here: Path) -> None:
+    (here / "jobs").mkdir()
+    run, shown = ScriptRun(Path("train.py"), ("a",)), list[str]()
+    save = Path("jobs/job.yaml")
+    with script_job.spec_file(run, save, lambda name: name, shown.append) as file:
+        assert file == save
+    assert yaml.safe_load(save.read_text())["spec"] == {
+        "entrypoint": {"script": "train.py", "args": ["a"]},
+        "workingDirectory": "..",
+    }
+    assert "holdfast run jobs/job.yaml" in shown[0]
+    with (
+        pytest.raises(UserError, match="which exists; expected a new file"),
+        script_job.spec_file(run, save, lambda name: name, shown.append),
+    ):
+        raise AssertionError
+
+
+def test_a_spec_that_is_not_saved_is_shown_and_removed(here: Path) -> None:
+    run, shown = ScriptRun(Path("train.py")), list[str]()
+    with script_job.spec_file(run, None, lambda name: name, shown.append) as file:
+        assert yaml.safe_load(file.read_text())["spec"] == {"entrypoint": {"script": "train.py"}}
+    assert not file.exists()
+    assert yaml.safe_load(shown[0])["spec"] == {"entrypoint": {"script": "train.py"}}
+
+
+def test_words_after_two_dashes_belong_to_the_script() -> None:
+    words = ["run", "train.py", "--ray", "--", "--ray", "-x"]
+    assert complete(words) == ["run", "train.py", "--ray=", "--", "--ray", "-x"]
+
+
+def test_the_options_make_the_same_run_again() -> None:
+    run = ScriptRun(Path("train.py"), ("x",), nodes=2, gpus=0, env={"A": "b c"})
+    assert run.options("demo") == ["--nodes=2", "--gpus=0", "--name=demo", "--env=A=b c"]
+
+
+REFUSED = [
+    pytest.param("broken.py", "spec.entrypoint.script: got broken.py (line 1: ", "compiles",
+                 id="a syntax error"),
+    pytest.param("nul.py", "got nul.py (a binary file)", "entrypoint.command: ./nul.py",
+                 id="a binary"),
+    pytest.param("train.ipynb", "got train.ipynb (a notebook)",
+                 "`jupyter nbconvert --to script train.ipynb`", id="a notebook"),
+    pytest.param("run.sh", "got run.sh (a shell script)", "entrypoint.command: bash run.sh",
+                 id="a shell script"),
+    pytest.param("missing.py", "got missing.py (", "a Python file", id="no file"),
+    pytest.param("-- bash run.sh", "got run.sh with `torchrun --nproc_per_node=2",
+                 "write that line in entrypoint.command", id="a launcher in a shell script"),
+    pytest.param("-- bash missing.sh", "got missing.sh (", "does not exist",
+                 id="no shell script"),
+    pytest.param("-- ./train x", "got ./train (not executable)", "chmod +x ./train",
+                 id="no permission to execute"),
+    pytest.param("-- srun python train.py", "got srun;", "Holdfast starts the ranks", id="srun"),
+    pytest.param("-- torchrun missing.py", "spec.entrypoint.command: got missing.py (",
+                 "a Python file", id="a launcher of no file"),
+    pytest.param("-- accelerate launch --config_file plain.yaml train.py",
+                 "got num_processes: 8 in plain.yaml", "num_processes: 1 in the file",
+                 id="sizes in accelerate's file"),
+    pytest.param("train.py --python missing", "spec.entrypoint.python: got missing (",
+                 "with bin/python", id="no interpreter"),
+    pytest.param("train.py --python train.ipynb", "spec.entrypoint.python: got train.ipynb",
+                 "is not executable", id="an interpreter that is none"),
+    pytest.param("train.py --env A", "--env: got A; expected NAME=VALUE", "", id="no value"),
+    pytest.param("train.py --lr 3", "No such option: --lr", "come after --.", id="no dashes"),
+    pytest.param("train.py --name A_b", "metadata.name: got 'A_b'", "lower-case", id="a name"),
+    pytest.param("plain.yaml --nodes 2", "--nodes: got it with plain.yaml", "with a script",
+                 id="options beside a spec"),
+    pytest.param("plain.yaml -- a", "ARGS: got a with plain.yaml", "spec.entrypoint.args",
+                 id="arguments beside a spec"),
+    pytest.param("--nodes 2", "--nodes: got it without a script", "", id="no script"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("line", "got", "fix"), REFUSED)
+def test_what_cannot_run_is_refused_before_the_start(
+    holdfast: Holdfast, line: str, got: str, fix: str
+) -> None:
+    result = holdfast("run", *line.split())
+    assert result.code == 2, result
+    assert got in result.err and fix in result.err
+    assert "Traceback" not in result.err
+
+
+def test_an_interpreter_compiles_the_script_itself(
+    here: Path, holdfast: Holdfast, write: Callable[[str], Path]
+) -> None:
+    spec = write(
+        "apiVersion: holdfast.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: demo}\n"
+        f"spec: {{entrypoint: {{script: broken.py, python: {sys.executable}}}}}\n"
+    )
+    result = holdfast("validate", spec)
+    assert result.code == 2 and "got broken.py (line 1: " in result.err
+    assert f"Python {sys.version_info.major}.{sys.version_info.minor} compiles" in result.err
+    spec.write_text(spec.read_text().replace("broken.py", "train.py"))
+    assert holdfast("validate", spec).code == 0

@@ -1,0 +1,199 @@
+"""Scripts that keep their own checkpoints: steps that they report, posts of a framework for all
+ranks, and what collectives show of a script that says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.orchestrator.core.actions import LaunchGroup
+from holdfast.orchestrator.core.events import (
+    AnyEvent,
+    CollectivesBegun,
+    HangSuspected,
+    HeartbeatReceived,
+    Tick,
+)
+from holdfast.orchestrator.core.script_progress import MIN_COLLECTIVES, SUSPECT_AFTER_S
+from holdfast.orchestrator.limits import BEGUN_COLLECTIVES
+from holdfast.orchestrator.protocol.facts import WorkerBeat
+
+from .harness import SECOND
+from .test_progress_monitor import Watch
+
+
+class Script(Watch):
+    """A script of four ranks on two nodes."""
+
+    def __init__(self, **document: Any) -> None:
+        super().__init__(script=True, **document)
+
+    def beats(self, *of_ranks: dict[str, Any], generation: int = 1) -> list[AnyEvent]:
+        """What each rank's heartbeat says."""
+        found = []
+        for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
+            workers = tuple(
+                WorkerBeat(rank=rank, **{"pulse_age_s": 0.1, **of_ranks[rank]}) for rank in ranks
+            )
+            event = HeartbeatReceived(node=node, generation=generation, workers=workers)
+            found += self.give(event)
+        return found
+
+    def posted(self, step: int, generation: int = 1, **more: Any) -> list[AnyEvent]:
+        """Rank 0 posts for all."""
+        ticks = 1 if step < 0 else 2 + step
+        reported = {
+            "step": step,
+            "ticks": ticks,
+            "counted_by": "posted" if step >= 0 else "",
+            **more,
+        }
+        return self.beats(reported, {}, {}, {}, generation=generation)
+
+    def restart(self) -> None:
+        self.job.exits(3, signal=9)
+        self.job.all_stopped(None)
+        self.job.wait(0.5)
+        self.job.succeed(LaunchGroup)
+
+
+def test_one_rank_that_posts_speaks_for_all() -> None:
+    watch = Script()
+    watch.posted(-1, began_s=0.0)
+    assert watch.job.state.step == -1
+    watch.posted(24, began_s=5.0, step_s=0.2)
+    assert (watch.job.state.step, watch.job.state.counted_by) == (24, "posted")
+
+
+def test_a_script_that_reports_recovers_until_its_next_step_and_counts_what_was_lost() -> None:
+    watch = Script()
+    reported = {"counted_by": "script", "ticks": 1}
+    watch.beats(*[{"step": 83, "began_after": -1, **reported}] * 4)
+    watch.restart()
+    state = watch.job.state
+    assert state.phase == "recovering", "it has reported before, so it is not over yet"
+    incident = state.incidents[-1]
+    assert incident.resumed_after_step is None and incident.restored_from == ""
+    assert "the script restores its own checkpoint" in incident.decision
+    watch.job.wait(8)
+    watch.beats(*[{"step": 60, "began_after": 59, **reported}] * 4, generation=2)
+    assert state.phase == "running"
+    assert (incident.step_before, incident.resumed_after_step) == (83, 59)
+    assert incident.first_step_ns == watch.job.now_ns and not incident.at_least
+
+
+def test_posts_tell_late_so_the_first_step_and_what_was_lost_are_estimated() -> None:
+    watch = Script()
+    watch.posted(40, began_s=10.0, step_s=0.0)
+    for step in (65, 90):
+        watch.job.wait(5)
+        watch.posted(step, began_s=15.0, step_s=0.2)
+    watch.restart()
+    watch.job.wait(7)
+    watch.posted(84, generation=2, began_s=5.0)
+    incident = watch.job.state.incidents[-1]
+    assert incident.first_step_ns == watch.job.now_ns - round(4.8 * SECOND)
+    assert incident.resumed_after_step == 84 - 25 and incident.at_least
+
+
+def _quiet(watch: Script, seconds: float, activities: dict[str, str], **of_rank: Any) -> None:
+    since = watch.job.now_ns
+    while watch.job.now_ns < since + seconds * SECOND and not watch.hangs:
+        watch.job.now_ns += SECOND // 2
+        quiet_s = (watch.job.now_ns - since) / SECOND
+        usual = {"collectives": MIN_COLLECTIVES, "collectives_age_s": quiet_s}
+        idle = {"idle_s": max(0.0, quiet_s - 1.0)}
+        found = watch.beats(*[{**usual, **idle, **of_rank.get(f"rank{r}", {})} for r in range(4)])
+        found += watch.give(Tick())
+        if any(isinstance(event, HangSuspected) for event in found):
+            watch.inspect(**activities)
+
+
+def test_a_silent_script_hangs_if_a_rank_does_nothing_that_its_peers_wait_for() -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    began = watch.job.now_ns
+    _quiet(watch, 200, {"rank2": "nothing"})
+    (hang,) = watch.hangs
+    assert 60 <= (watch.job.now_ns - began) / SECOND < 63
+    assert hang.ranks[0] == 2
+    assert "rank 2 has begun no collective for 59.5 s" in hang.evidence
+    assert "no step was reported" in hang.evidence
+
+
+def test_a_silent_script_that_computes_or_has_hardly_begun_does_not_hang() -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    _quiet(watch, 900, {"rank2": "nothing"}, rank2={"idle_s": 0.0})
+    assert not watch.hangs, "it evaluates"
+    fresh = Script()
+    fresh.beats(*[{"collectives": MIN_COLLECTIVES - 1}] * 4)
+    _quiet(fresh, 900, {"rank2": "nothing"}, **{f"rank{r}": {"collectives": 3} for r in range(4)})
+    assert not fresh.hangs, "it may still be loading"
+
+
+def test_a_pause_that_ended_by_itself_makes_the_next_one_longer() -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    watch.job.now_ns += 50 * SECOND
+    watch.beats(*[{"collectives": MIN_COLLECTIVES + 1}] * 4)
+    assert watch.monitor._worst_gap_s == 50
+
+
+def test_suspicion_of_a_silent_script_comes_early() -> None:
+    watch = Script()
+    watch.beats(*[{"collectives": MIN_COLLECTIVES}] * 4)
+    _quiet(watch, SUSPECT_AFTER_S + 1, {"rank2": "nothing"})
+    assert any(isinstance(event, HangSuspected) for event in watch.verdicts) and not watch.hangs
+
+
+def test_a_framework_that_posts_may_evaluate_but_not_sleep() -> None:
+    for idle in (True, False):
+        watch = Script()
+        for post in range(8):
+            watch.posted(25 * post, began_s=5.0 * post, step_s=0.2)
+            watch.job.now_ns += 5 * SECOND
+        began = watch.job.now_ns
+        reported = {"counted_by": "posted", "step": 175, "ticks": 177, "step_s": 0.2}
+        while watch.job.now_ns < began + 120 * SECOND and not watch.hangs:
+            watch.job.now_ns += SECOND // 2
+            quiet_s = (watch.job.now_ns - began) / SECOND + 5
+            rest = {"idle_s": quiet_s} if idle else {}
+            found = watch.beats({**reported, "quiet_s": quiet_s, **rest}, rest, rest, rest)
+            if any(isinstance(event, HangSuspected) for event in found):
+                watch.inspect(rank1="nothing")
+        assert bool(watch.hangs) is idle
+        if idle:
+            assert watch.hangs[0].ranks[0] == 1
+            assert (watch.job.now_ns - began) / SECOND < 10
+
+
+def test_an_incident_of_a_silent_script_is_over_when_its_ranks_begin_collectives_again() -> None:
+    watch = Script()
+    state = watch.job.state
+    watch.job.succeed(LaunchGroup)
+    assert state.phase == "running", "it may never begin any"
+    for count in (3, BEGUN_COLLECTIVES, 40):
+        watch.beats(*[{"collectives": count}] * 4)
+    assert state.counted_by == "collectives"
+    assert len([v for v in watch.verdicts if isinstance(v, CollectivesBegun)]) == 1
+    watch.restart()
+    assert state.phase == "recovering"
+    watch.job.wait(6)
+    watch.beats(*[{"collectives": BEGUN_COLLECTIVES}] * 4, generation=2)
+    (incident,) = state.incidents
+    assert state.phase == "running" and incident.first_step_ns == watch.job.now_ns
+    assert incident.resumed_after_step is None and incident.shows_progress
+
+
+def test_the_ranks_that_remain_when_the_one_that_posts_has_ended_do_not_hang() -> None:
+    watch = Script()
+    for post in range(8):
+        watch.posted(25 * post, began_s=5.0 * post, step_s=0.2)
+        watch.job.now_ns += 5 * SECOND
+    watch.job.exits(0, code=0, step=175)
+    for _ in range(200):
+        watch.job.now_ns += SECOND // 2
+        watch.posted(175, step_s=0.2)
+        watch.give(Tick())
+    assert not watch.hangs
+    assert not any(isinstance(event, HangSuspected) for event in watch.verdicts)

@@ -1,0 +1,156 @@
+"""The plan of a model without a job: its figures, and the job that it writes is launched so."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from msgspec.structs import replace
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.planner import choose_mesh, make_plan
+from holdfast.orchestrator.planner.memory import WorkerMemory
+from holdfast.orchestrator.planner.model_plan import (
+    Alternative,
+    ModelPlan,
+    plan_model,
+    settings_of,
+    spec_of,
+)
+from holdfast.orchestrator.planner.search import Found, search
+from holdfast.orchestrator.planner.workload import Workload, layout_of, workload_of
+from holdfast.orchestrator.protocol.facts import Gpu
+
+from .builders import FACTS
+from .clusters import catalogue, cluster, hardware, workload
+
+CASES = [
+    ("llama3-8b", 8, "H100-80", True),
+    ("llama3-8b", 8, "RTX-4090", False),
+    ("llama3-70b", 64, "H100-80", True),
+    ("llama3-70b", 8, "H100-80", False),
+    ("llama3-70b", 8, "B200", True),
+    ("llama3-405b", 1024, "H100-80", True),
+]
+
+
+@functools.cache
+def found(model: str, devices: int, device: str, compiled: bool) -> tuple[Workload, Found]:
+    work = workload(model, max(512, devices), compiled=compiled)
+    return work, search(work, cluster(devices, device))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_that_is_ranked_is_launched_as_planned(
+    case: tuple[str, int, str, bool],
+) -> None:
+    work, answer = found(*case)
+    memory = WorkerMemory(catalogue().device(case[2]).memory_bytes)
+    assert answer.ranked
+    for one in answer.ranked:
+        spec = spec_of(work, one.layout)
+        assert spec is not None
+        job = job_from_mapping(spec)
+        chosen = choose_mesh(job, job.spec.nodes.max, memory)
+        assert chosen is not None
+        assert chosen[0] == one.layout.mesh
+        assert layout_of(job, chosen[0]) == one.layout
+        planned = workload_of(job)
+        assert planned is not None
+        assert replace(planned, model=work.model) == work
+
+
+def test_the_plan_of_the_written_job_has_the_same_figures() -> None:
+    plan = _plan("llama3-8b", 8)
+    assert plan.spec is not None and plan.estimate is not None
+    gpus = (Gpu("H100-80", catalogue().device("H100-80").memory_bytes),) * 8
+    made = make_plan(
+        job_from_mapping(plan.spec), replace(FACTS, gpus=gpus), hardware=hardware("H100-80")
+    )
+    assert made is not None and made.estimate is not None
+    assert made.fits is True
+    assert made.estimate == plan.estimate
+
+
+def test_a_model_that_the_recipe_does_not_have_has_no_job() -> None:
+    for name in ("gpt3-13b", "gpt2-xl"):
+        if name not in catalogue().architectures:
+            continue
+        work = workload(name, sequence_length=1024)
+        answer = search(work, cluster(8))
+        assert spec_of(work, answer.ranked[0].layout) is None
+    assert "gpt3-13b" in catalogue().architectures
+
+
+def _plan(model: str, devices: int, device: str = "H100-80", order: str = "tokens") -> ModelPlan:
+    return plan_model(workload(model), (cluster(devices, device),), order)  # type: ignore[arg-type]
+
+
+def test_the_verdict_has_the_figures_of_the_chosen_one() -> None:
+    plan = _plan("llama3-8b", 8)
+    chosen = plan.chosen
+    assert chosen is not None and chosen.tokens_per_s is not None and chosen.mfu is not None
+    assert plan.fits
+    for figure in (
+        f"{chosen.peak_bytes / 2**30:.1f} of",
+        f"{chosen.tokens_per_s:,.0f} tokens/s",
+        f"MFU {chosen.mfu:.0%}",
+        chosen.strategy,
+        chosen.mesh.describe(),
+    ):
+        assert figure in plan.verdict
+
+
+def test_nothing_that_fits_has_a_verdict_with_the_fewest_devices() -> None:
+    plan = _plan("llama3-405b", 4)
+    assert not plan.fits
+    assert plan.chosen is None and plan.estimate is None and plan.spec is None
+    assert plan.alternatives == () and plan.lost
+    assert plan.verdict.startswith("does not fit: ")
+    fewest = int(plan.verdict.rsplit(" ", 1)[1])
+    assert search(workload("llama3-405b"), cluster(fewest)).ranked
+
+
+def test_the_price_of_tokens_is_that_of_the_devices_and_the_step() -> None:
+    plan = _plan("llama3-8b", 8, order="price")
+    price = catalogue().device("H100-80").price
+    assert price is not None and plan.estimate is not None and plan.estimate.time is not None
+    for one in plan.alternatives:
+        assert one.tokens_per_s is not None
+        per_token = 8 * price.per_hour / 3600 / one.tokens_per_s
+        assert one.dollars_per_billion_tokens == pytest.approx(per_token * 1e9)
+    time = plan.estimate.time
+    assert time.dollars_per_day == pytest.approx(8 * 24 * price.per_hour)
+    chosen = plan.chosen
+    assert chosen is not None
+    assert time.dollars_per_billion_tokens == pytest.approx(chosen.dollars_per_billion_tokens)
+
+
+def test_devices_without_a_price_cannot_be_ranked_by_it() -> None:
+    with pytest.raises(ValueError, match="H100-PCIe has no price"):
+        _plan("llama3-8b", 8, "H100-PCIe", "price")
+
+
+def test_settings_are_what_differs_from_a_plain_job() -> None:
+    work, answer = found(*CASES[0])
+    for one in answer.ranked:
+        settings = settings_of(one.layout)
+        spec = spec_of(work, one.layout)
+        assert spec is not None
+        parallelism = spec["spec"]["parallelism"]
+        for name, value in settings.items():
+            where = (
+                spec["spec"]["entrypoint"]["recipe"]["config"] if name == "loss" else parallelism
+            )
+            assert where[name] == value
+        axes = {"replicate", "shard", "tensor", "context", "pipeline"}
+        assert set(parallelism) - axes == set(settings) - {"loss"}
+
+
+def test_what_lost_has_its_needs_and_no_throughput() -> None:
+    plan = _plan("llama3-70b", 64)
+    assert plan.lost
+    lost: Alternative
+    for lost in plan.lost:
+        assert lost.tokens_per_s is None and lost.mfu is None
+        assert "GiB" in lost.why or "of 79.1" in lost.why

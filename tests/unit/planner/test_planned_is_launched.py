@@ -1,0 +1,136 @@
+"""For any job, nodes and device memory the planned mesh is what the controller launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping
+from holdfast.orchestrator.core.actions import FinishJob, LaunchGroup
+from holdfast.orchestrator.core.events import NodeJoined
+from holdfast.orchestrator.core.rank_assignment import best_size, mesh_for
+from holdfast.orchestrator.errors import SpecError
+from holdfast.orchestrator.planner import choose_mesh, make_plan
+from holdfast.orchestrator.planner.choose import may_fit, memory_on
+from holdfast.orchestrator.planner.estimate import fits
+from holdfast.orchestrator.planner.memory import device_bytes
+from holdfast.orchestrator.planner.micro_batch import fitted_layout
+from holdfast.orchestrator.planner.workload import layout_of, workload_of
+from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+
+from ..core.harness import Transcript
+from .builders import FACTS, make_job
+
+MODES = ("none", "selective", "full")
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[TrainingJob | None, NodeFacts]:
+    """A job of the recipe on GPUs, None where its axes do not go together; and one of its nodes."""
+    workers = draw(st.sampled_from([1, 2, 4, 8]))
+    most = draw(st.integers(1, 6))
+    divisors = [n for n in (1, 2, 4, 8) if workers % n == 0]
+    tensor = draw(st.sampled_from(divisors))
+    other = draw(st.sampled_from([n for n in divisors if workers // tensor % n == 0]))
+    which = draw(st.sampled_from(["context", "pipeline"]))  # the recipe has not both
+    parallelism: dict[str, Any] = {
+        "shard": draw(st.sampled_from(["auto", "auto", "auto", "world", *divisors])),
+        "tensor": tensor,
+        which: other,
+        "activationCheckpointing": {"mode": draw(st.sampled_from(MODES))},
+    }
+    if which == "context" or other == 1:
+        parallelism["reshardAfterForward"] = draw(st.sampled_from([True, True, False]))
+    if draw(st.booleans()):
+        parallelism["offload"] = "cpu"
+    if parallelism["shard"] == "auto" and draw(st.booleans()):
+        parallelism["replicate"] = draw(st.sampled_from([1, 2]))
+    model = {
+        "dim": draw(st.sampled_from([256, 2048, 8192])),
+        "numLayers": draw(st.sampled_from([4, 24, 80])),
+        "numHeads": 8,
+        "vocabSize": 32000,
+    }
+    recipe = {
+        "model": model,
+        "globalBatch": draw(st.sampled_from([8, 64, 512])),
+        "microBatch": draw(st.sampled_from(["auto", 1, 2])),
+        "data": {"sequenceLength": draw(st.sampled_from([512, 4096]))},
+    }
+    gpu = Gpu("H100", draw(st.sampled_from([8, 24, 40, 80, 141])) * 2**30)
+    main = draw(st.sampled_from([0, 64, 512, 2048])) * 2**30
+    node = replace(FACTS, slots=workers, gpus=(gpu,) * workers, memory_bytes=main)
+    try:
+        job = make_job(
+            nodes=(draw(st.integers(1, most)), most),
+            workers=workers,
+            recipe=recipe,
+            parallelism=parallelism,
+            resources={"gpu": 1},
+        )
+    except SpecError:
+        return None, node
+    return job, node
+
+
+@settings(max_examples=300)
+@given(jobs(), st.integers(1, 8))
+def test_the_plan_of_any_nodes_has_the_mesh_of_the_controller(
+    made: tuple[TrainingJob | None, NodeFacts], available: int
+) -> None:
+    """Also after nodes were lost or joined: the controller takes the largest size that has one."""
+    job, node = made
+    if job is None:
+        return
+    memory = memory_on(job, [node])
+    size = best_size(job, min(available, job.spec.nodes.max), memory)
+    chosen = choose_mesh(job, available, memory)
+    assert (chosen is None) == (size == 0)
+    if chosen is not None:
+        assert mesh_for(job, size, memory) == chosen[0]
+
+
+@settings(max_examples=60)
+@given(jobs())
+def test_the_controller_launches_what_was_planned_or_refuses_it(
+    made: tuple[TrainingJob | None, NodeFacts],
+) -> None:
+    job, node = made
+    if job is None:
+        return
+    plan = make_plan(job, node)
+    transcript = Transcript(job_to_mapping(job))
+    transcript.submit()
+    for number in range(job.spec.nodes.max):
+        transcript.apply(NodeJoined(node=f"node-{number}", facts=node, offered_port=40_000))
+    launched = transcript.all(LaunchGroup)
+    if plan is None:
+        assert not launched
+        return
+    memory = memory_on(job, [node])
+    assert plan.estimate is not None and memory.device is not None
+    work = workload_of(job)
+    assert work is not None
+    # What the plan shows is what would be launched, number by number.
+    layout = fitted_layout(job, plan.mesh, memory.device)
+    assert plan.estimate.peak_bytes == device_bytes(work, layout)
+    assert plan.estimate.micro_batch == layout.micro_batch
+    held = may_fit(job, plan.mesh, memory)  # and main memory what is offloaded
+    assert plan.fits == (fits(plan.estimate.peak_bytes, memory.device) and held)
+    if plan.num_nodes < job.spec.nodes.max:
+        return  # the controller waits for the rest first
+    if may_fit(job, plan.mesh, memory):
+        membership = launched[-1].membership
+        assert membership.mesh == plan.mesh
+        assert layout_of(job, plan.mesh, membership.micro_batch) == layout
+        return
+    assert not launched
+    ended = transcript.last(FinishJob)
+    assert ended.reason.code == "does-not-fit"
+    needs = f"{plan.estimate.peak_bytes / 2**30:.1f} GiB per worker by estimate"
+    assert needs in ended.reason.text or "GiB of main memory" in ended.reason.text
+    for way in plan.ways:
+        assert ", ".join(way.changes) and all(field in ended.reason.text for field in way.changes)

@@ -1,0 +1,71 @@
+"""Steps that a script reports by itself, and what is estimated where a framework reports less."""
+
+from __future__ import annotations
+
+from holdfast.workers.agent.machine.script_progress import SECOND_NS, ScriptProgress
+from holdfast.workers.worker_protocol import Reported
+
+
+def _posts(progress: ScriptProgress, *posts: tuple[float, int]) -> list[Reported | None]:
+    """(second, last finished step; -1: it begins)."""
+    return [
+        progress.received(
+            int(second * SECOND_NS), Reported(step=step, total_steps=400, posted=True)
+        )
+        for second, step in posts
+    ]
+
+
+def test_a_script_that_reports_each_step_began_before_its_first_one() -> None:
+    progress = ScriptProgress()
+    assert progress.source == ""
+    first = Reported(step=60, step_s=0.0)
+    assert progress.received(0, first) == first
+    progress.received(SECOND_NS, Reported(step=61))
+    assert (progress.source, progress.began_after) == ("script", 59)
+    assert progress.began_s(SECOND_NS) is None
+
+
+def test_a_second_training_in_the_same_process_goes_on_counting() -> None:
+    progress = ScriptProgress()
+    steps = [(0, 3), (1, 3), (2, 3), (0, 5), (1, 5)]
+    found = [progress.received(0, Reported(step=s, total_steps=total)) for s, total in steps]
+    assert [one.step for one in found if one] == [0, 1, 2, 3, 4]
+    assert [one.total_steps for one in found if one] == [3, 3, 3, 8, 8]
+
+
+def test_posts_every_few_seconds_give_the_step_time_and_an_estimate_of_the_beginning() -> None:
+    progress = ScriptProgress()
+    begun, first, second = _posts(progress, (10.0, -1), (15.0, 84), (20.0, 109))
+    assert begun is None and first is not None and second is not None
+    assert second.step_s == 5.0 / 25
+    assert progress.began_after == 84 - 25, "5 s before the first post that has a step"
+    assert progress.began_s(int(20.0 * SECOND_NS)) == 10.0
+
+
+def test_a_post_that_goes_back_says_nothing() -> None:
+    progress = ScriptProgress()
+    posted = _posts(progress, (0.0, -1), (5.0, 10), (6.0, 10), (7.0, 3), (8.0, 16))
+    assert [one.step for one in posted if one] == [10, 16]
+    assert posted[-1] is not None and posted[-1].step_s == 0.5
+
+
+def test_an_exact_source_takes_the_place_of_posts() -> None:
+    progress = ScriptProgress()
+    _posts(progress, (0.0, -1), (5.0, 10))
+    progress.received(6 * SECOND_NS, Reported(step=12))
+    assert progress.source == "script"
+    assert _posts(progress, (10.0, 20)) == [None]
+    progress.source = "session"
+    assert progress.received(11 * SECOND_NS, Reported(step=21)) is None
+
+
+def test_the_end_of_a_training_is_its_last_step_if_the_time_was_enough_for_the_rest() -> None:
+    last = Reported(step=-1, posted=True, finished=True, loss=0.5)
+    progress = ScriptProgress()
+    _posts(progress, (0.0, -1), (5.0, 289), (10.0, 389))
+    found = progress.received(int(10.6 * SECOND_NS), last)
+    assert found is not None and (found.step, found.total_steps, found.loss) == (399, 400, 0.5)
+    early = ScriptProgress()
+    _posts(early, (0.0, -1), (5.0, 100), (10.0, 200))
+    assert early.received(int(10.6 * SECOND_NS), last) is None, "it stopped after an unknown step"

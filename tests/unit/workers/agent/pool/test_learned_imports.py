@@ -1,0 +1,62 @@
+"""The installed modules that a script imports, remembered for its standbys."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.workers.agent.pool import user_modules
+from holdfast.workers.agent.pool.learned_imports import LearnedImports
+
+
+def _job(script: str = "train.py", **spec: object) -> TrainingJob:
+    return job_from_mapping(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "learned"},
+            "spec": {"entrypoint": {"script": script}, **spec},
+        }
+    )
+
+
+def test_what_was_learned_is_there_for_later_agents_of_the_same_script(tmp_path: Path) -> None:
+    first = LearnedImports()
+    first.keep_in(str(tmp_path), _job())
+    assert first.known() == ()
+    first.learned(("transformers", "transformers.trainer"))
+    second, other = LearnedImports(), LearnedImports()
+    second.keep_in(str(tmp_path), _job())
+    other.keep_in(str(tmp_path), _job("other.py"))
+    assert second.known() == ("transformers", "transformers.trainer")
+    assert other.known() == ()
+
+
+def test_nothing_is_kept_where_the_job_does_not_want_it_and_a_damaged_file_is_none(
+    tmp_path: Path,
+) -> None:
+    unwanted = LearnedImports()
+    unwanted.keep_in(str(tmp_path), _job(learnPreload=False))
+    unwanted.learned(("transformers",))
+    assert not list(tmp_path.rglob("*.json"))
+    wanted = LearnedImports()
+    wanted.keep_in(str(tmp_path), _job())
+    wanted.learned(("transformers",))
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("[", encoding="utf-8")
+    again = LearnedImports()
+    again.keep_in(str(tmp_path), _job())
+    assert again.known() == ()
+
+
+def test_installed_modules_are_learned_but_not_the_users_own_nor_the_standard_library() -> None:
+    known = [name for name in sys.modules if not name.startswith("msgspec")]
+    found = user_modules.installed_since(frozenset(known))
+    assert "msgspec" in found and all(name.startswith("msgspec") for name in found)
+    everything = user_modules.installed_since(frozenset())
+    assert not {"json", "os", __name__, "holdfast.workers"} & set(everything)
+
+
+def test_a_standby_ignores_what_it_cannot_import() -> None:
+    user_modules.import_after_fork(_job(), ("no_such_module_anywhere", "msgspec"))

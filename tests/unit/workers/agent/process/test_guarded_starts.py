@@ -1,0 +1,149 @@
+"""Starts that wait for code and packages: each is carried out once, or answered."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.orchestrator.protocol import code_archive
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
+from holdfast.orchestrator.protocol.mesh import Mesh
+from holdfast.workers.agent.machine import commands, inputs
+from holdfast.workers.agent.process.guarded_starts import GuardedStarts, StartSetting
+from holdfast.workers.agent.process.uploaded_code import UploadedCode
+from tests.unit.api.wrong_jobs import job as document
+from tests.unit.api.wrong_jobs import script
+
+WELCOME = m.Welcome(
+    spec={}, spec_directory="/here", checkpoint_path="", log_directory="-", heartbeat_interval_s=1
+)
+
+
+def fork(rank: int, code: str = "") -> commands.Fork:
+    membership = Membership(
+        generation=1,
+        mesh=Mesh(replicate=2),
+        num_nodes=1,
+        workers_per_node=2,
+        master_address="127.0.0.1",
+        master_port=1,
+        restart_count=0,
+    )
+    return commands.Fork(membership, 0, WorkerSeat(rank, rank, 0, rank == 0), code=code)
+
+
+class Node:
+    def __init__(self, answer: Callable[[m.FetchCode], m.CodePart] | None = None) -> None:
+        self.started: list[tuple[int, StartSetting]] = []
+        self.given: list[inputs.Input] = []
+        self._answer = answer
+        self.code = UploadedCode(self._requested)
+        self.starts = GuardedStarts(
+            lambda fork, setting: self.started.append((fork.seat.rank, setting)),
+            self.given.append,
+            lambda message: None,
+            self.code,
+        )
+
+    def _requested(self, request: m.FetchCode) -> None:
+        if self._answer is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.code.received, self._answer(request))
+
+    async def begin(self, code: str = "", **spec: Any) -> None:
+        """Both starts, and wait until what they wait for is there."""
+        given = job_from_mapping(document(script(**spec)))
+        for rank in range(2):
+            self.starts.begin(fork(rank, code), given, WELCOME)
+        while self.starts._tasks and self._answer is not None:
+            await asyncio.wait(self.starts._tasks)
+
+
+def test_without_anything_to_wait_for_they_start_at_once() -> None:
+    async def scenario() -> None:
+        node = Node()
+        await node.begin()
+        assert node.started == [(0, StartSetting("/here")), (1, StartSetting("/here"))]
+
+    asyncio.run(scenario())
+
+
+def test_they_start_in_the_uploaded_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()")
+    name, archive = code_archive.pack(tmp_path, ["train.py"])
+
+    async def scenario() -> None:
+        node = Node(lambda asked: m.CodePart(code=name, part=asked.part, num_parts=1, data=archive))
+        await node.begin(name)
+        assert [rank for rank, _setting in node.started] == [0, 1]
+        assert {Path(setting.directory, "train.py").is_file() for _, setting in node.started} == {
+            True
+        }
+        node.code.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param({"problem": "it was deleted"}, id="none"),
+        pytest.param({"num_parts": 1, "data": b"x"}, id="damaged"),
+        pytest.param({"num_parts": 10_000, "data": b"x"}, id="too-many"),
+        pytest.param({"num_parts": 1, "data": bytes(limits.CODE_PART_BYTES + 1)}, id="too-long"),
+    ],
+)
+def test_code_that_does_not_come_fails_each_start(answer: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        node = Node(lambda asked: m.CodePart(code=asked.code, part=asked.part, **answer))
+        await node.begin("a" * 64)
+        assert node.started == []
+        failed = [one for one in node.given if isinstance(one, inputs.ForkFailed)]
+        assert [one.rank for one in failed] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_is_killed_while_it_waits_is_answered_once() -> None:
+    async def scenario() -> None:
+        node = Node()
+        await node.begin("a" * 64)
+        assert node.starts.dropped(1, 0) and node.starts.dropped(1, 1)
+        assert not node.starts.dropped(1, 1)
+        assert len(node.given) == 2 and node.started == []
+
+    asyncio.run(scenario())
+
+
+def test_packages_that_cannot_be_installed_are_the_workers_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node(lambda asked: m.CodePart(code="", part=0))
+        node.starts.cache = str(tmp_path)
+        await node.begin(environment={"file": "nowhere.txt"})
+        assert [rank for rank, _setting in node.started] == [0, 1]
+        assert "spec.environment.file: got nowhere.txt" in node.started[0][1].problem
+
+    asyncio.run(scenario())
+
+
+def test_without_room_for_packages_each_start_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+
+    async def scenario() -> None:
+        node = Node(lambda asked: m.CodePart(code=asked.code, part=asked.part))
+        await node.begin(environment={"requirements": ["six"]})
+        failed = [one for one in node.given if isinstance(one, inputs.ForkFailed)]
+        assert node.started == [] and [one.rank for one in failed] == [0, 1]
+        assert "No such file or directory" in failed[0].detail
+
+    asyncio.run(scenario())

@@ -1,0 +1,134 @@
+"""Packages of a job: installed once, without a network, from wheels that the test writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_from_mapping
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers.agent.pool import package_path
+from holdfast.workers.agent.process import package_install
+from tests.unit.api.wrong_jobs import job as document
+from tests.unit.api.wrong_jobs import script
+
+OFFLINE = ("--no-index", "--find-links ./wheels")
+
+
+def wheel(directory: Path, name: str, version: str, *requires: str) -> None:
+    """A package whose module has its version."""
+    directory.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}/__init__.py", f"VERSION = {version!r}\n")
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        file.writestr(f"{info}/METADATA", head + needs)
+        tag = "Root-Is-Purelib: true\nTag: py3-none-any\n"
+        file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\n{tag}")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def job(*lines: str, **more: str) -> TrainingJob:
+    environment = {"requirements": [*OFFLINE, *lines], **more}
+    return job_from_mapping(document(script(environment=environment)))
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A job's directory with wheels: one needs torch, which Holdfast's Python has."""
+    work = tmp_path / "work"
+    wheel(work / "wheels", "hftiny", "1.0", "torch>=2", "numpy")
+    wheel(work / "wheels", "hftiny", "2.0", "nowhere")
+    wheel(work / "wheels", "msgspec", "99.0")
+    return work
+
+
+def printed(environment: Path, code: str) -> str:
+    return subprocess.run(
+        [environment / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_what_holdfast_has_is_not_installed_again(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: str
+) -> None:
+    if installer == "pip":
+        monkeypatch.setattr(package_install, "_uv", lambda: None)
+    elif package_install._uv() is None:
+        pytest.skip("uv is not installed")
+    made = package_install.ready(job("hftiny==1.0"), str(work), tmp_path)
+    assert made.installer == installer and made.seconds > 0
+    code = "import hftiny, msgspec; print(hftiny.VERSION, msgspec.__file__)"
+    version, place = printed(made.directory, code).split()
+    assert version == "1.0" and not place.startswith(str(tmp_path))
+    again = package_install.ready(job("hftiny==1.0"), str(work), tmp_path)
+    assert (again.directory, again.seconds) == (made.directory, 0.0)
+
+
+def test_another_file_of_requirements_is_another_environment(work: Path, tmp_path: Path) -> None:
+    (work / "requirements.txt").write_text("hftiny==1.0\n")
+    given = job(file="requirements.txt")
+    first = package_install.ready(given, str(work), tmp_path)
+    (work / "requirements.txt").write_text("hftiny==1.0  # another line\n")
+    assert package_install.ready(given, str(work), tmp_path).directory != first.directory
+    (work / "requirements.txt").unlink()
+    with pytest.raises(UserError, match=r"environment\.file: got requirements\.txt"):
+        package_install.ready(given, str(work), tmp_path)
+
+
+def test_what_cannot_be_installed_has_the_installers_words_and_leaves_nothing(
+    work: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"(?s)spec\.environment: got .*exit code.*nowhere"):
+        package_install.ready(job("hftiny==2.0"), str(work), tmp_path)
+    wheel(work / "wheels", "nowhere", "1.0")
+    made = package_install.ready(job("hftiny==2.0"), str(work), tmp_path)
+    assert made.seconds > 0, "it is tried again"
+
+
+def test_two_jobs_at_once_install_once(work: Path, tmp_path: Path) -> None:
+    found: list[package_install.Installed] = []
+
+    def install() -> None:
+        found.append(package_install.ready(job("hftiny==1.0"), str(work), tmp_path))
+
+    threads = [threading.Thread(target=install) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({one.directory for one in found}) == 1
+    assert sorted(one.seconds > 0 for one in found) == [False, False, True]
+
+
+ENTER = """
+import sys
+from pathlib import Path
+import msgspec
+from holdfast.workers.agent.pool import package_path
+print(package_path.enter(Path(sys.argv[1])))
+import hftiny
+print(hftiny.VERSION)
+"""
+
+
+def test_a_forked_worker_gets_them_unless_one_takes_the_place_of_an_import(
+    work: Path, tmp_path: Path
+) -> None:
+    made = package_install.ready(job("hftiny==1.0"), str(work), tmp_path)
+    other = package_install.ready(job("hftiny==1.0", "msgspec==99.0"), str(work), tmp_path)
+    found = []
+    for one in (made, other):
+        words = [sys.executable, "-c", ENTER, str(one.directory)]
+        found.append(subprocess.run(words, capture_output=True, text=True, check=False))
+    assert found[0].stdout.split() == ["True", "1.0"]
+    assert found[1].stdout.split() == ["False"], "msgspec is imported already"
+    assert printed(other.directory, "import msgspec; print(msgspec.VERSION)") == "99.0"
+    assert package_path.packages_of(other.directory).is_dir()

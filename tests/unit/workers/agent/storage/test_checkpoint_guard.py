@@ -1,0 +1,256 @@
+"""Incomplete checkpoints of frameworks are set aside; complete and older ones are not touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
+from holdfast.workers.agent.storage import checkpoint_guard
+from holdfast.workers.agent.storage.checkpoint_guard import MAX_ENTRIES, look, roots
+
+DAY_NS = 86_400 * 10**9
+
+
+def torch_file(path: Path) -> None:
+    """A zip file, as torch.save writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.writestr("archive/data.pkl", b"x" * 200)
+        file.writestr("archive/data/0", os.urandom(3000))
+
+
+def safetensors(path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"y" * 32)
+
+
+def transformers(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    safetensors(path / "model.safetensors")
+    torch_file(path / "training_args.bin")
+    torch_file(path / "optimizer.pt")
+    torch_file(path / "scheduler.pt")
+    torch_file(path / "rng_state_0.pth")
+    (path / "trainer_state.json").write_text('{"global_step": 5}')
+
+
+def accelerate(path: Path) -> None:
+    path.mkdir(parents=True)
+    safetensors(path / "model.safetensors")
+    torch_file(path / "optimizer.bin")
+    (path / "random_states_0.pkl").write_bytes(b"r")
+    (path / "custom_checkpoint_0.pkl").write_bytes(b"c")
+
+
+def dcp(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"d")
+    (path / ".metadata").write_bytes(b"m")
+
+
+def tag(path: Path) -> None:
+    torch_file(path / "mp_rank_00_model_states.pt")
+    for rank in (0, 1):
+        torch_file(path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+Break = Callable[[Path], None]
+BREAKS: dict[str, tuple[Callable[[Path], None], str, Break]] = {
+    "nothing-written": (transformers, "checkpoint-", lambda p: [q.unlink() for q in p.iterdir()]),  # type: ignore[dict-item,misc]
+    "no-state": (transformers, "checkpoint-", lambda p: (p / "trainer_state.json").unlink()),
+    "torn-state": (transformers, "checkpoint-", lambda p: cut(p / "trainer_state.json")),
+    "torn-weights": (transformers, "checkpoint-", lambda p: cut(p / "model.safetensors")),
+    "no-weights": (transformers, "checkpoint-", lambda p: (p / "model.safetensors").unlink()),
+    "torn-optimizer": (transformers, "checkpoint-", lambda p: cut(p / "optimizer.pt")),
+    "sentinel": (
+        transformers,
+        "checkpoint-",
+        lambda p: (p / "checkpoint-is-incomplete.txt").touch(),
+    ),
+    "no-random-states": (
+        accelerate,
+        "checkpoint_",
+        lambda p: (p / "random_states_0.pkl").unlink(),
+    ),
+    "no-custom": (accelerate, "checkpoint_", lambda p: (p / "custom_checkpoint_0.pkl").unlink()),
+    "torn-model": (accelerate, "checkpoint_", lambda p: cut(p / "model.safetensors")),
+    "no-metadata": (dcp, "step-", lambda p: (p / ".metadata").unlink()),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_the_newest_incomplete_directory_is_set_aside_and_the_one_before_is_found(
+    tmp_path: Path, case: str
+) -> None:
+    make, prefix, broken = BREAKS[case]
+    out = tmp_path / "out"
+    for number in (5, 20, 100):
+        make(out / f"{prefix}{number}")
+    assert look([tmp_path], 0).newest is not None
+    broken(out / f"{prefix}100")
+    found = look([tmp_path], 0)
+    assert names(out) == sorted([f"{prefix}20", f"{prefix}5"])
+    assert names(tmp_path / "out.incomplete") == [f"{prefix}100-1.incomplete"]
+    assert len(found.set_aside) == 1 and f"{prefix}100 is incomplete" in found.set_aside[0]
+    assert found.newest is not None and found.newest[1] == out / f"{prefix}20"
+    assert not look([tmp_path], 0).set_aside
+
+
+@pytest.mark.parametrize("make", [transformers, accelerate, dcp])
+def test_complete_checkpoints_stay_and_the_newest_is_named(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    for number in (5, 10):
+        make(tmp_path / f"checkpoint-{number}")
+    before = names(tmp_path)
+    found = look([tmp_path], 0)
+    assert (names(tmp_path), found.set_aside) == (before, [])
+    assert found.newest is not None and found.newest[1] == tmp_path / "checkpoint-10"
+
+
+def test_what_was_written_before_the_job_is_not_touched(tmp_path: Path) -> None:
+    transformers(tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    torch_file(tmp_path / "old.ckpt")
+    cut(tmp_path / "old.ckpt")
+    found = look([tmp_path], time.time_ns() + DAY_NS)
+    assert (names(tmp_path), found.set_aside, found.newest) == (
+        ["checkpoint-5", "old.ckpt"],
+        [],
+        None,
+    )
+
+
+def test_a_torn_file_of_torch_save_is_set_aside(tmp_path: Path) -> None:
+    for name in ("epoch=1.ckpt", "last.ckpt"):
+        torch_file(tmp_path / "lightning" / name)
+    cut(tmp_path / "lightning" / "last.ckpt")
+    found = look([tmp_path], 0)
+    assert names(tmp_path / "lightning") == ["epoch=1.ckpt"]
+    assert "ends in the middle" in found.set_aside[0]
+    assert found.newest is not None and found.newest[1].name == "epoch=1.ckpt"
+
+
+def test_a_link_to_a_file_that_was_set_aside_is_set_aside_too(tmp_path: Path) -> None:
+    torch_file(tmp_path / "a" / "epoch=2.ckpt")
+    (tmp_path / "a" / "last.ckpt").symlink_to("epoch=2.ckpt")
+    cut(tmp_path / "a" / "epoch=2.ckpt")
+    look([tmp_path], 0)
+    look([tmp_path], 0)
+    assert names(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "empty latest"])
+def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damage: str) -> None:
+    for number in (5, 10):
+        tag(tmp_path / f"global_step{number}")
+        os.utime(tmp_path / f"global_step{number}", ns=(number * 10**9, number * 10**9))
+    latest, newest = tmp_path / "latest", tmp_path / "global_step10"
+    latest.write_text("global_step10")
+    assert not look([tmp_path], 0).set_aside
+    if damage == "torn":
+        cut(newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    elif damage == "missing":
+        (newest / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    else:
+        latest.write_text("")
+        cut(newest / "mp_rank_00_model_states.pt")
+    found = look([tmp_path], 0)
+    assert latest.read_text() == "global_step5"
+    assert "latest names global_step5 now" in found.set_aside[0]
+    assert newest.is_dir()
+
+
+def test_without_a_complete_tag_latest_is_set_aside(tmp_path: Path) -> None:
+    tag(tmp_path / "ds" / "global_step5")
+    (tmp_path / "ds" / "latest").write_text("global_step5")
+    cut(tmp_path / "ds" / "global_step5" / "mp_rank_00_model_states.pt")
+    look([tmp_path], 0)
+    assert names(tmp_path / "ds") == ["global_step5"]
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run2"
+    transformers(run / "checkpoint-5")
+    (run / "trainer_state.json").write_text("{}")
+    (tmp_path / "data1").mkdir()
+    (tmp_path / "data1" / "part.bin").write_bytes(b"")
+    assert not look([tmp_path], 0).set_aside
+    assert names(run) == ["checkpoint-5", "trainer_state.json"]
+
+
+def test_a_save_that_is_killed_anywhere_leaves_a_complete_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """100 kill points: the files up to one of them, of which the last is cut anywhere."""
+    random.seed(1)
+    transformers(tmp_path / "whole")
+    order = ("config.json", "model.safetensors", "training_args.bin", "optimizer.pt",
+             "scheduler.pt", "rng_state_0.pth", "trainer_state.json")  # fmt: skip
+    for number in range(1, 101):
+        out = tmp_path / f"case-{number}x"
+        transformers(out / "checkpoint-5")
+        torn = out / "checkpoint-10"
+        torn.mkdir()
+        done = random.randrange(len(order))
+        for name in order[: done + 1]:
+            (torn / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+        last = torn / order[done]
+        last.write_bytes(last.read_bytes()[: random.randrange(last.stat().st_size)])
+        found = look([out], 0)
+        assert names(out) == ["checkpoint-5"], (done, last.stat().st_size)
+        assert found.newest is not None and found.newest[1] == out / "checkpoint-5"
+
+
+def test_two_nodes_on_one_file_system_set_it_aside_once(tmp_path: Path) -> None:
+    dcp(tmp_path / "c" / "step-1")
+    assert checkpoint_guard._moved(tmp_path / "c" / "step-1") is not None
+    assert checkpoint_guard._moved(tmp_path / "c" / "step-1") is None
+
+
+def test_the_look_is_bounded(tmp_path: Path) -> None:
+    for number in range(MAX_ENTRIES + 500):
+        (tmp_path / f"file{number}.txt").touch()
+    begin = time.monotonic()
+    found = look([tmp_path], 0)
+    assert found.num_entries == MAX_ENTRIES and "more than" in found.cut_short
+    assert time.monotonic() - begin < 1.0
+
+
+def test_arguments_of_the_script_name_directories(tmp_path: Path) -> None:
+    def job(**checkpoint: object) -> list[Path]:
+        args = ["--output_dir", "out", "--ckpt=saved", "--lr", "0.1", "missing"]
+        return roots(
+            job_from_mapping({
+                "apiVersion": "holdfast.dev/v1alpha1",
+                "kind": "TrainingJob",
+                "metadata": {"name": "a"},
+                "spec": {
+                    "entrypoint": {"script": "t.py", "args": args},
+                    "checkpoint": checkpoint,
+                },
+            }),
+            str(tmp_path),
+        )  # fmt: skip
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "saved").mkdir()
+    assert job() == [tmp_path / "out", tmp_path / "saved", tmp_path]
+    assert job(guardDirectories=["deep/down"]) == [tmp_path / "deep/down"]

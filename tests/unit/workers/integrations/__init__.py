@@ -1,0 +1,1 @@
+"""Tests of workers/integrations that need no framework."""

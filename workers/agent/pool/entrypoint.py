@@ -1,0 +1,137 @@
+"""Prepares what a worker runs, in this process or in its place.
+
+A script or module of Holdfast's own Python runs in the forked process. For anything else the
+process becomes that program (exec): with the same process id, group, descriptors and exit code, so
+that stops, kills and logs are the same. Only the imports of the forkserver are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.orchestrator import limits
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.api.v1alpha1.command_line import Program
+from holdfast.orchestrator.errors import Problem, UserError
+from holdfast.orchestrator.protocol import files
+from holdfast.workers import worker_transport
+
+from ..linux import output
+from . import accelerate_launch, interpreters, package_path
+from .interpreters import Interpreter
+
+_OTHER_PYTHON = str(Path(__file__).with_name("other_python.py"))
+_INLINE_REQUIREMENTS = re.compile(rb"^# /// script\s*$", re.MULTILINE)
+"""PEP 723: `uv run FILE` makes an environment for this file alone."""
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Of a worker, which a program in its place inherits."""
+
+    wire: int
+    stack: int
+    asked: int
+
+
+def prepare(job: TrainingJob, descriptors: Descriptors, packages: str = "") -> Program:
+    """The script or module to run in this process; for another program this does not return.
+    `packages`: the directory of the job's own environment. Raises UserError for a program that this
+    node lacks."""
+    program = job.spec.entrypoint.program
+    if program.local_rank_option:
+        option = f"{program.local_rank_option}={os.environ['LOCAL_RANK']}"
+        program = replace(program, args=(option, *program.args))
+    if packages:
+        os.environ.update(interpreters.of_prefix(Path(packages)))
+        if not program.words and not package_path.enter(Path(packages)):
+            python = Interpreter(str(Path(packages, "bin", "python")))
+            _become_python(program, python, descriptors)
+    if program.words:
+        if program.python:
+            os.environ.update(interpreters.named(program.python, Path.cwd()).environment)
+        _become_program(program.words, descriptors)
+    found = _interpreter(program, descriptors)
+    if found is not None:
+        os.environ.update(found.environment)
+        if not found.is_ours:
+            _become_python(program, found, descriptors)
+    if program.launcher == "accelerate launch":
+        os.environ.update(_variables(program))
+    return program
+
+
+def _interpreter(program: Program, descriptors: Descriptors) -> Interpreter | None:
+    """None: no other is named."""
+    if program.python:
+        return interpreters.named(program.python, Path.cwd())
+    if not program.runner:
+        return None
+    if program.runner[0].endswith("uv") and program.script and _has_requirements(program.script):
+        words = (*program.runner, program.script, *program.args)
+        _become_program(words, descriptors)
+    return interpreters.of_runner(program.runner)
+
+
+def _has_requirements(script: str) -> bool:
+    return bool(_INLINE_REQUIREMENTS.search(files.resolve(Path.cwd(), script).read_bytes()))
+
+
+def _variables(program: Program) -> dict[str, str]:
+    try:
+        return accelerate_launch.variables([*program.launcher_args])
+    except (accelerate_launch.NotSupported, ValueError, OSError) as error:
+        text = str(error)
+        if "; expected" not in text:
+            text = str(Problem("spec.entrypoint.command", text, "options that accelerate accepts"))
+        raise UserError(text) from None
+
+
+def _become_python(
+    program: Program, interpreter: Interpreter, descriptors: Descriptors
+) -> NoReturn:
+    script = ""
+    if program.script is not None:
+        script = str(files.resolve(Path.cwd(), program.script).resolve())
+    is_accelerate = program.launcher == "accelerate launch"
+    order = {
+        "script": script,
+        "module": program.module,
+        "argv": [program.script or program.module, *program.args],
+        "accelerate": list(program.launcher_args) if is_accelerate else None,
+        "wire": descriptors.wire,
+        "stack": descriptors.stack,
+        "asked": descriptors.asked,
+        "bytes": limits.MAX_TRACEBACK_BYTES,
+    }
+    words = (interpreter.path, _OTHER_PYTHON, json.dumps(order))
+    _become(words, descriptors, "spec.entrypoint.python")
+
+
+def _become_program(words: tuple[str, ...], descriptors: Descriptors) -> NoReturn:
+    # Ignored dispositions survive an exec. A program without a handler would end at the signal
+    # that asks for stacks.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _become(words, descriptors, "spec.entrypoint.command")
+
+
+def _become(words: tuple[str, ...], descriptors: Descriptors, field: str) -> NoReturn:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as under torchrun: a kill loses no line
+    worker_transport.hand_over(descriptors.asked)
+    os.set_inheritable(descriptors.stack, True)
+    output.flush()
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        why = error.strerror
+        fix = "a script needs a first line such as #!/bin/bash" if error.errno == 8 else ""
+        got = f"{words[0]} ({why} on this node)"
+        raise UserError(str(Problem(field, got, "a program of every node", fix))) from None

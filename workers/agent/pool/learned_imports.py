@@ -1,0 +1,54 @@
+"""Which installed modules a script imports: learned from its workers, for the standbys to come.
+
+They are kept in a file of the machine's cache as well, for agents that start later and for the next
+run of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+
+from .user_modules import MAX_NAMES_BYTES
+
+
+class LearnedImports:
+    """Of one job on this node."""
+
+    def __init__(self) -> None:
+        self._modules: tuple[str, ...] = ()
+        self._file: Path | None = None
+
+    def keep_in(self, cache_directory: str, job: TrainingJob) -> None:
+        """From here on they are kept in a file below `cache_directory`, and read from it."""
+        if job.spec.learn_preload and job.spec.entrypoint.recipe is None:
+            of = job.spec.entrypoint.model_dump_json().encode()
+            name = f"{job.name}-{hashlib.sha256(of).hexdigest()[:12]}.json"
+            self._file = Path(cache_directory, "imports", name)
+
+    def known(self) -> tuple[str, ...]:
+        if not self._modules and self._file is not None:
+            # A damaged file is as good as none: what it says saves time only.
+            with contextlib.suppress(OSError, ValueError):
+                names = json.loads(self._file.read_text(encoding="utf-8"))
+                self._modules = tuple(name for name in names if isinstance(name, str))
+        return self._modules
+
+    def learned(self, modules: tuple[str, ...]) -> None:
+        """What a worker has imported until it trained. One rank may import more than others."""
+        new = tuple(name for name in modules if name not in set(self._modules))
+        if not new or sum(map(len, self._modules + new)) > MAX_NAMES_BYTES:
+            return
+        self._modules += new
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part = self._file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(modules), encoding="utf-8")
+            part.replace(self._file)

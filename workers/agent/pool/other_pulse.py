@@ -1,0 +1,69 @@
+"""The pulse of a script in the interpreter of a user where Holdfast is installed: it shows that the
+interpreter runs and begins collectives, and it answers the agent's inspections.
+
+As AgentChannel's, without the session, whose imports take as long as torch's. It ends when the
+session attaches itself, which has a pulse of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+INHERITED = "HOLDFAST_INHERITED"
+"""As worker_transport has it, whose import of the whole spec takes longer than that of the rest."""
+
+
+def start(wire_fd: int, asked_fd: int) -> None:
+    """Start the thread. A Holdfast that cannot be imported is printed: the script runs all the
+    same."""
+    try:
+        import msgspec
+
+        from holdfast.orchestrator import limits
+        from holdfast.workers import packets, worker_protocol
+
+        inspection = _inspection()
+    except Exception as error:
+        print(f"holdfast: no pulse in this Python ({type(error).__name__}: {error})",
+              file=sys.stderr)  # fmt: skip
+        return
+
+    def send(link: socket.socket, message: worker_protocol.FromWorker) -> None:
+        packets.send(link, msgspec.msgpack.encode(message))
+
+    def run() -> None:
+        link, asked = socket.socket(fileno=os.dup(wire_fd)), os.dup(asked_fd)
+        with link:
+            try:
+                while INHERITED in os.environ:
+                    pulse = worker_protocol.Pulse(collectives=inspection.num_collectives())
+                    send(link, pulse)
+                    if not select.select([asked], [], [], limits.PULSE_INTERVAL_S)[0]:
+                        continue
+                    if not os.read(asked, 64):
+                        return  # the agent has ended
+                    stack = worker_protocol.StackReport(text=inspection.main_stack())
+                    groups = worker_protocol.CollectivesReport(groups=inspection.collectives())
+                    send(link, stack)
+                    send(link, groups)
+            except (OSError, MemoryError):
+                return  # the agent has ended, or the script reports the lack of memory
+
+    threading.Thread(target=run, name="holdfast-pulse", daemon=True).start()
+
+
+def _inspection() -> Any:
+    """session/inspection.py without its package, which imports torch."""
+    path = Path(__file__).parents[2] / "session" / "inspection.py"
+    spec = importlib.util.spec_from_file_location("_holdfast_inspection", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,112 @@
+"""Runs a script or module in the interpreter of a user: `PYTHON other_python.py ORDER`.
+
+The worker process becomes this program, with its descriptors. Nothing but the standard library is
+imported, as Holdfast may be missing there; a failure is reported to the agent all the same. It runs
+with Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).parent
+_OURS = (__file__, str(_HERE / "accelerate_launch.py"))
+
+
+def main(order: dict[str, Any]) -> int:
+    """`order`: script (absolute) or module, argv, accelerate (words of the launcher, or null),
+    wire, stack and asked (descriptors), bytes (bound of a traceback)."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=order["stack"], all_threads=True)
+    if importlib.util.find_spec("holdfast") is not None:
+        _load("other_pulse").start(order["wire"], order["asked"])
+    try:
+        if order["accelerate"] is not None:
+            os.environ.update(_load("accelerate_launch").variables(order["accelerate"]))
+        sys.argv = order["argv"]
+        if order["script"]:
+            sys.path[0] = str(Path(order["script"]).parent)
+            runpy.run_path(order["script"], run_name="__main__")
+        else:
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _of_user(error.__traceback__)
+        traceback.print_exception(type(error), error, error.__traceback__)
+        _report(order, error)
+        return 1
+    return 0
+
+
+def _load(name: str) -> Any:
+    """A module beside this file, under a name that no module of the user has."""
+    path = _HERE / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_holdfast_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _of_user(begin: Any) -> Any:
+    """The traceback from the user's first frame on; None: the script did not run."""
+    frame = begin
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file not in _OURS and "runpy" not in file:
+            return frame
+        frame = frame.tb_next
+    return None
+
+
+def _report(order: dict[str, Any], error: BaseException) -> None:
+    """Send worker_protocol.Failed."""
+    failures, bound = _load("failures"), order["bytes"]
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    message = failures.encodable(failures.text_of(error))[: bound // 4]
+    data = packed(
+        {
+            "type": "failed",
+            "error_type": failures.encodable(type(error).__qualname__),
+            "message": message,
+            "traceback": failures.encodable(text).encode()[-bound:].decode(errors="replace"),
+            "secondary": failures.is_secondary(error),
+            "out_of_memory": failures.is_out_of_memory(error),
+        }
+    )
+    try:
+        with socket.socket(fileno=os.dup(order["wire"])) as link:
+            link.send(data)
+    except OSError:
+        pass  # the agent has ended, so this process ends too
+
+
+def packed(fields: dict[str, Any]) -> bytes:
+    """A map of texts and booleans as msgpack: a map of at most 15 fields, str 32, true and false
+    (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
+    parts = [bytes([0x80 | len(fields)])]
+    for name, value in fields.items():
+        for one in (name, value):
+            if isinstance(one, bool):
+                parts.append(b"\xc3" if one else b"\xc2")
+            else:
+                data = one.encode()
+                parts.append(b"\xdb" + struct.pack(">I", len(data)) + data)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,143 @@
+"""Starts of a script's workers that wait: until the job's uploaded code and its packages are here,
+and until the script's own checkpoints were looked at.
+
+The look is in a thread: a file system that does not answer stops no heartbeat. Invariant: each
+Fork that is held is carried out once, or answered with ForkFailed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.errors import UserError
+from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.environment import RESUME_FROM
+
+from ..machine import commands, inputs
+from ..storage import checkpoint_guard
+from ..storage.checkpoint_guard import Findings
+from . import package_install
+from .uploaded_code import CodeUnavailable, UploadedCode
+
+
+@dataclass(frozen=True)
+class StartSetting:
+    """Where a worker starts, and with which further environment variables."""
+
+    directory: str
+    """To which spec.workingDirectory is relative."""
+    environment: dict[str, str] = field(default_factory=dict)
+    packages: str = ""
+    """Directory of the environment with the job's packages."""
+    problem: str = ""
+    """Why the workers cannot start: each fails with it, which the controller judges."""
+
+
+class GuardedStarts:
+    """Of one node. `fork` starts a worker."""
+
+    def __init__(
+        self,
+        fork: Callable[[commands.Fork, StartSetting], None],
+        give: Callable[[inputs.Input], None],
+        send: Callable[[m.AgentNote | m.AgentEvent], None],
+        code: UploadedCode,
+    ) -> None:
+        self._fork, self._give, self._send, self._code = fork, give, send, code
+        self.cache = ""
+        """Directory of this machine for what jobs share; empty: a temporary one is made."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-guard")
+        self._held: dict[int, list[commands.Fork]] = {}
+        """Generation -> starts that wait."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> None:
+        """Start a worker, now or when nothing has to be waited for any more. The first one of a
+        generation begins what all of them wait for."""
+        installs = job.spec.environment is not None
+        if not (fork.code or installs or _is_guarded(fork, job, welcome)):
+            self._fork(fork, StartSetting(welcome.spec_directory))
+            return
+        held = self._held.setdefault(fork.membership.generation, [])
+        held.append(fork)
+        if len(held) == 1:
+            task = asyncio.get_running_loop().create_task(self._prepare(fork, job, welcome))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def dropped(self, generation: int, rank: int) -> bool:
+        """A kill of a worker that was not started yet: it will not be."""
+        held = self._held.get(generation, [])
+        for fork in held:
+            if fork.seat.rank == rank:
+                held.remove(fork)
+                self._give(inputs.ForkFailed(generation, rank, "stopped before it was started"))
+                return True
+        return False
+
+    async def _prepare(self, first: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> None:
+        generation, directory = first.membership.generation, welcome.spec_directory
+        try:
+            if first.code:
+                directory = await self._code.directory(first.code)
+            newest, packages = None, ""
+            if job.spec.environment is not None:
+                packages = await self._install(job, directory)
+            if _is_guarded(first, job, welcome):
+                newest = await self._look(job, directory, welcome.submitted_ns)
+            extra = {} if newest is None else {RESUME_FROM: newest}
+            setting = StartSetting(directory, extra, packages)
+        except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
+            for fork in self._held.pop(generation, []):
+                self._give(inputs.ForkFailed(generation, fork.seat.rank, str(error)))
+            return
+        except UserError as error:
+            setting = StartSetting(directory, problem=str(error))
+        for fork in self._held.pop(generation, []):
+            self._fork(fork, setting)
+
+    async def _install(self, job: TrainingJob, directory: str) -> str:
+        """The environment with the job's packages, installed if this node does not have it. Raises
+        UserError."""
+        if not self.cache:
+            self.cache = tempfile.mkdtemp(prefix="holdfast-packages-")
+        made = await asyncio.to_thread(package_install.ready, job, directory, Path(self.cache))
+        if made.seconds:
+            text = f"spec.environment was installed in {made.seconds:.1f} s by {made.installer}"
+            self._send(m.AgentNote(text=text))
+        return str(made.directory)
+
+    async def _look(self, job: TrainingJob, directory: str, since_ns: int) -> str | None:
+        """Set incomplete checkpoints aside; the newest complete one."""
+        look = asyncio.get_running_loop().run_in_executor(
+            self._thread, _look, job, directory, since_ns
+        )
+        try:
+            timeout_s = checkpoint_guard.LOOK_TIMEOUT_S + 1.0
+            found = await asyncio.wait_for(asyncio.shield(look), timeout_s)
+        except Exception as error:  # whatever a file system raises, the workers start
+            found = Findings(cut_short=f"{type(error).__name__}: {error}")
+        for text in found.set_aside:
+            self._send(m.AgentNote(text=text))
+        if found.cut_short:
+            text = f"not all checkpoints of the script were looked at: {found.cut_short}"
+            self._send(m.AgentEvent(text=text))
+        return None if found.newest is None else str(found.newest[1])
+
+
+def _look(job: TrainingJob, directory: str, since_ns: int) -> Findings:
+    return checkpoint_guard.look(checkpoint_guard.roots(job, directory), since_ns)
+
+
+def _is_guarded(fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> bool:
+    """Whether the script may have checkpoints of its own."""
+    membership, entry = fork.membership, job.spec.entrypoint
+    first = not membership.restart_count or not welcome.submitted_ns
+    guarded = job.spec.checkpoint.guard == "auto" and entry.recipe is None
+    return guarded and not first and membership.restore is None

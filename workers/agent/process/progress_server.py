@@ -1,0 +1,153 @@
+"""Serves the progress protocol of Kubeflow Trainer on loopback: frameworks post how far they are.
+
+transformers posts by itself where the two variables below are set; any program can:
+
+    curl --data '{"trainerStatus": {"metrics": [{"name": "current_step", "value": "7"}]}}' \\
+        --header "Authorization: Bearer $(cat $KUBEFLOW_TRAINER_SERVER_TOKEN)" \\
+        $KUBEFLOW_TRAINER_SERVER_URL
+
+Steps are counted as the protocol counts them, from 1: `current_step` steps are finished.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from holdfast.orchestrator.protocol.environment import PROGRESS_TOKEN, PROGRESS_URL
+from holdfast.workers.worker_protocol import Reported
+
+MAX_BODY_BYTES = 64 * 2**10
+REQUEST_TIMEOUT_S = 5.0
+
+Seat = tuple[int, int]
+"""(generation, rank)."""
+
+
+class Metric(msgspec.Struct):
+    name: str
+    value: str | float = ""
+
+
+class TrainerStatus(msgspec.Struct, rename="camel"):
+    progress_percentage: int = 0
+    metrics: list[Metric] = []
+
+
+class Post(msgspec.Struct, rename="camel"):
+    trainer_status: TrainerStatus
+
+
+class ProgressServer:
+    """One per agent. `on_report` is called in a thread of the server."""
+
+    def __init__(self, on_report: Callable[[Seat, Reported], None]) -> None:
+        """Raises OSError if loopback has no free port."""
+        self._on_report = on_report
+        self._tokens: dict[int, tuple[Seat, str]] = {}
+        """Rank -> its seat in the newest generation, and its token."""
+        self._files: dict[int, int] = {}
+        """Rank -> descriptor of the file that holds its token."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        server.daemon_threads = True
+        self._url = f"http://127.0.0.1:{server.server_address[1]}/"
+        threading.Thread(target=server.serve_forever, name="holdfast-progress", daemon=True).start()
+
+    def environment(self, generation: int, rank: int) -> dict[str, str]:
+        """The variables with which a worker finds the server. The token is in memory: other users
+        of the machine cannot read it, and nothing is left behind."""
+        token = secrets.token_urlsafe(32)
+        if rank not in self._files:
+            self._files[rank] = os.memfd_create(f"holdfast-progress-{rank}", os.MFD_CLOEXEC)
+        fd = self._files[rank]
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, token.encode(), 0)
+        self._tokens[rank] = ((generation, rank), token)
+        return {PROGRESS_URL: self._url, PROGRESS_TOKEN: f"/proc/{os.getpid()}/fd/{fd}"}
+
+    def _seat(self, authorization: str) -> Seat | None:
+        given = authorization.removeprefix("Bearer ").strip().encode()
+        found = None
+        for seat, token in list(self._tokens.values()):
+            if hmac.compare_digest(given, token.encode()):
+                found = seat
+        return found
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_TIMEOUT_S
+
+            def do_POST(self) -> None:
+                status, text = self._take()
+                data = text.encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def _take(self) -> tuple[int, str]:
+                seat = server._seat(self.headers.get("Authorization", ""))
+                if seat is None:
+                    return 401, f"the token is not that of ${PROGRESS_TOKEN}\n"
+                size = self.headers.get("Content-Length", "")
+                if not size.isdigit() or int(size) > MAX_BODY_BYTES:
+                    return 413, f"expected a Content-Length of at most {MAX_BODY_BYTES}\n"
+                try:
+                    report = parse(self.rfile.read(int(size)))
+                except ValueError as error:
+                    return 400, f"{error}\n"
+                server._on_report(seat, report)
+                return 200, ""
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+            def log_error(self, format: str, *args: object) -> None:
+                print(f"progress server: {format % args}", file=sys.stderr)
+
+        return Handler
+
+
+def parse(body: bytes) -> Reported:
+    """The report in a post; its step is -1 if the post has none. Raises ValueError for a body that
+    is none, and for a number that is none."""
+    try:
+        post = msgspec.json.decode(body, type=Post)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"expected the JSON of trainerStatus with metrics: {error}") from None
+    metrics = {metric.name: metric.value for metric in post.trainer_status.metrics}
+    step = _whole(metrics, "current_step") - 1
+    return Reported(
+        step=step,
+        finished=step < 0 and post.trainer_status.progress_percentage >= 100,
+        total_steps=_whole(metrics, "total_steps"),
+        loss=_number(metrics, "loss"),
+        posted=True,
+    )
+
+
+def _number(metrics: dict[str, str | float], name: str) -> float | None:
+    if name not in metrics:
+        return None
+    try:
+        value = float(metrics[name])
+    except ValueError:
+        raise ValueError(f"{name}: got {metrics[name]!r}; expected a number") from None
+    return value if math.isfinite(value) else None
+
+
+def _whole(metrics: dict[str, str | float], name: str) -> int:
+    value = _number(metrics, name) or 0.0
+    if value < 0 or value > 2**53 or value != int(value):
+        raise ValueError(f"{name}: got {metrics[name]!r}; expected a whole number from 0")
+    return int(value)

@@ -1,0 +1,271 @@
+"""Sets incomplete checkpoints of a script aside before its workers are started again.
+
+A framework takes the newest checkpoint, complete or not: a kill in the middle of a save would end
+the job for good. Nothing is deleted, and nothing is touched that was last written before the job
+was submitted.
+
+Every node looks before it starts its own workers, and no rank trains before all are started, so no
+save is under way. On a shared file system one of the nodes renames; the others find it done.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+from holdfast.orchestrator.protocol import files
+
+from . import script_checkpoints
+
+MAX_ENTRIES = 2000
+"""Names looked at below one directory: 10 ms on a local disk."""
+MAX_PATH = 1024
+"""Characters of an argument that may be a path."""
+MAX_DEPTH = 3
+"""Folders below a directory that is looked at."""
+MAX_ROOTS = 16
+MAX_JUDGED = 3
+"""Older checkpoints with which the newest one is compared."""
+LOOK_TIMEOUT_S = 5.0
+"""After this the workers are started all the same: a launch is sent again after 15 s."""
+SINGLE_FILES = (".ckpt", ".pt", ".pth")
+"""Ends of the names of checkpoints that are one file."""
+SKIPPED = ("__pycache__", "node_modules", "site-packages", "wandb", "mlruns")
+ASIDE = ".incomplete"
+"""End of the name of a folder with what was set aside."""
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+@dataclass
+class Findings:
+    """What one look has found."""
+
+    set_aside: list[str] = field(default_factory=list)
+    """A sentence each."""
+    newest: tuple[int, Path] | None = None
+    """(when it was written, where) of the newest complete checkpoint of this job."""
+    num_entries: int = 0
+    cut_short: str = ""
+    """Why not everything was looked at; empty: it was."""
+
+    def complete(self, path: Path, written_ns: int) -> None:
+        if self.newest is None or written_ns > self.newest[0]:
+            self.newest = (written_ns, path)
+
+
+def roots(job: TrainingJob, spec_directory: str) -> list[Path]:
+    """Where to look: the directories of the spec; without any, what the script's arguments name and
+    its working directory."""
+    home = files.resolve(spec_directory, job.spec.working_directory).absolute()
+    if named := job.spec.checkpoint.guard_directories:
+        return [files.resolve(home, one) for one in named]
+    program = job.spec.entrypoint.program
+    words = (*program.args, *program.words)
+    found = [home / value for word in words for value in _paths(word)]
+    existing = [one for one in found if one != home and one.parent != one and one.exists()]
+    return list(dict.fromkeys([*existing[:MAX_ROOTS], home]))
+
+
+def _paths(word: str) -> Iterator[str]:
+    """`--output_dir=out` and `out` both name out."""
+    value = word.partition("=")[2] if word.startswith("-") else word
+    if value and len(value) < MAX_PATH and "\0" not in value:
+        yield value
+
+
+def look(where: Iterable[Path], since_ns: int) -> Findings:
+    """Set incomplete newest checkpoints aside, in these directories and below them.
+
+    `since_ns`: wall clock; what was written before is not touched.
+    """
+    return _Look(since_ns).run(where)
+
+
+class _Look:
+    def __init__(self, since_ns: int) -> None:
+        self._since_ns = since_ns
+        self._deadline_s = time.monotonic() + LOOK_TIMEOUT_S
+        self._seen: set[Path] = set()
+        self.found = Findings()
+
+    def run(self, where: Iterable[Path]) -> Findings:
+        for root in where:
+            if root.is_dir():
+                self._below(root)
+            elif root.suffix in script_checkpoints.SAVED_SUFFIXES and root.is_file():
+                self._guarded(partial(self._files, [root]))
+        return self.found
+
+    def _late(self) -> bool:
+        if time.monotonic() < self._deadline_s:
+            return False
+        self.found.cut_short = "the file system did not answer in time"
+        return True
+
+    def _below(self, root: Path) -> None:
+        """Breadth first: checkpoints are near the top."""
+        level, left = [root], MAX_ENTRIES
+        for _depth in range(MAX_DEPTH + 1):
+            deeper: list[Path] = []
+            for directory in level:
+                if directory in self._seen or self._late():
+                    continue
+                self._seen.add(directory)
+                try:
+                    with os.scandir(directory) as scan:
+                        entries = [entry for entry, _ in zip(scan, range(left), strict=False)]
+                    left -= len(entries)
+                    folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+                    names = [Path(e.path) for e in entries if _of_interest(e)]
+                except OSError:
+                    continue
+                self.found.num_entries += len(entries)
+                deeper += self._in(directory, folders, names)
+                if left <= 0:
+                    self.found.cut_short = f"{root} has more than {MAX_ENTRIES} entries"
+                    return
+            level = deeper
+
+    def _in(self, directory: Path, folders: list[Path], names: list[Path]) -> list[Path]:
+        """Judge what is in one directory; returns the folders to look into."""
+        if any(one.name == "latest" and not one.is_symlink() for one in names):
+            self._guarded(partial(self._deepspeed, directory))
+            folders = [] if script_checkpoints.tags_in(directory) else folders
+        saved = [one for one in names if one.suffix in SINGLE_FILES]
+        self._guarded(partial(self._files, saved))
+        rest = []
+        for series in _series(folders):
+            numbered = _number(series[0]) >= 0 or series[0].suffix == ".ckpt"
+            ordered = sorted(series, key=_number, reverse=True)
+            kind = script_checkpoints.kind_of(ordered[:MAX_JUDGED]) if numbered else ""
+            if kind or (numbered and _is_empty(ordered[0])):
+                self._guarded(partial(self._directories, kind, ordered))
+            else:
+                rest += series
+        return [
+            one
+            for one in rest
+            if not (one.name.startswith(".") or one.name in SKIPPED or one.name.endswith(ASIDE))
+        ]
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A file that vanishes, or that may not be read, is no reason to start no workers."""
+        try:
+            work()
+        except OSError as error:
+            self.found.cut_short = str(error)
+
+    # -- series of directories ----------------------------------------------------------------
+    def _directories(self, kind: script_checkpoints.Kind, ordered: Sequence[Path]) -> None:
+        for at, newest in enumerate(ordered):
+            written_ns = _written_ns(newest)
+            if written_ns < self._since_ns or self._late():
+                return
+            older = ordered[at + 1 : at + 1 + MAX_JUDGED]
+            why = script_checkpoints.problem(kind, newest, older)
+            if why:
+                self._set_aside(newest, why)
+                continue
+            if kind:
+                self.found.complete(newest, written_ns)
+            return
+
+    # -- single files -------------------------------------------------------------------------
+    def _files(self, saved: Sequence[Path]) -> None:
+        for path in saved:
+            if path.is_symlink() and not path.exists():
+                self._set_aside(path, "what it points to does not exist")
+                continue
+            written_ns = path.stat().st_mtime_ns
+            if written_ns < self._since_ns or path.is_dir() or self._late():
+                continue
+            if why := script_checkpoints.torn(path):
+                self._set_aside(path, why)
+            else:
+                self.found.complete(path, written_ns)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        then = _moved(path)
+        if then is not None:
+            what = f"checkpoint {path} is incomplete ({why}); it was renamed to {then}"
+            self.found.set_aside.append(what)
+
+    # -- DeepSpeed ----------------------------------------------------------------------------
+    def _deepspeed(self, directory: Path) -> None:
+        latest, tags = directory / "latest", script_checkpoints.tags_in(directory)
+        if latest.stat().st_mtime_ns < self._since_ns or not tags:
+            return
+        why = script_checkpoints.deepspeed_problem(directory)
+        if not why:
+            self.found.complete(directory, latest.stat().st_mtime_ns)
+            return
+        good = next((tag for tag in tags if not script_checkpoints.tag_problem(tag)), None)
+        if good is None:
+            self._set_aside(latest, f"{why}, and no complete tag is beside it")
+            return
+        files.replace(latest, good.name.encode())
+        self.found.complete(directory, latest.stat().st_mtime_ns)
+        text = f"checkpoint {directory}: {why}; latest names {good.name} now, which is complete"
+        self.found.set_aside.append(text)
+
+
+def _of_interest(entry: os.DirEntry[str]) -> bool:
+    named = entry.name == "latest" or entry.name.endswith(SINGLE_FILES)
+    return named and not entry.is_dir(follow_symlinks=False)
+
+
+def _series(folders: Iterable[Path]) -> list[list[Path]]:
+    """Folders whose names differ in the number at their end only."""
+    found: dict[str, list[Path]] = {}
+    for one in folders:
+        match = _NUMBERED.fullmatch(one.name)
+        found.setdefault(f"{match[1]}#" if match else one.name, []).append(one)
+    return list(found.values())
+
+
+def _is_empty(directory: Path) -> bool:
+    """Made by a save that had written nothing yet."""
+    named = re.match(r"checkpoint|step|epoch|ckpt", directory.name) is not None
+    return named and not script_checkpoints.names_in(directory)
+
+
+def _number(path: Path) -> int:
+    """The number at the end of a name, by which frameworks find the newest; -1: there is none."""
+    match = _NUMBERED.fullmatch(path.name)
+    return int(match[2]) if match else -1
+
+
+def _written_ns(directory: Path) -> int:
+    """When the newest of a checkpoint's files, or its folder, was last changed."""
+    with os.scandir(directory) as scan:
+        inside = [entry.stat(follow_symlinks=False).st_mtime_ns for entry in scan]
+    return max([directory.stat().st_mtime_ns, *inside])
+
+
+def _moved(path: Path) -> Path | None:
+    """Rename into a folder beside the checkpoints' own one, which some frameworks and scripts list
+    as a whole; where that cannot be made, under another name. None: another node has done it."""
+    beside = path.parent.parent / f"{path.parent.name or 'checkpoints'}{ASIDE}"
+    try:
+        beside.mkdir(exist_ok=True)
+        return path.rename(_free(beside, path.name))
+    except FileNotFoundError:
+        return None
+    except OSError:  # the parent is the root of a volume, or belongs to another user
+        pass
+    try:
+        return path.rename(_free(path.parent, f"incomplete-of-{path.name}"))
+    except FileNotFoundError:
+        return None
+
+
+def _free(folder: Path, name: str) -> Path:
+    numbers = range(1, 10_000)
+    choices = (folder / f"{name}-{number}{ASIDE}" for number in numbers)
+    return next(path for path in choices if not os.path.lexists(path))

@@ -1,0 +1,192 @@
+"""Which checkpoints of frameworks are complete, by the files that the frameworks write.
+
+Invariant: what is not recognised is complete. Every function here only reads.
+
+Facts, from the packages: transformers 5.23 writes `trainer_state.json` last of rank 0
+(`Trainer._save_checkpoint`) and has `checkpoint-is-incomplete.txt` in a checkpoint on SIGTERM;
+accelerate 1.15 writes `random_states_0.pkl` after model and optimizer, and objects registered for
+checkpointing after that; torch's DCP renames `.metadata` into place when all ranks have written;
+`torch.save` writes a zip file, whose directory is at its end; DeepSpeed 0.19 writes the tag into
+`latest` last; a safetensors file begins with the offsets of what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["transformers", "accelerate", "dcp", ""]
+"""Who wrote a directory; empty: unknown."""
+
+SENTINEL = "checkpoint-is-incomplete.txt"
+MAX_HEADER_BYTES = 16 * 2**20
+"""Of a safetensors file that is read; a larger one counts as complete."""
+SAVED_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""Files whose end can be looked for."""
+_WEIGHTS = re.compile(
+    r"(pytorch_model|model|adapter_model|diffusion_pytorch_model)[^/]*\.(bin|safetensors)"
+    r"|pytorch_model_fsdp.*|pytorch_model|global_step.*|.*\.(safetensors|distcp)"
+)
+_HOLDS_OTHERS = re.compile(r"checkpoint[-_]\d+|checkpoints")
+"""In the folder of a run, not in a checkpoint."""
+_OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+
+
+def kind_of(directories: Collection[Path]) -> Kind:
+    """Of directories that follow each other, such as checkpoint-10 and checkpoint-20."""
+    names = {name for path in directories for name in names_in(path)}
+    if any(_HOLDS_OTHERS.fullmatch(name) for name in names):
+        return ""
+    hugging_face = all(re.fullmatch(r"checkpoint-\d+", path.name) for path in directories)
+    if hugging_face and names & {"trainer_state.json", "training_args.bin", SENTINEL}:
+        return "transformers"
+    if any(name.startswith("random_states_") for name in names):
+        return "accelerate"
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return "dcp"
+    begun = names & {"config.json", "adapter_config.json"}
+    begun |= {name for name in names if name.endswith(".safetensors")}
+    return "transformers" if hugging_face and begun else ""
+
+
+def names_in(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()}
+
+
+def problem(kind: Kind, directory: Path, siblings: Collection[Path] = ()) -> str:
+    """What an incomplete checkpoint lacks; empty: it is complete as far as can be seen.
+
+    `siblings`: complete checkpoints of the same series. Raises OSError.
+    """
+    names = names_in(directory)
+    if not names:
+        return "it is empty"
+    if kind == "transformers":
+        return _transformers(directory, names)
+    if kind == "accelerate":
+        return _accelerate(directory, names, siblings)
+    begun = any(name.endswith((".distcp", ".metadata.tmp")) for name in names)
+    if kind == "dcp" and begun and ".metadata" not in names:
+        return "it has no .metadata, which is written last"
+    return ""
+
+
+def torn(path: Path) -> str:
+    """What is wrong with a file of torch.save or safetensors; empty: nothing, or its format is not
+    known. Raises OSError."""
+    size = path.stat().st_size
+    if not size:
+        return f"{path.name} is empty"
+    if path.suffix == ".safetensors":
+        return _torn_safetensors(path, size)
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return ""  # not written by torch.save, or in its format from before torch 1.6
+    try:
+        with zipfile.ZipFile(path):
+            return ""
+    except zipfile.BadZipFile:
+        return f"{path.name} ends in the middle"
+
+
+def _torn_safetensors(path: Path, size: int) -> str:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES and length + 8 <= size:
+            return ""
+        header = file.read(min(length, MAX_HEADER_BYTES))
+    try:
+        tensors = json.loads(header)
+        ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f"{path.name} ends in its header"
+    expected = 8 + length + max(ends, default=0)
+    return f"{path.name} has {size} of {expected} bytes" if size < expected else ""
+
+
+def _torn_files(directory: Path, names: Collection[str]) -> Iterator[str]:
+    for name in sorted(names):
+        path = directory / name
+        if path.suffix in SAVED_SUFFIXES and path.is_file():
+            yield torn(path)
+        elif name.endswith(".index.json"):
+            yield _of_index(path)
+        elif name.startswith(("pytorch_model_fsdp", "optimizer_")) and path.is_dir():
+            yield "" if ".metadata" in names_in(path) else f"{name} has no .metadata"
+
+
+def _of_index(path: Path) -> str:
+    """Of weights in several files: the index names all of them."""
+    try:
+        wanted = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{path.name} is torn"
+    missing = sorted(wanted - names_in(path.parent))
+    return f"{missing[0]} is missing" if missing else ""
+
+
+def _transformers(directory: Path, names: set[str]) -> str:
+    if SENTINEL in names:
+        return f"it has {SENTINEL}"
+    if "trainer_state.json" not in names:
+        return "it has no trainer_state.json, which is written last"
+    try:
+        json.loads((directory / "trainer_state.json").read_bytes())
+    except ValueError:
+        return "trainer_state.json is torn"
+    if not any(_WEIGHTS.fullmatch(name) for name in names):
+        return "it has no weights"
+    if "latest" in names and (found := deepspeed_problem(directory)):
+        return found
+    return next(filter(None, _torn_files(directory, names)), "")
+
+
+def _accelerate(directory: Path, names: set[str], siblings: Collection[Path]) -> str:
+    if "random_states_0.pkl" not in names:
+        return "it has no random_states_0.pkl, which rank 0 writes after the model"
+    if not any(_WEIGHTS.fullmatch(name) for name in names):
+        return "it has no weights"
+    own = [{n for n in names_in(one) if n.startswith("custom_checkpoint_")} for one in siblings]
+    missing = sorted(set.intersection(*own) - names) if own else []
+    if missing:
+        return f"it has no {missing[0]}, which the checkpoints before it have"
+    return next(filter(None, _torn_files(directory, names)), "")
+
+
+# -- DeepSpeed --------------------------------------------------------------------------------
+def tags_in(directory: Path) -> list[Path]:
+    """The tags below a directory with `latest`, the newest first."""
+    found = [one for one in directory.iterdir() if one.is_dir() and _is_tag(one)]
+    return sorted(found, key=lambda one: one.stat().st_mtime_ns, reverse=True)
+
+
+def _is_tag(directory: Path) -> bool:
+    return any(name.endswith("_states.pt") for name in names_in(directory))
+
+
+def deepspeed_problem(directory: Path) -> str:
+    """Why what `latest` names cannot be loaded; empty: it can, as far as can be seen."""
+    tag = (directory / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    if not tag:
+        return "latest is empty"
+    if not (directory / tag).is_dir():
+        return f"latest names {tag}, which does not exist"
+    found = tag_problem(directory / tag)
+    return f"latest names {tag}: {found}" if found else ""
+
+
+def tag_problem(tag: Path) -> str:
+    """What an incomplete tag lacks; empty: nothing that can be seen. How many ranks wrote it is
+    known only from the files themselves: a missing last one is not seen."""
+    names = names_in(tag)
+    if not any(name.endswith("_model_states.pt") for name in names):
+        return "it has no model states"
+    shards = {int(found[1]) for name in names if (found := _OPTIMIZER_SHARD.search(name))}
+    missing = sorted(set(range(max(shards, default=-1) + 1)) - shards)
+    if missing:
+        return f"the optimizer states of rank {missing[0]} are missing"
+    return next(filter(None, _torn_files(tag, names)), "")

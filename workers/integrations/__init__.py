@@ -1,0 +1,1 @@
+"""Callbacks of frameworks that report to Holdfast. Each module imports its framework."""

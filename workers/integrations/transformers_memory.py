@@ -1,0 +1,227 @@
+"""transformers' Trainer with its state in the memory of the nodes: after a failure it goes on with
+the next step, as a loop of one's own with the session does.
+
+The trainer keeps its loop. Before the loop the session restores what the trainer has built; after
+each step it stages it. The trainer's own checkpoints (`save_steps`) are written as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import Trainer, set_seed
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from holdfast.orchestrator.errors import UserError
+from holdfast.workers import session
+from holdfast.workers.training.data import mix
+
+from .fixed_size import ROOM_BYTES, pack, to_json, unpack
+
+_FIELDS = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric",
+    "best_global_step", "best_model_checkpoint",
+)  # fmt: skip
+"""Of TrainerState. The others follow from the arguments."""
+
+_HOOKS = (
+    "_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate",
+    "_finalize_training", "_load_rng_state", "_save_checkpoint", "_evaluate", "get_batch_samples",
+)  # fmt: skip
+"""What this module extends; transformers 5 has them."""
+
+_IN_MEMORY = "memory of the nodes"
+"""In place of the path of a checkpoint: the trainer skips the batches that it has trained."""
+
+
+class InMemoryTrainer(Trainer):  # type: ignore[misc]
+    """`class MyTrainer(InMemoryTrainer, SFTTrainer)`, or InMemoryTrainer itself, in place of
+    Trainer; `in_memory(trainer)` does the same for a trainer that exists.
+
+    Random generators are seeded in each step, from (seed, step, rank), so that random numbers
+    continue after a restore. Under torchrun it trains the same, and keeps nothing in memory.
+    """
+
+    _session: session.Session | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+        """As Trainer.train. What the nodes' memory or storage has comes before
+        `resume_from_checkpoint`, which a first launch uses.
+
+        Raises UserError for what cannot be kept: a second call, and searches for hyperparameters
+        or batch sizes.
+        """
+        _expect_possible(self)
+        self._session = s = session.init()
+        self._stepped, self._held, self._loss = -1, -1, None
+        resume = None if s.restoring else resume_from_checkpoint
+        return super().train(resume, *args, **more)
+
+    # -- before the loop ------------------------------------------------------------------------
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
+        found = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        if not self._joined.restoring:
+            return found
+        self.state.global_step = step = self._joined.next_step
+        in_epoch = step % steps_per_epoch * self.args.gradient_accumulation_steps
+        return step // steps_per_epoch, 0 if self.args.ignore_data_skip else in_epoch
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        model, loader = super()._prepare_for_training(*args)
+        s, kept = self._joined, _KeptOfTrainer(self)
+        self._stepped = s.restore(model, self.optimizer, kept, start=self.state.global_step) - 1
+        return model, loader
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Generators are seeded in each step."""
+
+    # -- the loop -------------------------------------------------------------------------------
+    def _run_epoch(self, **given: Any) -> None:
+        if self._joined.restoring:
+            if self.state.global_step >= self.state.max_steps:  # it was stopped after its last step
+                self.control.should_training_stop = True
+                return
+            given["resume_from_checkpoint"] = _IN_MEMORY
+        # Some samplers draw their order from the global generator, the same on all ranks.
+        set_seed(mix(self.args.seed, -1 - given["epoch"], 0) % 2**32)
+        super()._run_epoch(**given)
+
+    def get_batch_samples(self, *args: Any, **more: Any) -> Any:
+        found = super().get_batch_samples(*args, **more)
+        rank = self._joined.data_parallel_rank
+        set_seed(mix(self.args.seed, self.state.global_step, rank) % 2**32)
+        return found
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **more: Any) -> None:
+        """The trainer calls it after each step, and once more at the end of an epoch: then what
+        that call logs and evaluates belongs to the step."""
+        steps = self.state.global_step - self._globalstep_last_logged
+        if steps > 0:
+            self._loss = tr_loss.detach() / steps  # the trainer sets tr_loss to 0
+        super()._maybe_log_save_evaluate(tr_loss, *args, **more)
+        step = self.state.global_step - 1
+        stops = self.control.should_epoch_stop or self.control.should_training_stop
+        epoch_ends = stops or float(self.state.epoch or 0).is_integer()
+        if step == self._stepped or (epoch_ends and self._held != step):
+            self._held = step
+            return
+        self._stepped = step
+        self._joined.step(step, loss=self._loss, total_steps=self.state.max_steps)
+
+    def _evaluate(self, *args: Any, **more: Any) -> Any:
+        with self._joined.phase("evaluate"):
+            return super()._evaluate(*args, **more)
+
+    def _save_checkpoint(self, *args: Any, **more: Any) -> Any:
+        with self._joined.phase("save"):
+            return super()._save_checkpoint(*args, **more)
+
+    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+        self._joined.finish()  # before the best model takes the place of the last one
+        return super()._finalize_training(*args, **more)
+
+    @property
+    def _joined(self) -> session.Session:
+        assert self._session is not None
+        return self._session
+
+
+def in_memory(trainer: Any) -> Any:
+    """Keeps the state of `trainer`, a Trainer or an object of a subclass, in the nodes' memory:
+
+        trainer = in_memory(Trainer(model, arguments, train_dataset=data))
+        trainer.train()
+
+    Returns the same object. Raises UserError for another object.
+    """
+    if not isinstance(trainer, Trainer):
+        raise UserError(
+            f"holdfast.integrations.in_memory: got {type(trainer).__name__}; expected a "
+            "transformers.Trainer; keep the state of another loop with session.restore"
+        )
+    kind = type(trainer)
+    if not isinstance(trainer, InMemoryTrainer):
+        trainer.__class__ = type(kind.__name__, (InMemoryTrainer, kind), {})
+    return trainer
+
+
+class _KeptOfTrainer:
+    """What a checkpoint has beside tensors: the schedule, the scaler of mixed precision, and the
+    trainer's own state."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, scaler = self.trainer, self.trainer.accelerator.scaler
+        return {
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "trainer": _packed(trainer),
+        }
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        trainer = self.trainer
+        trainer.lr_scheduler.load_state_dict(kept["schedule"])
+        if kept["scaler"] and trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(kept["scaler"])
+        state = unpack(kept["trainer"])
+        for name in _FIELDS:
+            setattr(trainer.state, name, state[name])
+        trainer.state.log_history = _history(trainer, state["logs"], state["older_logs"])
+        for callback, attributes in zip(_stateful(trainer), state["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+
+def _packed(trainer: Any) -> str:
+    """The trainer's state, with as many of the newest logs as fit."""
+    state = {name: getattr(trainer.state, name) for name in _FIELDS}
+    state["callbacks"] = [one.state().get("attributes", {}) for one in _stateful(trainer)]
+    logs = trainer.state.log_history
+    num = min(256, len(logs))
+    while True:
+        newest = {"logs": logs[len(logs) - num :], "older_logs": num < len(logs)}
+        text = to_json(state | newest)
+        if len(text) <= ROOM_BYTES or not num:
+            return pack(text)
+        num //= 2
+
+
+def _history(trainer: Any, newest: list[Any], older: bool) -> list[Any]:
+    """Logs that did not fit are taken from the trainer's newest checkpoint, as far as it has
+    them."""
+    path = get_last_checkpoint(trainer.args.output_dir) if older else None
+    if path is None:
+        return newest
+    before = TrainerState.load_from_json(f"{path}/trainer_state.json").log_history
+    first = newest[0]["step"] if newest else trainer.state.global_step + 1
+    return [one for one in before if one["step"] < first] + newest
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    callbacks = trainer.callback_handler.callbacks
+    return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _expect_possible(trainer: Any) -> None:
+    missing = [name for name in _HOOKS if not hasattr(Trainer, name)]
+    if missing:
+        raise UserError(
+            f"holdfast.integrations.InMemoryTrainer: got transformers {transformers.__version__}, "
+            f"whose Trainer has no {missing[0]}; expected one like 5.23; install that, or use "
+            "TransformersCallback and the trainer's own checkpoints"
+        )
+    wrong = ""
+    if trainer._session is not None:
+        wrong = "a second call of train; expected one in a process; make a job of each training"
+    elif trainer.args.auto_find_batch_size:
+        wrong = "auto_find_batch_size=True; expected False; give per_device_train_batch_size"
+    elif trainer.hp_search_backend is not None:
+        wrong = "a hyperparameter search; expected one training; make a job of each trial"
+    elif trainer.is_deepspeed_enabled:
+        wrong = "DeepSpeed, which divides the optimizer by itself; expected DDP or FSDP2"
+    if wrong:
+        raise UserError(f"holdfast.integrations.InMemoryTrainer: got {wrong}")
