@@ -77,6 +77,12 @@ def _of_job(plan: Plan, explain: bool, environment: bool) -> Iterator[Renderable
 
 def _verdict(plan: Plan) -> Text:
     figures, memory = plan.estimate, plan.device_memory_bytes
+    if figures is not None and memory is None and plan.fits is False:
+        where = "main memory of its node"
+        text = (
+            f"{plan.job}: does not fit: the states of a worker alone fill its share of the {where}"
+        )
+        return Text(text, "bold red")
     if figures is None or memory is None:
         what = "the model is" if figures is None else "the memory of the devices is"
         fix = "" if figures is None else "; --devices 64xH100-80 says it"

@@ -16,7 +16,7 @@ import msgspec
 from ..api.v1alpha1 import TrainingJob, job_from_mapping, job_to_mapping
 from ..errors import Problem, SpecError
 from ..protocol.mesh import Mesh
-from .choose import choose_mesh, may_fit, num_nodes_used
+from .choose import choose_mesh, may_fit, num_nodes_used, states_in_main_memory
 from .memory import (
     MAIN_MEMORY_PER_DEVICE,
     USABLE,
@@ -70,7 +70,9 @@ def ways_to_fit(
     job: TrainingJob, num_nodes: int, memory: WorkerMemory, hardware: Hardware | None = None
 ) -> tuple[Way, ...]:
     """The SHOWN nearest changes with which a recipe fits, the nearest first; none for scripts, and
-    where the memory of the devices is not known."""
+    where the memory of the devices is not known. A job on CPUs has to fit into main memory."""
+    if memory.device is None and not job.spec.resources.num_gpus:
+        memory = memory._replace(device=memory.host)
     if workload_of(job) is None or memory.device is None:
         return ()
     as_it_is = _planned(job, num_nodes, memory, hardware)
@@ -101,10 +103,11 @@ def refusal(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) 
     work = workload_of(job)
     if may_fit(job, mesh, memory):
         return None
-    assert work is not None and memory.device is not None
+    assert work is not None
+    if memory.device is None:
+        return _too_many_states(job, num_nodes, mesh, memory)
     layout = fitted_layout(job, mesh, memory.device)
     needs, have = device_bytes(work, layout), memory.device
-    ways = "; or ".join(way.describe() for way in ways_to_fit(job, num_nodes, memory))
     field = "spec.parallelism"
     got = f"{mesh.describe()}, which needs {needs / 2**30:.1f} GiB per worker by estimate"
     expected = f"at most {USABLE:.0%} of {have / 2**30:.1f} GiB"
@@ -113,7 +116,25 @@ def refusal(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) 
         states = model_state_bytes(work, layout) / 2**30
         got = f"cpu with {mesh.describe()}: {states:.1f} GiB of states per worker by estimate"
         field, expected = f"{field}.offload", f"at most {room / 2**30:.1f} GiB of main memory"
-    return Problem(field, got, expected, f"set {ways}" if ways else "see `holdfast plan`")
+    return Problem(field, got, expected, _advice(job, num_nodes, memory))
+
+
+def _advice(job: TrainingJob, num_nodes: int, memory: WorkerMemory) -> str:
+    ways = "; or ".join(way.describe() for way in ways_to_fit(job, num_nodes, memory))
+    return f"set {ways}" if ways else "see `holdfast plan`"
+
+
+def _too_many_states(job: TrainingJob, num_nodes: int, mesh: Mesh, memory: WorkerMemory) -> Problem:
+    """Of a job on CPUs."""
+    states, host = states_in_main_memory(job, mesh), memory.host
+    assert states is not None and host is not None
+    return Problem(
+        "spec.parallelism",
+        f"{mesh.describe()}: weights, gradients and optimizer of a worker take "
+        f"{states / 2**30:.1f} GiB",
+        f"at most {host / 2**30:.1f} GiB, a worker's share of its node's main memory",
+        _advice(job, num_nodes, memory),
+    )
 
 
 def refused_as_wanted(job: TrainingJob, memory: WorkerMemory) -> Problem | None:

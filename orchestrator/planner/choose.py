@@ -19,6 +19,7 @@ from .memory import (
     device_bytes,
     host_share,
     main_memory_holds,
+    model_state_bytes,
 )
 from .micro_batch import fitted_layout
 from .workload import workload_of
@@ -172,9 +173,24 @@ def may_fit(job: TrainingJob, mesh: Mesh, memory: WorkerMemory) -> bool:
     """False only if a worker certainly needs more than `memory`. True for scripts and modules,
     whose model is not known."""
     work = workload_of(job)
-    if memory.device is None or work is None:
+    if work is None:
         return True
+    if memory.device is None:
+        states = states_in_main_memory(job, mesh)
+        return states is None or memory.host is None or states <= memory.host
     layout = fitted_layout(job, mesh, memory.device)
     if layout.offload and not main_memory_holds(work, mesh, memory.host):
         return False
     return device_bytes(work, layout) <= CERTAINLY_TOO_MUCH * memory.device
+
+
+def states_in_main_memory(job: TrainingJob, mesh: Mesh) -> int | None:
+    """Bytes of a recipe's states that each worker of a job on CPUs keeps there; None for others.
+
+    Where spec.resources.memory does not say what a worker may have, its node's memory is only
+    compared with these: they are exact, and all of them stay for the whole job.
+    """
+    work = workload_of(job)
+    if work is None or job.spec.resources.num_gpus:
+        return None
+    return model_state_bytes(work, fitted_layout(job, mesh, None))

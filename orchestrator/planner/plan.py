@@ -114,9 +114,13 @@ def make_plan(
         why_smaller = describe_micro_batch(job, layout, work)
     fitting: bool | None = None
     ways: tuple[Way, ...] = ()
-    if figures is not None and memory.device is not None:
-        fitting = fits(figures.peak_bytes, memory.device) and may_fit(job, mesh, memory)
-        if not fitting:
+    if figures is not None:
+        may = may_fit(job, mesh, memory)
+        if memory.device is not None:
+            fitting = may and fits(figures.peak_bytes, memory.device)
+        elif not may:
+            fitting = False
+        if fitting is False:
             ways = ways_to_fit(job, num_nodes, memory, hardware)
     return Plan(
         job=job.name,

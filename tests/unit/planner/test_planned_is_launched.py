@@ -20,6 +20,7 @@ from holdfast.orchestrator.planner.memory import device_bytes
 from holdfast.orchestrator.planner.micro_batch import fitted_layout
 from holdfast.orchestrator.planner.workload import layout_of, workload_of
 from holdfast.orchestrator.protocol.facts import Gpu, NodeFacts
+from holdfast.orchestrator.protocol.host_memory import RESERVE
 
 from ..core.harness import Transcript
 from .builders import FACTS, make_job
@@ -134,3 +135,25 @@ def test_the_controller_launches_what_was_planned_or_refuses_it(
     assert needs in ended.reason.text or "GiB of main memory" in ended.reason.text
     for way in plan.ways:
         assert ", ".join(way.changes) and all(field in ended.reason.text for field in way.changes)
+
+
+def test_a_job_on_cpus_whose_states_exceed_the_main_memory_of_its_nodes_is_refused() -> None:
+    """By plan and controller. Exactly: weights, gradients and two moments in float32."""
+    recipe = {"model": {"dim": 2048, "numLayers": 8, "numHeads": 8, "vocabSize": 32000}}
+    job = make_job(nodes=(2, 2), workers=2, recipe=recipe, parallelism={"shard": 4})
+    work = workload_of(job)
+    assert work is not None
+    states = 16 * work.counts.total / 4
+    for share, holds in ((1.02, True), (0.98, False)):
+        node = replace(FACTS, memory_bytes=int(2 * (share * states + 2**30) / (1 - RESERVE)))
+        plan = make_plan(job, node)
+        assert plan is not None and plan.fits is (None if holds else False)
+        transcript = Transcript(job_to_mapping(job))
+        transcript.submit()
+        for number in range(2):
+            transcript.apply(NodeJoined(node=f"node-{number}", facts=node, offered_port=40_000))
+        assert bool(transcript.all(LaunchGroup)) is holds
+        if not holds:
+            reason = transcript.last(FinishJob).reason
+            assert reason.code == "does-not-fit"
+            assert f"take {states / 2**30:.1f} GiB; expected at most" in reason.text

@@ -269,6 +269,19 @@ def test_a_job_that_does_not_fit_has_three_ways_and_exit_code_two(
         assert way["step_ratio"] > 0
 
 
+def test_a_job_on_cpus_whose_states_no_machine_holds_is_refused(
+    write: Write, holdfast: Holdfast
+) -> None:
+    """1.1 TB of states."""
+    file = write(SEVENTY.replace("gpu: 1", "gpu: 0"))
+    planned = holdfast("plan", file)
+    assert planned.code == 2
+    assert planned.out.startswith("llama: does not fit: the states of a worker alone")
+    started = holdfast("run", file)
+    assert started.code == 2
+    assert "spec.parallelism: got " in started.err and "main memory" in started.err
+
+
 def test_a_job_on_named_devices_is_timed(write: Write, holdfast: Holdfast) -> None:
     file = write(SEVENTY.replace("nodes: {max: 1}", "nodes: {max: 16}"))
     result = holdfast("plan", file, "--devices", "128xH100-80", "--json")
