@@ -90,7 +90,8 @@ class GuardedStarts:
             if job.spec.environment is not None:
                 packages = await self._install(job, directory)
             if _is_guarded(first, job, welcome):
-                newest = await self._look(job, directory, welcome.submitted_ns)
+                ranks = first.membership.mesh.world_size
+                newest = await self._look(job, directory, welcome.submitted_ns, ranks)
             extra = {} if newest is None else {RESUME_FROM: newest}
             setting = StartSetting(directory, extra, packages)
         except (CodeUnavailable, OSError) as error:  # OSError: no temporary directory, say
@@ -113,7 +114,9 @@ class GuardedStarts:
             self._send(m.AgentNote(text=text))
         return str(made.directory)
 
-    async def _look(self, job: TrainingJob, directory: str, since_ns: int) -> str | None:
+    async def _look(
+        self, job: TrainingJob, directory: str, since_ns: int, num_ranks: int
+    ) -> str | None:
         """Set incomplete checkpoints aside; the newest complete one."""
         look = asyncio.get_running_loop().run_in_executor(
             self._thread, _look, job, directory, since_ns
@@ -128,11 +131,21 @@ class GuardedStarts:
         if found.cut_short:
             text = f"not all checkpoints of the script were looked at: {found.cut_short}"
             self._send(m.AgentEvent(text=text))
+        if found.divided is not None and found.divided[1] != num_ranks:
+            self._send(m.AgentNote(text=_other_size(*found.divided, num_ranks)))
         return None if found.newest is None else str(found.newest[1])
 
 
 def _look(job: TrainingJob, directory: str, since_ns: int) -> Findings:
     return checkpoint_guard.look(checkpoint_guard.roots(job, directory), since_ns)
+
+
+def _other_size(tag: Path, written_by: int, num_ranks: int) -> str:
+    return (
+        f"checkpoint {tag} of DeepSpeed was written by {written_by} ranks, and {num_ranks} are "
+        "started: rank 0 converts it when the script loads it, if Holdfast is installed for the "
+        "script's Python"
+    )
 
 
 def _is_guarded(fork: commands.Fork, job: TrainingJob, welcome: m.Welcome) -> bool:

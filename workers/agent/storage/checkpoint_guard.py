@@ -50,6 +50,8 @@ class Findings:
     """A sentence each."""
     newest: tuple[int, Path] | None = None
     """(when it was written, where) of the newest complete checkpoint of this job."""
+    divided: tuple[Path, int] | None = None
+    """(where, by how many ranks) of a newest complete checkpoint that ZeRO of DeepSpeed divided."""
     num_entries: int = 0
     cut_short: str = ""
     """Why not everything was looked at; empty: it was."""
@@ -203,16 +205,23 @@ class _Look:
             return
         why = script_checkpoints.deepspeed_problem(directory)
         if not why:
-            self.found.complete(directory, latest.stat().st_mtime_ns)
+            self._complete_tag(directory)
             return
         good = next((tag for tag in tags if not script_checkpoints.tag_problem(tag)), None)
         if good is None:
             self._set_aside(latest, f"{why}, and no complete tag is beside it")
             return
         files.replace(latest, good.name.encode())
-        self.found.complete(directory, latest.stat().st_mtime_ns)
+        self._complete_tag(directory)
         text = f"checkpoint {directory}: {why}; latest names {good.name} now, which is complete"
         self.found.set_aside.append(text)
+
+    def _complete_tag(self, directory: Path) -> None:
+        self.found.complete(directory, (directory / "latest").stat().st_mtime_ns)
+        tag = script_checkpoints.tag_of_latest(directory)
+        parts, model_ranks = script_checkpoints.optimizer_parts(tag) if tag else (0, 0)
+        if tag and parts and self.found.newest and self.found.newest[1] == directory:
+            self.found.divided = (tag, parts * model_ranks)
 
 
 def _of_interest(entry: os.DirEntry[str]) -> bool:

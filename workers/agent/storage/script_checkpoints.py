@@ -33,7 +33,7 @@ _WEIGHTS = re.compile(
 )
 _HOLDS_OTHERS = re.compile(r"checkpoint[-_]\d+|checkpoints")
 """In the folder of a run, not in a checkpoint."""
-_OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_OPTIMIZER_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 def kind_of(directories: Collection[Path]) -> Kind:
@@ -168,6 +168,27 @@ def _is_tag(directory: Path) -> bool:
     return any(name.endswith("_states.pt") for name in names_in(directory))
 
 
+def tag_of_latest(directory: Path) -> Path | None:
+    """What `latest` names; None: there is no such folder."""
+    latest = directory / "latest"
+    if not latest.is_file():
+        return None
+    tag = directory / latest.read_text(encoding="utf-8", errors="replace").strip()
+    return tag if tag != directory and tag.is_dir() else None
+
+
+def optimizer_parts(tag: Path) -> tuple[int, int]:
+    """(ranks among which ZeRO has divided the optimizer in this folder, ranks of model parallelism
+    with such a division each); (0, 0): it has not."""
+    shards = _optimizer_shards(names_in(tag)) if tag.is_dir() else set()
+    return len({rank for rank, _ in shards}), len({model_rank for _, model_rank in shards})
+
+
+def _optimizer_shards(names: Collection[str]) -> set[tuple[int, int]]:
+    found = (_OPTIMIZER_SHARD.search(name) for name in names)
+    return {(int(one[1]), int(one[2])) for one in found if one is not None}
+
+
 def deepspeed_problem(directory: Path) -> str:
     """Why what `latest` names cannot be loaded; empty: it can, as far as can be seen."""
     tag = (directory / "latest").read_text(encoding="utf-8", errors="replace").strip()
@@ -185,7 +206,7 @@ def tag_problem(tag: Path) -> str:
     names = names_in(tag)
     if not any(name.endswith("_model_states.pt") for name in names):
         return "it has no model states"
-    shards = {int(found[1]) for name in names if (found := _OPTIMIZER_SHARD.search(name))}
+    shards = {rank for rank, _model_rank in _optimizer_shards(names)}
     missing = sorted(set(range(max(shards, default=-1) + 1)) - shards)
     if missing:
         return f"the optimizer states of rank {missing[0]} are missing"

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.orchestrator import limits
 from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.protocol import code_archive
 from holdfast.orchestrator.protocol import messages as m
+from holdfast.orchestrator.protocol.environment import RESUME_FROM
 from holdfast.orchestrator.protocol.facts import Membership, WorkerSeat
 from holdfast.orchestrator.protocol.mesh import Mesh
 from holdfast.workers.agent.machine import commands, inputs
@@ -27,7 +29,7 @@ WELCOME = m.Welcome(
 )
 
 
-def fork(rank: int, code: str = "") -> commands.Fork:
+def fork(rank: int, code: str = "", restarts: int = 0) -> commands.Fork:
     membership = Membership(
         generation=1,
         mesh=Mesh(replicate=2),
@@ -35,7 +37,7 @@ def fork(rank: int, code: str = "") -> commands.Fork:
         workers_per_node=2,
         master_address="127.0.0.1",
         master_port=1,
-        restart_count=0,
+        restart_count=restarts,
     )
     return commands.Fork(membership, 0, WorkerSeat(rank, rank, 0, rank == 0), code=code)
 
@@ -44,12 +46,13 @@ class Node:
     def __init__(self, answer: Callable[[m.FetchCode], m.CodePart] | None = None) -> None:
         self.started: list[tuple[int, StartSetting]] = []
         self.given: list[inputs.Input] = []
+        self.sent: list[m.AgentNote | m.AgentEvent] = []
         self._answer = answer
         self.code = UploadedCode(self._requested)
         self.starts = GuardedStarts(
             lambda fork, setting: self.started.append((fork.seat.rank, setting)),
             self.given.append,
-            lambda message: None,
+            self.sent.append,
             self.code,
         )
 
@@ -147,3 +150,31 @@ def test_without_room_for_packages_each_start_fails(
         assert "No such file or directory" in failed[0].detail
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("written_by", [2, 4])
+def test_a_checkpoint_of_deepspeed_for_another_number_of_ranks_is_reported(
+    tmp_path: Path, written_by: int
+) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "latest").write_text("step")
+    for name in ("mp_rank_00_model_states.pt", *(
+        f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(written_by)
+    )):  # fmt: skip
+        (tmp_path / "step" / name).write_bytes(b"not read")
+    given = job_from_mapping(document(script(workingDirectory=str(tmp_path))))
+    welcome = msgspec.structs.replace(WELCOME, submitted_ns=1)
+
+    async def scenario() -> list[str]:
+        node = Node()
+        node.starts.begin(fork(0, restarts=1), given, welcome)
+        await asyncio.wait(node.starts._tasks)
+        assert node.started[0][1].environment == {RESUME_FROM: str(tmp_path)}
+        return [message.text for message in node.sent]
+
+    texts = asyncio.run(scenario())
+    if written_by == 2:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert f"{tmp_path}/step of DeepSpeed was written by 4 ranks, and 2 are started" in text

@@ -178,6 +178,21 @@ def test_latest_of_deepspeed_names_the_newest_complete_tag(tmp_path: Path, damag
     assert newest.is_dir()
 
 
+def test_it_is_known_how_many_ranks_wrote_the_newest_checkpoint_of_deepspeed(
+    tmp_path: Path,
+) -> None:
+    tag(tmp_path / "global_step5")
+    (tmp_path / "latest").write_text("global_step5")
+    assert look([tmp_path], 0).divided == (tmp_path / "global_step5", 2)
+    for rank in (0, 1):  # of two ranks of model parallelism
+        torch_file(tmp_path / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt")
+    assert look([tmp_path], 0).divided == (tmp_path / "global_step5", 4)
+    torch_file(tmp_path / "whole" / "step" / "mp_rank_00_model_states.pt")
+    (tmp_path / "whole" / "latest").write_text("step")
+    found = look([tmp_path / "whole"], 0)
+    assert found.newest is not None and found.divided is None, "ZeRO did not divide it"
+
+
 def test_without_a_complete_tag_latest_is_set_aside(tmp_path: Path) -> None:
     tag(tmp_path / "ds" / "global_step5")
     (tmp_path / "ds" / "latest").write_text("global_step5")
