@@ -40,9 +40,11 @@ class CopyDevice(Protocol):
         """Queue copies of whole tensors to bytes of host memory. A copy from host memory is
         complete when this returns."""
 
-    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
-        """Queue, beside the copies, the sum of the bits of each tensor as integers; what is
-        returned gives them when an event that was recorded later is reached."""
+    def bit_sums(
+        self, sources: Sequence[Tensor], training: bool = False
+    ) -> Callable[[], list[int]]:
+        """Queue, beside the copies or on the training stream, the sum of the bits of each tensor as
+        integers; what is returned gives them when an event that was recorded later is reached."""
 
     def record(self) -> Event:
         """An event after the queued copies."""
@@ -64,10 +66,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bit_sum(tensor: Tensor) -> Tensor:
     """Of the tensor's memory as integers of its element size, modulo 2**64."""
+    return as_integers(tensor).sum(dtype=torch.int64)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Its memory as integers of its element size, (N); a copy if it is not contiguous."""
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 class CudaDevice:
@@ -100,9 +107,11 @@ class CudaDevice:
                 if flat.is_cuda and flat.data_ptr() != source.data_ptr():
                     flat.record_stream(self._copies)
 
-    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
+    def bit_sums(
+        self, sources: Sequence[Tensor], training: bool = False
+    ) -> Callable[[], list[int]]:
         host = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.stream(self._training() if training else self._copies):
             host.copy_(torch.stack([bit_sum(one) for one in sources]), non_blocking=True)
         return host.tolist
 

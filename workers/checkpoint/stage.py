@@ -300,6 +300,7 @@ class Stager:
         """Of all tensors that the buffer does not have."""
         device = self._device
         assert device is not None
+        parameters = {name for _, name, _ in self._parameters}
         return CopySet(
             CopiedTensor(
                 name,
@@ -308,6 +309,7 @@ class Stager:
                 owner,
                 name in self._urgent,
                 device.holds(source),
+                name in parameters,
             )
             for number, (name, source, target, owner) in enumerate(
                 zip(part.names, part.tensors, targets, part.owners, strict=True)

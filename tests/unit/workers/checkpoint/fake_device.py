@@ -30,7 +30,7 @@ class FakeDevice:
         self.delays: list[FakeEvent] = []
         """Events that the training stream waits for."""
         self.captures = False
-        self.locked_bytes = self.copied_bytes = 0
+        self.locked_bytes = self.copied_bytes = self.summed_bytes = 0
         self._refuses = refuses_pages
         self._queue: list[Callable[[], None]] = []
 
@@ -72,9 +72,20 @@ class FakeDevice:
 
         self._queue.append(work)
 
-    def bit_sums(self, sources: Sequence[Tensor]) -> Callable[[], list[int]]:
+    def bit_sums(
+        self, sources: Sequence[Tensor], training: bool = False
+    ) -> Callable[[], list[int]]:
+        """The training stream has no queue here: what the test does is done at once."""
         sums: list[int] = []
-        self._queue.append(lambda: sums.extend(int(bit_sum(one)) for one in sources))
+
+        def work() -> None:
+            self.summed_bytes += sum(source.nbytes for source in sources)
+            sums.extend(int(bit_sum(one)) for one in sources)
+
+        if training:
+            work()
+        else:
+            self._queue.append(work)
         return lambda: sums
 
     def record(self) -> FakeEvent:
@@ -84,8 +95,10 @@ class FakeDevice:
         return event
 
     def delay_training(self, event: FakeEvent) -> None:
+        """What is queued up to `event` is done before the test goes on, as before training does."""
         self._note("delay_training")
         self.delays.append(event)
+        self.run()
 
     def wait(self, event: FakeEvent) -> None:
         self._note("wait")

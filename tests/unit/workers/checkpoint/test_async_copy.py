@@ -126,6 +126,38 @@ def test_a_write_of_a_sharded_parameter_is_found(capsys: pytest.CaptureFixture[s
     assert "step 0 is thrown away: weight" in said and "step 1 is thrown away: bias" in said
 
 
+def written_through_data(rig: Rig) -> None:
+    rig.average.data.mul_(0.5)
+
+
+def written_by_foreach(rig: Rig) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([rig.average], 0.5)
+
+
+@pytest.mark.parametrize("write", [written_through_data, written_by_foreach])
+def test_a_write_that_the_version_does_not_count_is_found_by_the_bits(
+    write: Callable[[Rig], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_rank(0, 2):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        rig = Rig(model)
+        assert rig.stage(0)
+        assert not rig.stage(1, then=lambda: write(rig))
+        assert "the copy of step 1 is thrown away: weight was written" in capsys.readouterr().err
+        assert rig.stage(2, then=lambda: write(rig)), "it is queued behind the copy from now on"
+    assert (rig.staged_step, rig.stager.num_thrown_away) == (2, 1)
+
+
+def test_the_bits_of_parameters_are_read_twice_and_those_of_moments_never() -> None:
+    rig = Rig(nn.Linear(64, 64))
+    rig.stage(0)
+    parameters = sum(one.nbytes for one in rig.model.parameters())
+    assert rig.device.summed_bytes == 2 * parameters
+    assert rig.device.copied_bytes > 3 * parameters
+
+
 def test_a_step_that_a_graph_captured_has_every_staging_waited_for() -> None:
     rig = Rig()
     rig.device.captures = True

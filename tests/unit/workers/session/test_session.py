@@ -516,3 +516,22 @@ def test_staging_on_a_gpu_overlaps_and_delays_the_next_optimizer_step() -> None:
         got = torch.frombuffer(bytearray(data), dtype=torch.float32).view(4096, 4096)
         assert header.step == step
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_write_through_data_on_a_gpu_throws_the_copy_away() -> None:
+    from holdfast.workers.checkpoint.stage import Stager
+    from holdfast.workers.checkpoint.state import TrainingState
+    from tests.unit.workers.checkpoint.fake_ranks import Memory
+
+    device = torch.device("cuda", 0)
+    model = nn.Linear(8192, 8192, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = TrainingState(model, optimizer, None)
+    stager = Stager(state, Memory(), generation=1, shard=0, num_shards=1, device=device)
+    stager.stage(0)
+    assert stager.finish()
+    stager.stage(1)
+    model.weight.data.mul_(0.5)
+    assert not stager.finish()
