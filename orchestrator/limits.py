@@ -197,6 +197,10 @@ GROW_DELAY_S = 5.0
 """A node that joins while training runs gets ranks after this, so that several nodes cause one
 resize."""
 
+STANDBYS_WAIT_S = 60.0
+"""A job grows after this, although the standbys of a node still import what the script imports:
+large libraries take 10 to 20 s, several of them on a slow disk a minute."""
+
 STACK_TIMEOUT_S = 2.0
 """Collecting the stacks of a hung worker delays recovery by this at most."""
 

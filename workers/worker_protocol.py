@@ -117,6 +117,10 @@ class ImportsReported(WorkerMessage, frozen=True, kw_only=True, tag="imported"):
     modules: tuple[str, ...]
 
 
+class StandbyImported(WorkerMessage, frozen=True, kw_only=True, tag="standby-imported"):
+    """A standby has imported what the script imports, and waits for its rank."""
+
+
 class FetchShard(WorkerMessage, frozen=True, kw_only=True, tag="fetch-shard"):
     """Request a shard of the membership's Restore."""
 
@@ -247,6 +251,7 @@ FromWorker = (
     | BufferReturned
     | Staged
     | ImportsReported
+    | StandbyImported
     | FetchShard
     | StopNoticeWanted
     | StackReport

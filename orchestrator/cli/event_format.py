@@ -205,6 +205,9 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
         f"fault injected: {v.kind}" + (f" rank {v.rank}" if v.rank >= 0 else "") + _by(v)
     ),
     e.NodeJoined: _joined,
+    e.StandbysReported: lambda v: (
+        "its standbys are ready" if v.ready else "its standbys import what the script imports"
+    ),
     e.NodeLost: lambda v: f"lost, {v.cause}" + (f": {v.detail}" if v.detail else ""),
     e.PreemptionNoticed: lambda v: f"preemption notice: {v.detail}",
     e.NodeRemarked: lambda v: v.text,

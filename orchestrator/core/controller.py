@@ -320,7 +320,7 @@ def _started(ctx: StepContext, event: e.ControllerStarted) -> None:
 # -- timers -----------------------------------------------------------------------------------
 def _fire_timers(ctx: StepContext) -> None:
     """Act on timers that are due. Those that only end a wait (gather, replacement, capacity, grow,
-    preempt, stage, persist) are read by the reconciler that waits."""
+    standbys, preempt, stage, persist) are read by the reconciler that waits."""
     for name, act in _TIMERS:
         if ctx.due(name):
             act(ctx)
@@ -375,6 +375,7 @@ _HANDLERS: dict[type, Callable[[StepContext, Any], None]] = {
     e.FaultInjected: _fault_injected,
     e.NodeRemarked: lambda ctx, event: ctx.note(f"{event.node}: {event.text}"),
     e.NodeJoined: _joined,
+    e.StandbysReported: nodes.standbys_reported,
     e.NodeLost: _lost,
     e.PreemptionNoticed: nodes.preemption_noticed,
     e.WorkerExited: _exited,

@@ -104,6 +104,15 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node-joined"):
     ranks: tuple[int, ...] = ()
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
+    reports_standbys: bool = False
+    """StandbysReported follows."""
+
+
+class StandbysReported(Event, frozen=True, kw_only=True, tag="standbys-reported"):
+    """Whether the standbys of a node have imported what the script imports."""
+
+    node: str
+    ready: bool
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node-lost"):
@@ -355,7 +364,8 @@ class HeartbeatReceived(Event, frozen=True, kw_only=True, tag="heartbeat"):
 AnyEvent = (
     JobSubmitted | ResizeRequested | AdjustRequested | SuspendRequested | ResumeRequested
     | AgainRequested | CancelRequested
-    | FaultInjected | NodeJoined | NodeLost | PreemptionNoticed | WorkerExited | StepCompleted
+    | FaultInjected | NodeJoined | StandbysReported | NodeLost | PreemptionNoticed | WorkerExited
+    | StepCompleted
     | HangDetected | HangSuspected | HangSuspicionEnded | CollectivesBegun | GroupInspected
     | StragglerDetected
     | HeartbeatsLost | HeartbeatsRestored

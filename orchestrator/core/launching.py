@@ -34,7 +34,8 @@ from .sizes import describe_elasticity
 from .state import LAUNCH, PLACEMENT, PLANNED, IncidentRecord, JobState
 
 LAUNCH_TIMEOUT_S = 15.0
-"""A fork takes milliseconds; after this a launch is sent again, and after twice this it failed."""
+"""A fork takes milliseconds, and waits for the import of libraries for 20 s at most; after this a
+launch is sent again, and after twice this it failed."""
 INSTALL_TIMEOUT_S = limits.INSTALL_S + LAUNCH_TIMEOUT_S
 """The same, of a job whose packages a node may have to install first."""
 MESHES_KEPT = 16

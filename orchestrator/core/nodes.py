@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from . import provisioning
 from .actions import Reason, ReleaseNode, RequestNodes, StopGroup
 from .context import StepContext, seconds, stop_timeout_s
-from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed
+from .events import GroupStopped, NodeJoined, NodeLost, PreemptionNoticed, StandbysReported
 from .provisioning import release
 from .rank_assignment import best_size
 from .state import Cause, JobState, NodeRecord, PendingNode
@@ -60,6 +60,7 @@ def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
     if node is None:
         state.num_joined += 1
         node = NodeRecord(event.node, event.facts, state.num_joined)
+        node.standbys_ready = not event.reports_standbys
         state.nodes[event.node] = node
         provisioning.joined(state, event.node)
         state.capacity_denied = False
@@ -76,6 +77,13 @@ def joined(ctx: StepContext, event: NodeJoined) -> Cause | None:
         _stop_stale(ctx, node)
     _check_rejoined(ctx)
     return cause
+
+
+def standbys_reported(ctx: StepContext, event: StandbysReported) -> None:
+    """requests.interrupt_if_planned waits for it."""
+    node = ctx.state.nodes.get(event.node)
+    if node is not None:
+        node.standbys_ready = event.ready
 
 
 def _journal_is_behind(state: JobState, newest: int) -> Cause | None:

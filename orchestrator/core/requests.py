@@ -4,6 +4,7 @@ planned interruptions that follow from it or from a preemption notice.
 
 from __future__ import annotations
 
+from .. import limits
 from ..api.v1alpha1 import Recovery
 from . import completion, nodes, provisioning, quiesce, recovery
 from .actions import Reason
@@ -24,6 +25,9 @@ TRAINING: tuple[JobPhase, ...] = ("starting", "recovering", "running")
 LEAVE_SHARE = 1 / 3
 """The share of a leaving node's remaining time in which training goes on while its replacement
 starts. The rest is for the hand-over, and for storage if no node can take over."""
+
+MAX_NAMED = 3
+"""Nodes in a sentence."""
 
 
 # -- requests ---------------------------------------------------------------------------------
@@ -168,9 +172,30 @@ def interrupt_if_planned(ctx: StepContext) -> None:
     elif possible > size:
         ctx.arm_once("grow", state.job.spec.recovery.grow_delay_s)
         if ctx.due("grow") or (state.resize_pending and possible == full):
-            _resize(ctx, f"{possible} nodes are usable, {size} are used")
+            _grow(ctx, f"{possible} nodes are usable, {size} are used")
     else:
-        ctx.disarm("grow")
+        if "standbys" in state.timers:
+            ctx.move(state.phase, "resize", "training continues on the nodes that it has")
+        ctx.disarm("grow", "standbys")
+
+
+def _grow(ctx: StepContext, text: str) -> None:
+    """Training would stand still while workers import what standbys can import meanwhile: of nodes
+    that are new, and of those that have just begun to train."""
+    state, limit_s = ctx.state, limits.STANDBYS_WAIT_S
+    late = [node.name for node in nodes.usable(state) if not node.standbys_ready]
+    if late and state.quiesce is None:
+        named = ", ".join(late[:MAX_NAMED]) + (", ..." if len(late) > MAX_NAMED else "")
+        ctx.arm_once("standbys", limit_s)
+        if not ctx.due("standbys"):
+            text += (
+                f"; the job grows when the standbys of {named} have imported what the script "
+                f"imports, or after {limit_s:g} s"
+            )
+            ctx.move(state.phase, "resize", text)
+            return
+        text += f"; the standbys of {named} have not imported everything after {limit_s:g} s"
+    _resize(ctx, text)
 
 
 def _resize(ctx: StepContext, text: str) -> None:

@@ -42,14 +42,14 @@ Purpose = Literal[
 ]  # fmt: skip
 
 TimerName = Literal[
-    "gather", "replacement", "capacity", "grow", "preempt", "launch", "launch-again", "cadence",
+    "gather", "replacement", "capacity", "grow", "standbys", "preempt", "launch", "launch-again",
     "stop", "stage", "persist", "drain", "commit", "request", "expect", "release", "rejoin",
-    "deadline", "finish", "storage",
+    "cadence", "deadline", "finish", "storage",
 ]  # fmt: skip
 # Timers by what they belong to; code that ends it disarms its timers.
 PLACEMENT: tuple[TimerName, ...] = ("gather", "replacement", "capacity", "storage")
 """Waiting for nodes, or for a store that could not be read, before a launch."""
-PLANNED: tuple[TimerName, ...] = ("grow", "preempt")
+PLANNED: tuple[TimerName, ...] = ("grow", "standbys", "preempt")
 """Waiting before a planned interruption of the running generation."""
 LAUNCH: tuple[TimerName, ...] = ("launch", "launch-again")
 DRAIN: tuple[TimerName, ...] = ("persist", "drain")
@@ -101,6 +101,8 @@ class NodeRecord(Struct):
     """It leaves because a spare replaces it, see recovery.replaceStragglers."""
     leaves_ns: int | None = None
     """When it leaves, if a notice had the time."""
+    standbys_ready: bool = True
+    """They have imported what the script imports; agents that do not tell count as ready."""
     host_memory: HostMemory | None = None
     """What its memory can hold, as its agent last planned; None: not known yet."""
 

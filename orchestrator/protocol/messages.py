@@ -53,6 +53,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     staged: tuple[StagedShard, ...] = ()
     offered_port: int = 0
     """A free port of the node, for MASTER_PORT of the next generation."""
+    reports_standbys: bool = False
+    """StandbyReport follows the Welcome; agents before this field send none."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
@@ -135,6 +137,13 @@ class HostMemoryPlanned(Message, frozen=True, kw_only=True, tag="host-memory"):
 
     generation: int
     memory: HostMemory
+
+
+class StandbyReport(Message, frozen=True, kw_only=True, tag="standbys"):
+    """Whether the node's standbys have imported what the script imports, or there is nothing to
+    import. Sent after every Welcome, and when it changes."""
+
+    ready: bool
 
 
 class Persisted(Message, frozen=True, kw_only=True, tag="persisted"):
@@ -387,7 +396,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 FromAgent = (
     Hello | Heartbeat | Launched | WorkerExitReport | Stopped | ShardStaged | StepCopied
     | HostMemoryPlanned | Persisted | ShardPersistFailed | NodeLeaving | AgentEvent | AgentNote
-    | Inspected
+    | Inspected | StandbyReport
 )  # fmt: skip
 ToAgent = (
     Welcome | Refused | LaunchWorkers | StopWorkers | Stage | StageEvery | Persist | CopyStep

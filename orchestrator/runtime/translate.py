@@ -76,6 +76,7 @@ def joined(hello: wire.Hello, facts: NodeFacts | None = None) -> events.NodeJoin
         ranks=hello.ranks,
         staged=hello.staged,
         offered_port=hello.offered_port,
+        reports_standbys=hello.reports_standbys,
     )
 
 
@@ -114,6 +115,8 @@ def to_event(node: str, message: wire.Message) -> events.AnyEvent | None:
                 stacks=message.stacks,
                 offered_port=message.offered_port,
             )
+        case wire.StandbyReport():
+            return events.StandbysReported(node=node, ready=message.ready)
         case wire.AgentNote():
             return events.NodeRemarked(node=node, text=message.text)
         case wire.NodeLeaving():

@@ -23,8 +23,6 @@ STEPS = 40
 IN_MEMORY = {
     "checkpoint": {"memory": {"everySteps": 1}},
     "parallelism": {"shard": 1},
-    # Standbys that import transformers, each by itself, delay a launch soon after the first step.
-    "learnPreload": False,
     "steps": STEPS,
     "pace_s": 0.1,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from holdfast.orchestrator import limits
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from .network import Link
     from .world import World
 
+IMPORTS_S = (0.0, 0.0, 0.3, 3.0, 20.0, float("inf"))
+"""How long standbys import what the script imports; 0: nothing, infinite: an import that hangs."""
+
 
 class SimNode:
     def __init__(self, world: World, name: str, slots: int) -> None:
@@ -32,6 +36,10 @@ class SimNode:
         self.most_bytes = self.staged_bytes = 0
         """The most that its buffers took, and what its workers have copied into them."""
         self.facts = NodeFacts(hostname=name, address=f"ip-{name}", data_port=1, slots=slots)
+        # Of its own random numbers: other draws of the seed stay what they are.
+        self.imports_s = random.Random(f"imports {world.seed} {name}").choice(IMPORTS_S)
+        self._learned_in = 0
+        """The generation whose workers have reported what they import."""
         self.alive = True
         self.link: Link | None = None
         self._backoff_s = limits.RECONNECT_MIN_S
@@ -77,6 +85,12 @@ class SimNode:
                 world.after(world.between(0.05, 0.5), lambda: self._stacks(out))
             case commands.InspectWorkers():
                 world.after(world.between(0.05, 0.5), lambda: self._inspected(out))
+            case commands.Configure():
+                must_import = inputs.JobConfigured(must_import=self.imports_s > 0)
+                world.after(0.001, lambda: self.feed(must_import))
+            case commands.RefillStandbys():
+                if self.imports_s < float("inf"):
+                    world.after(self.imports_s, lambda: self.feed(inputs.StandbysReady()))
             case commands.OfferPort():
                 self._port += 1
                 world.after(0.001, lambda port=self._port: self.feed(inputs.PortOffered(port)))
@@ -155,6 +169,11 @@ class SimNode:
         if isinstance(message, worker_protocol.BufferRequest) and message.step < 0:
             self._measure_memory()
         self.feed(inputs.FromRank(worker.generation, worker.rank, message))
+        trains = isinstance(message, worker_protocol.Progress)
+        if trains and self.imports_s and self._learned_in < worker.generation:
+            self._learned_in = worker.generation
+            learned = worker_protocol.ImportsReported(modules=("transformers",))
+            self.feed(inputs.FromRank(worker.generation, worker.rank, learned))
 
     def _measure_memory(self) -> None:
         if self.memory_bytes is not None:

@@ -186,7 +186,8 @@ class Recovery(Part):
     """Seconds that the job waits for nodes.min nodes before it fails; its newest checkpoint is
     kept. Default: no limit."""
     grow_delay_s: Wait = limits.GROW_DELAY_S
-    """Seconds that the job collects new nodes before it grows, so that it restarts once."""
+    """Seconds that the job collects new nodes before it grows, so that it restarts once. It then
+    trains on until their standbys have imported the libraries of a script, 60 s at most."""
     termination_grace_s: Wait = limits.TERMINATION_GRACE_S
     """Seconds from SIGTERM to SIGKILL in a planned stop of the workers."""
     budgets: Budgets = Budgets()

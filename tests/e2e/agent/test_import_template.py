@@ -25,6 +25,7 @@ FORKSERVER = """
 import sys
 from holdfast.workers.agent.pool import forkserver
 forkserver.IMPORT_TIME_S = float(sys.argv.pop(1))
+forkserver.RANKS_WAIT_S = float(sys.argv.pop(1))
 forkserver.main(sys.argv[1:])
 """
 NOTED = """
@@ -40,18 +41,21 @@ SLOW_AT_FIRST = NOTED + (
     "import time\n"
     "if len(open(pathlib.Path(__file__).with_suffix('.pids')).readlines()) == 1: time.sleep(600)\n"
 )
+PAUSED = NOTED + (
+    "import time\nwhile not pathlib.Path(__file__).with_suffix('.go').exists(): time.sleep(0.02)\n"
+)
 
 
 class Node:
     """The agent's side of one forkserver."""
 
-    def __init__(self, place: Path, import_time_s: float) -> None:
+    def __init__(self, place: Path, import_time_s: float, ranks_wait_s: float) -> None:
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.settimeout(120)
         path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._place = place
         self.process = subprocess.Popen(
-            [sys.executable, "-c", FORKSERVER, str(import_time_s),
+            [sys.executable, "-c", FORKSERVER, str(import_time_s), str(ranks_wait_s),
              str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **preload.SINGLE_THREADED, "PYTHONPATH": path},
@@ -63,11 +67,16 @@ class Node:
         self.wires: dict[int, socket.socket] = {}
         """Worker number -> our end; a standby ends when it is closed."""
 
-    def fork(self, worker: int, *modules: str) -> None:
+    def fork(
+        self, worker: int, *modules: str, rank: bool = False, left_out: tuple[str, ...] = ()
+    ) -> None:
+        """A standby, or a worker that has a rank already."""
         self.wires[worker], theirs = worker_transport.pair()
         asked, asks = worker_transport.pair()
         stack = os.memfd_create("stack")
-        request = fork_protocol.ForkWorker(worker=worker, local_rank=worker, modules=modules)
+        request = fork_protocol.ForkWorker(
+            worker=worker, local_rank=-1 if rank else worker, modules=modules, left_out=left_out
+        )
         fork_protocol.send(self.link, request, (theirs.fileno(), stack, asks.fileno()))
         os.close(stack)
         for end in (theirs, asked, asks):
@@ -106,14 +115,15 @@ class Node:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    for name, text in {"quiet": NOTED, "threaded": THREADED, "slow": SLOW_AT_FIRST}.items():
+    modules = {"quiet": NOTED, "threaded": THREADED, "slow": SLOW_AT_FIRST, "paused": PAUSED}
+    for name, text in modules.items():
         (tmp_path / f"hf_{name}.py").write_text(text)
     return tmp_path
 
 
 @contextlib.contextmanager
-def node(place: Path, import_time_s: float = 60) -> Iterator[Node]:
-    made = Node(place, import_time_s)
+def node(place: Path, import_time_s: float = 60, ranks_wait_s: float = 60) -> Iterator[Node]:
+    made = Node(place, import_time_s, ranks_wait_s)
     try:
         yield made
     finally:
@@ -160,6 +170,9 @@ def test_what_starts_a_thread_is_left_to_the_standbys(place: Path) -> None:
     with node(place) as made:
         for worker in range(2):
             made.fork(worker, "hf_quiet", "hf_outer", "hf_threaded")
+        left_out = made.answer()
+        assert isinstance(left_out, fork_protocol.ImportLeftOut), "the agent remembers it"
+        assert left_out.modules == ("hf_outer", "hf_threaded")
         standbys = made.forked(0, 1)
         template = made.template()
         assert template is not None
@@ -208,3 +221,56 @@ def test_more_modules_get_another_template(place: Path) -> None:
         made.fork(2, "hf_quiet")
         made.forked(2)
         assert made.template() == second
+
+
+def test_a_worker_with_a_rank_takes_part_in_an_import_that_has_begun(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_paused")
+        until(lambda: made.imported_in("hf_paused"), "the import to begin", timeout_s=60)
+        made.fork(1, "hf_paused", rank=True)
+        (place / "hf_paused.go").touch()
+        first = made.answer()
+        assert isinstance(first, fork_protocol.Forked) and first.worker == 1, "ranks come first"
+        made.forked(0)
+        template = made.template()
+        assert template is not None and made.imported_in("hf_paused") == [template.pid]
+
+
+def test_a_worker_with_a_rank_does_not_wait_for_long(place: Path) -> None:
+    with node(place, ranks_wait_s=0.5) as made:
+        made.fork(0, "hf_slow", rank=True)
+        (worker,) = made.forked(0)
+        until(lambda: len(made.imported_in("hf_slow")) == 2, "the second import", timeout_s=60)
+        template = made.template()
+        assert template is not None, "it goes on, for the standbys"
+        assert made.imported_in("hf_slow") == [template.pid, worker.pid]
+
+
+def test_a_worker_with_a_rank_can_be_stopped_while_it_waits(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_slow", rank=True)
+        until(lambda: made.imported_in("hf_slow"), "the import to begin", timeout_s=60)
+        kill = fork_protocol.SignalWorker(worker=0, signal=signal.SIGKILL)
+        fork_protocol.send(made.link, kill)
+        answer = made.answer()
+        assert isinstance(answer, fork_protocol.NotForked) and "stopped" in answer.detail
+        assert len(made.imported_in("hf_slow")) == 1, "the import goes on meanwhile"
+
+
+def test_a_worker_with_a_rank_does_not_wait_for_a_second_import(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_threaded", rank=True)
+        assert isinstance(made.answer(), fork_protocol.ImportLeftOut)
+        (worker,) = made.forked(0)
+        until(lambda: len(made.imported_in("hf_threaded")) == 2, "both imports", timeout_s=60)
+        assert made.imported_in("hf_threaded")[1] == worker.pid and made.template() is None
+
+
+def test_a_module_that_was_left_out_before_is_left_out_at_once(place: Path) -> None:
+    with node(place) as made:
+        made.fork(0, "hf_quiet", "hf_threaded", left_out=("hf_threaded",))
+        (standby,) = made.forked(0)
+        until(lambda: made.imported_in("hf_threaded"), "the standby's import", timeout_s=60)
+        template = made.template()
+        assert template is not None and made.imported_in("hf_quiet") == [template.pid]
+        assert made.imported_in("hf_threaded") == [standby.pid]

@@ -252,6 +252,7 @@ def check_timers(state: JobState) -> None:
         "replacement": waits,
         "capacity": state.needs_placement,
         "grow": running,
+        "standbys": running,
         "preempt": running,
         "launch": running and bool(state.launching),
         "launch-again": running and bool(state.launching),

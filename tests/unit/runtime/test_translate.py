@@ -42,6 +42,7 @@ MESSAGES: tuple[wire.Message, ...] = (
     wire.Persisted(generation=1, shard=SHARD, seconds=0.5),
     wire.ShardPersistFailed(generation=1, step=3, shard=0, detail="full", tried=False),
     wire.NodeLeaving(detail="SIGTERM", grace_s=30.0),
+    wire.StandbyReport(ready=False),
     wire.AgentNote(text="out/checkpoint-120 was set aside"),
 )
 BUDDY = NodeFacts(hostname="b", address="10.0.0.2", data_port=7001, slots=2)

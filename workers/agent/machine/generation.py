@@ -80,7 +80,7 @@ class Worker:
                 self.phase = message.phase
             case worker_protocol.Progress():
                 self.step, self.last, self.phase = message.step, message, "train"
-                self.script.source = "session"
+                self.script.counted_by_session()
             case worker_protocol.Reported():
                 found = self.script.received(now_ns, message)
                 if found is not None:

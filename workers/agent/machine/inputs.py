@@ -72,6 +72,18 @@ class WorkerEnded(InputBase, frozen=True):
     """Of a SIGABRT: what torch's watchdog or NCCL printed about a lost peer."""
 
 
+class JobConfigured(InputBase, frozen=True):
+    """Result of Configure. `must_import`: standbys have modules to import, from spec.preload or
+    from what an earlier start of the script imported."""
+
+    must_import: bool
+
+
+class StandbysReady(InputBase, frozen=True):
+    """All standbys that were forked have imported what the script imports. Result of
+    RefillStandbys, seconds later."""
+
+
 class ForkserverDied(InputBase, frozen=True):
     """All workers died with the forkserver; their `WorkerEnded` came before this."""
 
@@ -163,7 +175,7 @@ class ClockTick(InputBase, frozen=True):
 
 Input = (
     LinkUp | LinkDown | Received | Terminated | WorkerForked | ForkFailed | FromRank | WorkerEnded
-    | ForkserverDied | StoppedRanks | ActivityMeasured | MemoryMeasured
-    | StacksTaken | WorkersInspected | PortOffered | WriteDone | PushDone | CopyDone
-    | ServeDone | ClockTick
+    | JobConfigured | StandbysReady | ForkserverDied | StoppedRanks | ActivityMeasured
+    | MemoryMeasured | StacksTaken | WorkersInspected | PortOffered | WriteDone | PushDone
+    | CopyDone | ServeDone | ClockTick
 )  # fmt: skip

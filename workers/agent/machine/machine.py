@@ -35,8 +35,11 @@ from .generation import (
 from .inputs import Input
 from .preemption import MachineTiming as MachineTiming
 from .preemption import Preemption
+from .standbys import Standbys
 
-RESENT = m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected
+RESENT = (
+    m.Heartbeat | m.WorkerExitReport | m.Persisted | m.StepCopied | m.Inspected | m.StandbyReport
+)  # fmt: skip
 """Messages that need not wait for a connection: every Welcome sends their newest state again, or
 they are worth nothing later."""
 
@@ -63,7 +66,7 @@ class AgentMachine:
         self._last_save_ns: int | None = None
         """No controller came in time, and the last steps are written until then."""
         self._heartbeat_ns: int | None = None
-        self._refill_ns: int | None = None
+        self._standbys = Standbys()
         self._outbox: list[m.FromAgent] = []
         self._port = 0
         self._stopped_ranks: frozenset[int] = frozenset()
@@ -83,7 +86,7 @@ class AgentMachine:
 
     def next_deadline_ns(self) -> int | None:
         """When to give ClockTick at the latest."""
-        group, due = self.group, [self._ending_ns, self._refill_ns]
+        group, due = self.group, [self._ending_ns, self._standbys.due_ns]
         if self._connected:
             due.append(self._heartbeat_ns)
         elif self._absent_since_ns is not None:
@@ -129,6 +132,10 @@ class AgentMachine:
                 return self._fork_failed(now_ns, given)
             case inputs.WorkerEnded():
                 return self._worker_ended(now_ns, given)
+            case inputs.JobConfigured():
+                return self._standbys.configured(must_import=given.must_import)
+            case inputs.StandbysReady():
+                return self._standbys.imported()
             case inputs.ForkserverDied():
                 return [commands.Send(m.AgentEvent(text=f"forkserver: {given.detail}"))]
             case inputs.StoppedRanks():
@@ -218,6 +225,7 @@ class AgentMachine:
             ranks=tuple(w.seat.rank for w in group.alive) if group and runs else (),
             staged=self.tiers.inventory(),
             offered_port=self._port,
+            reports_standbys=True,
         )
         return [commands.Send(hello)]
 
@@ -225,7 +233,7 @@ class AgentMachine:
         first, self.welcome, self._connected = self.welcome is None, message, True
         out: list[Command] = [commands.Configure()] if first else []
         if first:
-            self._schedule_refill(now_ns, self._timing.spare_delay_s)
+            self._standbys.schedule(now_ns, self._timing.spare_delay_s)
         pending, self._outbox = self._outbox, []
         group = self.group
         if group is not None and not group.stopped:
@@ -235,7 +243,8 @@ class AgentMachine:
             pending.append(self.tiers.rounds.report)
         if self._preemption is not None:
             pending.append(self._preemption.message(now_ns))
-        return [*out, *map(commands.Send, pending), *self._heartbeat(now_ns)]
+        out += [*map(commands.Send, pending), *self._standbys.repeat()]
+        return [*out, *self._heartbeat(now_ns)]
 
     def _heartbeat(self, now_ns: int) -> list[Command]:
         assert self.welcome is not None
@@ -262,7 +271,7 @@ class AgentMachine:
         group = self.group
         if self._connected and self._heartbeat_ns is not None and now_ns >= self._heartbeat_ns:
             out += self._heartbeat(now_ns)
-        out += self._refill_standbys(now_ns)
+        out += self._fork_standbys(now_ns)
         stop = group.stop if group else None
         if group and stop and stop.deadline_ns is not None and now_ns >= stop.deadline_ns:
             out += group.continue_stop(now_ns, stop)
@@ -318,7 +327,7 @@ class AgentMachine:
     def _begin(self, now_ns: int, message: m.LaunchWorkers) -> list[Command]:
         membership = message.membership
         self._fence, self._waiting = membership.generation - 1, None
-        self._refill_ns = None
+        self._standbys.cancel()
         workers = {seat.rank: Worker(seat, now_ns) for seat in message.seats}
         group = self.group = Generation(message, workers, [message.action_id])
         group.stage_every = (message.stage_every_steps, 0)
@@ -359,17 +368,11 @@ class AgentMachine:
         return [launched(action, group.generation, ok=ok, detail=detail) for action in ids]
 
     # -- standbys -----------------------------------------------------------------------------
-    def _schedule_refill(self, now_ns: int, delay_s: float) -> None:
-        # A node that will be taken away gets no other launch.
-        self._refill_ns = None if self._preemption else now_ns + int(delay_s * SECOND_NS)
-
-    def _refill_standbys(self, now_ns: int) -> list[Command]:
+    def _fork_standbys(self, now_ns: int) -> list[Command]:
         """Standbys for a launch as large as the running one."""
-        if self._refill_ns is None or now_ns < self._refill_ns:
-            return []
-        self._refill_ns, group = None, self.group
+        group = self.group
         running = group is not None and not group.stopped
-        return [commands.RefillStandbys(len(group.workers) if group and running else self.slots)]
+        return self._standbys.fork(now_ns, len(group.workers) if group and running else self.slots)
 
     # -- workers ------------------------------------------------------------------------------
     def _from_rank(self, now_ns: int, given: inputs.FromRank) -> list[Command]:
@@ -395,8 +398,8 @@ class AgentMachine:
             case worker_protocol.Finished():
                 return self.tiers.finished(group, worker.seat)
             case worker_protocol.ImportsReported():  # it trains: standbys can be made ready for it
-                self._schedule_refill(now_ns, self._timing.refill_delay_s)
-                return []
+                self._standbys.schedule(now_ns, self._timing.refill_delay_s)
+                return self._standbys.learned(message.modules)
             case _:
                 return []
 
@@ -406,7 +409,7 @@ class AgentMachine:
         if group.advanced or (group.min_step() <= group.after_step and not group.communicates()):
             return []
         group.advanced = True
-        self._schedule_refill(now_ns, self._timing.refill_delay_s)
+        self._standbys.schedule(now_ns, self._timing.refill_delay_s)
         return self._heartbeat(now_ns) if self._connected else []
 
     def _worker_ended(self, now_ns: int, given: inputs.WorkerEnded) -> list[Command]:
@@ -547,7 +550,7 @@ class AgentMachine:
         if self._preemption is not None or self._ending:
             return []  # a container runtime may send SIGTERM more than once
         self._preemption = Preemption(given.detail, now_ns, given.grace_s, self._timing)
-        self._refill_ns = None
+        self._standbys.leave()
         if self._connected:
             return [commands.Send(self._preemption.message(now_ns))]
         used = (self.group is not None and not self.group.stopped) or self.tiers.inventory()

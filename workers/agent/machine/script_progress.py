@@ -51,6 +51,11 @@ class ScriptProgress:
         total = self._before + message.total_steps if message.total_steps else 0
         return replace(message, step=step, total_steps=total)
 
+    def counted_by_session(self) -> None:
+        """Each step is reported, and Holdfast has restored the state: where a framework began, as
+        its posts before the first step had it, does not count."""
+        self.source, self.began_after, self._began_ns = "session", None, None
+
     def began_s(self, now_ns: int) -> float | None:
         """Seconds since a framework that posts began to train; None: not known."""
         return None if self._began_ns is None else (now_ns - self._began_ns) / SECOND_NS

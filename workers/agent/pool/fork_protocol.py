@@ -31,10 +31,12 @@ class ForkWorker(ForkMessage, frozen=True, kw_only=True, tag="fork"):
 
     worker: int
     local_rank: int = -1
-    """That a standby will probably get; -1: unknown."""
+    """That a standby will probably get; -1: the worker has a rank already."""
     modules: tuple[str, ...] = ()
     """That workers of this script imported. A template forks it with them, or a standby imports
     them while it waits."""
+    left_out: tuple[str, ...] = ()
+    """Those among them with which a template must not fork, as far as it is known."""
 
 
 class SignalWorker(ForkMessage, frozen=True, kw_only=True, tag="signal"):
@@ -65,7 +67,7 @@ class ImportsReady(ForkMessage, frozen=True, kw_only=True, tag="ready"):
 
 
 class ImportLeftOut(ForkMessage, frozen=True, kw_only=True, tag="left-out"):
-    """An import template must not fork any more, and ends."""
+    """An import template must not fork any more, and ends. The agent remembers the modules."""
 
     modules: tuple[str, ...]
     """That the next template does not import. The first one is what was imported, the others are
@@ -74,7 +76,7 @@ class ImportLeftOut(ForkMessage, frozen=True, kw_only=True, tag="left-out"):
 
 
 ToForkserver = ConfigureForkserver | ForkWorker | SignalWorker
-FromForkserver = Forked | NotForked | ProcessEnded
+FromForkserver = Forked | NotForked | ProcessEnded | ImportLeftOut
 FromTemplate = ImportsReady | ImportLeftOut | Forked | NotForked
 
 Packet = ToForkserver | FromForkserver | FromTemplate

@@ -25,6 +25,10 @@ from .import_template import ImportTemplate
 
 IMPORT_TIME_S = 120.0
 """A template that imports longer is ended; each standby imports the modules itself then."""
+RANKS_WAIT_S = 20.0
+"""Workers with ranks wait for a template for so long: on few cores one import for all of them is
+quicker than one in each, and it may have begun before. A launch fails after 30 s without answer
+(orchestrator/core/launching.py)."""
 
 
 def start() -> tuple[int, socket.socket]:
@@ -61,7 +65,7 @@ class Forkserver:
         self._directory = "."
         self._inherited = frozenset(sys.modules)
         self._template: ImportTemplate | None = None
-        self._template_due_s = 0.0
+        self._template_due_s = self._ranks_due_s = 0.0
         self._left_out: frozenset[str] = frozenset()
         """Modules that no template imports."""
         self._templates_failed = False
@@ -85,7 +89,7 @@ class Forkserver:
                 elif self._template is not None and event.fileobj is self._template.link:
                     self._on_template(self._template)
             if self._wait_s() == 0:
-                self._template_failed(f"it imports for {IMPORT_TIME_S:g} s")
+                self._waited_long_enough()
 
     # -- requests -----------------------------------------------------------------------------
     def _on_request(self) -> None:
@@ -103,13 +107,14 @@ class Forkserver:
                 self._on_fork(message, fds)
             case fork_protocol.SignalWorker():
                 if message.worker in self._signals:
-                    self._signals[message.worker].append(message.signal)
+                    self._signal_later(message)
                 elif (pid := self._workers.get(message.worker)) is not None:
                     _signal_group(pid, message.signal)
             case _:
                 raise AssertionError(f"the agent sent {type(message).__name__}")
 
     def _on_fork(self, message: fork_protocol.ForkWorker, fds: list[int]) -> None:
+        self._left_out |= set(message.left_out)
         template = self._template_for(message)
         if template is None:
             self._fork(message, fds)
@@ -117,7 +122,26 @@ class Forkserver:
             self._fork_from(template, message, fds)
         else:
             self._signals[message.worker] = []
+            if message.local_rank < 0 and not template.ranks_waiting():
+                self._ranks_due_s = time.monotonic() + RANKS_WAIT_S
             template.waiting.append((message, fds))
+
+    def _signal_later(self, message: fork_protocol.SignalWorker) -> None:
+        """To a worker that waits for the template. One with a rank need not be forked to end: a
+        stop is not to wait for an import."""
+        template = self._template
+        assert template is not None, "its worker waits for it"
+        ends = message.signal in (signal.SIGKILL, signal.SIGTERM)
+        ranks = [one for one in template.ranks_waiting() if one[0].worker == message.worker]
+        if not ends or not ranks:
+            self._signals[message.worker].append(message.signal)
+            return
+        ((request, fds),) = ranks
+        template.waiting.remove((request, fds))
+        for fd in fds:
+            os.close(fd)
+        detail = "it was stopped before it was forked"
+        self._not_forked(fork_protocol.NotForked(worker=request.worker, detail=detail))
 
     def _configure(self, message: fork_protocol.ConfigureForkserver) -> TrainingJob:
         job = self._job = job_from_mapping(message.spec)
@@ -188,13 +212,14 @@ class Forkserver:
 
     # -- the template -------------------------------------------------------------------------
     def _template_for(self, request: fork_protocol.ForkWorker) -> ImportTemplate | None:
-        """A worker that has a rank already does not wait for a template that still imports."""
         if not request.modules or self._templates_failed:
             return None
-        template, standby = self._template, request.local_rank >= 0
-        if standby and (template is None or not template.serves(request.modules)):
+        template, has_rank = self._template, request.local_rank < 0
+        if template is not None and template.ready and has_rank:
+            return template  # what it lacks is imported sooner than all of it
+        if template is None or not template.serves(request.modules):
             template = self._start_template(request.modules)
-        return template if template is not None and (standby or template.ready) else None
+        return template
 
     def _start_template(self, modules: Sequence[str]) -> ImportTemplate:
         assert self._job is not None, "Configure comes before the first fork"
@@ -239,6 +264,7 @@ class Forkserver:
         match message:
             case fork_protocol.ImportsReady():
                 template.ready = True
+                template.waiting.sort(key=lambda one: one[0].local_rank >= 0)  # ranks first
                 while template.waiting and template is self._template:
                     self._fork_from(template, *template.waiting.pop(0))
             case fork_protocol.ImportLeftOut():
@@ -248,11 +274,30 @@ class Forkserver:
                     "such a process must not fork; each standby imports it itself",
                     file=sys.stderr,
                 )
-                self._start_template(template.modules)
+                fork_protocol.send(self._link, message)
+                self._fork_ranks(template)  # they have waited for one import
+                if template.waiting:
+                    self._start_template(template.modules)
+                else:
+                    self._end_template()
             case None:
                 self._template_failed("it ended")
             case _:
                 raise AssertionError(f"the template sent {type(message).__name__}")
+
+    def _waited_long_enough(self) -> None:
+        template = self._template
+        assert template is not None
+        if time.monotonic() >= self._template_due_s:
+            self._template_failed(f"it imports for {IMPORT_TIME_S:g} s")
+        else:
+            self._fork_ranks(template)
+
+    def _fork_ranks(self, template: ImportTemplate) -> None:
+        """Workers with ranks wait no longer, and import by themselves."""
+        for request, fds in template.ranks_waiting():
+            template.waiting.remove((request, fds))
+            self._fork(request, fds)
 
     def _template_failed(self, why: str) -> None:
         """Do without one; the standbys import by themselves."""
@@ -262,10 +307,13 @@ class Forkserver:
             self._fork(request, fds)
 
     def _wait_s(self) -> float | None:
-        """Until the template's time is up; None: no limit."""
-        if self._template is None or self._template.ready:
+        """Until somebody has waited long enough for the template; None: no limit."""
+        template, due_s = self._template, self._template_due_s
+        if template is None or template.ready:
             return None
-        return max(0.0, self._template_due_s - time.monotonic())
+        if template.ranks_waiting():
+            due_s = min(due_s, self._ranks_due_s)
+        return max(0.0, due_s - time.monotonic())
 
     # -- exits --------------------------------------------------------------------------------
     def _watch(self, pid: int, worker: int) -> None:

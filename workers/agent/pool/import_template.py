@@ -64,6 +64,10 @@ class ImportTemplate:
                 os._exit(1)
         theirs.close()
 
+    def ranks_waiting(self) -> list[tuple[fork_protocol.ForkWorker, list[int]]]:
+        """Of the requests that wait, those of workers that have ranks."""
+        return [one for one in self.waiting if one[0].local_rank < 0]
+
     def serves(self, modules: Sequence[str]) -> bool:
         """Whether it has, or will have, these modules as they are installed now."""
         return set(self.modules).issuperset(modules) and self._installed == _installed()

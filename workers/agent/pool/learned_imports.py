@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from pathlib import Path
+
+import msgspec
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 
 from .user_modules import MAX_NAMES_BYTES
+
+
+class _Kept(msgspec.Struct):
+    """The file."""
+
+    modules: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 class LearnedImports:
@@ -22,6 +30,7 @@ class LearnedImports:
 
     def __init__(self) -> None:
         self._modules: tuple[str, ...] = ()
+        self._left_out: tuple[str, ...] = ()
         self._file: Path | None = None
 
     def keep_in(self, cache_directory: str, job: TrainingJob) -> None:
@@ -34,21 +43,32 @@ class LearnedImports:
     def known(self) -> tuple[str, ...]:
         if not self._modules and self._file is not None:
             # A damaged file is as good as none: what it says saves time only.
-            with contextlib.suppress(OSError, ValueError):
-                names = json.loads(self._file.read_text(encoding="utf-8"))
-                self._modules = tuple(name for name in names if isinstance(name, str))
+            with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+                kept = msgspec.json.decode(self._file.read_bytes(), type=_Kept)
+                self._modules, self._left_out = kept.modules, kept.left_out
         return self._modules
+
+    def left_out(self) -> tuple[str, ...]:
+        """Those with which a process must not fork."""
+        return self._left_out
 
     def learned(self, modules: tuple[str, ...]) -> None:
         """What a worker has imported until it trained. One rank may import more than others."""
         new = tuple(name for name in modules if name not in set(self._modules))
-        if not new or sum(map(len, self._modules + new)) > MAX_NAMES_BYTES:
-            return
-        self._modules += new
+        if new and sum(map(len, self._modules + new)) <= MAX_NAMES_BYTES:
+            self._modules += new
+            self._write()
+
+    def leave_out(self, modules: tuple[str, ...]) -> None:
+        """A template could not fork after it had imported the first one."""
+        self._left_out += tuple(name for name in modules if name not in set(self._left_out))
+        self._write()
+
+    def _write(self) -> None:
         if self._file is None:
             return
         with contextlib.suppress(OSError):  # a full disk
             self._file.parent.mkdir(parents=True, exist_ok=True)
             part = self._file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(modules), encoding="utf-8")
+            part.write_bytes(msgspec.json.encode(_Kept(self._modules, self._left_out)))
             part.replace(self._file)

@@ -61,10 +61,9 @@ def run(
             gpu_context.open_context(job, request.local_rank)
             user_modules.import_after_fork(job, request.modules)
             _warm(job, directory)
-        assign, output = worker_transport.receive(link)
-        if assign is None:  # the agent has ended, or does not need this standby
-            os._exit(0)
-        assert isinstance(assign, worker_protocol.Assign)
+            with contextlib.suppress(OSError):  # the agent has ended
+                worker_transport.send(link, worker_protocol.StandbyImported())
+        assign, output = _wait_for_rank(link)
         _set_up(assign, job, descriptors.wire, output)
         worker_transport.attached = worker_transport.Attached(
             link=link, assign=assign, job=job, inspection=socket.socket(fileno=descriptors.asked)
@@ -89,6 +88,16 @@ def run(
         _report_failure(link, error)
     finally:
         os._exit(code)
+
+
+def _wait_for_rank(link: socket.socket) -> tuple[worker_protocol.Assign, int | None]:
+    assign, output = None, None
+    with contextlib.suppress(ConnectionResetError):  # closed with a message of ours unread
+        assign, output = worker_transport.receive(link)
+    if assign is None:  # the agent has ended, or does not need this standby
+        os._exit(0)
+    assert isinstance(assign, worker_protocol.Assign)
+    return assign, output
 
 
 # -- process set-up ---------------------------------------------------------------------------

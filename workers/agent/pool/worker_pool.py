@@ -51,6 +51,8 @@ class WorkerProcess:
     """None: a standby."""
     local_rank: int = -1
     """Of a standby: the local rank that it is prepared for."""
+    imported: bool = False
+    """Of a standby: it has imported what the script imports."""
     reading: bool = False
     log_file: str = ""
     stack_text: str = ""
@@ -70,6 +72,7 @@ class WorkerPool:
         self._processes: dict[int, WorkerProcess] = {}
         self._seats: dict[Seat, WorkerProcess] = {}
         self._next = 0
+        self._awaits_standbys = False
         self._memory = cgroup.find("memory")
         self._memory_kills = cgroup.memory_kills(self._memory)
         """Kills of the kernel that were attributed to workers."""
@@ -96,13 +99,22 @@ class WorkerPool:
         lacking = [local_rank for local_rank in range(count) if local_rank not in prepared]
         for local_rank in lacking[: max(0, count - len(standbys))]:
             self._fork(local_rank)
+        self._awaits_standbys = True
+        self._check_standbys()
+
+    def _check_standbys(self) -> None:
+        """Report once, after a refill, that all of them are ready."""
+        waiting = any(p.seat is None and not p.imported for p in self._processes.values())
+        if self._awaits_standbys and not waiting:
+            self._awaits_standbys = False
+            self._give(inputs.StandbysReady())
 
     def assign(self, assign: worker_protocol.Assign, output: int | None) -> None:
         """Send Assign and `output` to a standby, or to a new worker."""
         seat = (assign.membership.generation, assign.seat.rank)
         standbys = [p for p in self._processes.values() if p.seat is None]
         if self.imports.known():
-            # One that is not forked yet may wait for a template that imports for seconds.
+            # One that is not forked yet may wait longer for a template than a worker with a rank.
             standbys = [p for p in standbys if p.pid]
         # Standbys that are already forked come first: they may be warm; then the one that may have
         # opened the rank's GPU.
@@ -171,7 +183,10 @@ class WorkerPool:
         process = WorkerProcess(self._next, ours, stack_fd, asked, local_rank=local_rank)
         self._processes[process.number] = process
         fork = fork_protocol.ForkWorker(
-            worker=process.number, local_rank=local_rank, modules=self.imports.known()
+            worker=process.number,
+            local_rank=local_rank,
+            modules=self.imports.known(),
+            left_out=self.imports.left_out(),
         )
         self._request(fork, (theirs.fileno(), stack_fd, asks.fileno()))
         theirs.close()
@@ -204,8 +219,11 @@ class WorkerPool:
                 case fork_protocol.NotForked():
                     process = self._processes.pop(message.worker)
                     self._close(process)
+                    self._check_standbys()
                     if process.seat is not None:
                         self._give(inputs.ForkFailed(*process.seat, message.detail))
+                case fork_protocol.ImportLeftOut():
+                    self.imports.leave_out(message.modules)
                 case fork_protocol.ProcessEnded():
                     self._ended(self._processes[message.worker], message.code, message.signal)
                 case _:
@@ -226,6 +244,7 @@ class WorkerPool:
         del self._processes[process.number]
         self._close(process)
         if process.seat is None:
+            self._check_standbys()
             return
         del self._seats[process.seat]
         out_of_memory = False
@@ -319,6 +338,9 @@ class WorkerPool:
             elif isinstance(message, worker_protocol.CollectivesReport):
                 if process.answer is not None and not process.answer.done():
                     process.answer.set_result(Inspection(process.stack_text, message.groups))
+            elif isinstance(message, worker_protocol.StandbyImported):
+                process.imported = True
+                self._check_standbys()
             elif isinstance(message, worker_protocol.ImportsReported):
                 self.imports.learned(message.modules)
                 if process.seat is not None:

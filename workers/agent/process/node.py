@@ -334,6 +334,8 @@ class AgentProcess:
             self._starts.cache = self._facts.cache_directory
             self._workers.imports.keep_in(self._facts.cache_directory, self._job)
         self._workers.configure(welcome.spec, welcome.spec_directory)
+        must_import = bool(self._job.spec.preload or self._workers.imports.known())
+        self._give(inputs.JobConfigured(must_import))
 
     def _posted(self, seat: tuple[int, int], report: worker_protocol.Reported) -> None:
         """In a thread of the progress server."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from holdfast.orchestrator.limits import CONTROLLER_ABSENCE_S
@@ -464,3 +466,48 @@ def test_a_node_with_ranks_forks_standbys_after_its_first_step_and_not_before() 
     for rank in range(2):
         harness.from_worker(rank, worker_protocol.Progress(step=0, step_s=0.1))
     assert refills(harness, until_s=30) == [(10 + MachineTiming().refill_delay_s, 2)]
+
+
+def reports(out: Iterable[object]) -> list[bool]:
+    return [report.ready for report in of(m.StandbyReport, out)]
+
+
+def test_the_controller_is_told_when_standbys_have_imported_what_the_script_imports() -> None:
+    harness = AgentHarness(joined=False)
+    (hello,) = of(m.Hello, harness.give(inputs.LinkUp(FACTS, 29500)))
+    assert hello.reports_standbys
+    harness.join()
+    assert reports(harness.give(inputs.JobConfigured(must_import=True))) == [False]
+    assert refills(harness, until_s=10) == [(MachineTiming().spare_delay_s, 2)]
+    assert reports(harness.give(inputs.StandbysReady())) == [True]
+    assert reports(harness.give(inputs.StandbysReady())) == [], "it is known"
+
+
+def test_standbys_without_anything_to_import_are_ready_at_once() -> None:
+    harness = AgentHarness()
+    assert reports(harness.give(inputs.JobConfigured(must_import=False))) == [True]
+    harness.launch()
+    nothing = worker_protocol.ImportsReported(modules=())
+    assert reports(harness.from_worker(0, nothing)) == []
+
+
+def test_standbys_for_the_next_launch_are_ready_after_their_fork_only() -> None:
+    harness = AgentHarness()
+    harness.give(inputs.JobConfigured(must_import=False))
+    harness.launch()
+    learned = worker_protocol.ImportsReported(modules=("transformers",))
+    assert reports(harness.from_worker(0, learned)) == [False]
+    assert reports(harness.give(inputs.StandbysReady())) == [], "those that are to come are not"
+    assert refills(harness, until_s=10) == [(MachineTiming().refill_delay_s, 2)]
+    assert reports(harness.give(inputs.StandbysReady())) == [True]
+
+
+def test_each_controller_is_told_again() -> None:
+    harness = AgentHarness()
+    harness.give(inputs.JobConfigured(must_import=True))
+    assert refills(harness, until_s=10)
+    harness.give(inputs.LinkDown())
+    assert reports(harness.give(inputs.StandbysReady())) == [], "there is no controller"
+    assert reports(harness.join()) == [True]
+    harness.give(inputs.LinkDown())
+    assert reports(harness.join()) == [True]

@@ -56,8 +56,19 @@ def test_an_exact_source_takes_the_place_of_posts() -> None:
     progress.received(6 * SECOND_NS, Reported(step=12))
     assert progress.source == "script"
     assert _posts(progress, (10.0, 20)) == [None]
-    progress.source = "session"
+    progress.counted_by_session()
     assert progress.received(11 * SECOND_NS, Reported(step=21)) is None
+
+
+def test_a_framework_that_posts_does_not_tell_where_a_session_began() -> None:
+    """Holdfast has restored the state: an estimate would count steps as lost that were not."""
+    progress = ScriptProgress()
+    _posts(progress, (0.0, -1), (5.0, 10), (10.0, 20))
+    progress.counted_by_session()
+    assert (progress.source, progress.began_after) == ("session", None)
+    assert progress.began_s(11 * SECOND_NS) is None
+    assert _posts(progress, (15.0, -1), (20.0, 40)) == [None, None]
+    assert progress.began_s(21 * SECOND_NS) is None
 
 
 def test_the_end_of_a_training_is_its_last_step_if_the_time_was_enough_for_the_rest() -> None:

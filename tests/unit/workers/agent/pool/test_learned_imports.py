@@ -33,6 +33,19 @@ def test_what_was_learned_is_there_for_later_agents_of_the_same_script(tmp_path:
     assert other.known() == ()
 
 
+def test_all_that_was_learned_is_kept_and_what_a_process_must_not_fork_with(tmp_path: Path) -> None:
+    first = LearnedImports()
+    first.keep_in(str(tmp_path), _job())
+    first.learned(("transformers", "wandb"))
+    first.learned(("transformers", "peft"))  # another rank
+    first.leave_out(("wandb",))
+    first.leave_out(("wandb", "grpc"))
+    second = LearnedImports()
+    second.keep_in(str(tmp_path), _job())
+    assert second.known() == ("transformers", "wandb", "peft")
+    assert second.left_out() == ("wandb", "grpc")
+
+
 def test_nothing_is_kept_where_the_job_does_not_want_it_and_a_damaged_file_is_none(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,68 @@
+"""The standbys of a node: when they are forked, and whether they have imported what the script
+imports. The controller is told, since a launch that comes sooner waits for those imports.
+
+Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.orchestrator.protocol import messages as m
+
+from . import commands
+from .commands import Command
+from .generation import SECOND_NS
+
+
+@dataclass
+class Standbys:
+    """Of one node."""
+
+    due_ns: int | None = None
+    """When they are forked; None: they are, or shall not be."""
+    reported: bool | None = None
+    """Whether they are ready, as the controller was last told; None: not known yet."""
+
+    leaving: bool = False
+    """The node will be taken away, and gets no other launch."""
+
+    def schedule(self, now_ns: int, delay_s: float) -> None:
+        self.due_ns = None if self.leaving else now_ns + int(delay_s * SECOND_NS)
+
+    def cancel(self) -> None:
+        self.due_ns = None
+
+    def leave(self) -> None:
+        self.leaving, self.due_ns = True, None
+
+    def fork(self, now_ns: int, count: int) -> list[Command]:
+        """Those that are lacking of `count`, if it is time."""
+        if self.due_ns is None or now_ns < self.due_ns:
+            return []
+        self.due_ns = None
+        return [commands.RefillStandbys(count)]
+
+    def configured(self, *, must_import: bool) -> list[Command]:
+        """The job is known, and whether there is something that they have to import."""
+        return self._report(ready=not must_import)
+
+    def learned(self, modules: tuple[str, ...]) -> list[Command]:
+        """A worker has reported what it imported, and standbys for the next launch follow."""
+        return self._report(ready=False) if modules else []
+
+    def imported(self) -> list[Command]:
+        """All that were forked have imported it. Not the answer to a fork that is still to come."""
+        return self._report(ready=True) if self.due_ns is None else []
+
+    def repeat(self) -> list[Command]:
+        """After a Welcome: the controller may be a new one."""
+        if self.reported is None:
+            return []
+        return [commands.Send(m.StandbyReport(ready=self.reported))]
+
+    def _report(self, *, ready: bool) -> list[Command]:
+        if self.reported == ready:
+            return []
+        self.reported = ready
+        return self.repeat()
