@@ -31,6 +31,10 @@ def seconds(value: float) -> int:
     return round(value * SECOND_NS)
 
 
+_SAME = sorted({*LaunchGroup.__struct_fields__} - {*Action.__struct_fields__})
+"""What a launch that is sent again keeps."""
+
+
 class StepContext:
     """What a handler works with."""
 
@@ -54,20 +58,8 @@ class StepContext:
 
     def reemit(self, action: LaunchGroup, reason: Reason) -> int:
         """The same launch under a new id, for a node that may not have received it."""
-        return self.emit(
-            LaunchGroup,
-            reason,
-            action.generation,
-            node=action.node,
-            node_rank=action.node_rank,
-            membership=action.membership,
-            seats=action.seats,
-            buddy=action.buddy,
-            persist_every_steps=action.persist_every_steps,
-            own_shards=action.own_shards,
-            stage_every_steps=action.stage_every_steps,
-            nodes_on_machine=action.nodes_on_machine,
-        )
+        same = {name: getattr(action, name) for name in _SAME}
+        return self.emit(LaunchGroup, reason, action.generation, **same)
 
     def move(self, phase: JobPhase, code: ReasonCode, text: str) -> None:
         """To another phase, or to the same one with a new reason. Raises IllegalTransition."""

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .world import World
 
 
+NEW_CODE_S = 45.0
+"""Training may go on with the old code for so long: while a node that leaves is replaced."""
+
+
 class Unsafe(AssertionError):
     """A property does not hold; the message names the seed."""
 
@@ -43,6 +47,12 @@ class Oracle:
         """(generation, step) -> members that have staged it at the controller's request."""
         self.copies: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Generation -> the newest step of which all buddies have a copy, and its members."""
+        self.code = ""
+        """Which the next generation must run."""
+        self.waits_for_code: tuple[int, float] | None = None
+        """Generation and time of a request for new code that none runs yet."""
+        self.new_codes: dict[int, None] = {}
+        """Generations that were ended for new code."""
         self.saved: dict[int, None] = {}
         """Generations that ended with the loss of one node, and such a copy was there."""
 
@@ -53,6 +63,7 @@ class Oracle:
     def decided(self, state: JobState, event: e.AnyEvent, actions: tuple[a.AnyAction, ...]) -> None:
         """After every step of the controller. A crash may undo what is not durable yet."""
         check_timers(state)
+        self._new_code(state, event)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
@@ -63,6 +74,21 @@ class Oracle:
                 case a.CommitManifest():
                     self._commit(state, action)
         self._budgets(state)
+
+    def _new_code(self, state: JobState, event: e.AnyEvent) -> None:
+        """It is that of the next generation, which comes soon."""
+        if isinstance(event, e.AgainRequested):
+            self.code = self.code if event.code is None else event.code
+            self.waits_for_code = (state.generation, self.world.time_s)
+        if self.waits_for_code is None:
+            return
+        generation, since_s = self.waits_for_code
+        if state.generation > generation:
+            self.waits_for_code = None
+            self.new_codes[generation] = None
+        elif state.phase == "running" and state.stop is None:
+            waited_s = self.world.time_s - since_s
+            self.require(waited_s < NEW_CODE_S, f"old code runs {waited_s:.1f} s after new code")
 
     def copied(self, state: JobState, order: CopyOrder) -> None:
         """The controller confirms a step of the buddy tier."""
@@ -108,6 +134,7 @@ class Oracle:
     def _launch(self, state: JobState, action: a.LaunchGroup) -> None:
         generation, mesh = action.membership.generation, action.membership.mesh
         self.require(generation == state.generation, f"launch of {generation}")
+        self.require(action.code == self.code, f"launch of {action.code!r}, not {self.code!r}")
         self.require(
             mesh.world_size == action.membership.num_nodes * action.membership.workers_per_node,
             f"{mesh} on {action.membership.num_nodes} nodes",
@@ -162,6 +189,9 @@ class Oracle:
 
     def restarted(self, state: JobState) -> None:
         """A controller has replayed its journal, which may lack the last decisions."""
+        self.code = state.job.spec.code or ""
+        if not state.new_code:
+            self.waits_for_code = None
         self._judged = _judged(state)
         self._charged = sum(state.restarts.values())
         self._uncharged &= self._judged

@@ -56,6 +56,7 @@ def test_the_seeds_meet_every_kind_of_fault() -> None:
     assert sum(world.host.journal.num_compactions for world in worlds) > 20
     assert sum(world.host.num_snapshots_restored for world in worlds) > 5
     assert max(state.generation for state in states) > 6
+    assert sum(len(world.oracle.new_codes) for world in worlds) > 5
     restored = {incident.restored_from for state in states for incident in state.incidents}
     assert {"memory", "storage"} <= restored
 

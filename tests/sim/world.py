@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,9 @@ class World(VirtualTime):
         """Rank -> how it is late at its next step."""
         self.cpu_pressure = 0.0
         self._measuring = False
-        self.num_faults = 0
+        self.num_faults = self.num_codes = 0
+        # Of its own random numbers: other draws of the seed stay what they are.
+        self.codes = random.Random(f"new code {seed}")
         self.cancelled = False
         self.oracle = Oracle(self)
         self.storage = Storage(self)
@@ -188,6 +191,8 @@ class World(VirtualTime):
                 self.after(at + self.rng.expovariate(5.0), self._fault)
             at += self.rng.expovariate(1 / calm)
         self.after(FAULTS_S, self._heal)
+        for _ in range(self.codes.choice((0, 0, 1, 2))):
+            self.after(self.codes.uniform(1.0, FAULTS_S), self._again)
 
     def _fault(self) -> None:
         kinds: list[tuple[float, Callable[[], str]]] = [
@@ -335,6 +340,18 @@ class World(VirtualTime):
         self.host.handle(e.SuspendRequested(by="sim"))
         self.after(self.between(1.0, 8.0), lambda: self.host.handle(e.ResumeRequested(by="sim")))
         return "suspend"
+
+    def _again(self) -> None:
+        """New code; the control API refuses it for a job that ends."""
+        if not self.host.up or not self.host.submitted:
+            return
+        state = self.host.state
+        if state.phase == "finishing" or state.terminal or state.intent in ("cancel", "deadline"):
+            return
+        self.num_codes += 1
+        code = self.codes.choice((None, "", f"{self.num_codes:064}"))
+        self.log(f"** new code {code!r}")
+        self.host.handle(e.AgainRequested(code=code, by="sim"))
 
     def _cancel(self) -> str:
         if self.host.up:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from holdfast.orchestrator.core.actions import LaunchGroup, RequestNodes, StageStep, StopGroup
@@ -68,6 +69,22 @@ def test_a_request_during_a_recovery_needs_no_second_stop() -> None:
     assert {launch.code for launch in job.of(LaunchGroup)} == {CODE}
     job.step(6)
     assert not job.of(StopGroup) and not job.state.new_code
+
+
+@pytest.mark.parametrize("missed", ["rejoins", "is silent"])
+def test_a_node_that_missed_its_launch_gets_the_code_with_the_next_one(missed: str) -> None:
+    job = Transcript().started()
+    job.apply(AgainRequested(code=CODE))
+    job.all_stopped(5)
+    first = {launch.node: launch for launch in job.of(LaunchGroup)}
+    if missed == "rejoins":
+        job.join("b")
+    else:
+        job.wait(60)
+    sent = job.last(LaunchGroup)
+    assert sent.action_id > first["b"].action_id and sent.code == CODE
+    again = {"action_id": first[sent.node].action_id, "reason": first[sent.node].reason}
+    assert msgspec.structs.replace(sent, **again) == first[sent.node], "else it is the same"
 
 
 def test_a_suspended_job_has_the_new_code_when_it_is_resumed() -> None:
