@@ -167,6 +167,7 @@ CASES: tuple[Case, ...] = (
     case("PP", "PP 2, AC full", Mesh(pipeline=2), DEEP, passes=4, **_ac("full")),
     case("3-D", "PP 2, FSDP 4", Mesh(pipeline=2, shard=4), DEEP, passes=4),
     case("3-D", "PP 2, FSDP 2, TP 2", Mesh(pipeline=2, shard=2, tensor=2), DEEP, passes=2),
+    case("3-D", "PP 2, FSDP 2, CP 2", Mesh(pipeline=2, shard=2, context=2), DEEP, passes=4),
     case("3-D", "FSDP 2, CP 2, TP 2", Mesh(shard=2, context=2, tensor=2), length=2048),
     case(
         "3-D", "PP 2, HSDP 2 x 2, TP 2, AC full",

@@ -159,8 +159,7 @@ def meshes(work: Workload, cluster: Cluster) -> Iterator[Mesh]:
         for tensor in _divisors(model.num_kv_heads, cluster.per_node):
             if cluster.per_node % tensor or not _divides(work, tensor):
                 continue
-            # Stages of the recipe pass whole sequences.
-            for context in _contexts(work, tensor) if pipeline == 1 else (1,):
+            for context in _contexts(work, tensor):
                 inner = pipeline * tensor * context
                 if world % inner:
                     continue

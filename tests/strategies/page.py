@@ -73,7 +73,8 @@ def render(found: dict[str, dict[str, str]], torch_version: str, commit: str) ->
 
 def main() -> int:
     recorder = Recorder()
-    code = pytest.main(["-q", "-p", "no:xdist", str(Path(__file__).parent)], plugins=[recorder])
+    arguments = ["-q", "--all", "-p", "no:xdist", str(Path(__file__).parent)]
+    code = pytest.main(arguments, plugins=[recorder])
     if recorder.num_failed or code != 0:
         print(f"{PAGE.name} is not written: {recorder.num_failed} failures", file=sys.stderr)
         return 1

@@ -30,7 +30,14 @@ MESHES: dict[str, dict[str, Any]] = {
     "CP 2 x FSDP 2": {"context": 2, "shard": 2},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "PP 2 x DDP 2": {"pipeline": 2, "replicate": 2},
-}
+    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
+    "PP 2 x DDP 2, interleaved": {
+        "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
+    },
+    "PP 2 x DDP 2, zero bubble in a V": {
+        "pipeline": 2, "replicate": 2, "pipelineSchedule": "zbvZeroBubble"
+    },
+}  # fmt: skip
 STEPS = 45
 SKIPPED = "changes nothing: the gradients overflow"
 HOLDFAST = (sys.executable, "-m", "holdfast.orchestrator.cli.main")
@@ -48,7 +55,7 @@ def test_a_killed_worker_and_a_lost_node_change_no_loss(
     spec = document(
         "faults", STEPS, MESHES[mesh], nodes=2, workers=2, config=PACED, checkpoint=tiers
     )
-    if "shard" in MESHES[mesh]:
+    if "replicate" not in MESHES[mesh]:
         spec["spec"]["nodes"]["min"] = 2  # one replica on both nodes
     job = start(spec)
     view = lose_a_worker_and_a_node(job)
@@ -98,6 +105,7 @@ CHAIN: dict[str, dict[str, Any]] = {
 STAGES: dict[str, dict[str, Any]] = {
     "TP 2 x FSDP 2": {"tensor": 2, "shard": 2},
     "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
     "PP 2 x FSDP 2": {"pipeline": 2, "shard": 2},
     "FSDP 4": {"shard": 4},
 }

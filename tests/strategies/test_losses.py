@@ -36,6 +36,10 @@ MESHES: dict[str, dict[str, Any]] = {
         "pipeline": 2, "replicate": 2, "pipelineSchedule": "interleaved1f1b"
     },
     "PP 2 x TP 2": {"pipeline": 2, "tensor": 2},
+    "PP 2 x CP 2": {"pipeline": 2, "context": 2},
+    "PP 2 x CP 2, zero bubble in a V": {
+        "pipeline": 2, "context": 2, "pipelineSchedule": "zbvZeroBubble"
+    },
     "PP 2 x TP 2, interleaved zero bubble": {
         "pipeline": 2, "tensor": 2, "pipelineSchedule": "interleavedZeroBubble"
     },

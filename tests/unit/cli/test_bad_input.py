@@ -202,11 +202,6 @@ CASES = [
         id="a context axis on GPUs in a format without a kernel",
     ),
     pytest.param(
-        RECIPE % "" + "  workersPerNode: 4\n  parallelism: {context: 2, pipeline: 2}\n",
-        ["spec.parallelism.context: got 2 with pipeline 2; expected 1"],
-        id="a context axis in a pipeline of the recipe",
-    ),
-    pytest.param(
         SPEC + "  entrypoint: {script: train.py, module: train}\n",
         ["spec.entrypoint: got script and module", "exactly one of"],
         id="two entrypoints",

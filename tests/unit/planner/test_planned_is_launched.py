@@ -35,15 +35,17 @@ def jobs(draw: st.DrawFn) -> tuple[TrainingJob | None, NodeFacts]:
     most = draw(st.integers(1, 6))
     divisors = [n for n in (1, 2, 4, 8) if workers % n == 0]
     tensor = draw(st.sampled_from(divisors))
-    other = draw(st.sampled_from([n for n in divisors if workers // tensor % n == 0]))
-    which = draw(st.sampled_from(["context", "pipeline"]))  # the recipe has not both
+    pipeline = draw(st.sampled_from([n for n in divisors if workers // tensor % n == 0]))
+    rest = workers // tensor // pipeline
+    context = draw(st.sampled_from([n for n in divisors if rest % n == 0]))
     parallelism: dict[str, Any] = {
         "shard": draw(st.sampled_from(["auto", "auto", "auto", "world", *divisors])),
         "tensor": tensor,
-        which: other,
+        "pipeline": pipeline,
+        "context": context,
         "activationCheckpointing": {"mode": draw(st.sampled_from(MODES))},
     }
-    if which == "context" or other == 1:
+    if pipeline == 1:
         parallelism["reshardAfterForward"] = draw(st.sampled_from([True, True, False]))
     if draw(st.booleans()):
         parallelism["offload"] = "cpu"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,16 +70,23 @@ def divide(mesh: DeviceMesh, *whole: Tensor, dim: int = 1) -> Iterator[tuple[Ten
 
 
 @contextlib.contextmanager
-def divide_batch(mesh: DeviceMesh | None, batch: MicroBatch) -> Iterator[MicroBatch]:
-    """As `divide`, of a micro-batch. Without a mesh there is no context axis, and the batch stays
+def divide_batches(
+    mesh: DeviceMesh | None, batches: Sequence[MicroBatch]
+) -> Iterator[Sequence[MicroBatch]]:
+    """As `divide`, of micro-batches. Without a mesh there is no context axis, and they stay
     whole."""
     if mesh is None:
-        yield batch
+        yield batches
         return
-    with divide(mesh, batch.inputs_bt, batch.targets_bt) as (inputs_bt, targets_bt, positions_t):
-        yield dataclasses.replace(
-            batch, inputs_bt=inputs_bt, targets_bt=targets_bt, positions_t=positions_t
-        )
+    inputs, targets = [one.inputs_bt for one in batches], [one.targets_bt for one in batches]
+    with divide(mesh, *inputs, *targets) as (*parts, positions_t):
+        halves = zip(parts[: len(batches)], parts[len(batches) :], strict=True)
+        yield [
+            dataclasses.replace(
+                batch, inputs_bt=inputs_bt, targets_bt=targets_bt, positions_t=positions_t
+            )
+            for batch, (inputs_bt, targets_bt) in zip(batches, halves, strict=True)
+        ]
 
 
 # -- the ring on CPUs -----------------------------------------------------------------------------

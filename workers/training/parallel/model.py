@@ -131,7 +131,7 @@ class Parallel:
             with (
                 self._divided_loss(),
                 sharding.accumulating(self.module, self.parallelism, last),
-                context.divide_batch(self.context, batch.to(self.session.device)) as part,
+                context.divide_batches(self.context, [batch.to(self.session.device)]) as (part,),
             ):
                 loss = self._loss(part, loss_of)
                 (loss * self._factor).backward()  # type: ignore[no-untyped-call]
@@ -148,7 +148,8 @@ class Parallel:
             if self.pipeline is not None:
                 total += self.pipeline.evaluate(batches, loss_of, self.dtype)
             for batch in batches if self.pipeline is None else ():
-                with context.divide_batch(self.context, batch.to(self.session.device)) as part:
+                whole = [batch.to(self.session.device)]
+                with context.divide_batches(self.context, whole) as (part,):
                     total += self._loss(part, loss_of)
                 self.session.tick()
         self.module.train()

@@ -21,12 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.orchestrator.api.v1alpha1 import Parallelism
 from holdfast.orchestrator.errors import UserError
 from holdfast.workers.session import Session
 from holdfast.workers.training.data import MicroBatch
 from holdfast.workers.training.models.transformer import Transformer
+
+from . import context
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -55,12 +58,14 @@ class StageModule(Transformer):
         self.next_batch = None
         """Of the last stage: arguments of the head for the next micro-batch, and the loss of what
         the head gives."""
+        self.positions_t: Tensor | None = None
+        """Where the tokens of all micro-batches are in their sequences; None: they are whole."""
 
     def forward(self, tokens_bt: Tensor, *_: Any, **__: Any) -> Tensor:
         if self.next_batch is None:
-            return super().forward(tokens_bt)
+            return super().forward(tokens_bt, self.positions_t)
         of_head, loss_of = self.next_batch()
-        loss = loss_of(super().forward(tokens_bt, **of_head))
+        loss = loss_of(super().forward(tokens_bt, self.positions_t, **of_head))
         # torch concatenates the outputs of the last stage, and detaches them: not a scalar or view.
         return loss.reshape(1).clone()
 
@@ -129,14 +134,15 @@ class Pipeline:
         of activations. Returns the sum of the losses, on ranks without the last stage 0: a scalar
         on the session's device."""
         device = self._session.device
-        filled = [batch.to(device) for batch in self._filled(batches)]
-        schedule = self._schedule(len(filled), filled[0].inputs_bt, dtype)
-        self._batches, self._loss_of, self._scale = iter(filled), loss_of, scale
-        inputs = [torch.cat([batch.inputs_bt for batch in filled])] if 0 in self._parts else []
-        last = self._num_stages - 1 in self._parts
-        target = torch.zeros(len(filled)) if last else None  # not used, but torch requires one
+        whole = [batch.to(device) for batch in self._filled(batches)]
         losses: list[Tensor] = []
-        schedule.step(*inputs, target=target, losses=losses)
+        with context.divide_batches(self._context, whole) as filled:
+            schedule = self._schedule(len(filled), filled[0].inputs_bt, dtype)
+            self._give(filled, loss_of, scale)
+            inputs = [torch.cat([batch.inputs_bt for batch in filled])] if 0 in self._parts else []
+            last = self._num_stages - 1 in self._parts
+            target = torch.zeros(len(filled)) if last else None  # not used, but torch requires one
+            schedule.step(*inputs, target=target, losses=losses)
         total = torch.zeros((), device=device)
         for loss in losses:
             total += loss.detach().squeeze() / scale
@@ -146,26 +152,40 @@ class Pipeline:
         """The sum of the losses as in `train`, without gradients. Not by a schedule of torch: a V
         cannot pass forwards alone."""
         total = torch.zeros((), device=self._session.device)
-        sending: tuple[Any, Tensor] | None = None
+        sending: list[tuple[Any, Tensor]] = []
         for batch in batches:
-            batch = batch.to(self._session.device)
-            self._batches, self._loss_of, self._scale = iter([batch]), loss_of, 1.0
-            x_btd = batch.inputs_bt
-            for number, part in self._parts.items():
-                before, after = self._rank_of(number - 1), self._rank_of(number + 1)
-                if number > 0 and before != self._at:
-                    x_btd = self._passed(batch.inputs_bt, dtype, self._session.device)
-                    dist.recv(x_btd, group=self._group, group_src=before)
-                x_btd = part(x_btd)
-                if part.next_batch is not None:
-                    total += x_btd.squeeze()
-                elif after != self._at:
-                    if sending is not None:
-                        sending[0].wait()
-                    sending = dist.isend(x_btd, group=self._group, group_dst=after), x_btd
-        if sending is not None:
-            sending[0].wait()
+            whole = [batch.to(self._session.device)]
+            with context.divide_batches(self._context, whole) as (part,):
+                self._give([part], loss_of, 1.0)
+                total += self._evaluate(part.inputs_bt, dtype, sending)
+        _wait(sending)
         return total
+
+    def _evaluate(
+        self, inputs_bt: Tensor, dtype: torch.dtype, sending: list[tuple[Any, Tensor]]
+    ) -> Tensor:
+        """The loss of the micro-batch that was given, on other ranks than the last stage's 0.
+        `sending`: what is on its way to the next stage, with the tensors that must stay."""
+        device = self._session.device
+        x_btd, loss = inputs_bt, torch.zeros((), device=device)
+        for number, part in self._parts.items():
+            before, after = self._rank_of(number - 1), self._rank_of(number + 1)
+            if number > 0 and before != self._at:
+                x_btd = self._passed(inputs_bt, dtype, device)
+                dist.recv(x_btd, group=self._group, group_src=before)
+            x_btd = part(x_btd)
+            if part.next_batch is not None:
+                loss = x_btd.squeeze()
+            elif after != self._at:
+                _wait(sending)
+                sending.append((dist.isend(x_btd, group=self._group, group_dst=after), x_btd))
+        return loss
+
+    def _give(self, batches: Sequence[MicroBatch], loss_of: Loss, scale: float) -> None:
+        """What the stages compute next."""
+        self._batches, self._loss_of, self._scale = iter(batches), loss_of, scale
+        for part in self._parts.values():
+            part.positions_t = batches[0].positions_t
 
     def _rank_of(self, stage: int) -> int:
         """The rank in this pipeline that has a stage."""
@@ -226,8 +246,17 @@ class Pipeline:
         return torch.empty(batch, length, self._model.config.dim, dtype=dtype, device=device)
 
     @property
+    def _context(self) -> DeviceMesh | None:
+        return self._session.meshes.axis("context") if self._session.shape.context > 1 else None
+
+    @property
     def _group(self) -> dist.ProcessGroup:
         return self._session.meshes.axis("pipeline").get_group()
+
+
+def _wait(sending: list[tuple[Any, Tensor]]) -> None:
+    while sending:
+        sending.pop()[0].wait()
 
 
 def _schedule_class(name: str) -> Any:
@@ -253,5 +282,5 @@ def _padded(batch: MicroBatch, num_samples: int) -> MicroBatch:
 
 
 def _parts(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """All but positions: a pipeline has whole sequences."""
+    """All but positions: the sequences are whole, and divided over a context axis later."""
     return batch.inputs_bt, batch.targets_bt, batch.weights_b
