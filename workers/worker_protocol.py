@@ -14,7 +14,8 @@ ends with Failed or Finished and exits.
 A script that keeps its own checkpoints may send StopNoticeWanted, and gets StopNotice in a planned
 stop, while it has time to save.
 
-A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport.
+A byte on a second socket, which the pulse thread reads, asks for StackReport and CollectivesReport;
+TraceWanted there for TraceWritten.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from holdfast.orchestrator.protocol.facts import (
     WorkerPhase,
     WorkerSeat,
 )
+
+ASK_STACK = b"?"
+"""On the second socket; no message in msgpack is this byte."""
 
 
 class WorkerMessage(
@@ -145,6 +149,14 @@ class CollectivesReport(WorkerMessage, frozen=True, kw_only=True, tag="collectiv
     groups: tuple[GroupProgress, ...] = ()
 
 
+class TraceWritten(WorkerMessage, frozen=True, kw_only=True, tag="trace-written"):
+    """The file of TraceWanted is complete, or there is none."""
+
+    detail: str = ""
+    """What it has: steps, seconds, why it ended early."""
+    problem: str = ""
+
+
 class Failed(WorkerMessage, frozen=True, kw_only=True, tag="failed"):
     error_type: str
     message: str
@@ -204,6 +216,19 @@ class StopNotice(WorkerMessage, frozen=True, kw_only=True, tag="stop-notice"):
     grace_s: float
 
 
+class TraceWanted(WorkerMessage, frozen=True, kw_only=True, tag="trace-wanted"):
+    """Record the next steps with torch.profiler, as text into `file`."""
+
+    file: str
+    seconds: float
+    steps: int
+    """End after so many; 0: after `seconds`."""
+    max_bytes: int
+    """Of the text, compressed: an estimate ends the recording."""
+    wait_s: float
+    """Until a step must have ended: the agent gives up then."""
+
+
 class Buffer(WorkerMessage, frozen=True, kw_only=True, tag="buffer"):
     """Comes with one file descriptor. `part` of `parts`: what this worker writes; 0 parts: nothing
     yet."""
@@ -256,10 +281,11 @@ FromWorker = (
     | StopNoticeWanted
     | StackReport
     | CollectivesReport
+    | TraceWritten
     | Failed
     | Finished
 )
 ToWorker = (
     Assign | StageAt | SetStagingInterval | StopNotice | Buffer | BufferFree | NoBuffer | Shard
-    | NoShard
+    | NoShard | TraceWanted
 )  # fmt: skip

@@ -252,11 +252,14 @@ class KubeClient:
         resource = Resource("", "", "version")
         return str((await self._send(_Request("get", "GET", resource, "/version")))["gitVersion"])
 
-    async def log(self, namespace: str, pod: str, *, follow: bool, since: str) -> Any:
-        """The output of a pod's training container since a time (RFC 3339; empty: all of it) as a
-        byte stream, whose lines start with their timestamps."""
+    async def log(
+        self, namespace: str, pod: str, *, follow: bool, since: str, only_new: bool = False
+    ) -> Any:
+        """The output of a pod's training container since a time (RFC 3339; empty: all of it), or
+        from now on, as a byte stream, whose lines start with their timestamps."""
         query = [("container", names.CONTAINER), ("follow", "true" if follow else "false")]
         query += [("timestamps", "true"), *([("sinceTime", since)] if since else [])]
+        query += [("tailLines", "0")] if only_new else []
         path = PODS.path(namespace, pod, "log")
         request = _Request("log", "GET", PODS, path, query, timeout=LOG_TIMEOUT)
         return (await self._open(request)).content

@@ -47,7 +47,7 @@ RESUME = "holdfast.dev/resume"
 `{"start_over": ..., "by": ..., "id": ...}`. The operator removes it."""
 INSPECT = "holdfast.dev/inspect"
 """Annotation: a question about running workers, `{"verb": "stacks", "arguments": {...}, "by": ...,
-"id": ...}`, or profile. The operator removes it, and answers with an Event."""
+"id": ...}`, profile or trace. The operator removes it, and answers with an Event."""
 BLAMED = "holdfast.dev/blamed"
 """Annotation of a pod: JSON {blamed node of the job: its Kubernetes node}, so that a later operator
 still keeps the job's pods away from those Kubernetes nodes."""
@@ -59,6 +59,8 @@ REQUEST = "holdfast.dev/request"
 id."""
 ANSWER = "holdfast.dev/answer"
 """Annotation of an Event that answers a question: JSON, compressed with zlib, in base64."""
+ANSWER_PARTS = "holdfast.dev/answer-parts"
+"""Annotation of an Event: the answer to a question is in so many ConfigMaps, see answer_parts."""
 STEP = "holdfast.dev/step"
 """Annotation of an Event that answers `checkpoint`: the step that is written."""
 

@@ -22,9 +22,10 @@ RETRY_MAX_S = 10.0
 
 
 async def lines(
-    cluster: KubeClient, namespace: str, pod: str, *, follow: bool
+    cluster: KubeClient, namespace: str, pod: str, *, follow: bool, only_new: bool = False
 ) -> AsyncIterator[bytes]:
-    """All lines that the kubelet has and, with `follow`, new ones until the container ends.
+    """All lines that the kubelet has, unless `only_new`, and, with `follow`, new ones until the
+    container ends.
 
     Raises Invalid when the container has not started yet, NotFound when the pod is gone.
     """
@@ -32,7 +33,9 @@ async def lines(
     backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S)
     while True:
         try:
-            stream = await cluster.log(namespace, pod, follow=follow, since=last.decode())
+            stream = await cluster.log(
+                namespace, pod, follow=follow, since=last.decode(), only_new=only_new and not last
+            )
             async for line in _lines(stream):
                 time, _space, text = line.partition(b" ")
                 # `since` has a resolution of one second, so lines come a second time.

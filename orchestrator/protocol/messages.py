@@ -192,11 +192,13 @@ class StacksShown(Message, frozen=True, kw_only=True, tag="stacks-shown"):
 
 
 class ProfileRecorded(Message, frozen=True, kw_only=True, tag="profile-recorded"):
-    """Answer to RecordProfile."""
+    """Answer to RecordProfile and RecordTrace."""
 
     question: int
     content: bytes = b""
-    """The file, compressed with zlib."""
+    """The file, compressed with zlib; of a trace with gzip."""
+    detail: str = ""
+    """Of a trace: what it has."""
     problem: str = ""
     """Why there is none; empty: there is."""
 
@@ -303,6 +305,20 @@ class RecordProfile(Message, frozen=True, kw_only=True, tag="record-profile"):
     """Count threads that wait, too."""
 
 
+class RecordTrace(Message, frozen=True, kw_only=True, tag="record-trace"):
+    """A user wants a trace of torch.profiler of a rank, from the end of one step to that of
+    another."""
+
+    question: int
+    generation: int
+    rank: int
+    seconds: float
+    steps: int = 0
+    """End after so many; 0: after `seconds`."""
+    max_bytes: int
+    """Of the file, compressed."""
+
+
 class Stage(Message, frozen=True, kw_only=True, tag="stage"):
     """Have all workers stage this step, regardless of their interval."""
 
@@ -383,7 +399,8 @@ class Request(Message, frozen=True, kw_only=True, tag="request"):
     job: str = ""
     """Empty: the only job of this controller."""
     verb: str
-    """status, watch, resize, again, suspend, resume, cancel, chaos, checkpoint, stacks, profile."""
+    """status, spec, watch, resize, again, suspend, resume, cancel, chaos, checkpoint, stacks,
+    profile, trace."""
     arguments: dict[str, Any] = {}
 
 
@@ -403,7 +420,7 @@ ToAgent = (
     | Committed | Chaos | Shutdown | Inspect
 )  # fmt: skip
 
-Question = ShowStacks | RecordProfile
+Question = ShowStacks | RecordProfile | RecordTrace
 """Answered by the agent's process, not by its machine: no decision depends on it."""
 QuestionAnswer = StacksShown | ProfileRecorded
 """Never an event."""

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -111,13 +112,11 @@ class Inquiries:
         zlib, in base64. Raises HoldfastError when there is none."""
         size, generation = _running(state), state.generation
         rank = arguments.get("rank") or 0
-        seconds, rate = arguments.get("seconds", 10.0), arguments.get("rate", 100)
+        seconds = _number(arguments, "seconds", 10.0, 1, limits.MAX_PROFILE_S)
+        rate = arguments.get("rate", 100)
         form, idle = arguments.get("format", FORMATS[0]), bool(arguments.get("idle"))
         if not isinstance(rank, int) or not 0 <= rank < size:
             raise UserError(str(Problem("rank", f"{rank}", f"0 to {size - 1}")))
-        if not isinstance(seconds, int | float) or not 1 <= seconds <= limits.MAX_PROFILE_S:
-            expected = f"1 to {limits.MAX_PROFILE_S:g}"
-            raise UserError(str(Problem("seconds", f"{seconds}", expected)))
         if not isinstance(rate, int) or not 1 <= rate <= 1000:
             raise UserError(str(Problem("rate", f"{rate}", "1 to 1000 samples per second")))
         if form not in FORMATS:
@@ -143,6 +142,62 @@ class Inquiries:
         body = {"rank": rank, "node": node, "generation": generation, "format": form}
         detail = f"{seconds:g} s of rank {rank} on {node}, generation {generation}"
         return wire.Reply(ok=True, detail=detail, body={**body, "content": content})
+
+    # -- traces --------------------------------------------------------------------------------
+    async def trace(self, state: JobState, arguments: dict[str, Any]) -> wire.Reply:
+        """`seconds` or `steps` of torch.profiler of `ranks`, recorded at the same time; the body
+        has the files, compressed with gzip, in base64, and the ranks without one. Raises
+        HoldfastError when there is none at all."""
+        size, generation = _running(state), state.generation
+        ranks = _ranks({"ranks": arguments.get("ranks") or [0]}, size)
+        seconds = _number(arguments, "seconds", 10.0, 1, limits.MAX_PROFILE_S)
+        steps = _number(arguments, "steps", 0, 0, 100_000)
+        if len(ranks) > limits.MAX_TRACED_RANKS:
+            expected = f"at most {limits.MAX_TRACED_RANKS}"
+            raise UserError(str(Problem("ranks", f"{len(ranks)}", expected)))
+        max_bytes = limits.MAX_TRACES_BYTES // len(ranks)
+
+        def question(number: int, rank: int) -> wire.RecordTrace:
+            return wire.RecordTrace(
+                question=number,
+                generation=generation,
+                rank=rank,
+                seconds=seconds,
+                steps=round(steps),
+                max_bytes=max_bytes,
+            )
+
+        timeout_s = seconds + 2 * limits.TRACE_STEP_S + self._timeout_s
+        nodes = [state.node_of(rank) for rank in ranks]
+        answers = await asyncio.gather(
+            *(
+                self._ask(node, partial(question, rank=rank), timeout_s)
+                for node, rank in zip(nodes, ranks, strict=True)
+            )
+        )
+        traces, problems = [], []
+        for node, rank, answer in zip(nodes, ranks, answers, strict=True):
+            problem = answer.problem if isinstance(answer, wire.ProfileRecorded) else str(answer)
+            if problem or not isinstance(answer, wire.ProfileRecorded):
+                problems.append({"rank": rank, "node": node, "why": problem})
+                continue
+            content = base64.b64encode(answer.content).decode()
+            traces.append({"rank": rank, "node": node, "detail": answer.detail, "content": content})
+        if not traces:
+            whys = "; ".join(
+                f"rank {one['rank']} on {one['node']}: {one['why']}" for one in problems
+            )
+            raise HoldfastError(f"no trace: {whys}")
+        body = {"generation": generation, "traces": traces, "problems": problems}
+        detail = f"traces of {len(traces)} of {len(ranks)} ranks, generation {generation}"
+        return wire.Reply(ok=True, detail=detail, body=body)
+
+
+def _number(arguments: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = arguments.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise UserError(str(Problem(name, f"{value}", f"{low:g} to {high:g}")))
+    return float(value)
 
 
 def _running(state: JobState) -> int:

@@ -82,6 +82,7 @@ def report(
         kind = loss.device.type if isinstance(loss, Tensor) else "cpu"
         loss = last.losses.setdefault(kind, LossReport(kind)).swap(loss)
     channel.phase = "train"
+    channel.reports_steps()
     channel.send(
         worker_protocol.Reported(
             step=step,
@@ -92,6 +93,9 @@ def report(
             step_s=step_s,
         )
     )
+    if channel.trace is not None:
+        channel.step_ended(step)
+        last.at_s = time.perf_counter()
 
 
 def preemption() -> PlannedStop | None:
@@ -121,6 +125,9 @@ def begin(after_step: int) -> None:
     if _last.step is None or after_step < _last.step:
         _last.step, _last.at_s = after_step, time.perf_counter()
     enter("build")
+    channel = agent_channel.of_process()
+    if channel is not None:
+        channel.reports_steps()
 
 
 def enter(name: WorkerPhase) -> None:

@@ -73,8 +73,8 @@ def run(
         bool | None,
         typer.Option(
             "--logs/--no-logs",
-            help="Show what rank 0 prints, too; not with --kubernetes.",
-            show_default="of a script on this machine",
+            help="Show what rank 0 prints, too.",
+            show_default="of a script on this machine and on Kubernetes",
         ),
     ] = None,
     again: AgainOption = None,

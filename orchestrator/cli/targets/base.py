@@ -61,7 +61,7 @@ class TargetJob(Protocol):
         ...
 
     def request(self, verb: str, **arguments: Any) -> Response:
-        """resize, suspend, resume, cancel, chaos, checkpoint, stacks or profile; see
+        """resize, suspend, resume, cancel, chaos, checkpoint, stacks, profile or trace; see
         runtime/control_api.py."""
         ...
 

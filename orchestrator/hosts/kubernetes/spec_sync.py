@@ -13,13 +13,14 @@ import asyncio
 import base64
 import json
 import zlib
+from contextlib import suppress
 from typing import Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob
 from holdfast.orchestrator.errors import HoldfastError, UserError
-from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube import answer_parts, names
 from holdfast.orchestrator.kube.client import Document, KubeClient
-from holdfast.orchestrator.kube.errors import JOBS
+from holdfast.orchestrator.kube.errors import JOBS, ApiError
 from holdfast.orchestrator.kube.event_recorder import EventRecorder
 from holdfast.orchestrator.kube.names import Owner
 from holdfast.orchestrator.runtime.code_sender import CodeMissing
@@ -30,9 +31,10 @@ from .status import ConditionState
 
 CHAOS_ARGUMENTS = ("rank", "node", "hold_s", "by")
 BY_SPEC = "the spec"
-QUESTIONS = ("stacks", "profile")
+QUESTIONS = ("stacks", "profile", "trace")
 MAX_ANSWER_CHARS = 240_000
-"""Of a question's answer in an annotation: the API server takes 256 KiB of them."""
+"""Of a question's answer in an annotation: the API server takes 256 KiB of them. A longer one is in
+ConfigMaps."""
 
 
 class SpecSync:
@@ -142,13 +144,23 @@ class SpecSync:
         annotations = {names.REQUEST: number}
         try:
             reply = await self._runtime.control.perform(verb, arguments)
-            annotations[names.ANSWER] = _packed(reply.body)
-        except HoldfastError as error:
+            packed = await asyncio.to_thread(_packed, reply.body)
+            text, parts = base64.b64encode(packed).decode(), 0
+            if len(text) <= MAX_ANSWER_CHARS:
+                annotations[names.ANSWER] = text
+            else:
+                parts = await answer_parts.write(self._cluster, self._owner, number, packed)
+                annotations[names.ANSWER_PARTS] = str(parts)
+        except HoldfastError as error:  # ApiError, too
             self._events.record("Warning", "Refused", f"{verb}: {error}", annotations)
             return
         # With the id, which makes the message unlike that of any other Event: it would be counted.
         detail = f"{verb}: {reply.detail} (requested by {by}, {number})"
         self._events.record("Normal", verb.capitalize(), detail, annotations)
+        if parts:
+            await asyncio.sleep(answer_parts.KEPT_S)
+            with suppress(ApiError):  # they go with the job
+                await answer_parts.clear(self._cluster, self._owner, number, parts)
 
     def close(self) -> None:
         """Answer no question any more."""
@@ -188,16 +200,8 @@ class SpecSync:
         return ""
 
 
-def _packed(body: Document) -> str:
-    """Raises UserError for an answer that no Event can have."""
-    text = base64.b64encode(zlib.compress(json.dumps(body).encode(), 9)).decode()
-    if len(text) > MAX_ANSWER_CHARS:
-        raise UserError(
-            f"answer: got {len(text)} bytes, compressed; expected at most {MAX_ANSWER_CHARS}, as "
-            f"it is part of an Event; ask for fewer ranks with --rank, or for a profile with lower "
-            f"--seconds or --rate"
-        )
-    return text
+def _packed(body: Document) -> bytes:
+    return zlib.compress(json.dumps(body).encode(), 9)
 
 
 def suspended_before_start(document: Document) -> ConditionState:

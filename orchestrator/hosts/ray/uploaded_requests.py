@@ -32,7 +32,9 @@ from . import gcs_journal
 
 JOURNAL = "journal"
 """The verb that is answered with the job's journal."""
-ANSWER_KEPT_S = 120.0 + limits.MAX_PROFILE_S
+AGAIN = "again"
+"""The verb before which the new code is uploaded."""
+ANSWER_KEPT_S = 120.0 + limits.MAX_PROFILE_S + 2 * limits.TRACE_STEP_S
 """Longer than a command waits for it."""
 
 Perform = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -42,6 +42,7 @@ class HoldfastCli:
     """The command line for one namespace of a cluster."""
 
     def __init__(self, kubectl: Kubectl, kubeconfig: Path | None = None) -> None:
+        self.kubectl = kubectl
         self.where = ["--kubernetes", "--kubeconfig", str(kubeconfig or kubectl.kubeconfig)]
         self.where += ["--namespace", kubectl.namespace]
 

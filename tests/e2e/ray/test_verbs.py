@@ -4,6 +4,7 @@ ray://."""
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import os
 import shutil
@@ -77,7 +78,9 @@ def test_checkpoints_are_saved_listed_verified_and_exported(
 
 
 @pytest.mark.parametrize("http", [False, True], ids=["address", "http"])
-def test_stacks_and_a_profile_come_from_the_nodes(job: Job, tmp_path: Path, http: bool) -> None:
+def test_stacks_a_profile_and_a_trace_come_from_the_nodes(
+    job: Job, tmp_path: Path, http: bool
+) -> None:
     job.running()
     address = job.cluster.dashboard if http else job.cluster.address
     found = json.loads(ask(job, "stacks", NAME, "--json", address=address))
@@ -86,6 +89,9 @@ def test_stacks_and_a_profile_come_from_the_nodes(job: Job, tmp_path: Path, http
     flames = tmp_path / "flames.svg"
     ask(job, "profile", NAME, "--seconds", "1", "--idle", "-o", str(flames), address=address)
     assert "<svg" in flames.read_text()
+    trace = tmp_path / "trace.json.gz"
+    ask(job, "profile", NAME, "--torch", "--steps", "2", "-o", str(trace), address=address)
+    assert "aten::mm" in gzip.decompress(trace.read_bytes()).decode()
 
 
 def test_logs_are_followed_while_they_are_written(job: Job) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.orchestrator.protocol import cgroup, python_command
-from holdfast.workers import worker_protocol, worker_transport
+from holdfast.workers import packets, worker_protocol, worker_transport
 
 from ..linux import processes
 from ..machine import inputs
@@ -59,6 +59,8 @@ class WorkerProcess:
     """Of its newest StackReport."""
     answer: asyncio.Future[Inspection] | None = None
     """Of the inspection under way."""
+    trace: asyncio.Future[worker_protocol.TraceWritten] | None = None
+    """Of the recording under way."""
 
 
 class WorkerPool:
@@ -150,12 +152,29 @@ class WorkerPool:
         if process.answer is None or process.answer.done():
             process.answer, process.stack_text = self._loop.create_future(), ""
             with contextlib.suppress(OSError):
-                process.asked.send(b"?")
+                process.asked.send(worker_protocol.ASK_STACK)
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(process.answer)
         except TimeoutError:
             return Inspection(process.stack_text)
+
+    async def record_trace(
+        self, generation: int, rank: int, wanted: worker_protocol.TraceWanted, timeout_s: float
+    ) -> worker_protocol.TraceWritten:
+        """Have a worker record its steps. Raises TimeoutError, and OSError when it has ended."""
+        process = self._seats.get((generation, rank))
+        if process is None:
+            raise ProcessLookupError("the worker has ended")
+        if process.trace is not None and not process.trace.done():
+            return worker_protocol.TraceWritten(problem="another recording is under way")
+        process.trace = self._loop.create_future()
+        packets.send(process.asked, msgspec.msgpack.encode(wanted))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await process.trace
+        finally:
+            process.trace.cancel()
 
     def find(self, generation: int, rank: int) -> tuple[int, int] | None:
         """(pid, stack file) of a live worker."""
@@ -341,6 +360,9 @@ class WorkerPool:
             elif isinstance(message, worker_protocol.StandbyImported):
                 process.imported = True
                 self._check_standbys()
+            elif isinstance(message, worker_protocol.TraceWritten):
+                if process.trace is not None and not process.trace.done():
+                    process.trace.set_result(message)
             elif isinstance(message, worker_protocol.ImportsReported):
                 self.imports.learned(message.modules)
                 if process.seat is not None:
@@ -368,6 +390,8 @@ class WorkerPool:
             process.reading = False
         if process.answer is not None and not process.answer.done():
             process.answer.set_result(Inspection(process.stack_text))
+        if process.trace is not None and not process.trace.done():
+            process.trace.set_result(worker_protocol.TraceWritten(problem="the worker has ended"))
         process.link.close()
         process.asked.close()
         os.close(process.stack_fd)

@@ -23,7 +23,7 @@ from holdfast.orchestrator.core.rank_assignment import check_resize
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, SpecError, UserError
 from holdfast.orchestrator.hosts.kubernetes.spec import owner_of
-from holdfast.orchestrator.kube import names
+from holdfast.orchestrator.kube import answer_parts, names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import EVENTS, JOBS, PODS, ApiError, Conflict, Forbidden
 from holdfast.orchestrator.protocol.manifest import Manifest
@@ -225,7 +225,7 @@ class KubernetesJob:
 # -- requests as annotations -----------------------------------------------------------------
 ANNOTATIONS = {
     "chaos": names.CHAOS, "checkpoint": names.CHECKPOINT, "resume": names.RESUME,
-    "stacks": names.INSPECT, "profile": names.INSPECT,
+    "stacks": names.INSPECT, "profile": names.INSPECT, "trace": names.INSPECT,
 }  # fmt: skip
 ACCEPT_TIMEOUT_S = 20.0
 """A running operator removes the annotation within a second; a standby replica that has to take
@@ -296,6 +296,9 @@ class _AnnotatedRequest:
             raise UserError(f"job {self._name}: {text}")
         if (packed := annotation_of(answer, names.ANSWER)) is not None:
             return Response(text, json.loads(zlib.decompress(base64.b64decode(packed))))
+        if (parts := annotation_of(answer, names.ANSWER_PARTS)) is not None:
+            found = await answer_parts.read(cluster, *self._key, self._answers, int(parts))
+            return Response(text, json.loads(zlib.decompress(found)))
         step = annotation_of(answer, names.STEP)
         if step is not None:
             body["step"] = int(step)

@@ -11,13 +11,18 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.output import date, print_json_line, stderr, stdout
+from holdfast.orchestrator.cli.rank_lines import RankLines
 from holdfast.orchestrator.cli.render import outcome
 from holdfast.orchestrator.core.transitions import TERMINAL
 from holdfast.orchestrator.errors import HoldfastError, Problem, UserError
+from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
 from holdfast.orchestrator.kube import names
 from holdfast.orchestrator.kube.client import Document, KubeClient
 from holdfast.orchestrator.kube.errors import (
@@ -35,6 +40,7 @@ from holdfast.orchestrator.runtime.clock import Clock
 from holdfast.orchestrator.runtime.observe.view import Incident
 
 from ..base import LogSelector
+from ..tempdir import scratch
 from .resource_view import time_ns, view_of_object
 from .session import ClusterSession, annotation_of, events_selector, until_finished
 
@@ -42,6 +48,8 @@ LAST_EVENTS_S = 2.0
 """The Events of a job's end follow its last status."""
 LAST_LOGS_S = 5.0
 NEW_PODS_INTERVAL_S = 2.0
+MAX_PODS = 16
+"""Whose logs `holdfast run` reads until it is known which of them has rank 0."""
 _WORKER_LINE = re.compile(rb"\[rank (\d+)\] ?")
 
 
@@ -164,14 +172,61 @@ def event_ns(event: Document) -> int:
 
 # -- logs ------------------------------------------------------------------------------------
 LineFilter = Callable[[bytes], bytes | None]
+LineWriter = Callable[[bytes], object]
 
 
 def print_logs(
     session: ClusterSession, document: Document, selector: LogSelector, *, follow: bool
 ) -> None:
     """Raises UserError for a node, rank or generation that cannot be shown."""
-    reader = _LogReader(session, document, selector)
+    out = sys.stdout.buffer
+
+    def write(line: bytes) -> None:
+        out.write(line + b"\n")
+        if follow:
+            out.flush()
+
+    reader = _LogReader(session, document, selector, write)
     session.run(reader.follow if follow else reader.print)
+    out.flush()
+
+
+class LinesOfRank0:
+    """Shows what rank 0 prints beside the display of a job, inside of the context: its lines go
+    through a file of this machine, so that the display shows them as those of a local job."""
+
+    def __init__(self, session: ClusterSession, display: Display) -> None:
+        self._session, self._display = session, display
+        self._resources = ExitStack()
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        if self._display.wants_lines is not False:
+            directory = JobDirectory(self._resources.enter_context(scratch("holdfast-logs-")))
+            path = directory.rank_log(1, 0)
+            path.parent.mkdir(parents=True)
+            self._file = self._resources.enter_context(path.open("wb", buffering=0))
+            self._resources.enter_context(RankLines(directory, self._display.line))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resources.close()
+
+    async def follow(self, cluster: KubeClient, document: Document, *, only_new: bool) -> None:
+        """Until the job has ended. What cannot be read is noted once: the display goes on."""
+        wanted, file = self._display.wants_lines, self._file
+        if wanted is None:
+            wanted = "recipe" not in (document["spec"].get("entrypoint") or {})
+        if not wanted or file is None:
+            return
+        selector = LogSelector(rank=0)
+        reader = _LogReader(
+            self._session, document, selector, lambda line: file.write(line + b"\n"), MAX_PODS
+        )
+        try:
+            await reader.follow(cluster, document["metadata"]["namespace"], only_new=only_new)
+        except HoldfastError as error:
+            self._display.note(f"what rank 0 prints cannot be shown: {error}")
 
 
 def line_filter(selector: LogSelector, world_size: int) -> LineFilter:
@@ -213,8 +268,17 @@ def select_pods(
 
 
 class _LogReader:
-    def __init__(self, session: ClusterSession, document: Document, selector: LogSelector) -> None:
+    def __init__(
+        self,
+        session: ClusterSession,
+        document: Document,
+        selector: LogSelector,
+        write: LineWriter,
+        max_pods: int | None = None,
+    ) -> None:
+        """`max_pods`: of more, none is read before it is known which of them has the rank."""
         self._session, self._document, self._selector = session, document, selector
+        self._write, self._max_pods = write, max_pods
         self._name: str = document["metadata"]["name"]
         self._namespace: str = document["metadata"]["namespace"]
         status = document.get("status") or {}
@@ -242,10 +306,13 @@ class _LogReader:
             text = f"job {self._name}: there is no output of workers; that of an agent: {hint}"
             stderr().print(text, style="yellow", soft_wrap=True)
 
-    async def follow(self, cluster: KubeClient, namespace: str) -> None:
+    async def follow(self, cluster: KubeClient, namespace: str, *, only_new: bool = False) -> None:
+        """`only_new`: nothing that the present pods have printed before."""
         self._check()
         if self._selector.node is not None:
             await self._pods(cluster)
+        if only_new:
+            await self._start_tails(cluster, only_new=True)
         ending = asyncio.create_task(until_finished(cluster, self._document))
         try:
             while not ending.done():
@@ -261,7 +328,7 @@ class _LogReader:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _start_tails(self, cluster: KubeClient) -> None:
+    async def _start_tails(self, cluster: KubeClient, *, only_new: bool = False) -> None:
         """Follow pods that are running and not followed yet."""
         for task in self._tails.values():
             if task.done():
@@ -270,14 +337,17 @@ class _LogReader:
             pods = await self._pods(cluster)
         except (Unreachable, TooBusy, UserError):
             return  # tried again soon; a named pod may be gone by now
+        if self._max_pods is not None and len(pods) > self._max_pods:
+            return
         for name, pod in pods.items():
             if name not in self._tails and pod.get("status", {}).get("phase") != "Pending":
-                self._tails[name] = asyncio.create_task(self._tail(cluster, name))
+                tail = self._tail(cluster, name, only_new=only_new)
+                self._tails[name] = asyncio.create_task(tail)
 
-    async def _tail(self, cluster: KubeClient, pod: str) -> None:
+    async def _tail(self, cluster: KubeClient, pod: str, *, only_new: bool) -> None:
         while True:
             try:
-                await self._copy(cluster, pod, follow=True)
+                await self._copy(cluster, pod, follow=True, only_new=only_new)
             except NotFound:
                 return
             except Invalid:  # the container has not started
@@ -285,15 +355,14 @@ class _LogReader:
                 continue
             return
 
-    async def _copy(self, cluster: KubeClient, pod: str, *, follow: bool) -> None:
-        async for line in lines(cluster, self._namespace, pod, follow=follow):
+    async def _copy(
+        self, cluster: KubeClient, pod: str, *, follow: bool, only_new: bool = False
+    ) -> None:
+        async for line in lines(cluster, self._namespace, pod, follow=follow, only_new=only_new):
             shown = self._filter(line)
             if shown is not None:
                 self._num_printed += 1
-                sys.stdout.buffer.write(shown + b"\n")
-                if follow:
-                    sys.stdout.buffer.flush()
-        sys.stdout.buffer.flush()
+                self._write(shown)
 
     async def _pods(self, cluster: KubeClient) -> dict[str, Document]:
         """The selected pods by name, in order. Raises UserError for an unknown node."""

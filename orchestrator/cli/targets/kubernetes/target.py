@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.orchestrator.api.v1alpha1 import TrainingJob, job_to_mapping, load_job
 from holdfast.orchestrator.api.v1alpha1.crd import job_from_resource
@@ -41,8 +41,13 @@ from .job import KubernetesJob, pods_of
 from .resource_view import is_refused, nodes_of, operator_absence, view_of_object
 from .session import ClusterSession, follow_job
 
+if TYPE_CHECKING:
+    from .output import LinesOfRank0
+
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 OPERATOR_CHECK_INTERVAL_S = 5.0
+LAST_LINES_S = 6.0
+"""For the last lines of a job that has ended; its pods go soon."""
 
 
 class KubernetesTarget:
@@ -105,16 +110,15 @@ class KubernetesTarget:
         display: Display,
         directory: Path | None = None,
     ) -> RunResult:
-        if display.wants_lines:
-            fix = f"use {self._session.hint('logs', 'JOB', '-f', '--rank', '0')}"
-            got, expected = "--logs with --kubernetes", "it on this machine or with --ray"
-            raise UserError(str(Problem("--logs", got, expected, fix)))
+        from .output import LinesOfRank0
+
         job = code = None
         if file is not None:
             home = directory or file.absolute().parent
             job, code = job_code.with_code(load_job(file), home, str(file))
         name = job.name if job is not None else str(attach)
-        watcher = _Watcher(self._session, display)
+        lines = LinesOfRank0(self._session, display)
+        watcher = _Watcher(self._session, display, lines, only_new=job is None)
 
         async def act(cluster: KubeClient, namespace: str) -> JobView:
             if job is not None:
@@ -124,7 +128,7 @@ class KubernetesTarget:
             watcher.started = True
             return await watcher.watch(cluster, document)
 
-        with display:
+        with display, lines:
             try:
                 view = self._session.run(act)
             except KeyboardInterrupt:
@@ -210,8 +214,12 @@ class KubernetesTarget:
 class _Watcher:
     """Shows a job until it ends."""
 
-    def __init__(self, session: ClusterSession, display: Display) -> None:
+    def __init__(
+        self, session: ClusterSession, display: Display, lines: LinesOfRank0, *, only_new: bool
+    ) -> None:
+        """`only_new`: show no lines of rank 0 from before."""
         self._session, self._display = session, display
+        self._lines, self._only_new = lines, only_new
         self._clock = Clock()
         self._latest: Document = {}
         self._pods: list[Document] = []
@@ -222,6 +230,7 @@ class _Watcher:
         """The last view. Raises JobDeleted."""
         self._latest = document
         checking = asyncio.create_task(self._check_operator(document["metadata"]["name"]))
+        lines = asyncio.create_task(self._lines.follow(cluster, document, only_new=self._only_new))
         try:
             async for latest in follow_job(cluster, document, self._display.note):
                 self._latest = latest
@@ -229,10 +238,12 @@ class _Watcher:
                 view.nodes = nodes_of(latest, await self._current_pods(cluster, latest))
                 self._display.show(view)
                 if view.state in TERMINAL or is_refused(latest):
+                    await asyncio.wait([lines], timeout=LAST_LINES_S)
                     return view
         finally:
-            checking.cancel()
-            await asyncio.wait([checking])
+            for task in (checking, lines):
+                task.cancel()
+            await asyncio.wait([checking, lines])
         raise AssertionError("a watch does not end by itself")
 
     async def _current_pods(self, cluster: KubeClient, document: Document) -> list[Document]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,11 @@ def written(path: Path, text: str) -> None:
     until(lambda: text in path.read_text(), f"{text!r}", timeout_s=BOUND_S, last=path.read_text)
 
 
-def start(holdfast: HoldfastCli, tmp_path: Path, document: dict[str, Any]) -> Any:
+def start(holdfast: HoldfastCli, tmp_path: Path, document: dict[str, Any], *options: str) -> Any:
     """`holdfast run` of a file; its output is in tmp_path/run."""
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(document))
-    command = holdfast.start(tmp_path / "run", "run", file)
+    command = holdfast.start(tmp_path / "run", "run", file, *options)
     name = document["metadata"]["name"]
     until(lambda: holdfast("status", name).code == 0, f"job {name}", timeout_s=BOUND_S,
           last=(tmp_path / "run").read_text)  # fmt: skip
@@ -71,11 +73,19 @@ def test_run_reports_a_job_to_its_end(holdfast: HoldfastCli, tmp_path: Path) -> 
 def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     holdfast: HoldfastCli, tmp_path: Path
 ) -> None:
-    command = start(holdfast, tmp_path, example("broken", ENDLESS))
+    command = start(holdfast, tmp_path, example("broken", ENDLESS), "--logs")
     status = seen(holdfast, "broken", "steps", lambda v: v["step"] >= 2 and v["world_size"] == 4)
     nodes = {node["name"]: node["state"] for node in status["nodes"]}
     assert sorted(nodes.values()) == ["member", "member"]
-    written(tmp_path / "run", "step ")
+    written(tmp_path / "run", "[rank 0] step ")
+    assert "[rank 1]" not in (tmp_path / "run").read_text()
+    again, before = tmp_path / "again", status["step"]
+    watching = holdfast.start(again, "run", "--attach", "broken", "--logs")
+    written(again, "[rank 0] step ")
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(BOUND_S) == 130
+    shown = re.findall(r"\[rank 0\] step\s+(\d+)", again.read_text())
+    assert int(shown[0]) >= before, "lines from before are not shown"
 
     done = holdfast("chaos", "kill-worker", "broken", "--rank", "3")
     assert done.code == 0, done.err
@@ -89,6 +99,15 @@ def test_a_job_is_watched_disturbed_inspected_and_cancelled(
     assert "incident 1" in holdfast("events", "broken").out
     asked = holdfast.json("stacks", "broken")
     assert sorted(rank for one in asked["stacks"] for rank in one["ranks"]) == [0, 1, 2, 3], asked
+
+    with chdir(tmp_path):
+        traced = holdfast("profile", "broken", "--torch", "--steps", "6", "--rank", "0",
+                          "--rank", "3")  # fmt: skip
+    assert traced.code == 0, traced.err
+    files = [tmp_path / f"broken-rank-{rank}.json.gz" for rank in (0, 3)]
+    assert all(b"aten::mm" in gzip.decompress(file.read_bytes()) for file in files)
+    parts = holdfast.kubectl.list("configmaps", "holdfast.dev/job=broken")
+    assert any("-answer-" in one["metadata"]["name"] for one in parts), "too large for an Event"
 
     wrong = holdfast("chaos", "kill-worker", "broken", "--rank", "9")
     assert wrong.code == 2 and "rank: got 9; expected 0 to 3" in wrong.err
