@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.orchestrator import limits
 from holdfast.orchestrator.core import actions as a
 from holdfast.orchestrator.core import events as e
 from holdfast.orchestrator.core.copy_rounds import CopyOrder
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NEW_CODE_S = 45.0
 """Training may go on with the old code for so long: while a node that leaves is replaced."""
+GROWS_S = limits.STANDBYS_WAIT_S + 30.0
+"""A requested step is staged before the job grows."""
 
 
 class Unsafe(AssertionError):
@@ -53,6 +56,10 @@ class Oracle:
         """Generation and time of a request for new code that none runs yet."""
         self.new_codes: dict[int, None] = {}
         """Generations that were ended for new code."""
+        self.grows: tuple[int, float] | None = None
+        """Generation and time since which it only waits for standbys to grow."""
+        self.growths_that_waited: dict[int, None] = {}
+        """Generations that have waited so."""
         self.saved: dict[int, None] = {}
         """Generations that ended with the loss of one node, and such a copy was there."""
 
@@ -64,6 +71,7 @@ class Oracle:
         """After every step of the controller. A crash may undo what is not durable yet."""
         check_timers(state)
         self._new_code(state, event)
+        self._growth(state)
         if isinstance(event, e.ActionSucceeded) and event.action_id in self._stage_actions:
             done = self._stage_actions[event.action_id]
             self.requested.setdefault((done.generation, done.step), {})[done.node] = None
@@ -89,6 +97,19 @@ class Oracle:
         elif state.phase == "running" and state.stop is None:
             waited_s = self.world.time_s - since_s
             self.require(waited_s < NEW_CODE_S, f"old code runs {waited_s:.1f} s after new code")
+
+    def _growth(self, state: JobState) -> None:
+        """A job does not wait for standbys for long, and trains meanwhile."""
+        if "standbys" not in state.timers:
+            self.grows = None
+            return
+        if self.grows is None:
+            self.grows = (state.generation, self.world.time_s)
+            self.growths_that_waited[state.generation] = None
+        generation, since_s = self.grows
+        waited_s = self.world.time_s - since_s
+        self.require(waited_s < GROWS_S, f"it waits for standbys for {waited_s:.1f} s")
+        self.require(generation == state.generation and state.active, "it waits and does not train")
 
     def copied(self, state: JobState, order: CopyOrder) -> None:
         """The controller confirms a step of the buddy tier."""

@@ -65,3 +65,9 @@ def test_steps_are_staged_at_the_controllers_request() -> None:
     """Before planned interruptions, in the worlds that do not stage every step."""
     requested = [play(seed).oracle.requested for seed in range(2, 100, 3)]
     assert sum(map(len, requested)) >= 5
+
+
+def test_growths_wait_for_standbys_that_import() -> None:
+    """oracle.py bounds the wait."""
+    waited = [play(seed).oracle.growths_that_waited for seed in range(1, 100, 3)]
+    assert sum(map(len, waited)) >= 5
