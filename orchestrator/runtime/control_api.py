@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from ..api.v1alpha1 import Recovery
+from ..api.v1alpha1 import Recovery, job_to_mapping
 from ..backends.base import Backend, LimitsNodes, WithholdsCapacity
 from ..core import events
 from ..core.checkpoints import newest_committed, why_nothing_usable
@@ -51,6 +51,7 @@ class ControlApi:
         self._list_checkpoints = list_checkpoints
         self._verbs: dict[str, Callable[[dict[str, Any]], Awaitable[wire.Reply]]] = {
             "status": self._status,
+            "spec": self._spec,
             "resize": self._resize,
             "adjust": self._adjust,
             "again": self._again,
@@ -81,6 +82,10 @@ class ControlApi:
 
     async def _status(self, arguments: dict[str, Any]) -> wire.Reply:
         return wire.Reply(ok=True, body=view_body(self._view()))
+
+    async def _spec(self, arguments: dict[str, Any]) -> wire.Reply:
+        """As it is now."""
+        return wire.Reply(ok=True, body={"spec": job_to_mapping(self._driver.state.job)})
 
     async def _watch(self, stream: ReplyStream) -> None:
         """Send a view after every change until the client or the job ends."""

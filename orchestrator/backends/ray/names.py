@@ -46,6 +46,11 @@ def request(job_id: str) -> str:
     return f"holdfast-request-{job_id}.zip"
 
 
+def uploaded_code(job_id: str, code: str) -> str:
+    """Of an archive that a command uploads beside its request."""
+    return f"holdfast-code-{job_id}-{code}.zip"
+
+
 def answer_file(job: str, request_id: str) -> str:
     """In Ray's log directory. Raises ValueError for an id that is no hexadecimal number."""
     if not request_id or not set(request_id) <= set(string.hexdigits):

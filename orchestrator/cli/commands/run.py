@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +26,10 @@ from ..script_job import (
     spec_file,
 )
 
+if TYPE_CHECKING:
+    from ..display import Display
+    from ..targets.base import RunResult
+
 RunArgument = Annotated[
     Path | None,
     typer.Argument(
@@ -39,7 +44,7 @@ AgainOption = Annotated[
         "--again",
         metavar="JOB",
         help="Restart the workers of a running job with its edited code, on the nodes that it has, "
-        "from its last checkpoint.",
+        "from its last checkpoint; on this machine, also run a job that has ended again.",
     ),
 ]
 AGAIN_S = 120.0
@@ -92,8 +97,9 @@ def run(
     terminal, the agents keep training for spec.recovery.controllerAbsenceSeconds (15 minutes);
     `--attach` takes the job over.
 
-    With --again, exit once the new code has finished a step, and 1 if the job has ended before. On
-    Kubernetes the directory of FILE is uploaded, without FILE the current one.
+    With --again, exit once the new code has finished a step, and 1 if the job has ended before. In
+    a cluster the directory of FILE is uploaded, without FILE the current one. A job of this machine
+    that had ended is run and shown until it ends, from its newest checkpoint.
 
     With --kubernetes or --ray the job is created in a cluster and watched. It runs there without
     this process: Ctrl-C (also 130) leaves it running, and `--attach` watches it again.
@@ -111,7 +117,7 @@ def run(
         nodes=nodes, workers=workers, gpus=gpus, name=name, env=env, python=python,
     )  # fmt: skip
     if again is not None:
-        raise typer.Exit(_run_again(target, again, file, attach, as_json))
+        raise typer.Exit(_run_again(target, again, file, attach, as_json, lines))
     if wanted is None or attach is not None:
         raise typer.Exit(_run(file, attach, target, as_json, lines))
     show = (stderr() if as_json else stdout()).print
@@ -131,20 +137,29 @@ def _run(
     directory: Path | None = None,
 ) -> int:
     """The exit code. `directory`: of the spec, where it is not that of the file."""
-    from ..display import SilentDisplay, make_display
-    from ..report import print_report
-
     if file is not None and attach is not None:
         raise UserError("FILE: got FILE and --attach JOB; expected only one of them")
     if file is None and attach is None:
         raise UserError(
             "FILE: got nothing; expected a TrainingJob in YAML, a script, or --attach JOB"
         )
+    return _shown(
+        target, as_json, lines, lambda display: target.run(file, attach, display, directory)
+    )
+
+
+def _shown(
+    target: Target, as_json: bool, lines: bool | None, run_job: Callable[[Display], RunResult]
+) -> int:
+    """Show a job until it ends, then print the report. The exit code."""
+    from ..display import SilentDisplay, make_display
+    from ..report import print_report
+
     if lines and as_json:
         raise UserError(str(Problem("--logs", "--logs and --json", "only one of them")))
     console = stderr() if as_json else stdout()
     display = SilentDisplay(console) if as_json else make_display(console, lines)
-    done = target.run(file, attach, display, directory)
+    done = run_job(display)
     if done.view is not None:
         if as_json:
             print_json(done.view)
@@ -155,18 +170,32 @@ def _run(
 
 
 def _run_again(
-    target: Target, name: str, file: Path | None, attach: str | None, as_json: bool
+    target: Target,
+    name: str,
+    file: Path | None,
+    attach: str | None,
+    as_json: bool,
+    lines: bool | None,
 ) -> int:
-    """Request a generation with new code and wait for its first step. The exit code."""
+    """Request a generation with new code and wait for its first step; of a job that has ended, run
+    it again. The exit code."""
     import time
 
     from holdfast.orchestrator.core.transitions import TERMINAL
+
+    from ..targets.base import RunsEnded
 
     if attach is not None:
         raise UserError("--again: got it with --attach; expected only one of them")
     begin = time.monotonic()
     job = target.find(name)
-    before = job.view().generation
+    view = job.view()
+    before = view.generation
+    if file is None and view.state in TERMINAL and isinstance(target, RunsEnded):
+        return _shown(target, as_json, lines, lambda display: target.run_ended(name, display))
+    if lines:
+        expected = "only one of them for a job that runs"
+        raise UserError(str(Problem("--logs", "it with --again", expected)))
     directory = None
     if file is not None:
         directory = file if file.is_dir() else file.absolute().parent

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Container
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
@@ -89,6 +89,15 @@ class TargetJob(Protocol):
 
     def delete(self, keep: Path | None) -> list[str]:
         """Delete the job's record. Returns remarks to print."""
+        ...
+
+
+@runtime_checkable
+class RunsEnded(Protocol):
+    """A target that can run a job again that has ended."""
+
+    def run_ended(self, name: str, display: Display) -> RunResult:
+        """With its code as it is now, from its newest checkpoint, and show it until it ends."""
         ...
 
 

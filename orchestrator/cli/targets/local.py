@@ -21,6 +21,7 @@ from .base import LogSelector, Response, RunResult, first_free
 
 if TYPE_CHECKING:
     from holdfast.orchestrator.api.v1alpha1 import TrainingJob
+    from holdfast.orchestrator.hosts.local.service import FinishedRun
 
 
 class LocalJob:
@@ -69,18 +70,16 @@ class LocalJob:
         if directory is not None:
             expected = "nothing: a job of this machine reads its files where they are"
             raise UserError(str(Problem("FILE", str(directory), expected)))
-        view, job = self.view(), self._directory.job()
-        if view.state in TERMINAL:
-            fix = (
-                f"`holdfast delete {self.name} --keep-checkpoints DIRECTORY`, then `holdfast run` "
-                f"with that directory as spec.checkpoint.path, goes on from its checkpoint"
-            )
-            raise UserError(str(Problem("job", view.state, "a job that has not ended", fix)))
+        self.check_code()
+        return self.request("again")
+
+    def check_code(self) -> None:
+        """Raises UserError for a job without code of the user, and for code that cannot start."""
+        job = self._directory.job()
         if job.spec.entrypoint.recipe is not None:
             got = f"job {self.name}, which runs a recipe"
             raise UserError(str(Problem("--again", got, "one that runs code of yours")))
         check_code(job, Path(self._directory.spec_directory))
-        return self.request("again")
 
     def print_events(self, *, follow: bool, as_json: bool) -> None:
         from holdfast.orchestrator.hosts.local.file_journal import JournalReader, Snapshot
@@ -232,9 +231,26 @@ class LocalTarget:
                     display.note(note)
                 home = directory or file.absolute().parent
                 done = run_job(job, self._home, home, display.show, display.note)
-        if done.interrupted:
-            return RunResult(done.view, 130)
-        return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
+        return _result(done)
+
+    def run_ended(self, name: str, display: Display) -> RunResult:
+        from holdfast.orchestrator.hosts.local.service import attach_job
+
+        directory = self._home.find(name)
+        found, job = LocalJob(directory), directory.job()
+        found.check_code()
+        view = found.view()
+        begin = "the beginning: it has no checkpoint"
+        if view.checkpoints:
+            begin = f"its checkpoint of step {view.checkpoints[-1].step}"
+        with directory.locked():
+            place = directory.set_aside()
+        with display, _lines(job, directory, display):
+            display.note(
+                f"job {name}: {view.state} before; it runs again with the code as it is now, from "
+                f"{begin}; journal and logs of before are in {place}"
+            )
+            return _result(attach_job(directory, display.show, display.note))
 
     def _load(self, file: Path, directory: Path | None) -> tuple[TrainingJob, list[str]]:
         """The job in a file with its number of GPUs, after expired jobs made room for it; and notes
@@ -254,6 +270,12 @@ class LocalTarget:
         for name in expire(self._home, Clock().now_ns()):
             stderr().print(f"job {name}: deleted, its ttlSecondsAfterFinished is over")
         return job, [*filter(None, [why]), *remarks(job)]
+
+
+def _result(done: FinishedRun) -> RunResult:
+    if done.interrupted:
+        return RunResult(done.view, 130)
+    return RunResult(done.view, 0 if done.view.state == "succeeded" else 1)
 
 
 def _lines(

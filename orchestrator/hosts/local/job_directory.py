@@ -10,6 +10,7 @@
   host.sock         socket of the local backend's node launcher
   logs/             agent-<node>.log, host.log, gen-0001/rank-00000.log
   checkpoints/      the storage tier, if the spec names no other
+  earlier-1/        journal and logs of a run that ended before the job was run again
 <home>/cache/                       what torch.compile and Triton compiled, of all jobs
 <home>/jobs/.<name>.<hex>           a directory that is being created
 <home>/jobs/.<name>.<hex>.deleted   files of a deleted job that are still to be removed
@@ -38,6 +39,7 @@ from holdfast.orchestrator.runtime.checkpoint_store.options import storage_place
 
 HOME_VARIABLE = "HOLDFAST_HOME"
 CACHE = "cache"
+EARLIER = "earlier"
 DELETED_SUFFIX = ".deleted"
 RECORD_FIELDS = frozenset({"job_id", "spec_directory", "document"})
 SOCKET_PATH_BYTES = 107
@@ -185,6 +187,24 @@ class JobDirectory:
 
     def remove_controller(self) -> None:
         self.controller_file.unlink(missing_ok=True)
+
+    def set_aside(self) -> Path:
+        """Before a job that has ended runs again: its journal and logs get a directory of their
+        own. The caller holds the lock. Raises HoldfastError."""
+        number = 1 + sum(1 for _ in self.path.glob(f"{EARLIER}-*"))
+        place = self.path / f"{EARLIER}-{number}"
+        try:
+            place.mkdir()
+            # The journal last: without one, the job has not run.
+            for path in (self.logs, self.nodes_file, *self.path.glob(f"{self.journal.name}*")):
+                if path.exists():
+                    path.rename(place / path.name)
+            self.logs.mkdir()
+            sync_directory(self.path)
+        except OSError as error:
+            text = f"job {self.name}: {place}: cannot be written ({error.strerror})"
+            raise HoldfastError(text) from None
+        return place
 
     def remove(self, keep_checkpoints: Path | None = None) -> None:
         """Delete the job, its logs and the checkpoints in its directory, after moving these to

@@ -94,7 +94,8 @@ def attach_job(
     on_view: Callable[[JobView], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FinishedRun:
-    """Take over an existing job whose controller is gone and run it to its end, as `run_job`."""
+    """Take over an existing job whose controller is gone, or which was set aside, and run it to its
+    end, as `run_job`."""
     with directory.locked():
         return _run(directory, directory.job(), on_view, on_note)
 

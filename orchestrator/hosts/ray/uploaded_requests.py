@@ -29,6 +29,7 @@ from holdfast.orchestrator.backends.ray.kv import JobKeyValueStore
 from holdfast.orchestrator.core.journal import JournalError, encode_record
 
 from . import gcs_journal
+from .code_store import KeyValueCodeStore
 
 JOURNAL = "journal"
 """The verb that is answered with the job's journal."""
@@ -66,7 +67,7 @@ class UploadedRequests:
         self, store: JobKeyValueStore, job_id: str, logs: Path, job: str, perform: Perform
     ) -> None:
         """`logs`: Ray's log directory on this machine."""
-        self._store, self._name = store, names.request(job_id)
+        self._store, self._name, self._job_id = store, names.request(job_id), job_id
         self._logs, self._job, self._perform = logs, job, perform
         self._taken: dict[str, float] = {}
         """Id -> when it was taken."""
@@ -101,12 +102,29 @@ class UploadedRequests:
             _write(file, request.seal(None))
             if request.verb == JOURNAL:
                 answer = await asyncio.to_thread(self._journal)
+            elif request.verb == AGAIN:
+                answer = await self._again(request.arguments)
             else:
                 answer = await self._perform(request.verb, request.arguments)
             _write(file, request.seal(answer))
-        # A full disk, or no key: the command reports that there was no answer.
-        except (OSError, ValueError) as error:
+        # A full disk, no key, Ray's own: the command reports that there was no answer.
+        except Exception as error:
             log.warning("a request over http:// is not answered: %s", error)
+
+    async def _again(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Ray may delete an uploaded file: the code goes into the job's record first."""
+        code = str(arguments.get("code"))
+        name = names.uploaded_code(self._job_id, code)
+        archive = await asyncio.to_thread(self._store.take_upload, name)
+        if archive is None:
+            return {"ok": False, "detail": f"code {code[:12]} was not uploaded", "body": {}}
+        codes = KeyValueCodeStore(self._store)
+        await asyncio.to_thread(codes.upload, code, archive)
+        answer = await self._perform(AGAIN, arguments)
+        if answer["ok"]:
+            before = str(answer["body"].get("before", ""))
+            await asyncio.to_thread(codes.delete_others, code, before)
+        return answer
 
     def _journal(self) -> dict[str, Any]:
         try:

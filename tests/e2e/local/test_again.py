@@ -82,5 +82,37 @@ def test_edited_code_runs_on_the_same_nodes_from_the_last_checkpoint(
     assert file.returncode == 2 and "where they are" in file.stderr
     assert found.request("cancel").ok
     found.wait()
-    ended = again(found)
-    assert ended.returncode == 2 and "got cancelled" in ended.stderr
+    ended = again(found, str(tmp_path / "job.yaml"))
+    assert ended.returncode == 2 and "where they are" in ended.stderr
+
+
+def test_a_job_that_has_ended_runs_again_from_its_checkpoint(found: Job, tmp_path: Path) -> None:
+    before = found.until(lambda view: view.state == "running" and view.step >= 10)
+    assert found.request("cancel").ok
+    last = found.wait()
+    assert last.state == "cancelled" and last.checkpoints[-1].step >= before.step
+
+    (tmp_path / "train.py").write_text(SCRIPT + "def\n")
+    refused = again(found)
+    assert refused.returncode == 2 and "compiles" in refused.stderr
+    assert found.wait().state == "cancelled", "nothing was changed"
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("VERSION = 3\n")
+    found.run("--again", found.name)
+    step = last.checkpoints[-1].step
+    view = found.until(lambda view: view.state == "running" and view.step > step + 5)
+    assert view.generation == 2, "that of the checkpoint was 1"
+    assert not view.incidents
+    text = found.directory.rank_log(2, 0).read_text()
+    assert f"begins {step + 1}" in text and "code 3" in text and "code 1" not in text
+    printed = found.output()
+    assert (
+        f"cancelled before; it runs again with the code as it is now, from its checkpoint of "
+        f"step {step}; journal and logs of before are in " in printed
+    )
+    assert "[rank 0] code 3" in printed
+    earlier = found.directory.path / "earlier-1"
+    assert (earlier / "journal").exists() and (earlier / "logs/gen-0001").is_dir()
+    assert found.request("cancel").ok
+    assert found.wait().state == "cancelled" and found.command.returncode == 1

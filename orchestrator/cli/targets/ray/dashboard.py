@@ -19,9 +19,11 @@ import msgspec
 import typer
 from cryptography.fernet import Fernet
 
+from holdfast.orchestrator.api.v1alpha1 import job_from_mapping
 from holdfast.orchestrator.backends.ray import actors, names
 from holdfast.orchestrator.backends.ray.remote_files import LogFilter, matching
 from holdfast.orchestrator.backends.ray.state_api import ControllerProcess, StateApi
+from holdfast.orchestrator.cli import job_code
 from holdfast.orchestrator.cli.client import RequestRefused, extra_s
 from holdfast.orchestrator.cli.display import Display
 from holdfast.orchestrator.cli.log_files import print_files
@@ -30,7 +32,7 @@ from holdfast.orchestrator.core.journal import decode_records
 from holdfast.orchestrator.errors import HoldfastError
 from holdfast.orchestrator.hosts.local.file_journal import Snapshot
 from holdfast.orchestrator.hosts.local.job_directory import JobDirectory
-from holdfast.orchestrator.hosts.ray.uploaded_requests import JOURNAL, UploadedRequest
+from holdfast.orchestrator.hosts.ray.uploaded_requests import AGAIN, JOURNAL, UploadedRequest
 from holdfast.orchestrator.protocol.manifest import Manifest
 from holdfast.orchestrator.runtime.observe.view import JobView
 
@@ -212,7 +214,15 @@ class DashboardJob:
             return False, None
 
     def again(self, directory: Path | None) -> Response:
-        self._inside()
+        job = job_from_mapping(self._ask("spec", {}).body["spec"], f"job {self.name}")
+        code = job_code.edited(job, directory or Path.cwd())
+        name = names.uploaded_code(self._view.job_id, code.name)
+        try:
+            self._api.upload(name, code.archive)
+        except Exception as error:  # of Ray, of requests
+            raise HoldfastError(_failed(f"job {self.name}: code is not uploaded", error)) from None
+        answer = self.request(AGAIN, code=code.name)
+        return Response(f"{job_code.describe(code)}; {answer.detail}", {"code": code.name})
 
     def print_logs(self, wanted: LogSelector, *, follow: bool) -> None:
         if follow:
@@ -269,4 +279,6 @@ def _failed(what: str, error: Exception) -> str:
 def can_look(words: list[str] | None = None) -> bool:
     """Whether this command may do without a Ray job."""
     given = sys.argv[1:] if words is None else words
-    return given[:1] in ([name] for name in COMMANDS) or given[:2] == ["checkpoint", "save"]
+    again = given[:1] == ["run"] and any(word.startswith("--again") for word in given)
+    looks = given[:1] in ([name] for name in COMMANDS) or given[:2] == ["checkpoint", "save"]
+    return looks or again

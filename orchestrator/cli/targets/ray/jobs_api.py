@@ -204,7 +204,12 @@ def split_output(output: str) -> tuple[str, str]:
 def _expect_possible(words: list[str], address: str) -> None:
     """Raises UserError for commands that need this machine's terminal or working directory."""
     problem = None
-    if words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
+    if words[:1] == ["run"] and any(word.startswith("--again") for word in words):
+        got = f"{address} with --again"
+        expected = "a running job whose controller can be reached through the dashboard"
+        fix = f"submit it again with `holdfast submit FILE --ray {address}`"
+        problem = Problem("--ray", got, expected, fix)
+    elif words[:1] == ["run"] and not any(word.startswith("--attach") for word in words):
         expected = "auto or HOST:PORT, from inside the cluster's network"
         fix = f"holdfast submit FILE --ray {address} --follow"
         problem = Problem("--ray", f"{address} with `run`", expected, fix)

@@ -87,6 +87,38 @@ def test_a_running_job_is_shown_without_a_ray_job(tmp_path: Path) -> None:
     assert ran[1].startswith("job a: the request cannot be uploaded through the dashboard (")
 
 
+def test_edited_code_is_uploaded_beside_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, logs = tmp_path / "code", tmp_path / "logs"
+    logs.mkdir()
+    code.mkdir()
+    (code / "train.py").write_text("print(1)\n")
+    published(logs)
+    ran = list[str]()
+    with Controller(logs) as controller:
+
+        def upload(self: FakeStateApi, name: str, data: bytes) -> None:
+            controller.store.uploads[name] = data
+
+        monkeypatch.setattr(FakeStateApi, "upload", upload, raising=False)
+        found = target(logs, os.getpid(), ran).find("a")
+        answer = found.again(code)
+        name = answer.body["code"]
+        assert controller.performed[-1][0] == "again"
+        assert controller.performed[-1][1]["code"] == name
+        assert controller.store.get(f"code/{name}/parts") == b"1"
+        assert "uploaded: 1 files" in answer.detail and not ran
+
+        def loses(self: FakeStateApi, name: str, data: bytes) -> None:
+            if not name.startswith("holdfast-code"):
+                upload(self, name, data)
+
+        monkeypatch.setattr(FakeStateApi, "upload", loses, raising=False)
+        with pytest.raises(RequestRefused, match="was not uploaded"):
+            found.again(code)
+
+
 class Controller:
     """What a job's controller does for commands over http://, in a thread."""
 
@@ -105,6 +137,9 @@ class Controller:
 
     async def _perform(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         self.performed.append((verb, arguments))
+        if verb == "spec":
+            job = make_job(name="a", entrypoint={"script": "train.py"})
+            return {"ok": True, "detail": "", "body": {"spec": job_to_mapping(job)}}
         if verb == "resize":
             return {"ok": False, "detail": "nodes: got 9", "body": {}}
         return {"ok": True, "detail": "stopping all workers", "body": {"step": 3}}
