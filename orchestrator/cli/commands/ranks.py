@@ -154,9 +154,6 @@ def profile(
     Examples: `holdfast profile my-job --seconds 10 -o rank0.svg`,
     `holdfast profile my-job --torch --steps 5 --rank 0 --rank 8`
     """
-    import base64
-    import zlib
-
     ranks = sorted(set(rank or [0]))
     if with_torch:
         _expect_none("--torch", {"--rate": rate, "--idle": idle or None})
@@ -164,19 +161,28 @@ def profile(
         return
     _expect_none("py-spy; give --torch", {"--steps": steps})
     if len(ranks) > 1:
-        raise UserError(
-            str(Problem("--rank", f"{len(ranks)} ranks", "one, or several with --torch"))
-        )
-    file = out or Path(f"{job}-rank-{ranks[0]}.svg")
+        got = f"{len(ranks)} ranks"
+        raise UserError(str(Problem("--rank", got, "one, or several with --torch")))
+    arguments = {"rank": ranks[0], "seconds": seconds, "rate": rate or 100, "idle": idle}
+    _flames(target, job, arguments, out, as_json)
+
+
+def _flames(
+    target: Target, job: str, arguments: dict[str, Any], out: Path | None, as_json: bool
+) -> None:
+    """A recording of py-spy."""
+    import base64
+    import zlib
+
+    rank = arguments["rank"]
+    file = out or Path(f"{job}-rank-{rank}.svg")
     form = SUFFIXES.get(file.suffix)
     if form is None:
         raise UserError(str(Problem("--output", str(file), "a name that ends with .svg or .json")))
     found = target.find(job)
     if not as_json:
-        stderr().print(f"recording rank {ranks[0]} for {seconds:g} s", soft_wrap=True)
-    answer = found.request(
-        "profile", rank=ranks[0], seconds=seconds, rate=rate or 100, format=form, idle=idle
-    )
+        stderr().print(f"recording rank {rank} for {arguments['seconds']:g} s", soft_wrap=True)
+    answer = found.request("profile", format=form, **arguments)
     content = zlib.decompress(base64.b64decode(answer.body["content"]))
     _write(file, content)
     if as_json:
